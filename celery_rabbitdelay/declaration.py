@@ -1,0 +1,210 @@
+"""Declaring, verifying and deleting a topology on a broker, over any kombu connection.
+
+As a function::
+
+    declare(connection, topology)
+    bind_destination(connection, topology, "reports")
+
+As something that a kombu queue runs when it is declared, so that whoever declares the queue makes
+it ready for delayed messages::
+
+    Queue("reports", on_declared=on_declared(connection, topology))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from amqp.exceptions import NotFound, PreconditionFailed
+from kombu import Connection, Exchange, Queue
+from kombu.transport.base import StdChannel
+
+from celery_rabbitdelay.exceptions import LayoutConflict, TopologyNotEmpty
+from celery_rabbitdelay.topology import Binding, Topology
+
+__all__ = [
+    "bind_destination",
+    "declare",
+    "delete",
+    "ensure_declared",
+    "ensure_destination",
+    "missing",
+    "on_declared",
+    "stands",
+]
+
+
+def declare(connection: Connection, topology: Topology) -> None:
+    """Declare every exchange, queue and binding of a topology; what stands already is left alone.
+
+    Takes one to two seconds for the clock. :func:`ensure_declared` first looks whether that is
+    needed.
+
+    Args:
+        connection: Any kombu connection to RabbitMQ; a channel of its own is opened and closed.
+        topology: What to declare.
+
+    Raises:
+        LayoutConflict: Another layout stands under the same prefix.
+    """
+    with connection.channel() as channel, _conflicts_explained(topology):
+        topology.guard(channel).declare()
+        for exchange in topology.exchanges:
+            exchange(channel).declare()
+        for queue in topology.queues:
+            queue(channel).queue_declare()
+        for binding in topology.bindings:
+            _bind(channel, binding)
+        # Last, so that a process that dies before this line leaves nothing that looks complete.
+        topology.marker(channel).declare()
+
+
+def ensure_declared(connection: Connection, topology: Topology) -> None:
+    """Declare a topology unless it is in place; costs nothing the second time on a connection.
+
+    Raises:
+        LayoutConflict: Another layout stands under the same prefix.
+    """
+    seen = ("rabbitdelay", topology.prefix, topology.fingerprint)
+    if seen in connection.declared_entities:
+        return
+    if not stands(connection, topology):
+        declare(connection, topology)
+    connection.declared_entities.add(seen)
+
+
+def stands(connection: Connection, topology: Topology) -> bool:
+    """Return whether a process has declared the whole of this topology on the broker."""
+    return _exists(connection, topology.marker)
+
+
+def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
+    """Return the names of the topology's exchanges and queues that are not on the broker.
+
+    AMQP cannot tell whether a binding exists.
+    """
+    entities = (topology.guard, *topology.exchanges, *topology.queues, topology.marker)
+    return tuple(entity.name for entity in entities if not _exists(connection, entity))
+
+
+def delete(connection: Connection, topology: Topology, *, force: bool = False) -> None:
+    """Delete a topology from the broker; what is missing already is passed over.
+
+    Stop the producers first: what they publish between the look for messages and the end of the
+    deletion is lost.
+
+    Args:
+        connection: Any kombu connection to RabbitMQ.
+        topology: What to delete.
+        force: Also delete queues in which messages wait.
+
+    Raises:
+        TopologyNotEmpty: Messages still wait, and ``force`` is False.
+    """
+    if not force:
+        waiting = dict(_waiting(connection, topology))
+        if waiting:
+            raise TopologyNotEmpty(topology.prefix, waiting)
+    with connection.channel() as channel:
+        # First, so that no other process takes the rest for complete.
+        topology.marker(channel).delete()
+        for queue in topology.queues:
+            queue(channel).delete()
+        for exchange in (*reversed(topology.exchanges), topology.guard):
+            exchange(channel).delete()
+    connection.declared_entities.clear()
+
+
+def bind_destination(connection: Connection, topology: Topology, queue_name: str) -> None:
+    """Bind a queue to the delivery exchange, so that delayed messages reach it.
+
+    Args:
+        connection: Any kombu connection to RabbitMQ.
+        topology: A topology that stands on the broker.
+        queue_name: A queue that stands on the broker.
+
+    Raises:
+        amqp.exceptions.NotFound: There is no such queue, or no such topology.
+    """
+    with connection.channel() as channel:
+        channel.queue_bind(
+            queue=queue_name,
+            exchange=topology.delivery.name,
+            routing_key=topology.destination_pattern(queue_name),
+        )
+
+
+def ensure_destination(connection: Connection, topology: Topology, queue: Queue) -> None:
+    """Declare a topology and a queue and bind the queue; costs nothing the second time.
+
+    Args:
+        connection: Any kombu connection to RabbitMQ.
+        topology: The topology; declared unless it is in place.
+        queue: The queue with its exchange and arguments. One that says ``no_declare`` is only
+            bound.
+    """
+    seen = ("rabbitdelay", topology.prefix, topology.fingerprint, queue.name)
+    if seen in connection.declared_entities:
+        return
+    ensure_declared(connection, topology)
+    with connection.channel() as channel:
+        queue(channel).declare()
+    bind_destination(connection, topology, queue.name)
+    connection.declared_entities.add(seen)
+
+
+def on_declared(connection: Connection, topology: Topology) -> Callable[[str, int, int], None]:
+    """Return a kombu ``on_declared`` hook that makes a queue ready for delayed messages.
+
+    Args:
+        connection: Where to; each call opens a connection of its own like it, so that the hook
+            may run in any thread and beside any other use of the connection.
+        topology: The topology; declared unless it is in place.
+    """
+
+    def make_ready(queue_name: str, message_count: int, consumer_count: int) -> None:
+        with connection.clone() as own:
+            ensure_declared(own, topology)
+            bind_destination(own, topology, queue_name)
+
+    return make_ready
+
+
+def _bind(channel: StdChannel, binding: Binding) -> None:
+    if binding.target_is_exchange:
+        channel.exchange_bind(binding.target, binding.source, binding.pattern)
+    else:
+        channel.queue_bind(binding.target, binding.source, binding.pattern)
+
+
+def _exists(connection: Connection, entity: Exchange | Queue) -> bool:
+    # The broker answers a passive declaration of something missing by closing the channel.
+    with connection.channel() as channel:
+        try:
+            if isinstance(entity, Queue):
+                entity(channel).queue_declare(passive=True)
+            else:
+                entity(channel).declare(passive=True)
+        except NotFound:
+            return False
+    return True
+
+
+def _waiting(connection: Connection, topology: Topology) -> Iterator[tuple[str, int]]:
+    for queue in topology.queues:
+        with connection.channel() as channel:
+            try:
+                count = queue(channel).queue_declare(passive=True).message_count
+            except NotFound:
+                continue
+            if count:
+                yield queue.name, count
+
+
+@contextmanager
+def _conflicts_explained(topology: Topology) -> Iterator[None]:
+    try:
+        yield
+    except PreconditionFailed as conflict:
+        raise LayoutConflict(topology.prefix, str(conflict)) from conflict

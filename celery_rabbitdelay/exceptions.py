@@ -1,0 +1,234 @@
+"""Every error that celery_rabbitdelay raises.
+
+All of them are a :class:`RabbitDelayError`. Each also is the built-in or kombu error that callers
+already catch at that place: a wrong delay is a :class:`ValueError` or :class:`TypeError`, a failed
+publish is a :class:`kombu.exceptions.OperationalError`, as ``apply_async`` documents it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kombu.exceptions import OperationalError
+
+__all__ = [
+    "ConfirmTimeout",
+    "ConnectionBlocked",
+    "ConnectionLost",
+    "DelayTooLong",
+    "InvalidDelay",
+    "InvalidDelayType",
+    "InvalidLayout",
+    "InvalidSetting",
+    "LayoutConflict",
+    "MessageNacked",
+    "MessageReturned",
+    "NeedsDistribution",
+    "PublishError",
+    "RabbitDelayError",
+    "TopologyIncomplete",
+    "TopologyNotEmpty",
+]
+
+
+class RabbitDelayError(Exception):
+    """Base class of all errors of celery_rabbitdelay."""
+
+
+class InvalidDelay(RabbitDelayError, ValueError):
+    """The delay has no meaning as a length of time: not a number, infinite, or a naive datetime.
+
+    Attributes:
+        value: The delay as it was given.
+    """
+
+    def __init__(self, value: object, reason: str) -> None:
+        super().__init__(value, reason)
+        self.value = value
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"delay {self.value!r}: {self.reason}"
+
+
+class InvalidDelayType(RabbitDelayError, TypeError):
+    """The delay is not of a type that says how long: a string, a bool, a datetime.
+
+    Attributes:
+        value: The delay as it was given.
+    """
+
+    def __init__(self, value: object, reason: str) -> None:
+        super().__init__(value, reason)
+        self.value = value
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"delay {self.value!r}: {self.reason}"
+
+
+class DelayTooLong(RabbitDelayError, ValueError):
+    """The delay is above what one pass through the levels can express.
+
+    Attributes:
+        milliseconds: The delay that was asked for, in milliseconds.
+        capacity: The largest delay of the layout, in milliseconds.
+    """
+
+    def __init__(self, milliseconds: int, capacity: int) -> None:
+        super().__init__(milliseconds, capacity)
+        self.milliseconds = milliseconds
+        self.capacity = capacity
+
+    def __str__(self) -> str:
+        return (
+            f"a delay of {self.milliseconds / 1000:,.3f} s is above the layout's capacity of "
+            f"{self.capacity / 1000:,.3f} s: choose a shorter delay, or a layout with more levels"
+        )
+
+
+class InvalidLayout(RabbitDelayError, ValueError):
+    """The levels do not make a place-value system, or RabbitMQ could not hold them."""
+
+
+class InvalidSetting(RabbitDelayError, ValueError):
+    """A ``rabbitdelay_*`` setting has a value that it does not take, or does not exist.
+
+    Attributes:
+        key: The setting's name.
+        value: The value that was found.
+    """
+
+    def __init__(self, key: str, value: object, takes: str) -> None:
+        super().__init__(key, value, takes)
+        self.key = key
+        self.value = value
+        self.takes = takes
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value!r}: {self.takes}"
+
+
+class LayoutConflict(RabbitDelayError):
+    """Another layout stands on the broker under the same prefix.
+
+    Attributes:
+        prefix: The prefix that both claim.
+        reply: What the broker answered.
+    """
+
+    def __init__(self, prefix: str, reply: str) -> None:
+        super().__init__(prefix, reply)
+        self.prefix = prefix
+        self.reply = reply
+
+    def __str__(self) -> str:
+        return (
+            f"the broker holds another layout under the prefix {self.prefix!r}. Use another "
+            "rabbitdelay_prefix for this one; or give back rabbitdelay_layout, rabbitdelay_tick "
+            "and rabbitdelay_queue_type the values with which it was declared; or, once nothing "
+            "waits in it any more, remove it with celery_rabbitdelay.declaration.delete. "
+            f"The broker said: {self.reply}"
+        )
+
+
+class TopologyIncomplete(RabbitDelayError):
+    """Exchanges or queues of the layout are missing on the broker.
+
+    Attributes:
+        prefix: The prefix of the layout.
+        missing: The names of what is missing.
+    """
+
+    def __init__(self, prefix: str, missing: tuple[str, ...]) -> None:
+        super().__init__(prefix, missing)
+        self.prefix = prefix
+        self.missing = missing
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.missing[:5])
+        more = f" and {len(self.missing) - 5} more" if len(self.missing) > 5 else ""
+        return (
+            f"the layout under the prefix {self.prefix!r} is incomplete on the broker, missing: "
+            f"{shown}{more}. Declare it with celery_rabbitdelay.declaration.declare, or set "
+            'rabbitdelay_declare = "auto"'
+        )
+
+
+class TopologyNotEmpty(RabbitDelayError):
+    """Messages still wait in a topology that is to be deleted.
+
+    Attributes:
+        prefix: The prefix of the topology.
+        waiting: How many messages wait, by the name of their queue.
+    """
+
+    def __init__(self, prefix: str, waiting: Mapping[str, int]) -> None:
+        super().__init__(prefix, waiting)
+        self.prefix = prefix
+        self.waiting = dict(waiting)
+
+    def __str__(self) -> str:
+        return (
+            f"{sum(self.waiting.values())} messages still wait in {len(self.waiting)} queues under "
+            f"the prefix {self.prefix!r}, for example in {next(iter(self.waiting))}: wait until "
+            "they are due, or delete with force=True to lose them"
+        )
+
+
+class NeedsDistribution(RabbitDelayError, NotImplementedError):
+    """The levels alone cannot deliver this message as it would have been without a delay.
+
+    Attributes:
+        what: What the message asks for.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} cannot be delayed: the levels hand a message to one queue, with a "
+            "priority of at most 4 on quorum queues. Send to a queue that the application knows "
+            "(task_queues), or set rabbitdelay=False on the task to keep Celery's own behavior"
+        )
+
+
+class PublishError(RabbitDelayError, OperationalError):
+    """The broker did not take responsibility for a message; it must be regarded as not sent.
+
+    Attributes:
+        exchange: The exchange that the message was published to.
+        routing_key: Its routing key.
+        reason: What went wrong.
+    """
+
+    def __init__(self, exchange: str, routing_key: str, reason: str) -> None:
+        super().__init__(exchange, routing_key, reason)
+        self.exchange = exchange
+        self.routing_key = routing_key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.exchange!r} with key {self.routing_key!r}: {self.reason}"
+
+
+class MessageNacked(PublishError):
+    """The broker refused the message (``basic.nack``): a queue was full or its leader away."""
+
+
+class MessageReturned(PublishError):
+    """No queue takes the message (``basic.return``): the topology is not, or no longer, whole."""
+
+
+class ConfirmTimeout(PublishError):
+    """The broker did not confirm in time; whether it has the message is unknown."""
+
+
+class ConnectionBlocked(PublishError):
+    """The broker blocks publishers (memory or disk alarm) and did not unblock in time."""
+
+
+class ConnectionLost(PublishError):
+    """The connection broke before the confirm, and again at each resend."""

@@ -1,0 +1,48 @@
+"""Every message header that we write, read or strip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+__all__ = ["DUE", "EXCHANGE", "QUEUE", "ROUTING_KEY", "strip"]
+
+#: The instant at which the task may start: int, milliseconds since 1970-01-01 UTC.
+DUE: Final = "rabbitdelay-due"
+
+#: The exchange that the message would have been published to without a delay.
+EXCHANGE: Final = "rabbitdelay-exchange"
+
+#: The routing key that it would have been published with.
+ROUTING_KEY: Final = "rabbitdelay-routing-key"
+
+#: The name of the queue that the message was delayed for.
+QUEUE: Final = "rabbitdelay-queue"
+
+#: The beginning of all our own headers.
+OWN_PREFIX: Final = "rabbitdelay-"
+
+#: What RabbitMQ adds to a dead-lettered or redelivered message
+#: (https://www.rabbitmq.com/docs/dlx#effects). Up to 3.13 it trusts an ``x-death`` that a client
+#: publishes, and drops the message as a cycle when the queue is in it already.
+BROKER_HEADERS: Final = frozenset(
+    {
+        "x-death",
+        *(
+            f"x-{which}-death-{what}"
+            for which in ("first", "last")
+            for what in ("exchange", "queue", "reason")
+        ),
+        "x-delivery-count",
+        "x-acquired-count",
+    }
+)
+
+
+def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return headers without what the broker and what we added; the user's own ``x-*`` stay."""
+    return {
+        name: value
+        for name, value in headers.items()
+        if name not in BROKER_HEADERS and not name.startswith(OWN_PREFIX)
+    }

@@ -1,0 +1,103 @@
+"""Delays as digits: rounding, and numbers in a system of mixed bases. Pure arithmetic.
+
+A delay is a number of ticks, written like a clock: with the bases ``(24, 60, 60)`` the number
+27,930 is ``(7, 45, 30)``. Durations are whole milliseconds throughout, since that is what RabbitMQ
+counts in (https://www.rabbitmq.com/docs/ttl).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from decimal import Decimal
+from math import ceil, isfinite, prod
+from numbers import Rational, Real
+from typing import TypeAlias
+
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
+
+__all__ = ["Delay", "digits", "milliseconds", "milliseconds_until", "number", "place_values"]
+
+#: How long to wait: seconds as a number, or a timedelta.
+Delay: TypeAlias = "float | Decimal | Rational | timedelta"
+
+_MILLISECOND = timedelta(milliseconds=1)
+
+
+def milliseconds(delay: Delay) -> int:
+    """Return a delay in milliseconds, rounded up: never early.
+
+    A float means the decimal number that it prints as, so 1.1 is 1,100 ms and not 1,101.
+
+    Args:
+        delay: Seconds, as any real number, or a timedelta. May be negative.
+
+    Raises:
+        InvalidDelayType: Not a number and not a timedelta; also a bool, a string or a datetime.
+        InvalidDelay: Not a number (NaN) or infinite.
+    """
+    if type(delay) is int:
+        return delay * 1000
+    if isinstance(delay, timedelta):
+        return -(-delay // _MILLISECOND)
+    if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
+        raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
+    if not isfinite(delay):
+        raise InvalidDelay(delay, "takes a finite number of seconds")
+    if isinstance(delay, Decimal | Rational):
+        return ceil(delay * 1000)
+    return ceil(Decimal(repr(float(delay))) * 1000)
+
+
+def milliseconds_until(instant: datetime, now: datetime) -> int:
+    """Return the milliseconds from ``now`` to ``instant``, rounded up; negative when it is past.
+
+    Args:
+        instant: An aware datetime.
+        now: An aware datetime.
+
+    Raises:
+        InvalidDelayType: ``instant`` is not a datetime.
+        InvalidDelay: ``instant`` is naive, so that nobody can tell which instant it means.
+    """
+    if not isinstance(instant, datetime):
+        raise InvalidDelayType(instant, "takes an aware datetime")
+    if instant.utcoffset() is None:
+        raise InvalidDelay(instant, "takes an aware datetime; a naive one names no instant")
+    return milliseconds(instant - now)
+
+
+def place_values(bases: Sequence[int]) -> tuple[int, ...]:
+    """Return what one unit of each digit is worth, highest first.
+
+    With the bases ``(24, 60, 60)``: ``(3600, 60, 1)``.
+    """
+    return tuple(prod(bases[index + 1 :]) for index in range(len(bases)))
+
+
+def digits(value: int, bases: Sequence[int]) -> tuple[int, ...]:
+    """Write a number in a system of mixed bases, highest digit first.
+
+    Args:
+        value: From 0 to the product of the bases, less one.
+        bases: The number of values that each digit can take, highest digit first.
+
+    Raises:
+        OverflowError: The number is negative or has more digits than there are bases.
+    """
+    rest = value
+    reversed_digits = []
+    for base in reversed(bases):
+        rest, digit = divmod(rest, base)
+        reversed_digits.append(digit)
+    if rest:
+        raise OverflowError(f"{value} does not fit in {len(bases)} digits of the bases {bases}")
+    return tuple(reversed(reversed_digits))
+
+
+def number(digits: Sequence[int], bases: Sequence[int]) -> int:
+    """Return the number that :func:`digits` wrote."""
+    value = 0
+    for digit, base in zip(digits, bases, strict=True):
+        value = value * base + digit
+    return value

@@ -1,0 +1,332 @@
+"""Publishing that returns only once the broker has confirmed.
+
+RabbitMQ takes responsibility for a message with ``basic.ack``
+(https://www.rabbitmq.com/docs/confirms); until then it may be lost with the connection, and nobody
+else tells. A :class:`Publisher` sends persistent, mandatory messages over one connection and waits
+for that word; a :class:`PublisherPool` lends publishers to threads and forgets them in a forked
+process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from weakref import WeakSet
+
+import amqp
+from amqp.exceptions import AMQPError, NotFound
+from kombu import Connection
+from kombu.resource import Resource
+from kombu.utils.functional import lazy
+
+from celery_rabbitdelay.exceptions import (
+    ConfirmTimeout,
+    ConnectionBlocked,
+    ConnectionLost,
+    MessageNacked,
+    MessageReturned,
+    PublishError,
+)
+
+__all__ = ["PERSISTENT", "Publisher", "PublisherPool"]
+
+#: ``delivery_mode`` of a message that RabbitMQ writes to disk.
+PERSISTENT: Final = 2
+
+#: How often a message is sent again after the connection was lost, unless the caller says.
+RESENDS: Final = 3
+
+#: Seconds before the first resend, and how many more before each further one, up to the maximum.
+BACKOFF: Final = (0.0, 0.2, 1.0)
+
+
+class _Unconfirmed:
+    """A message that was sent, and what became of it."""
+
+    __slots__ = ("error", "exchange", "routing_key", "settled")
+
+    def __init__(self, exchange: str, routing_key: str) -> None:
+        self.exchange = exchange
+        self.routing_key = routing_key
+        self.settled = False
+        self.error: PublishError | None = None
+
+
+class _ConfirmChannel:
+    """A channel in confirm mode that knows which of its messages are not confirmed yet."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.transport: amqp.Connection = connection.connection
+        self.channel: amqp.Channel = connection.channel()
+        self.channel.confirm_select()
+        self.channel.events["basic_ack"].add(self._on_ack)
+        self.channel.events["basic_nack"].add(self._on_nack)
+        self.channel.events["basic_return"].add(self._on_return)
+        self.transport.on_blocked = self._on_blocked
+        self.transport.on_unblocked = self._on_unblocked
+        self.blocked: str | None = None
+        self._last_tag = 0
+        self._unconfirmed: dict[int, _Unconfirmed] = {}
+
+    @property
+    def open(self) -> bool:
+        return self.channel.connection is not None and bool(self.channel.is_open)
+
+    def send(
+        self, message: amqp.Message, exchange: str, routing_key: str, timeout: float
+    ) -> _Unconfirmed:
+        unconfirmed = _Unconfirmed(exchange, routing_key)
+        self._last_tag += 1
+        self._unconfirmed[self._last_tag] = unconfirmed
+        # The class's own method: where a connection asks for confirm_publish, the instance's
+        # would wait for any ack, which may be another message's.
+        amqp.Channel.basic_publish(
+            self.channel, message, exchange, routing_key, mandatory=True, timeout=timeout
+        )
+        return unconfirmed
+
+    def drain(self, until: Callable[[], bool], deadline: float) -> bool:
+        """Take in what the broker says until ``until()``; return False when time ran out."""
+        while not until():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return False
+            try:
+                self.transport.drain_events(timeout=remaining)
+            except (socket.timeout, TimeoutError):
+                return until()
+        return True
+
+    def _on_ack(self, tag: int, multiple: bool) -> None:
+        for unconfirmed in self._settle(tag, multiple):
+            unconfirmed.settled = True
+
+    def _on_nack(self, tag: int, multiple: bool) -> None:
+        for unconfirmed in self._settle(tag, multiple):
+            unconfirmed.settled = True
+            unconfirmed.error = MessageNacked(
+                unconfirmed.exchange,
+                unconfirmed.routing_key,
+                "the broker refused the message: a queue is full, or its leader is away",
+            )
+
+    def _settle(self, tag: int, multiple: bool) -> list[_Unconfirmed]:
+        if not multiple:
+            settled = self._unconfirmed.pop(tag, None)
+            return [] if settled is None else [settled]
+        tags = [earlier for earlier in self._unconfirmed if earlier <= tag]
+        return [self._unconfirmed.pop(earlier) for earlier in tags]
+
+    def _on_return(
+        self, reply: AMQPError, exchange: str, routing_key: str, message: amqp.Message
+    ) -> None:
+        # A return comes before the ack of the same message, in the order of publishing.
+        for unconfirmed in self._unconfirmed.values():
+            if (unconfirmed.exchange, unconfirmed.routing_key) == (exchange, routing_key):
+                if unconfirmed.error is None:
+                    unconfirmed.error = MessageReturned(exchange, routing_key, str(reply))
+                    return
+
+    def _on_blocked(self, reason: str) -> None:
+        self.blocked = reason
+
+    def _on_unblocked(self) -> None:
+        self.blocked = None
+
+
+class Publisher:
+    """Publishes over one connection, and waits for the broker's confirm. For one thread at a time.
+
+    Args:
+        connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
+            again whenever it was lost.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._confirming: _ConfirmChannel | None = None
+
+    def publish(
+        self,
+        message: amqp.Message,
+        exchange: str,
+        routing_key: str,
+        *,
+        timeout: float = 30.0,
+        resends: int | None = RESENDS,
+        backoff: tuple[float, float, float] = BACKOFF,
+        prepare: Callable[[Connection], None] | None = None,
+    ) -> None:
+        """Publish a message and return once the broker has it on disk.
+
+        A lost connection is opened again and the message sent again; the broker may then have it
+        twice. After an error, regard it as not sent: after a timeout or a lost connection it may
+        have been taken all the same.
+
+        Args:
+            message: The message with its properties; sent persistent and mandatory.
+            exchange: The exchange's name.
+            routing_key: The routing key.
+            timeout: Seconds for everything, from connecting over resends to the confirm.
+            resends: How often the message is sent again after the connection was lost; None for
+                as often as the time allows.
+            backoff: Seconds before the first resend, the step by which they grow, their maximum.
+            prepare: Called with the connection before each attempt, to declare what is missing.
+
+        Raises:
+            MessageNacked: The broker refused the message.
+            MessageReturned: No queue takes it, or the exchange does not exist.
+            ConfirmTimeout: No confirm within ``timeout``.
+            ConnectionBlocked: The broker blocked the connection for all of that time.
+            ConnectionLost: The connection could not be opened or broke, also at each resend.
+        """
+        message.properties["delivery_mode"] = PERSISTENT
+        deadline = time.monotonic() + timeout
+        attempts = 0
+        interval, step, maximum = backoff
+        while True:
+            try:
+                if prepare is not None:
+                    prepare(self.connection)
+                return self._publish_once(message, exchange, routing_key, deadline)
+            except self._connection_errors as lost:
+                self.discard()
+                self.connection.maybe_switch_next()
+                attempts += 1
+                interrupted = time.monotonic() + interval >= deadline
+                if interrupted or (resends is not None and attempts > resends):
+                    raise self._lost(exchange, routing_key, attempts, lost) from lost
+            time.sleep(interval)
+            interval = min(interval + step, maximum)
+
+    @property
+    def _connection_errors(self) -> tuple[type[BaseException], ...]:
+        errors: tuple[type[BaseException], ...] = self.connection.connection_errors
+        return errors
+
+    def _lost(
+        self, exchange: str, routing_key: str, attempts: int, cause: BaseException
+    ) -> ConnectionLost:
+        reason = f"no connection to {self.connection.as_uri()} after {attempts} attempts: {cause!r}"
+        return ConnectionLost(exchange, routing_key, reason)
+
+    def _publish_once(
+        self, message: amqp.Message, exchange: str, routing_key: str, deadline: float
+    ) -> None:
+        confirming = self._open()
+        if not confirming.drain(lambda: confirming.blocked is None, deadline):
+            raise self._gave_up(confirming, exchange, routing_key)
+        try:
+            remaining = max(deadline - time.monotonic(), 0.001)
+            unconfirmed = confirming.send(message, exchange, routing_key, remaining)
+            if not confirming.drain(lambda: unconfirmed.settled, deadline):
+                raise self._gave_up(confirming, exchange, routing_key)
+        except NotFound as missing:
+            raise MessageReturned(exchange, routing_key, str(missing)) from missing
+        except self.connection.channel_errors as refused:
+            raise MessageNacked(exchange, routing_key, str(refused)) from refused
+        if unconfirmed.error is not None:
+            raise unconfirmed.error
+
+    def _gave_up(
+        self, confirming: _ConfirmChannel, exchange: str, routing_key: str
+    ) -> PublishError:
+        # What the broker says about this message later must not be taken for the next one's.
+        self.discard()
+        if confirming.blocked is not None:
+            return ConnectionBlocked(exchange, routing_key, confirming.blocked)
+        return ConfirmTimeout(exchange, routing_key, "the broker did not confirm in time")
+
+    def _open(self) -> _ConfirmChannel:
+        if self._confirming is None or not self._confirming.open:
+            self._confirming = _ConfirmChannel(self.connection)
+        return self._confirming
+
+    def discard(self) -> None:
+        """Drop the connection without a word to the broker; the next publish opens a new one."""
+        self._confirming = None
+        self.connection.collect(socket_timeout=0.1)
+
+    def close(self) -> None:
+        """Close the connection in order."""
+        self._confirming = None
+        self.connection.release()
+
+
+class PublisherPool:
+    """Lends publishers to threads, one each, and keeps them for the next.
+
+    Args:
+        connection: Where to; every publisher works on a connection like it, opened when needed.
+        limit: How many publishers at most; a thread that comes later waits. None for a new
+            connection with every use.
+    """
+
+    def __init__(self, connection: Connection, limit: int | None = 10) -> None:
+        self._connection = connection
+        self._limit = limit
+        self._publishers = _Publishers(connection, limit)
+        _pools.add(self)
+
+    @contextmanager
+    def acquire(self, timeout: float | None = None) -> Iterator[Publisher]:
+        """Borrow a publisher for the length of a ``with`` block.
+
+        Args:
+            timeout: Seconds to wait for one to be free; None for as long as it takes.
+        """
+        publisher = self._publishers.acquire(block=True, timeout=timeout)
+        try:
+            yield publisher
+        finally:
+            self._publishers.release(publisher)
+
+    def close(self) -> None:
+        """Close every connection of the pool."""
+        self._publishers.force_close_all(close_pool=False)
+        self._publishers = _Publishers(self._connection, self._limit)
+
+    def _forget(self) -> None:
+        # In a forked process the sockets are the parent's: closing them in order would end the
+        # parent's connections, so they are only let go.
+        self._publishers = _Publishers(self._connection, self._limit)
+
+
+class _Publishers(Resource):
+    """kombu's pool, of publishers."""
+
+    def __init__(self, connection: Connection, limit: int | None) -> None:
+        self._connection = connection
+        super().__init__(limit=limit)
+
+    def new(self) -> Publisher:
+        return Publisher(self._connection.clone())
+
+    def setup(self) -> None:
+        for _ in range(self.limit or 0):
+            self._resource.put_nowait(lazy(self.new))
+
+    def prepare(self, publisher: Any) -> Publisher:
+        prepared: Publisher = publisher() if isinstance(publisher, lazy) else publisher
+        return prepared
+
+    def close_resource(self, publisher: Any) -> None:
+        if isinstance(publisher, Publisher):
+            publisher.close()
+
+    collect_resource = close_resource
+
+
+_pools: WeakSet[PublisherPool] = WeakSet()
+
+
+def _forget_parents_connections() -> None:
+    for pool in _pools:
+        pool._forget()
+
+
+os.register_at_fork(after_in_child=_forget_parents_connections)

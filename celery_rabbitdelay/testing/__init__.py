@@ -1,0 +1,1 @@
+"""What tests of delayed tasks need: private RabbitMQ and Redis servers."""

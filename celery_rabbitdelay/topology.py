@@ -1,0 +1,266 @@
+"""The delay levels as exchanges, queues and bindings, and the way of a message through them.
+
+Pure: everything here is a value, built from kombu's entities; nothing opens a connection. The
+whole machine is in this file::
+
+    producer --> exchange of the first non-zero digit
+                    | digit 7                     | digit 0
+                    v                             v
+                 queue rabbitdelay.hours.7     next level's exchange
+                 (TTL 7 h, dead-letters to the next level's exchange)
+                    ...
+                 rabbitdelay.delivery --> the destination's queue
+                    | (no route: alternate exchange)
+                    v
+                 rabbitdelay.undeliverable
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from urllib.parse import unquote
+
+from kombu import Exchange, Queue
+
+from celery_rabbitdelay.layout import Layout, Level, clock
+from celery_rabbitdelay.place_value import Delay, milliseconds
+
+__all__ = ["Binding", "QueueType", "Route", "Topology", "decode_destination", "encode_destination"]
+
+QueueType: TypeAlias = Literal["quorum", "classic"]
+
+#: Milliseconds that a zero digit waits in a pass-through queue (``zeros = "queue"``). RabbitMQ
+#: would drop what expires at 0 unless a consumer were waiting.
+PASS_THROUGH_TTL: Final = 1
+
+#: The longest queue name that stands in the routing key as it is; a longer one is hashed.
+MAX_WORD_LENGTH: Final = 120
+
+_SPECIAL = re.compile(r"[.*#%]")
+
+
+class Binding(NamedTuple):
+    """An exchange sends what matches ``pattern`` to a queue or to another exchange.
+
+    Attributes:
+        source: The exchange.
+        pattern: The topic pattern; empty for a fanout exchange, which sends everything.
+        target: The name of the queue or exchange that gets it.
+        target_is_exchange: Whether ``target`` is an exchange.
+    """
+
+    source: str
+    pattern: str
+    target: str
+    target_is_exchange: bool
+
+
+class Route(NamedTuple):
+    """The way of one delayed message.
+
+    Attributes:
+        exchange: The exchange to publish to: the first non-zero digit's.
+        routing_key: The delay's digits and the destination's word, separated by dots.
+        stops: The names of the queues that the message waits in, in order.
+    """
+
+    exchange: str
+    routing_key: str
+    stops: tuple[str, ...]
+
+
+def encode_destination(name: str) -> str:
+    """Return a queue's name as one word of a routing key, different for different names.
+
+    Dots would make several words of it, ``*`` and ``#`` are wildcards, and AMQP allows a routing
+    key 255 bytes: ``daily.reports`` becomes ``daily%2Ereports``, a name of more than 120 bytes
+    becomes ``%~`` and its SHA-256.
+    """
+    word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
+    if len(word.encode()) <= MAX_WORD_LENGTH:
+        return word
+    return f"%~{hashlib.sha256(name.encode()).hexdigest()}"
+
+
+def decode_destination(word: str) -> str | None:
+    """Return the queue's name that :func:`encode_destination` encoded, None where it was hashed."""
+    return None if word.startswith("%~") else unquote(word)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Everything that a layout needs on the broker, under one prefix.
+
+    Attributes:
+        prefix: The first part of every name; two topologies of different prefixes never meet.
+        layout: The levels.
+        queue_type: ``quorum`` (nothing is lost between two levels), or ``classic`` (a message can
+            be lost when the broker fails while it goes from one level to the next).
+    """
+
+    prefix: str = "rabbitdelay"
+    layout: Layout = field(default_factory=clock)
+    queue_type: QueueType = "quorum"
+
+    def route(self, delay: Delay, destination: str) -> Route:
+        """Return how to publish a message that is due after ``delay`` at a queue.
+
+        Args:
+            delay: Seconds, or a timedelta. Rounded up to ticks; zero or less goes straight to the
+                delivery exchange.
+            destination: The name of the queue that gets the message when it is due.
+
+        Raises:
+            DelayTooLong: The delay is above the layout's capacity.
+            InvalidDelay: The delay is not a finite number.
+            InvalidDelayType: The delay is not a number and not a timedelta.
+        """
+        return self.route_of_milliseconds(milliseconds(delay), destination)
+
+    def route_of_milliseconds(self, delay_ms: int, destination: str) -> Route:
+        """The same for a delay in whole milliseconds."""
+        digits = self.layout.digits_of_milliseconds(delay_ms)
+        word = encode_destination(destination)
+        first = next((index for index, digit in enumerate(digits) if digit), len(digits))
+        return Route(
+            exchange=self._exchange_name(first),
+            routing_key=f"{'.'.join(map(str, digits))}.{word}",
+            stops=tuple(self._stops(digits, first)),
+        )
+
+    def _stops(self, digits: tuple[int, ...], first: int) -> Iterator[str]:
+        stops_at_zero = self.layout.zeros == "queue"
+        for level, digit in zip(self.layout.levels[first:], digits[first:], strict=True):
+            if digit or stops_at_zero:
+                yield self._name(level.queue_name(digit))
+
+    def destination_pattern(self, destination: str) -> str:
+        """Return the exact pattern that binds a queue to the delivery exchange."""
+        return f"{'*.' * len(self.layout.levels)}{encode_destination(destination)}"
+
+    @property
+    def delivery(self) -> Exchange:
+        """The exchange behind the last level: it hands each message to its destination."""
+        return self._topic(self._name("delivery"))
+
+    @property
+    def undeliverable(self) -> Queue:
+        """Where a message goes that no queue takes, so that it holds up none of the others."""
+        exchange = Exchange(self._name("undeliverable"), type="fanout", durable=True)
+        return self._queue("undeliverable", exchange, {"x-queue-type": self.queue_type})
+
+    @property
+    def guard(self) -> Exchange:
+        """An exchange that only one layout can declare: the broker compares alternate exchanges."""
+        arguments = {"alternate-exchange": self.marker.name}
+        return Exchange(self._name("layout"), type="fanout", durable=True, arguments=arguments)
+
+    @property
+    def marker(self) -> Exchange:
+        """The exchange that is declared last: where it stands, the topology is complete."""
+        return Exchange(f"{self._name('layout')}.{self.fingerprint}", type="fanout", durable=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short word that is the same for two topologies if, and only if, they are the same."""
+        return f"{self.layout.fingerprint}-{self.queue_type}"
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Every exchange but guard and marker, in an order in which they can be declared."""
+        levels = [self._topic(self._name(level.name)) for level in self.layout.levels]
+        return (self.undeliverable.exchange, *levels, self.delivery)
+
+    @cached_property
+    def digit_queues(self) -> tuple[Queue, ...]:
+        """The queues that messages wait in: one for each non-zero digit of each level."""
+        return tuple(
+            self._digit_queue(index, level, digit)
+            for index, level in enumerate(self.layout.levels)
+            for digit in range(1, level.base)
+        )
+
+    @cached_property
+    def pass_through_queues(self) -> tuple[Queue, ...]:
+        """The queues of the zero digits, of ``zeros = "queue"`` only."""
+        if self.layout.zeros != "queue":
+            return ()
+        return tuple(
+            self._digit_queue(index, level, 0) for index, level in enumerate(self.layout.levels)
+        )
+
+    @property
+    def queues(self) -> tuple[Queue, ...]:
+        """Every queue of the topology."""
+        return (self.undeliverable, *self.digit_queues, *self.pass_through_queues)
+
+    @cached_property
+    def bindings(self) -> tuple[Binding, ...]:
+        """Every binding of the topology; those of destinations come with the destinations."""
+        undeliverable = self._name("undeliverable")
+        return (Binding(undeliverable, "", undeliverable, False), *self._level_bindings())
+
+    def _level_bindings(self) -> Iterator[Binding]:
+        for index, level in enumerate(self.layout.levels):
+            source = self._name(level.name)
+            for digit in range(1, level.base):
+                target = self._name(level.queue_name(digit))
+                yield Binding(source, _pattern(index, digit), target, False)
+            yield from self._zero_bindings(index, level)
+
+    def _zero_bindings(self, index: int, level: Level) -> Iterator[Binding]:
+        source = self._name(level.name)
+        match self.layout.zeros:
+            case "bind":
+                following = self._exchange_name(index + 1)
+                yield Binding(source, _pattern(index, 0), following, True)
+            case "queue":
+                target = self._name(level.queue_name(0))
+                yield Binding(source, _pattern(index, 0), target, False)
+            case "skip":
+                for zeros, lower in enumerate(self.layout.levels[index + 1 :], start=1):
+                    for digit in range(1, lower.base):
+                        pattern = _pattern(index, *[0] * zeros, digit)
+                        yield Binding(source, pattern, self._name(lower.queue_name(digit)), False)
+                all_zero = [0] * (len(self.layout.levels) - index)
+                yield Binding(source, _pattern(index, *all_zero), self.delivery.name, True)
+
+    def _digit_queue(self, index: int, level: Level, digit: int) -> Queue:
+        arguments: dict[str, Any] = {
+            "x-queue-type": self.queue_type,
+            "x-message-ttl": digit * level.place_ms or PASS_THROUGH_TTL,
+            "x-dead-letter-exchange": self._exchange_name(index + 1),
+        }
+        if self.queue_type == "quorum":
+            # Only these two together make RabbitMQ keep a message until the next level has it:
+            # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
+            arguments["x-dead-letter-strategy"] = "at-least-once"
+            arguments["x-overflow"] = "reject-publish"
+        return self._queue(level.queue_name(digit), None, arguments)
+
+    def _queue(self, name: str, exchange: Exchange | None, arguments: Mapping[str, Any]) -> Queue:
+        return Queue(
+            self._name(name), exchange=exchange, durable=True, queue_arguments=dict(arguments)
+        )
+
+    def _topic(self, name: str) -> Exchange:
+        arguments = {"alternate-exchange": self._name("undeliverable")}
+        return Exchange(name, type="topic", durable=True, arguments=arguments)
+
+    def _exchange_name(self, index: int) -> str:
+        """The exchange of a level, or the delivery exchange behind the last one."""
+        levels = self.layout.levels
+        return self._name(levels[index].name if index < len(levels) else "delivery")
+
+    def _name(self, suffix: str) -> str:
+        return f"{self.prefix}.{suffix}"
+
+
+def _pattern(index: int, *digits: int) -> str:
+    """The topic pattern of keys that have ``digits`` from position ``index`` on."""
+    return f"{'*.' * index}{'.'.join(map(str, digits))}.#"
