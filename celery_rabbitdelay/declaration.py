@@ -20,13 +20,14 @@ from amqp.exceptions import NotFound, PreconditionFailed
 from kombu import Connection, Exchange, Queue
 from kombu.transport.base import StdChannel
 
-from celery_rabbitdelay.exceptions import LayoutConflict, TopologyNotEmpty
+from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
 from celery_rabbitdelay.topology import Binding, Topology
 
 __all__ = [
     "bind_destination",
     "declare",
     "delete",
+    "ensure_complete",
     "ensure_declared",
     "ensure_destination",
     "missing",
@@ -71,6 +72,24 @@ def ensure_declared(connection: Connection, topology: Topology) -> None:
         return
     if not stands(connection, topology):
         declare(connection, topology)
+    connection.declared_entities.add(seen)
+
+
+def ensure_complete(connection: Connection, topology: Topology) -> None:
+    """Check a topology that operators have declared; costs nothing the second time.
+
+    Guard and marker are ours alone and may be missing.
+
+    Raises:
+        TopologyIncomplete: An exchange or a queue is missing.
+    """
+    seen = ("rabbitdelay", topology.prefix, topology.fingerprint)
+    if seen in connection.declared_entities:
+        return
+    ours = {topology.guard.name, topology.marker.name}
+    absent = tuple(name for name in missing(connection, topology) if name not in ours)
+    if absent:
+        raise TopologyIncomplete(topology.prefix, absent)
     connection.declared_entities.add(seen)
 
 

@@ -163,9 +163,17 @@ class Layout:
 
     def digits_of_milliseconds(self, delay_ms: int) -> tuple[int, ...]:
         """The same for a whole number of milliseconds."""
+        self.check(delay_ms)
+        return digits(-(-max(delay_ms, 0) // self.tick_ms), self.bases)
+
+    def check(self, delay_ms: int) -> None:
+        """Refuse a delay that does not fit.
+
+        Raises:
+            DelayTooLong: The delay is above the capacity.
+        """
         if delay_ms > self.capacity_ms:
             raise DelayTooLong(delay_ms, self.capacity_ms)
-        return digits(-(-max(delay_ms, 0) // self.tick_ms), self.bases)
 
 
 def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:

@@ -40,6 +40,9 @@ PERSISTENT: Final = 2
 #: How often a message is sent again after the connection was lost, unless the caller says.
 RESENDS: Final = 3
 
+#: Seconds that opening a connection may take where the connection sets no bound of its own.
+CONNECT_TIMEOUT: Final = 5.0
+
 #: Seconds before the first resend, and how many more before each further one, up to the maximum.
 BACKOFF: Final = (0.0, 0.2, 1.0)
 
@@ -101,6 +104,12 @@ class _ConfirmChannel:
                 return until()
         return True
 
+    @contextmanager
+    def answers_within(self, seconds: float) -> Iterator[None]:
+        """Bound every wait for an answer on this connection; without it there is none."""
+        with self.transport.transport.having_timeout(seconds):
+            yield
+
     def _on_ack(self, tag: int, multiple: bool) -> None:
         for unconfirmed in self._settle(tag, multiple):
             unconfirmed.settled = True
@@ -126,10 +135,10 @@ class _ConfirmChannel:
     ) -> None:
         # A return comes before the ack of the same message, in the order of publishing.
         for unconfirmed in self._unconfirmed.values():
-            if (unconfirmed.exchange, unconfirmed.routing_key) == (exchange, routing_key):
-                if unconfirmed.error is None:
-                    unconfirmed.error = MessageReturned(exchange, routing_key, str(reply))
-                    return
+            address = (unconfirmed.exchange, unconfirmed.routing_key)
+            if address == (exchange, routing_key) and unconfirmed.error is None:
+                unconfirmed.error = MessageReturned(exchange, routing_key, str(reply))
+                return
 
     def _on_blocked(self, reason: str) -> None:
         self.blocked = reason
@@ -148,13 +157,13 @@ class Publisher:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self._connect_timeout: float = connection.connect_timeout or CONNECT_TIMEOUT
         self._confirming: _ConfirmChannel | None = None
 
     def publish(
         self,
         message: amqp.Message,
-        exchange: str,
-        routing_key: str,
+        address: Callable[[], tuple[str, str]],
         *,
         timeout: float = 30.0,
         resends: int | None = RESENDS,
@@ -169,8 +178,8 @@ class Publisher:
 
         Args:
             message: The message with its properties; sent persistent and mandatory.
-            exchange: The exchange's name.
-            routing_key: The routing key.
+            address: Returns the exchange and the routing key. Asked at each attempt, since those
+                of a delayed message depend on the time that is left.
             timeout: Seconds for everything, from connecting over resends to the confirm.
             resends: How often the message is sent again after the connection was lost; None for
                 as often as the time allows.
@@ -187,44 +196,44 @@ class Publisher:
         message.properties["delivery_mode"] = PERSISTENT
         deadline = time.monotonic() + timeout
         attempts = 0
-        interval, step, maximum = backoff
+        pause, step, longest = backoff
         while True:
+            attempts += 1
             try:
-                if prepare is not None:
-                    prepare(self.connection)
-                return self._publish_once(message, exchange, routing_key, deadline)
+                return self._attempt(message, address, prepare, deadline)
             except self._connection_errors as lost:
                 self.discard()
                 self.connection.maybe_switch_next()
-                attempts += 1
-                interrupted = time.monotonic() + interval >= deadline
-                if interrupted or (resends is not None and attempts > resends):
-                    raise self._lost(exchange, routing_key, attempts, lost) from lost
-            time.sleep(interval)
-            interval = min(interval + step, maximum)
+                exhausted = resends is not None and attempts > resends
+                if exhausted or time.monotonic() + pause >= deadline:
+                    reason = f"connection lost, attempt {attempts}: {lost!r}"
+                    raise ConnectionLost(*address(), reason) from lost
+            time.sleep(pause)
+            pause = min(pause + step, longest)
 
     @property
     def _connection_errors(self) -> tuple[type[BaseException], ...]:
         errors: tuple[type[BaseException], ...] = self.connection.connection_errors
         return errors
 
-    def _lost(
-        self, exchange: str, routing_key: str, attempts: int, cause: BaseException
-    ) -> ConnectionLost:
-        reason = f"no connection to {self.connection.as_uri()} after {attempts} attempts: {cause!r}"
-        return ConnectionLost(exchange, routing_key, reason)
-
-    def _publish_once(
-        self, message: amqp.Message, exchange: str, routing_key: str, deadline: float
+    def _attempt(
+        self,
+        message: amqp.Message,
+        address: Callable[[], tuple[str, str]],
+        prepare: Callable[[Connection], None] | None,
+        deadline: float,
     ) -> None:
-        confirming = self._open()
+        confirming = self._open(deadline)
+        if prepare is not None:
+            with confirming.answers_within(_remaining(deadline)):
+                prepare(self.connection)
         if not confirming.drain(lambda: confirming.blocked is None, deadline):
-            raise self._gave_up(confirming, exchange, routing_key)
+            raise self._gave_up(confirming, address())
+        exchange, routing_key = address()
         try:
-            remaining = max(deadline - time.monotonic(), 0.001)
-            unconfirmed = confirming.send(message, exchange, routing_key, remaining)
+            unconfirmed = confirming.send(message, exchange, routing_key, _remaining(deadline))
             if not confirming.drain(lambda: unconfirmed.settled, deadline):
-                raise self._gave_up(confirming, exchange, routing_key)
+                raise self._gave_up(confirming, (exchange, routing_key))
         except NotFound as missing:
             raise MessageReturned(exchange, routing_key, str(missing)) from missing
         except self.connection.channel_errors as refused:
@@ -232,24 +241,35 @@ class Publisher:
         if unconfirmed.error is not None:
             raise unconfirmed.error
 
+    def _open(self, deadline: float) -> _ConfirmChannel:
+        if self._confirming is None or not self._confirming.open:
+            if not self.connection.connected:
+                # kombu tries twice.
+                self.connection.connect_timeout = min(
+                    self._connect_timeout, _remaining(deadline) / 2
+                )
+            self._confirming = _ConfirmChannel(self.connection)
+        return self._confirming
+
     def _gave_up(
-        self, confirming: _ConfirmChannel, exchange: str, routing_key: str
+        self, confirming: _ConfirmChannel, address: tuple[str, str]
     ) -> PublishError:
         # What the broker says about this message later must not be taken for the next one's.
         self.discard()
         if confirming.blocked is not None:
-            return ConnectionBlocked(exchange, routing_key, confirming.blocked)
-        return ConfirmTimeout(exchange, routing_key, "the broker did not confirm in time")
-
-    def _open(self) -> _ConfirmChannel:
-        if self._confirming is None or not self._confirming.open:
-            self._confirming = _ConfirmChannel(self.connection)
-        return self._confirming
+            return ConnectionBlocked(*address, confirming.blocked)
+        return ConfirmTimeout(*address, "the broker did not confirm in time")
 
     def discard(self) -> None:
         """Drop the connection without a word to the broker; the next publish opens a new one."""
         self._confirming = None
         self.connection.collect(socket_timeout=0.1)
+
+    def close_channel(self) -> None:
+        """Close the publisher's channel; the connection stays open for others."""
+        confirming, self._confirming = self._confirming, None
+        if confirming is not None and confirming.open:
+            confirming.channel.close()
 
     def close(self) -> None:
         """Close the connection in order."""
@@ -294,6 +314,11 @@ class PublisherPool:
         # In a forked process the sockets are the parent's: closing them in order would end the
         # parent's connections, so they are only let go.
         self._publishers = _Publishers(self._connection, self._limit)
+
+
+def _remaining(deadline: float) -> float:
+    """Seconds until the deadline, but enough for one look at the socket."""
+    return max(deadline - time.monotonic(), 0.001)
 
 
 class _Publishers(Resource):

@@ -1,0 +1,308 @@
+"""A Celery application whose delays wait in RabbitMQ.
+
+:class:`Celery` is a :class:`celery.Celery`; :func:`install` does the same for an application that
+exists already. Everything that Celery sends goes through ``Celery.send_task``, and that is the one
+place where a delay is taken over: the task is made and routed by Celery itself, and only the
+producer that publishes it is ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import celery
+from celery.app import amqp as celery_amqp
+from celery.exceptions import Reject
+from celery.result import AsyncResult
+from celery.utils.imports import symbol_by_name
+from celery.utils.time import make_aware
+from kombu import Connection, Producer, Queue
+from kombu.utils.objects import cached_property
+
+from celery_rabbitdelay import headers as names
+from celery_rabbitdelay.exceptions import (
+    InvalidDelay,
+    InvalidDelayType,
+    NeedsDistribution,
+    PublishError,
+    RabbitDelayError,
+)
+from celery_rabbitdelay.place_value import Delay, milliseconds, milliseconds_until
+from celery_rabbitdelay.rabbitdelay import RabbitDelay, speaks_amqp
+from celery_rabbitdelay.task_producer import DelayedTaskProducer
+
+__all__ = ["Celery", "install"]
+
+logger = logging.getLogger(__name__)
+
+AppT = TypeVar("AppT", bound=celery.Celery)
+
+#: The bootstep that makes a worker ready for delayed tasks, as Celery imports it.
+WORKER_STEP = "celery_rabbitdelay.worker.step:DelayLevels"
+
+
+class Celery(celery.Celery):
+    """A :class:`celery.Celery` whose delays live in RabbitMQ; takes the same arguments.
+
+    ``countdown``, ``eta`` and our own ``delay`` wait in the levels, wherever Celery takes them.
+    Tasks without a delay take Celery's own path, unchanged.
+    """
+
+    def on_init(self) -> None:
+        """Called by Celery at the end of its initialization."""
+        super().on_init()
+        self.steps["consumer"].add(WORKER_STEP)
+
+    @cached_property
+    def rabbitdelay(self) -> RabbitDelay:
+        """The application's delay levels: topology, settings, publishers."""
+        return RabbitDelay(self)
+
+    @cached_property
+    def amqp(self) -> celery_amqp.AMQP:
+        """Celery's AMQP features of the application."""
+        amqp_class = _with(DelayingAMQP, symbol_by_name(self.amqp_cls))
+        return amqp_class(app=self)
+
+    def create_task_cls(self) -> type[celery.Task[Any, Any]]:
+        """Create the base class of the application's tasks."""
+        base = _with(DelayingTask, symbol_by_name(self.task_cls))
+        return self.subclass_with_self(
+            base, name="Task", attribute="_app", keep_reduce=True, abstract=True
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, *rest) = super().__reduce__()
+        return _rebuild, (rebuild, getattr(cls, "_installed_on", cls), *rest)
+
+    def close(self) -> None:
+        """Clean up after the application."""
+        self.rabbitdelay.close()
+        super().close()
+
+    def send_task(
+        self,
+        name: str,
+        args: Any = None,
+        kwargs: Any = None,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+        task_id: str | None = None,
+        producer: Producer | None = None,
+        connection: Connection | None = None,
+        *,
+        delay: Delay | None = None,
+        **options: Any,
+    ) -> AsyncResult[Any]:
+        """Send a task by name, as :meth:`celery.Celery.send_task`, which takes ``delay`` as well.
+
+        Args:
+            name: The task's name.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            countdown: Seconds until it may start.
+            eta: The instant at which it may start; a naive one needs the ``timezone`` setting.
+            task_id: Its id; a random one by default.
+            producer: The caller's producer, whose connection is then used.
+            connection: The caller's connection.
+            delay: Seconds, or a timedelta, until it may start; zero or less sends it at once.
+            **options: Everything else that Celery takes.
+
+        Raises:
+            TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
+            ValueError: A delay that is not finite, or a naive ``eta`` without ``timezone``.
+            DelayTooLong: The delay is above the layout's capacity.
+            PublishError: The broker did not confirm.
+        """
+        left, options = _without_former_delay(options)
+
+        def send_by_celery(countdown: Any, eta: Any) -> AsyncResult[Any]:
+            return super(Celery, self).send_task(
+                name, args, kwargs, countdown, eta, task_id, producer, connection, **options
+            )
+
+        if delay is None and not countdown and not eta:
+            return send_by_celery(countdown, eta)
+        if delay is not None:
+            _refuse_two(delay, countdown, eta)
+        delay_ms = self._milliseconds(delay, countdown, eta)
+        if connection is None and producer is not None:
+            connection = producer.connection
+        if not self._is_ours(name, options.get("task_type"), delay, connection):
+            return send_by_celery(countdown if delay is None else delay_ms / 1000, eta)
+        if delay_ms <= 0:
+            return send_by_celery(None, None)
+        settings = self.rabbitdelay.settings
+        settings.topology.layout.check(delay_ms)
+        try:
+            with self.rabbitdelay.publisher(connection) as publisher:
+                delayed = DelayedTaskProducer(publisher, settings, self.amqp, delay_ms, left)
+                return super().send_task(
+                    name, args, kwargs, task_id=task_id, producer=delayed, **options
+                )
+        except NeedsDistribution as unsupported:
+            if delay is not None:
+                raise
+            # Celery's own countdown can do it, and refusing it could lose a task that is retried.
+            logger.warning("%s. Celery's own countdown is used: a worker holds it.", unsupported)
+            return send_by_celery(countdown, eta)
+
+    def _is_ours(
+        self, name: str, task: Any, delay: Delay | None, connection: Connection | None
+    ) -> bool:
+        task = task or self._tasks.get(name)
+        if not getattr(task, "rabbitdelay", True):
+            return False
+        if delay is None and not self.rabbitdelay.settings.takeover:
+            return False
+        if connection is not None:
+            return speaks_amqp(connection)
+        return self.rabbitdelay.available
+
+    def _milliseconds(
+        self, delay: Delay | None, countdown: float | None, eta: datetime | str | None
+    ) -> int:
+        if delay is not None:
+            return milliseconds(delay)
+        if countdown:
+            return milliseconds(countdown)
+        return milliseconds_until(self._instant(eta), datetime.now(UTC))
+
+    def _instant(self, eta: datetime | str | None) -> datetime:
+        try:
+            instant = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
+        except ValueError as wrong:
+            raise InvalidDelay(eta, f"takes an instant: {wrong}") from wrong
+        if not isinstance(instant, datetime):
+            raise InvalidDelayType(eta, "takes an aware datetime")
+        if instant.tzinfo is None and self.conf.timezone:
+            return make_aware(instant, self.timezone)
+        return instant
+
+
+class DelayingTask(celery.Task):  # type: ignore[type-arg]
+    """The base class of the application's tasks, mixed with the one that the user chose."""
+
+    abstract = True
+
+    #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
+    rabbitdelay: bool = True
+
+    def retry(  # type: ignore[override]
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: BaseException | None = None,
+        throw: bool = True,
+        eta: datetime | None = None,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        *,
+        delay: Delay | None = None,
+        **options: Any,
+    ) -> Any:
+        """Retry the task, as :meth:`celery.app.task.Task.retry`, which takes ``delay`` as well.
+
+        A retry that the broker did not confirm is not lost in silence: with ``acks_late`` the
+        task's message goes back to its queue, without it the task fails with the error.
+
+        Raises:
+            TypeError: ``delay`` together with ``countdown`` or ``eta``.
+        """
+        if delay is not None:
+            _refuse_two(delay, countdown, eta)
+            countdown = milliseconds(delay) / 1000
+        try:
+            return super().retry(
+                args, kwargs, exc, throw, eta, countdown, max_retries, **options
+            )
+        except Reject as rejected:
+            if isinstance(rejected.reason, PublishError) and self.acks_late:
+                raise Reject(rejected.reason, requeue=True) from rejected.reason
+            if isinstance(rejected.reason, RabbitDelayError):
+                raise rejected.reason from None
+            raise
+
+
+class DelayingQueues(celery_amqp.Queues):
+    """Celery's queues; one that a running worker is told to consume from is made ready."""
+
+    #: What kombu calls when such a queue was declared.
+    on_declared: Callable[[str, int, int], None] | None = None
+
+    def select_add(self, queue: Any, **options: Any) -> Queue:
+        """Add a queue that the worker shall consume from (``add_consumer``)."""
+        selected = super().select_add(queue, **options)
+        if selected.on_declared is None:
+            selected.on_declared = self.on_declared
+        return selected
+
+
+class DelayingAMQP(celery_amqp.AMQP):
+    """Celery's AMQP features; its queues know how to become ready for delayed tasks."""
+
+    @cached_property
+    def queues(self) -> celery_amqp.Queues:
+        """Celery's queues by name."""
+        return self.make_delaying(super().queues)
+
+    def make_delaying(self, queues: celery_amqp.Queues) -> celery_amqp.Queues:
+        """Turn existing queues into :class:`DelayingQueues`."""
+        queues.__class__ = _with(DelayingQueues, type(queues))
+        queues.on_declared = self.app.rabbitdelay.make_ready
+        return queues
+
+
+def install(app: AppT) -> AppT:
+    """Have the delays of an existing application live in RabbitMQ; returns the application.
+
+    Call it right behind the application's creation: tasks that are defined before do not have
+    ``retry(delay=...)``; everything else works for them too.
+
+    Args:
+        app: Any Celery application, Django's or a third party's. It stays the same object; only
+            its class becomes a subclass of :class:`Celery` as well.
+    """
+    if isinstance(app, Celery):
+        return app
+    app.__class__ = _with(Celery, type(app))
+    app.__dict__.pop("Task", None)
+    app.steps["consumer"].add(WORKER_STEP)
+    amqp = app.__dict__.get("amqp")
+    if amqp is not None:
+        amqp.__class__ = _with(DelayingAMQP, type(amqp))
+        if "queues" in amqp.__dict__:
+            amqp.make_delaying(amqp.queues)
+    return app
+
+
+def _with(ours: type[Any], base: type[Any]) -> type[Any]:
+    """Return a class that is ``ours`` and ``base``."""
+    if issubclass(base, ours):
+        return base
+    if issubclass(ours, base):
+        return ours
+    attributes = {"__module__": base.__module__, "_installed_on": base}
+    return type(base.__name__, (ours, base), attributes)
+
+
+def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.Celery:
+    """Unpickle an application: the class that :func:`install` made cannot be imported by name."""
+    return install(rebuild(*arguments))
+
+
+def _refuse_two(delay: Delay, countdown: float | None, eta: datetime | str | None) -> None:
+    for name, value in (("countdown", countdown), ("eta", eta)):
+        if value is not None:
+            raise InvalidDelayType(delay, f"cannot be combined with {name} = {value!r}")
+
+
+def _without_former_delay(options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Take what an earlier delay left out of the headers; return the queue that it was for."""
+    headers = options.get("headers")
+    if not headers or names.DUE not in headers:
+        return None, options
+    return headers.get(names.QUEUE), {**options, "headers": names.strip(headers)}

@@ -1,0 +1,105 @@
+"""Which queue a message would reach: what a delay must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kombu import Exchange, Queue
+from kombu.common import Broadcast
+
+from celery_rabbitdelay.exceptions import NeedsDistribution
+
+__all__ = ["Destination", "resolve", "topic_matches"]
+
+
+class Destination(NamedTuple):
+    """Where a message goes when it is due.
+
+    Attributes:
+        queue: The queue that gets it.
+        exchange: The exchange that it would have been published to without a delay.
+        routing_key: The routing key that it would have been published with.
+    """
+
+    queue: Queue
+    exchange: str
+    routing_key: str
+
+
+def resolve(
+    exchange: str,
+    routing_key: str,
+    candidates: Iterable[Queue],
+    consumed: Iterable[str] = (),
+    left: str | None = None,
+) -> Destination:
+    """Find the queue that a message to an exchange would reach.
+
+    Args:
+        exchange: The exchange's name; empty for the default exchange, whose routing key is the
+            name of the queue.
+        routing_key: The routing key.
+        candidates: The queues that the application knows, the preferred ones first.
+        consumed: The names of the queues that this process consumes from: where several queues
+            match, a retry goes back to one of these.
+        left: The name of the queue that a retried message came from, where that is known.
+
+    Raises:
+        NeedsDistribution: No queue that the application knows matches, or several do.
+    """
+    matching = {queue.name: queue for queue in candidates if _reaches(queue, exchange, routing_key)}
+    if not exchange:
+        queue = matching.get(routing_key) or Queue(routing_key, no_declare=True)
+        return Destination(queue, exchange, routing_key)
+    for choice in ([left], list(matching), list(consumed)):
+        names = [name for name in choice if name in matching]
+        if len(names) == 1:
+            return Destination(matching[names[0]], exchange, routing_key)
+    found = f"several queues ({', '.join(matching)})" if matching else "no queue"
+    raise NeedsDistribution(
+        f"a message to the exchange {exchange!r} with routing key {routing_key!r}, which matches "
+        f"{found} of the application,"
+    )
+
+
+def _reaches(queue: Queue, exchange: str, routing_key: str) -> bool:
+    if isinstance(queue, Broadcast):
+        return False
+    if not exchange:
+        return bool(queue.name == routing_key)
+    return any(
+        source.name == exchange and _matches(source, pattern, routing_key)
+        for source, pattern in _bindings(queue)
+    )
+
+
+def _bindings(queue: Queue) -> Iterator[tuple[Exchange, str]]:
+    if queue.exchange:
+        yield queue.exchange, queue.routing_key
+    for binding in queue.bindings:
+        yield binding.exchange, binding.routing_key
+
+
+def _matches(exchange: Exchange, pattern: str, routing_key: str) -> bool:
+    match exchange.type:
+        case "fanout":
+            return True
+        case "direct":
+            return pattern == routing_key
+        case "topic":
+            return topic_matches(pattern.split("."), routing_key.split("."))
+    return False
+
+
+def topic_matches(pattern: Sequence[str], words: Sequence[str]) -> bool:
+    """Return whether a topic exchange sends a key to a binding, both as their words.
+
+    ``*`` stands for one word, ``#`` for any number of them
+    (https://www.rabbitmq.com/tutorials/tutorial-five-python).
+    """
+    if not pattern:
+        return not words
+    if pattern[0] == "#":
+        return any(topic_matches(pattern[1:], words[skipped:]) for skipped in range(len(words) + 1))
+    return bool(words) and pattern[0] in ("*", words[0]) and topic_matches(pattern[1:], words[1:])

@@ -1,0 +1,163 @@
+"""A kombu producer whose messages wait in the levels before they reach their queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+import amqp
+from kombu import Connection, Producer, Queue
+
+from celery_rabbitdelay import headers as names
+from celery_rabbitdelay.declaration import declare, ensure_complete, ensure_destination
+from celery_rabbitdelay.destination import Destination
+from celery_rabbitdelay.exceptions import MessageReturned, NeedsDistribution
+from celery_rabbitdelay.place_value import Delay, milliseconds
+from celery_rabbitdelay.publisher import BACKOFF, RESENDS, Publisher
+from celery_rabbitdelay.topology import Topology
+
+__all__ = ["DelayedProducer"]
+
+#: The highest priority that quorum queues do not serve first. Up to 4.2 a message above it would
+#: hold up the others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
+MAX_PRIORITY: Final = 4
+
+
+class DelayedProducer(Producer):
+    """Publishes messages that reach their queue after a delay, each confirmed.
+
+    In a plain kombu program::
+
+        producer = DelayedProducer(Publisher(connection), Topology())
+        destination = Destination(Queue("reports"), "", "reports")
+        producer.publish_delayed({"month": 7}, destination, delay=3600)
+
+    Args:
+        publisher: What publishes; :meth:`publish`, without a delay, uses its connection as well.
+        topology: The levels.
+        timeout: Seconds until a missing confirm becomes an error.
+        may_declare: Whether a missing topology is declared; otherwise it is an error.
+        serializer: The name of kombu's serializer, where the caller gives none.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        topology: Topology,
+        *,
+        timeout: float = 30.0,
+        may_declare: bool = True,
+        serializer: str | None = None,
+    ) -> None:
+        super().__init__(publisher.connection, serializer=serializer, auto_declare=False)
+        self.publisher = publisher
+        self.topology = topology
+        self.timeout = timeout
+        self.may_declare = may_declare
+
+    def publish_delayed(
+        self,
+        body: Any,
+        destination: Destination,
+        delay: Delay,
+        *,
+        headers: Mapping[str, Any] | None = None,
+        serializer: str | None = None,
+        compression: str | None = None,
+        content_type: str | None = None,
+        content_encoding: str | None = None,
+        resends: int | None = RESENDS,
+        backoff: tuple[float, float, float] = BACKOFF,
+        **properties: Any,
+    ) -> None:
+        """Publish a message that reaches ``destination`` after ``delay``, never before.
+
+        The destination's queue is declared and bound first, so that no consumer needs to have run.
+
+        Args:
+            body: What to send, as for :meth:`kombu.Producer.publish`.
+            destination: The queue, and the exchange and key that the consumer is to see.
+            delay: Seconds, or a timedelta; rounded up to ticks.
+            headers: Message headers; those that a broker or a former delay left are dropped.
+            serializer: The name of kombu's serializer.
+            compression: The name of kombu's compression.
+            content_type: Of a body that is serialized already.
+            content_encoding: Of a body that is serialized already.
+            resends: How often to send again after a lost connection; None for as the time allows.
+            backoff: Seconds before the first resend, step and maximum.
+            **properties: AMQP's message properties. ``expiration`` is dropped: RabbitMQ would
+                apply it to the wait in each level.
+
+        Raises:
+            DelayTooLong: The delay is above the layout's capacity.
+            NeedsDistribution: The priority is above what quorum queues keep in order.
+            PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
+            TopologyIncomplete: The topology is missing, and must not be declared.
+        """
+        delay_ms = milliseconds(delay)
+        due = _now() + delay_ms
+        self.topology.layout.check(delay_ms)
+        self._check_priority(properties.get("priority"))
+        properties.pop("expiration", None)
+        own_headers = {
+            **names.strip(headers or {}),
+            names.DUE: due,
+            names.EXCHANGE: destination.exchange,
+            names.ROUTING_KEY: destination.routing_key,
+            names.QUEUE: destination.queue.name,
+        }
+        body, content_type, content_encoding = self._prepare(
+            body, serializer, content_type, content_encoding, compression, own_headers
+        )
+        reply_to = properties.get("reply_to")
+        if isinstance(reply_to, Queue):
+            properties["reply_to"] = reply_to.name
+
+        message = amqp.Message(
+            body,
+            content_type=content_type,
+            content_encoding=content_encoding,
+            application_headers=own_headers,
+            **properties,
+        )
+        publish = partial(
+            self.publisher.publish,
+            message,
+            lambda: self._address(due, delay_ms, destination),
+            timeout=self.timeout,
+            resends=resends,
+            backoff=backoff,
+        )
+        try:
+            publish(prepare=lambda connection: self._ready(connection, destination.queue))
+        except MessageReturned:
+            # Somebody deleted a part of the topology although its marker still stands.
+            if not self.may_declare:
+                raise
+            publish(prepare=lambda connection: self._repair(connection, destination.queue))
+
+    def _ready(self, connection: Connection, queue: Queue) -> None:
+        if self.may_declare:
+            ensure_destination(connection, self.topology, queue)
+        else:
+            ensure_complete(connection, self.topology)
+
+    def _repair(self, connection: Connection, queue: Queue) -> None:
+        connection.declared_entities.clear()
+        declare(connection, self.topology)
+        ensure_destination(connection, self.topology, queue)
+
+    def _address(self, due: int, delay_ms: int, destination: Destination) -> tuple[str, str]:
+        remaining = min(due - _now(), delay_ms)
+        return self.topology.route_of_milliseconds(remaining, destination.queue.name)[:2]
+
+    def _check_priority(self, priority: int | None) -> None:
+        if self.topology.queue_type == "quorum" and (priority or 0) > MAX_PRIORITY:
+            raise NeedsDistribution(f"a message of priority {priority}")
+
+
+def _now() -> int:
+    """Milliseconds since 1970-01-01 UTC."""
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,86 @@
+"""``app.rabbitdelay``: the delay levels of one Celery application."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import celery
+from kombu import Connection
+from kombu.transport import pyamqp
+from kombu.utils.objects import cached_property
+
+from celery_rabbitdelay.declaration import on_declared
+from celery_rabbitdelay.publisher import Publisher, PublisherPool
+from celery_rabbitdelay.settings import Settings
+from celery_rabbitdelay.topology import Topology
+
+__all__ = ["RabbitDelay", "speaks_amqp"]
+
+
+class RabbitDelay:
+    """``app.rabbitdelay``: the delay levels of one application.
+
+    Args:
+        app: The application; its configuration is read when it is first needed.
+    """
+
+    def __init__(self, app: celery.Celery) -> None:
+        self.app = app
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The application's ``rabbitdelay_*`` settings.
+
+        Raises:
+            InvalidSetting: One of them is wrong.
+        """
+        return Settings.of(self.app.conf, self.app.namespace)
+
+    @property
+    def topology(self) -> Topology:
+        """The levels as exchanges, queues and bindings; ``topology.route(delay, queue_name)``."""
+        return self.settings.topology
+
+    @cached_property
+    def pool(self) -> PublisherPool:
+        """The confirmed publishers of this process, as many as ``broker_pool_limit``."""
+        return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
+
+    @cached_property
+    def available(self) -> bool:
+        """Whether the application's broker is RabbitMQ, spoken to by py-amqp."""
+        return speaks_amqp(self.app.connection_for_write())
+
+    def close(self) -> None:
+        """Close the connections of the pool."""
+        if "pool" in self.__dict__:
+            self.pool.close()
+
+    @contextmanager
+    def publisher(self, connection: Connection | None = None) -> Iterator[Publisher]:
+        """Borrow a confirmed publisher.
+
+        Args:
+            connection: The caller's own connection, to be used instead of the pool's.
+        """
+        if connection is None:
+            with self.pool.acquire() as publisher:
+                yield publisher
+        else:
+            publisher = Publisher(connection)
+            try:
+                yield publisher
+            finally:
+                publisher.close_channel()
+
+    def make_ready(self, queue_name: str, message_count: int, consumer_count: int) -> None:
+        """Make a queue that was just declared ready for delayed tasks (``on_declared`` of kombu)."""
+        if self.available and self.settings.declare == "auto":
+            hook = on_declared(self.app.connection_for_write(), self.topology)
+            hook(queue_name, message_count, consumer_count)
+
+
+def speaks_amqp(connection: Connection) -> bool:
+    """Return whether a connection goes to an AMQP broker, by py-amqp."""
+    return isinstance(connection.transport, pyamqp.Transport)

@@ -1,0 +1,169 @@
+"""The ``rabbitdelay_*`` keys of the Celery configuration, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import isfinite
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
+
+from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
+from celery_rabbitdelay.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.topology import QueueType, Topology
+
+__all__ = ["Settings"]
+
+#: The beginning of all our keys.
+PREFIX: Final = "rabbitdelay_"
+
+#: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
+MAX_PREFIX_LENGTH: Final = 100
+
+Declare: TypeAlias = Literal["auto", "never"]
+
+_LAYOUTS: Final = {"clock": clock, "binary": binary, "geometric": geometric}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Our part of a Celery configuration; each attribute is the key without ``rabbitdelay_``.
+
+    Attributes:
+        prefix: The first part of every name on the broker.
+        layout: The levels: "clock", "binary" or "geometric"; a mapping of the layout's ``name`` and
+            its options, for example ``{"name": "geometric", "factor": 60, "levels": 5}``, for
+            ``zeros`` as well; or a list of (name, base, unit), highest first, for levels of your
+            own.
+        tick: The resolution in seconds. A list of levels brings its own: the lowest unit.
+        queue_type: The type of the levels' queues: "quorum", or "classic", which can lose a message
+            that goes from one level to the next while the broker fails.
+        takeover: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` always does.
+        declare: "auto": whoever first needs the topology declares it. "never": operators do.
+        confirm_timeout: Seconds until a missing confirm becomes an error.
+    """
+
+    prefix: str = "rabbitdelay"
+    layout: Any = "clock"
+    tick: float = 0.1
+    queue_type: QueueType = "quorum"
+    takeover: bool = True
+    declare: Declare = "auto"
+    confirm_timeout: float = 30.0
+
+    TAKES: ClassVar[Mapping[str, str]] = {
+        "prefix": f"takes 1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'",
+        "layout": (
+            'takes "clock", "binary", "geometric", a mapping with one of these as its "name", or a '
+            "list of (name, base, unit)"
+        ),
+        "tick": "takes a positive number of seconds, in whole milliseconds",
+        "queue_type": f"takes one of {', '.join(get_args(QueueType))}",
+        "takeover": "takes True or False",
+        "declare": f"takes one of {', '.join(get_args(Declare))}",
+        "confirm_timeout": "takes a positive number of seconds",
+    }
+
+    @classmethod
+    def of(cls, configuration: Mapping[str, Any], namespace: str | None = None) -> Settings:
+        """Read and check our keys in a Celery configuration.
+
+        Args:
+            configuration: ``app.conf``, or any mapping.
+            namespace: ``app.namespace``: what Django's settings put before each key.
+
+        Raises:
+            InvalidSetting: A key that does not exist, or a value that it does not take.
+        """
+        known = [setting.name for setting in fields(cls)]
+        found = {}
+        for key in configuration:
+            name = _name(key, namespace)
+            if name is None:
+                continue
+            if name not in known:
+                keys = ", ".join(PREFIX + name for name in known)
+                raise InvalidSetting(key, configuration[key], f"no such key; there are {keys}")
+            found[name] = configuration[key]
+        return cls(**found)
+
+    def __post_init__(self) -> None:
+        for name, takes in self.TAKES.items():
+            value = getattr(self, name)
+            if not getattr(self, f"_takes_{name}")(value):
+                raise InvalidSetting(PREFIX + name, value, takes)
+        try:
+            self.topology  # noqa: B018 - built here so that a wrong layout fails at the start
+        except (InvalidLayout, TypeError, ValueError) as wrong:
+            raise InvalidSetting(
+                f"{PREFIX}layout", self.layout, f"{wrong} (rabbitdelay_tick = {self.tick!r})"
+            ) from wrong
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The topology that the settings describe."""
+        return Topology(self.prefix, self._layout(), self.queue_type)
+
+    def _layout(self) -> Layout:
+        if isinstance(self.layout, str):
+            return _LAYOUTS[self.layout](tick=self.tick)
+        if isinstance(self.layout, Mapping):
+            options = dict(self.layout)
+            name = options.pop("name")
+            if name == "custom":
+                return custom(**options)
+            return _LAYOUTS[name](**{"tick": self.tick, **options})
+        return custom(self.layout)
+
+    @staticmethod
+    def _takes_prefix(value: object) -> bool:
+        return (
+            isinstance(value, str)
+            and 0 < len(value) <= MAX_PREFIX_LENGTH
+            and value.isascii()
+            and all(character.isalnum() or character in "-_:." for character in value)
+        )
+
+    @staticmethod
+    def _takes_layout(value: object) -> bool:
+        if isinstance(value, Mapping):
+            return value.get("name") in (*_LAYOUTS, "custom")
+        return (isinstance(value, str) and value in _LAYOUTS) or isinstance(value, list | tuple)
+
+    @staticmethod
+    def _takes_tick(value: object) -> bool:
+        return _is_positive(value) and round(value * 1000, 6) % 1 == 0  # type: ignore[operator]
+
+    @staticmethod
+    def _takes_queue_type(value: object) -> bool:
+        return value in get_args(QueueType)
+
+    @staticmethod
+    def _takes_takeover(value: object) -> bool:
+        return isinstance(value, bool)
+
+    @staticmethod
+    def _takes_declare(value: object) -> bool:
+        return value in get_args(Declare)
+
+    @staticmethod
+    def _takes_confirm_timeout(value: object) -> bool:
+        return _is_positive(value)
+
+
+def _name(key: object, namespace: str | None) -> str | None:
+    """Return our name of a configuration key, None where it is not ours."""
+    if not isinstance(key, str):
+        return None
+    if namespace and key.startswith(f"{namespace}_{PREFIX.upper()}"):
+        key = key.removeprefix(f"{namespace}_").lower()
+    return key.removeprefix(PREFIX) if key.startswith(PREFIX) else None
+
+
+def _is_positive(value: object) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and isfinite(value)
+        and value > 0
+    )

@@ -1,0 +1,96 @@
+"""The producer that Celery publishes a delayed task with."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from celery.app.amqp import AMQP
+from kombu import Exchange, Queue
+
+from celery_rabbitdelay.destination import Destination, resolve
+from celery_rabbitdelay.exceptions import NeedsDistribution
+from celery_rabbitdelay.producer import DelayedProducer
+from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.settings import Settings
+
+__all__ = ["DelayedTaskProducer"]
+
+
+class DelayedTaskProducer(DelayedProducer):
+    """Publishes one task into the levels, and everything else (events) as any producer does.
+
+    Celery resolves exchange, routing key, headers and properties of a task as if it had no delay,
+    tells its signals, and calls :meth:`publish`.
+
+    Args:
+        publisher: What publishes.
+        settings: The application's settings.
+        amqp: ``app.amqp``, for the queues that the application knows.
+        delay_ms: Milliseconds until the task may start.
+        left: The name of the queue that a retried task came from, where that is known.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        settings: Settings,
+        amqp: AMQP,
+        delay_ms: int,
+        left: str | None = None,
+    ) -> None:
+        super().__init__(
+            publisher,
+            settings.topology,
+            timeout=settings.confirm_timeout,
+            may_declare=settings.declare == "auto",
+        )
+        self._amqp = amqp
+        self._delay_ms = delay_ms
+        self._left = left
+        self._task_is_sent = False
+
+    def publish(
+        self,
+        body: Any,
+        routing_key: str | None = None,
+        *args: Any,
+        exchange: str | Exchange | None = None,
+        declare: list[Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        if self._task_is_sent:
+            return super().publish(
+                body, routing_key, *args, exchange=exchange, declare=declare, **options
+            )
+        destination = self._destination(exchange, routing_key, declare)
+        retry = options.pop("retry", False)
+        policy = options.pop("retry_policy", None) or {}
+        self.timeout = options.pop("confirm_timeout", None) or self.timeout
+        options.pop("timeout", None)
+        self.publish_delayed(
+            body,
+            destination,
+            timedelta(milliseconds=self._delay_ms),
+            resends=policy.get("max_retries", 3) if retry else 0,
+            backoff=(
+                policy.get("interval_start", 0),
+                policy.get("interval_step", 0.2),
+                policy.get("interval_max", 1),
+            ),
+            **options,
+        )
+        self._task_is_sent = True
+        return None
+
+    def _destination(
+        self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any] | None
+    ) -> Destination:
+        queues = self._amqp.queues
+        routed_to = [entity for entity in declare or () if isinstance(entity, Queue)]
+        name = exchange.name if isinstance(exchange, Exchange) else exchange or ""
+        try:
+            return resolve(name, routing_key or "", routed_to, left=self._left)
+        except NeedsDistribution:
+            known = [*routed_to, *queues.values()]
+            return resolve(name, routing_key or "", known, queues.consume_from, self._left)
