@@ -64,18 +64,19 @@ class Celery(celery.Celery):
     @cached_property
     def amqp(self) -> celery_amqp.AMQP:
         """Celery's AMQP features of the application."""
-        amqp_class = _with(DelayingAMQP, symbol_by_name(self.amqp_cls))
+        amqp_class: type[DelayingAMQP] = _with(DelayingAMQP, symbol_by_name(self.amqp_cls))  # type: ignore[arg-type]
         return amqp_class(app=self)
 
     def create_task_cls(self) -> type[celery.Task[Any, Any]]:
         """Create the base class of the application's tasks."""
-        base = _with(DelayingTask, symbol_by_name(self.task_cls))
+        base = _with(DelayingTask, symbol_by_name(self.task_cls))  # type: ignore[arg-type]
         return self.subclass_with_self(
             base, name="Task", attribute="_app", keep_reduce=True, abstract=True
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (cls, *rest) = super().__reduce__()
+        reduced: tuple[Any, Any] = super().__reduce__()  # type: ignore[assignment]
+        rebuild, (cls, *rest) = reduced
         return _rebuild, (rebuild, getattr(cls, "_installed_on", cls), *rest)
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class Celery(celery.Celery):
         self.rabbitdelay.close()
         super().close()
 
-    def send_task(
+    def send_task(  # type: ignore[override]
         self,
         name: str,
         args: Any = None,
@@ -153,7 +154,8 @@ class Celery(celery.Celery):
     def _is_ours(
         self, name: str, task: Any, delay: Delay | None, connection: Connection | None
     ) -> bool:
-        task = task or self._tasks.get(name)
+        # Not self.tasks, which would finalize the application.
+        task = task or self._tasks.get(name)  # type: ignore[attr-defined]
         if not getattr(task, "rabbitdelay", True):
             return False
         if delay is None and not self.rabbitdelay.settings.takeover:
@@ -183,7 +185,7 @@ class Celery(celery.Celery):
         return instant
 
 
-class DelayingTask(celery.Task):  # type: ignore[type-arg]
+class DelayingTask(celery.Task[Any, Any]):
     """The base class of the application's tasks, mixed with the one that the user chose."""
 
     abstract = True
@@ -191,11 +193,11 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
     #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
     rabbitdelay: bool = True
 
-    def retry(  # type: ignore[override]
+    def retry(
         self,
         args: Any = None,
         kwargs: Any = None,
-        exc: BaseException | None = None,
+        exc: Exception | None = None,
         throw: bool = True,
         eta: datetime | None = None,
         countdown: float | None = None,
@@ -216,14 +218,13 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
             _refuse_two(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
         try:
-            return super().retry(
-                args, kwargs, exc, throw, eta, countdown, max_retries, **options
-            )
+            return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
         except Reject as rejected:
-            if isinstance(rejected.reason, PublishError) and self.acks_late:
-                raise Reject(rejected.reason, requeue=True) from rejected.reason
-            if isinstance(rejected.reason, RabbitDelayError):
-                raise rejected.reason from None
+            reason = rejected.args[0]
+            if isinstance(reason, PublishError) and self.acks_late:
+                raise Reject(reason, requeue=True) from reason
+            if isinstance(reason, RabbitDelayError):
+                raise reason from None
             raise
 
 
@@ -233,9 +234,9 @@ class DelayingQueues(celery_amqp.Queues):
     #: What kombu calls when such a queue was declared.
     on_declared: Callable[[str, int, int], None] | None = None
 
-    def select_add(self, queue: Any, **options: Any) -> Queue:
+    def select_add(self, queue: Any, **options: Any) -> Queue:  # type: ignore[override]
         """Add a queue that the worker shall consume from (``add_consumer``)."""
-        selected = super().select_add(queue, **options)
+        selected: Queue = super().select_add(queue, **options)  # type: ignore[assignment]
         if selected.on_declared is None:
             selected.on_declared = self.on_declared
         return selected
@@ -252,6 +253,8 @@ class DelayingAMQP(celery_amqp.AMQP):
     def make_delaying(self, queues: celery_amqp.Queues) -> celery_amqp.Queues:
         """Turn existing queues into :class:`DelayingQueues`."""
         queues.__class__ = _with(DelayingQueues, type(queues))
+        assert isinstance(queues, DelayingQueues)
+        assert isinstance(self.app, Celery)
         queues.on_declared = self.app.rabbitdelay.make_ready
         return queues
 

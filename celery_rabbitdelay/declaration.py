@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from amqp.exceptions import NotFound, PreconditionFailed
 from kombu import Connection, Exchange, Queue
-from kombu.transport.base import StdChannel
 
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
 from celery_rabbitdelay.topology import Binding, Topology
@@ -30,6 +30,7 @@ __all__ = [
     "ensure_complete",
     "ensure_declared",
     "ensure_destination",
+    "forget",
     "missing",
     "on_declared",
     "stands",
@@ -49,7 +50,7 @@ def declare(connection: Connection, topology: Topology) -> None:
     Raises:
         LayoutConflict: Another layout stands under the same prefix.
     """
-    with connection.channel() as channel, _conflicts_explained(topology):
+    with _channel(connection) as channel, _conflicts_explained(topology):
         topology.guard(channel).declare()
         for exchange in topology.exchanges:
             exchange(channel).declare()
@@ -68,11 +69,11 @@ def ensure_declared(connection: Connection, topology: Topology) -> None:
         LayoutConflict: Another layout stands under the same prefix.
     """
     seen = ("rabbitdelay", topology.prefix, topology.fingerprint)
-    if seen in connection.declared_entities:
+    if seen in _seen(connection):
         return
     if not stands(connection, topology):
         declare(connection, topology)
-    connection.declared_entities.add(seen)
+    _seen(connection).add(seen)
 
 
 def ensure_complete(connection: Connection, topology: Topology) -> None:
@@ -84,13 +85,13 @@ def ensure_complete(connection: Connection, topology: Topology) -> None:
         TopologyIncomplete: An exchange or a queue is missing.
     """
     seen = ("rabbitdelay", topology.prefix, topology.fingerprint)
-    if seen in connection.declared_entities:
+    if seen in _seen(connection):
         return
     ours = {topology.guard.name, topology.marker.name}
     absent = tuple(name for name in missing(connection, topology) if name not in ours)
     if absent:
         raise TopologyIncomplete(topology.prefix, absent)
-    connection.declared_entities.add(seen)
+    _seen(connection).add(seen)
 
 
 def stands(connection: Connection, topology: Topology) -> bool:
@@ -103,8 +104,10 @@ def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
 
     AMQP cannot tell whether a binding exists.
     """
-    entities = (topology.guard, *topology.exchanges, *topology.queues, topology.marker)
-    return tuple(entity.name for entity in entities if not _exists(connection, entity))
+    exchanges = [topology.guard, *topology.exchanges, topology.marker]
+    absent = [exchange.name for exchange in exchanges if not _exists(connection, exchange)]
+    absent += [queue.name for queue in topology.queues if not _exists(connection, queue)]
+    return tuple(absent)
 
 
 def delete(connection: Connection, topology: Topology, *, force: bool = False) -> None:
@@ -125,14 +128,14 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
         waiting = dict(_waiting(connection, topology))
         if waiting:
             raise TopologyNotEmpty(topology.prefix, waiting)
-    with connection.channel() as channel:
+    with _channel(connection) as channel:
         # First, so that no other process takes the rest for complete.
         topology.marker(channel).delete()
         for queue in topology.queues:
             queue(channel).delete()
         for exchange in (*reversed(topology.exchanges), topology.guard):
             exchange(channel).delete()
-    connection.declared_entities.clear()
+    forget(connection)
 
 
 def bind_destination(connection: Connection, topology: Topology, queue_name: str) -> None:
@@ -146,7 +149,7 @@ def bind_destination(connection: Connection, topology: Topology, queue_name: str
     Raises:
         amqp.exceptions.NotFound: There is no such queue, or no such topology.
     """
-    with connection.channel() as channel:
+    with _channel(connection) as channel:
         channel.queue_bind(
             queue=queue_name,
             exchange=topology.delivery.name,
@@ -164,13 +167,13 @@ def ensure_destination(connection: Connection, topology: Topology, queue: Queue)
             bound.
     """
     seen = ("rabbitdelay", topology.prefix, topology.fingerprint, queue.name)
-    if seen in connection.declared_entities:
+    if seen in _seen(connection):
         return
     ensure_declared(connection, topology)
-    with connection.channel() as channel:
+    with _channel(connection) as channel:
         queue(channel).declare()
     bind_destination(connection, topology, queue.name)
-    connection.declared_entities.add(seen)
+    _seen(connection).add(seen)
 
 
 def on_declared(connection: Connection, topology: Topology) -> Callable[[str, int, int], None]:
@@ -190,7 +193,23 @@ def on_declared(connection: Connection, topology: Topology) -> Callable[[str, in
     return make_ready
 
 
-def _bind(channel: StdChannel, binding: Binding) -> None:
+def forget(connection: Connection) -> None:
+    """Forget what is known to stand on the broker, so that it is looked for again."""
+    _seen(connection).clear()
+
+
+def _seen(connection: Connection) -> set[Any]:
+    """What is known to stand; kombu empties it when the connection is opened anew."""
+    declared: set[Any] = connection.declared_entities  # type: ignore[assignment]
+    return declared
+
+
+def _channel(connection: Connection) -> Any:
+    """A channel of its own: the broker answers what it does not find by closing the channel."""
+    return connection.channel()
+
+
+def _bind(channel: Any, binding: Binding) -> None:
     if binding.target_is_exchange:
         channel.exchange_bind(binding.target, binding.source, binding.pattern)
     else:
@@ -198,8 +217,7 @@ def _bind(channel: StdChannel, binding: Binding) -> None:
 
 
 def _exists(connection: Connection, entity: Exchange | Queue) -> bool:
-    # The broker answers a passive declaration of something missing by closing the channel.
-    with connection.channel() as channel:
+    with _channel(connection) as channel:
         try:
             if isinstance(entity, Queue):
                 entity(channel).queue_declare(passive=True)
@@ -212,9 +230,9 @@ def _exists(connection: Connection, entity: Exchange | Queue) -> bool:
 
 def _waiting(connection: Connection, topology: Topology) -> Iterator[tuple[str, int]]:
     for queue in topology.queues:
-        with connection.channel() as channel:
+        with _channel(connection) as channel:
             try:
-                count = queue(channel).queue_declare(passive=True).message_count
+                _, count, _ = channel.queue_declare(queue.name, passive=True)
             except NotFound:
                 continue
             if count:

@@ -78,7 +78,8 @@ def _bindings(queue: Queue) -> Iterator[tuple[Exchange, str]]:
     if queue.exchange:
         yield queue.exchange, queue.routing_key
     for binding in queue.bindings:
-        yield binding.exchange, binding.routing_key
+        if binding.exchange:
+            yield binding.exchange, binding.routing_key
 
 
 def _matches(exchange: Exchange, pattern: str, routing_key: str) -> bool:

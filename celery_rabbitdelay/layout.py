@@ -120,9 +120,7 @@ class Layout:
                     f"one {higher.name} is {higher.place_ms} ms, but {lower.base} counts of "
                     f"{lower.name} are {lower.place_ms * lower.base} ms; they have to be equal"
                 )
-        names = [
-            level.queue_name(digit) for level in self.levels for digit in range(1, level.base)
-        ]
+        names = [level.queue_name(digit) for level in self.levels for digit in range(1, level.base)]
         if len(set(names)) != len(names):
             yield "two levels have queues of the same name; give the units different names"
         if sum(len(str(base - 1)) + 1 for base in self.bases) > MAX_DIGITS_LENGTH:
@@ -192,9 +190,7 @@ def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:
     minutes = Level("minutes", 1, 60, UNITS["minutes"])
     seconds = Level("seconds", 1, 60, UNITS["seconds"])
     fractions = [Level("ms", multiple, 10, 1) for multiple in (100, 10, 1) if multiple >= tick_ms]
-    return Layout(
-        "clock", (thousands_of_days, *days, hours, minutes, seconds, *fractions), zeros
-    )
+    return Layout("clock", (thousands_of_days, *days, hours, minutes, seconds, *fractions), zeros)
 
 
 def binary(tick: Delay = 0.1, levels: int = 28, zeros: Zeros = "bind") -> Layout:

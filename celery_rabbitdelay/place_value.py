@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from decimal import Decimal
+from fractions import Fraction
 from math import ceil, isfinite, prod
 from numbers import Rational, Real
 from typing import TypeAlias
@@ -44,9 +45,10 @@ def milliseconds(delay: Delay) -> int:
         raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
     if not isfinite(delay):
         raise InvalidDelay(delay, "takes a finite number of seconds")
-    if isinstance(delay, Decimal | Rational):
-        return ceil(delay * 1000)
-    return ceil(Decimal(repr(float(delay))) * 1000)
+    exact = (
+        Fraction(delay) if isinstance(delay, Decimal | Rational) else Fraction(repr(float(delay)))
+    )
+    return ceil(exact * 1000)
 
 
 def milliseconds_until(instant: datetime, now: datetime) -> int:

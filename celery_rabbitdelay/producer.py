@@ -11,7 +11,7 @@ import amqp
 from kombu import Connection, Producer, Queue
 
 from celery_rabbitdelay import headers as names
-from celery_rabbitdelay.declaration import declare, ensure_complete, ensure_destination
+from celery_rabbitdelay.declaration import declare, ensure_complete, ensure_destination, forget
 from celery_rabbitdelay.destination import Destination
 from celery_rabbitdelay.exceptions import MessageReturned, NeedsDistribution
 from celery_rabbitdelay.place_value import Delay, milliseconds
@@ -145,7 +145,7 @@ class DelayedProducer(Producer):
             ensure_complete(connection, self.topology)
 
     def _repair(self, connection: Connection, queue: Queue) -> None:
-        connection.declared_entities.clear()
+        forget(connection)
         declare(connection, self.topology)
         ensure_destination(connection, self.topology, queue)
 

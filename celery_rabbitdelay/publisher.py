@@ -10,10 +10,10 @@ process.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import LifoQueue
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -21,7 +21,6 @@ import amqp
 from amqp.exceptions import AMQPError, NotFound
 from kombu import Connection
 from kombu.resource import Resource
-from kombu.utils.functional import lazy
 
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
@@ -64,7 +63,8 @@ class _ConfirmChannel:
 
     def __init__(self, connection: Connection) -> None:
         self.transport: amqp.Connection = connection.connection
-        self.channel: amqp.Channel = connection.channel()
+        channel: Any = connection.channel()
+        self.channel = channel
         self.channel.confirm_select()
         self.channel.events["basic_ack"].add(self._on_ack)
         self.channel.events["basic_nack"].add(self._on_nack)
@@ -100,7 +100,7 @@ class _ConfirmChannel:
                 return False
             try:
                 self.transport.drain_events(timeout=remaining)
-            except (socket.timeout, TimeoutError):
+            except TimeoutError:
                 return until()
         return True
 
@@ -251,9 +251,7 @@ class Publisher:
             self._confirming = _ConfirmChannel(self.connection)
         return self._confirming
 
-    def _gave_up(
-        self, confirming: _ConfirmChannel, address: tuple[str, str]
-    ) -> PublishError:
+    def _gave_up(self, confirming: _ConfirmChannel, address: tuple[str, str]) -> PublishError:
         # What the broker says about this message later must not be taken for the next one's.
         self.discard()
         if confirming.blocked is not None:
@@ -324,6 +322,8 @@ def _remaining(deadline: float) -> float:
 class _Publishers(Resource):
     """kombu's pool, of publishers."""
 
+    _resource: LifoQueue[Publisher]
+
     def __init__(self, connection: Connection, limit: int | None) -> None:
         self._connection = connection
         super().__init__(limit=limit)
@@ -332,18 +332,15 @@ class _Publishers(Resource):
         return Publisher(self._connection.clone())
 
     def setup(self) -> None:
+        """Fill the pool; nothing is connected before a publisher publishes."""
         for _ in range(self.limit or 0):
-            self._resource.put_nowait(lazy(self.new))
+            self._resource.put_nowait(self.new())
 
-    def prepare(self, publisher: Any) -> Publisher:
-        prepared: Publisher = publisher() if isinstance(publisher, lazy) else publisher
-        return prepared
+    def close_resource(self, resource: Publisher) -> None:
+        resource.close()
 
-    def close_resource(self, publisher: Any) -> None:
-        if isinstance(publisher, Publisher):
-            publisher.close()
-
-    collect_resource = close_resource
+    def collect_resource(self, resource: Publisher) -> None:
+        resource.close()
 
 
 _pools: WeakSet[PublisherPool] = WeakSet()

@@ -35,7 +35,8 @@ class RabbitDelay:
         Raises:
             InvalidSetting: One of them is wrong.
         """
-        return Settings.of(self.app.conf, self.app.namespace)
+        namespace: str | None = getattr(self.app, "namespace", None)
+        return Settings.of(self.app.conf, namespace)
 
     @property
     def topology(self) -> Topology:
@@ -75,7 +76,7 @@ class RabbitDelay:
                 publisher.close_channel()
 
     def make_ready(self, queue_name: str, message_count: int, consumer_count: int) -> None:
-        """Make a queue that was just declared ready for delayed tasks (``on_declared`` of kombu)."""
+        """Make a queue that was just declared ready for delayed tasks: kombu's ``on_declared``."""
         if self.available and self.settings.declare == "auto":
             hook = on_declared(self.app.connection_for_write(), self.topology)
             hook(queue_name, message_count, consumer_count)

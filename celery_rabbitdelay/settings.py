@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import isfinite
@@ -22,7 +22,11 @@ MAX_PREFIX_LENGTH: Final = 100
 
 Declare: TypeAlias = Literal["auto", "never"]
 
-_LAYOUTS: Final = {"clock": clock, "binary": binary, "geometric": geometric}
+_LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
+    "clock": clock,
+    "binary": binary,
+    "geometric": geometric,
+}
 
 
 @dataclass(frozen=True)

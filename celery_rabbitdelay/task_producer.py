@@ -50,20 +50,19 @@ class DelayedTaskProducer(DelayedProducer):
         self._left = left
         self._task_is_sent = False
 
-    def publish(
-        self,
-        body: Any,
-        routing_key: str | None = None,
-        *args: Any,
-        exchange: str | Exchange | None = None,
-        declare: list[Any] | None = None,
-        **options: Any,
-    ) -> Any:
+    def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
+        """Publish the task into the levels, or whatever follows it as it is.
+
+        Args:
+            body: The task's body.
+            **options: What :meth:`kombu.Producer.publish` takes, as Celery gives it.
+        """
         if self._task_is_sent:
-            return super().publish(
-                body, routing_key, *args, exchange=exchange, declare=declare, **options
-            )
-        destination = self._destination(exchange, routing_key, declare)
+            super().publish(body, **options)
+            return
+        destination = self._destination(
+            options.pop("exchange"), options.pop("routing_key"), options.pop("declare", None)
+        )
         retry = options.pop("retry", False)
         policy = options.pop("retry_policy", None) or {}
         self.timeout = options.pop("confirm_timeout", None) or self.timeout
@@ -81,7 +80,6 @@ class DelayedTaskProducer(DelayedProducer):
             **options,
         )
         self._task_is_sent = True
-        return None
 
     def _destination(
         self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any] | None

@@ -144,7 +144,8 @@ class Server:
         command = self._command()
         if shutil.which(command[0]) is None:
             raise ServerNotStarted(
-                f"{command[0]} is not installed: on Debian and Ubuntu, apt-get install {self.package}"
+                f"{command[0]} is not installed: on Debian and Ubuntu, "
+                f"apt-get install {self.package}"
             )
         with self._log_path.open("ab") as log:
             self._process = self._spawn(command, self._environment(), log)

@@ -48,5 +48,7 @@ class DelayLevels(bootsteps.StartStopStep):
         for name, strategy in consumer.strategies.items():
             consumer.strategies[name] = behind_the_gate(strategy)
         logger.info(
-            "Delay levels %r (%s) are in place.", delays.topology.prefix, delays.topology.fingerprint
+            "Delay levels %r (%s) are in place.",
+            delays.topology.prefix,
+            delays.topology.fingerprint,
         )

@@ -1,0 +1,58 @@
+# `make help` lists every target. `make demo` and `make test` need a Debian or Ubuntu with Python
+# 3.11 or newer and nothing else: what is missing is installed first.
+
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test unit integration acceptance test-brokers lint types docs tox coverage clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
+
+$(VENV)/demo.done: pyproject.toml set_up.sh
+	./set_up.sh $(VENV) demo
+
+$(VENV)/test.done: pyproject.toml set_up.sh
+	./set_up.sh $(VENV) test
+
+$(VENV)/check.done: pyproject.toml set_up.sh
+	./set_up.sh $(VENV) check
+
+demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is killed (about a minute)
+	$(BIN)/python -m example_project
+
+test: $(VENV)/test.done  ## All tests, on private RabbitMQ and Redis servers
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+unit: $(VENV)/test.done  ## The tests that need no server
+	$(BIN)/pytest tests/unit
+
+integration: $(VENV)/test.done  ## The tests of the lower rooms and of Celery against real servers
+	$(BIN)/pytest tests/integration
+
+acceptance: $(VENV)/test.done  ## The tests of whole setups, through pytest-celery
+	$(BIN)/pytest tests/acceptance
+
+test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
+	$(BIN)/python -m tests.brokers
+
+lint: $(VENV)/check.done  ## ruff, and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/check.done  ## mypy --strict
+	$(BIN)/mypy
+
+docs: $(VENV)/check.done  ## The documentation, as HTML, in docs/_build
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+tox: $(VENV)/check.done  ## Unit and integration tests on Celery 5.5, 5.6 and 5.7; lint, types, docs
+	$(BIN)/tox
+
+clean:  ## Remove what the other targets have made
+	rm -rf $(VENV) .tox docs/_build .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
