@@ -125,7 +125,7 @@ class DelayedProducer(Producer):
         publish = partial(
             self.publisher.publish,
             message,
-            lambda: self._address(due, delay_ms, destination),
+            lambda late: self._address(due - _now() if late else delay_ms, destination),
             timeout=self.timeout,
             resends=resends,
             backoff=backoff,
@@ -149,9 +149,9 @@ class DelayedProducer(Producer):
         declare(connection, self.topology)
         ensure_destination(connection, self.topology, queue)
 
-    def _address(self, due: int, delay_ms: int, destination: Destination) -> tuple[str, str]:
-        remaining = min(due - _now(), delay_ms)
-        return self.topology.route_of_milliseconds(remaining, destination.queue.name)[:2]
+    def _address(self, delay_ms: int, destination: Destination) -> tuple[str, str]:
+        route = self.topology.route_of_milliseconds(delay_ms, destination.queue.name)
+        return route.exchange, route.routing_key
 
     def _check_priority(self, priority: int | None) -> None:
         if self.topology.queue_type == "quorum" and (priority or 0) > MAX_PRIORITY:

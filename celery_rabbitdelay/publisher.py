@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import LifoQueue
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from weakref import WeakSet
 
 import amqp
@@ -44,6 +44,10 @@ CONNECT_TIMEOUT: Final = 5.0
 
 #: Seconds before the first resend, and how many more before each further one, up to the maximum.
 BACKOFF: Final = (0.0, 0.2, 1.0)
+
+
+#: Returns exchange and routing key; called with whether time was lost since the call.
+Address: TypeAlias = Callable[[bool], tuple[str, str]]
 
 
 class _Unconfirmed:
@@ -163,7 +167,7 @@ class Publisher:
     def publish(
         self,
         message: amqp.Message,
-        address: Callable[[], tuple[str, str]],
+        address: Address,
         *,
         timeout: float = 30.0,
         resends: int | None = RESENDS,
@@ -178,8 +182,9 @@ class Publisher:
 
         Args:
             message: The message with its properties; sent persistent and mandatory.
-            address: Returns the exchange and the routing key. Asked at each attempt, since those
-                of a delayed message depend on the time that is left.
+            address: Returns the exchange and the routing key; called with whether time was lost
+                since the call, by a resend or a blocked connection, for those of a delayed
+                message depend on the time that is left.
             timeout: Seconds for everything, from connecting over resends to the confirm.
             resends: How often the message is sent again after the connection was lost; None for
                 as often as the time allows.
@@ -200,14 +205,14 @@ class Publisher:
         while True:
             attempts += 1
             try:
-                return self._attempt(message, address, prepare, deadline)
+                return self._attempt(message, address, prepare, deadline, late=attempts > 1)
             except self._connection_errors as lost:
                 self.discard()
                 self.connection.maybe_switch_next()
                 exhausted = resends is not None and attempts > resends
                 if exhausted or time.monotonic() + pause >= deadline:
                     reason = f"connection lost, attempt {attempts}: {lost!r}"
-                    raise ConnectionLost(*address(), reason) from lost
+                    raise ConnectionLost(*address(True), reason) from lost
             time.sleep(pause)
             pause = min(pause + step, longest)
 
@@ -219,25 +224,29 @@ class Publisher:
     def _attempt(
         self,
         message: amqp.Message,
-        address: Callable[[], tuple[str, str]],
+        address: Address,
         prepare: Callable[[Connection], None] | None,
         deadline: float,
+        late: bool,
     ) -> None:
         confirming = self._open(deadline)
         if prepare is not None:
             with confirming.answers_within(_remaining(deadline)):
                 prepare(self.connection)
-        if not confirming.drain(lambda: confirming.blocked is None, deadline):
-            raise self._gave_up(confirming, address())
-        exchange, routing_key = address()
+        if confirming.blocked is not None:
+            late = True
+            if not confirming.drain(lambda: confirming.blocked is None, deadline):
+                raise self._gave_up(confirming, address(late))
+        exchange, routing_key = address(late)
         try:
             unconfirmed = confirming.send(message, exchange, routing_key, _remaining(deadline))
             if not confirming.drain(lambda: unconfirmed.settled, deadline):
                 raise self._gave_up(confirming, (exchange, routing_key))
-        except NotFound as missing:
-            raise MessageReturned(exchange, routing_key, str(missing)) from missing
-        except self.connection.channel_errors as refused:
-            raise MessageNacked(exchange, routing_key, str(refused)) from refused
+        except self.connection.channel_errors as closed:
+            # py-amqp opens a channel that the broker closed again, but not in confirm mode.
+            self.close_channel()
+            error = MessageReturned if isinstance(closed, NotFound) else MessageNacked
+            raise error(exchange, routing_key, str(closed)) from closed
         if unconfirmed.error is not None:
             raise unconfirmed.error
 

@@ -1,0 +1,59 @@
+"""The servers that tests run against: private ones, or those that the environment names.
+
+``RABBITDELAY_BROKER_URL`` and ``RABBITDELAY_REDIS_URL`` name servers that already run. Tests that
+kill, suspend or starve a broker always do that to a private one. ``RABBITDELAY_BROKER_ROOT`` is
+a folder with a Debian system whose RabbitMQ is run instead of the machine's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer
+
+
+@pytest.fixture(scope="session")
+def session_rabbitmq() -> Iterator[RabbitMQServer]:
+    """The RabbitMQ node of this session."""
+    root = os.environ.get("RABBITDELAY_BROKER_ROOT")
+    with RabbitMQServer(root=Path(root) if root else None) as server:
+        yield server
+
+
+@pytest.fixture
+def private_rabbitmq(session_rabbitmq: RabbitMQServer) -> RabbitMQServer:
+    """A RabbitMQ node that a test may kill, as long as the next test finds it in working order."""
+    if not session_rabbitmq.running:
+        session_rabbitmq.start()
+    return session_rabbitmq
+
+
+@pytest.fixture
+def broker_url(request: pytest.FixtureRequest) -> str:
+    """The URL of the RabbitMQ to test against."""
+    url = os.environ.get("RABBITDELAY_BROKER_URL")
+    if url:
+        return url
+    server: RabbitMQServer = request.getfixturevalue("private_rabbitmq")
+    return server.url
+
+
+@pytest.fixture(scope="session")
+def private_redis() -> Iterator[RedisServer]:
+    """The Redis server of this session."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(request: pytest.FixtureRequest) -> str:
+    """The URL of the Redis to test against."""
+    url = os.environ.get("RABBITDELAY_REDIS_URL")
+    if url:
+        return url
+    server: RedisServer = request.getfixturevalue("private_redis")
+    return server.url

@@ -1,0 +1,77 @@
+"""Connections, names of a test's own, and topologies that are gone when the test is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from amqp.exceptions import ChannelError
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.declaration import delete
+from celery_rabbitdelay.layout import custom
+from celery_rabbitdelay.topology import Topology
+
+#: Levels of tenths and seconds, up to 5.9 s: declared in a blink, and all that most tests need.
+SHORT = custom([("seconds", 6, 1), ("ms", 10, 0.1)])
+
+
+@pytest.fixture
+def connection(broker_url: str) -> Iterator[Connection]:
+    """A connection to the broker."""
+    with Connection(broker_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A prefix of this test's own."""
+    return f"test-{uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def make_topology(connection: Connection, prefix: str) -> Iterator[Callable[..., Topology]]:
+    """Makes topologies under this test's prefix; they are deleted when the test is over."""
+    made: list[Topology] = []
+
+    def make(layout: Any = SHORT, **options: Any) -> Topology:
+        made.append(Topology(prefix, layout, **options))
+        return made[-1]
+
+    yield make
+    for topology in made:
+        with connection.clone() as own:
+            delete(own, topology, force=True)
+
+
+@pytest.fixture
+def topology(make_topology: Callable[..., Topology]) -> Topology:
+    """A small topology under this test's prefix; not declared."""
+    return make_topology()
+
+
+@pytest.fixture
+def make_queue(connection: Connection, prefix: str) -> Iterator[Callable[..., Queue]]:
+    """Makes queues whose names begin with this test's prefix; they are deleted with the test."""
+    made: list[Queue] = []
+
+    def make(name: str = "queue", *args: Any, **options: Any) -> Queue:
+        made.append(Queue(f"{prefix}-{name}", *args, **options))
+        return made[-1]
+
+    yield make
+    with connection.clone() as own:
+        for queue in made:
+            with own.channel() as channel, suppress(ChannelError):
+                queue(channel).delete()
+                if queue.exchange and queue.exchange.name:
+                    queue.exchange(channel).delete()
+
+
+@pytest.fixture
+def queue(make_queue: Callable[..., Queue]) -> Queue:
+    """A quorum queue of this test's own; not declared."""
+    return make_queue(queue_arguments={"x-queue-type": "quorum"})

@@ -1,0 +1,379 @@
+"""Delayed Celery tasks on real brokers, taken by real worker processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from amqp.exceptions import ChannelError
+from celery.signals import after_task_publish, before_task_publish
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay import Celery, headers
+from celery_rabbitdelay.declaration import delete, missing, stands
+from celery_rabbitdelay.exceptions import ConfirmTimeout, NeedsDistribution
+from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.conftest import SHORT
+from tests.integration.shop import QUEUES, make_app
+from tests.integration.worker import Worker
+
+#: Seconds until a result has to be there.
+PATIENCE = 30
+
+LEVELS = [("seconds", 6, 1), ("ms", 10, 0.1)]
+
+
+@pytest.fixture
+def configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
+    """A small topology under the test's prefix, results in Redis."""
+    return {
+        "prefix": prefix,
+        "broker_url": broker_url,
+        "result_backend": redis_url,
+        "rabbitdelay_prefix": prefix,
+        "rabbitdelay_layout": LEVELS,
+    }
+
+
+@pytest.fixture
+def make_shop(configuration: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """Makes applications; what they have declared is deleted when the test is over."""
+    made: list[Any] = []
+
+    def make(**settings: Any) -> Any:
+        made.append(make_app({**configuration, **settings}))
+        return made[-1]
+
+    yield make
+    for app in made:
+        with Connection(app.conf.broker_url) as connection:
+            delete(connection, app.rabbitdelay.topology, force=True)
+            for queue in app.amqp.queues.values():
+                with connection.channel() as channel, suppress(ChannelError):
+                    queue(channel).delete()
+                    if queue.exchange and queue.exchange.name:
+                        queue.exchange(channel).delete()
+        app.close()
+
+
+@pytest.fixture
+def shop(make_shop: Callable[..., Any]) -> Celery:
+    """An application with quorum queues on exchanges of every type."""
+    return make_shop()
+
+
+@pytest.fixture
+def worker(configuration: dict[str, Any], shop: Any) -> Iterator[Worker]:
+    """A worker that serves all queues of the shop."""
+    with Worker(configuration) as worker:
+        yield worker
+
+
+def test_a_producer_alone_on_an_empty_broker_loses_nothing(
+    shop: Any, configuration: dict[str, Any], connection: Connection, prefix: str
+) -> None:
+    results = [
+        shop.tasks["look"].apply_async(delay=0.3, queue=f"{prefix}.{name}") for name in QUEUES
+    ]
+    for name in QUEUES:
+        wait_until_waiting(connection, f"{prefix}.{name}", 1)
+
+    with Worker(configuration):
+        assert all(result.get(timeout=PATIENCE) for result in results)
+
+
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+def test_each_queue_gets_its_own_tasks_only_and_none_is_early(
+    make_shop: Callable[..., Any],
+    connection: Connection,
+    prefix: str,
+    queue_type: str,
+) -> None:
+    shop = make_shop(queue_type=queue_type, rabbitdelay_queue_type=queue_type)
+    look = shop.tasks["look"]
+    names = [f"{prefix}.{name}" for name in QUEUES]
+    not_before = {}
+    for name in names * 3:
+        before = time.time()
+        result = look.apply_async(delay=0.4, queue=name, headers={"meant-for": name})
+        not_before[result.id] = before + 0.4
+
+    arrivals = take(connection, [shop.amqp.queues[name] for name in names], 3 * len(names))
+
+    assert all(arrival.queue == arrival.message.headers["meant-for"] for arrival in arrivals)
+    assert all(a.at >= not_before[a.message.headers["id"]] for a in arrivals)
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange", "routing_key"),
+    [
+        ("default", "", "{prefix}.default"),
+        ("second", "", "{prefix}.second"),
+        ("topic.daily.reports", "{prefix}.topic", "topic.daily.reports"),
+        ("mirror", "{prefix}.fanout", "{prefix}.default"),
+    ],
+)
+def test_a_delayed_task_looks_as_if_it_had_not_been_delayed(
+    shop: Any, worker: Worker, prefix: str, name: str, exchange: str, routing_key: str
+) -> None:
+    undelayed = shop.tasks["look"].apply_async(queue=f"{prefix}.{name}").get(timeout=PATIENCE)
+    delayed = shop.tasks["look"].apply_async(
+        queue=f"{prefix}.{name}", delay=0.2, headers={"x-tenant": "shop"}
+    )
+    arrived = delayed.get(timeout=PATIENCE)
+
+    assert undelayed["exchange"] == arrived["exchange"] == exchange.format(prefix=prefix)
+    assert undelayed["routing_key"] == arrived["routing_key"] == routing_key.format(prefix=prefix)
+    assert arrived["eta"] is None
+    assert arrived["headers"]["x-tenant"] == "shop"
+    assert not [key for key in arrived["headers"] if "death" in key]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay": 0.5},
+        {"delay": timedelta(seconds=0.5)},
+        {"countdown": 0.5},
+        {"eta": 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_delay_countdown_and_eta_all_wait_in_the_levels(
+    shop: Any, worker: Worker, connection: Connection, prefix: str, options: dict[str, Any]
+) -> None:
+    before = datetime.now(UTC)
+    if "eta" in options:
+        options = {"eta": before + timedelta(seconds=options["eta"])}
+    result = shop.send_task("look", **options)
+    seen = result.get(timeout=PATIENCE)
+    assert seen["at"] >= before.timestamp() + 0.5
+    assert seen["at"] * 1000 >= seen["headers"][headers.DUE]
+    assert seen["headers"][headers.DUE] >= before.timestamp() * 1000 + 499
+
+
+def test_no_delay_takes_celery_s_own_path(shop: Any, connection: Connection, prefix: str) -> None:
+    look = shop.tasks["look"]
+    for options in ({}, {"delay": 0}, {"delay": -5}, {"countdown": -5}, {"countdown": 0}):
+        look.apply_async(**options)
+    past = datetime.now(UTC) - timedelta(hours=1)
+    look.apply_async(eta=past)
+    arrivals = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 6)
+    for arrival in arrivals:
+        assert headers.DUE not in arrival.message.headers
+        assert arrival.message.headers["eta"] is None
+    assert not stands(connection, shop.rabbitdelay.topology)
+
+
+def test_three_days_and_some_lie_in_their_queue_under_their_key(
+    make_shop: Callable[..., Any], connection: Connection, prefix: str
+) -> None:
+    shop = make_shop(rabbitdelay_layout="clock")
+    delay = timedelta(days=3, hours=7, minutes=45, seconds=30)
+    result = shop.tasks["look"].apply_async(delay=delay)
+
+    topology = shop.rabbitdelay.topology
+    assert len(topology.digit_queues) == 180
+    assert missing(connection, topology) == ()
+    (arrival,) = take(connection, [Queue(f"{prefix}.days.3")], 1)
+    assert arrival.message.headers["id"] == result.id
+    key = arrival.message.delivery_info["routing_key"]
+    assert key == f"0.0.0.3.7.45.30.0.{prefix}%2Edefault"
+
+
+@pytest.mark.parametrize("name", QUEUES)
+@pytest.mark.parametrize("first", [{}, {"delay": 0.2}], ids=["undelayed", "delayed"])
+def test_a_retry_returns_to_the_queue_it_came_from(
+    shop: Any, worker: Worker, prefix: str, name: str, first: dict[str, Any]
+) -> None:
+    result = shop.tasks["retry"].apply_async(
+        ([], 2, {"countdown": 0.3}),
+        queue=f"{prefix}.{name}",
+        headers={"x-tenant": "shop"},
+        **first,
+    )
+    attempts = result.get(timeout=PATIENCE)
+
+    assert [attempt["retries"] for attempt in attempts] == [0, 1, 2]
+    # The same exchange and key each time, which do not grow with the retries.
+    assert len({(a["exchange"], a["routing_key"]) for a in attempts}) == 1
+    assert all(attempt["headers"]["x-tenant"] == "shop" for attempt in attempts)
+    assert all(a["headers"][headers.QUEUE] == f"{prefix}.{name}" for a in attempts[1:])
+    for earlier, later in pairwise(attempts):
+        assert later["at"] - earlier["at"] >= 0.3
+
+
+@pytest.mark.parametrize("options", [{"delay": 0.3}, {"countdown": 0.3}])
+def test_a_retry_takes_a_delay_as_well(shop: Any, worker: Worker, options: dict[str, Any]) -> None:
+    attempts = shop.tasks["retry"].apply_async(([], 1, options)).get(timeout=PATIENCE)
+    assert 0.3 <= attempts[1]["at"] - attempts[0]["at"] < 30
+
+
+def test_autoretry_with_backoff_waits_in_the_levels_and_returns(
+    shop: Any, worker: Worker, connection: Connection, prefix: str
+) -> None:
+    queue = f"{prefix}.second"
+    seen = shop.tasks["autoretry"].apply_async(queue=queue).get(timeout=PATIENCE)
+    assert seen["retries"] == 1
+    assert seen["routing_key"] == queue
+    assert seen["headers"][headers.QUEUE] == queue
+
+
+def test_signals_see_where_the_task_goes_and_not_the_levels(
+    shop: Any, connection: Connection, prefix: str
+) -> None:
+    seen = []
+
+    def note(sender: str, exchange: str, routing_key: str, **rest: Any) -> None:
+        seen.append((sender, exchange, routing_key))
+
+    before_task_publish.connect(note)
+    after_task_publish.connect(note)
+    try:
+        shop.tasks["look"].apply_async(delay=1, queue=f"{prefix}.topic.reports")
+    finally:
+        before_task_publish.disconnect(note)
+        after_task_publish.disconnect(note)
+    assert seen == [("look", f"{prefix}.topic", "topic.reports")] * 2
+
+
+def test_the_task_sent_event_goes_where_events_go(
+    make_shop: Callable[..., Any],
+    make_queue: Callable[..., Queue],
+    connection: Connection,
+    prefix: str,
+) -> None:
+    shop = make_shop(task_send_sent_event=True, event_exchange=f"{prefix}.events")
+    events = make_queue("events", Exchange(f"{prefix}.events", type="topic"), "task.sent")
+    events(connection.default_channel).declare()
+    shop.tasks["look"].apply_async(delay=1, queue=f"{prefix}.second")
+    (arrival,) = take(connection, [events], 1)
+    assert arrival.body["queue"] == arrival.body["routing_key"] == f"{prefix}.second"
+
+
+def test_an_expiry_is_left_to_the_worker(shop: Any, connection: Connection, prefix: str) -> None:
+    shop.tasks["look"].apply_async(delay=0.4, expires=0.2)
+    (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
+    assert "expiration" not in arrival.message.properties
+    assert arrival.message.headers["expires"]
+
+
+def test_a_task_that_keeps_celery_s_own_behavior_has_an_eta(
+    shop: Any, connection: Connection, prefix: str
+) -> None:
+    shop.tasks["celery-own"].apply_async(countdown=50)
+    shop.tasks["celery-own"].apply_async(delay=50)
+    arrivals = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 2)
+    assert all(arrival.message.headers["eta"] for arrival in arrivals)
+
+
+def test_without_takeover_only_delay_waits_in_the_levels(
+    make_shop: Callable[..., Any], connection: Connection, prefix: str
+) -> None:
+    shop = make_shop(rabbitdelay_takeover=False)
+    shop.tasks["look"].apply_async(countdown=50)
+    shop.tasks["look"].apply_async(delay=5)
+    (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
+    assert arrival.message.headers["eta"]
+    assert count(connection, f"{prefix}.seconds.5") == 1
+
+
+def test_what_only_a_distribution_can_restore_is_refused_or_left_to_celery(
+    shop: Any, connection: Connection, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    look = shop.tasks["look"]
+    with pytest.raises(NeedsDistribution, match="priority 9"):
+        look.apply_async(delay=2, priority=9)
+    look.apply_async(countdown=2, priority=9)
+    (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
+    assert arrival.message.headers["eta"]
+    assert arrival.message.properties["priority"] == 9
+    assert "Celery's own countdown is used" in caplog.text
+
+
+@pytest.mark.parametrize("give", ["connection", "producer"])
+def test_the_caller_s_own_connection_is_used_and_stays_usable(
+    shop: Any, connection: Connection, prefix: str, give: str
+) -> None:
+    with shop.connection_for_write() as own:
+        producer = shop.amqp.Producer(own)
+        options = {"connection": own} if give == "connection" else {"producer": producer}
+        for _ in range(3):
+            shop.tasks["look"].apply_async(delay=0.3, **options)
+        transport: Any = own.connection
+        # Channel 0 is the connection itself; a producer of kombu's takes at most one more.
+        assert len(transport.channels) <= 2
+        shop.tasks["look"].apply_async(**options)
+    assert len(take(connection, [shop.amqp.queues[f"{prefix}.default"]], 4)) == 4
+
+
+def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
+    shop: Any, worker: Worker, connection: Connection, prefix: str
+) -> None:
+    topology = shop.rabbitdelay.topology
+    assert missing(connection, topology) == ()
+    added = f"{prefix}.added"
+    shop.control.add_consumer(added, destination=[worker.name], reply=True)
+    wait_for(lambda: f"Started consuming from {added}" in worker.log, "the new consumer")
+    try:
+        # Published by hand, so that no producer of ours can have bound the queue.
+        route = topology.route(0.2, added)
+        message = shop.amqp.create_task_message("id-1", "look", ())
+        connection.Producer().publish(
+            message.body,
+            exchange=route.exchange,
+            routing_key=route.routing_key,
+            headers=message.headers,
+            serializer="json",
+            **message.properties,
+        )
+        assert shop.AsyncResult("id-1").get(timeout=PATIENCE)
+    finally:
+        connection.default_channel.queue_delete(added)  # type: ignore[attr-defined]
+        connection.default_channel.exchange_delete(added)  # type: ignore[attr-defined]
+
+
+def test_a_broker_that_comes_back_empty_is_made_whole_by_the_worker(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], configuration: Any
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    topology = shop.rabbitdelay.topology
+    with Worker({**configuration, "broker_url": private_rabbitmq.url}):
+        for command in ("stop_app", "reset", "start_app"):
+            private_rabbitmq.ctl(command)
+
+        def whole_again() -> bool:
+            try:
+                with Connection(private_rabbitmq.url) as connection:
+                    return stands(connection, topology)
+            except OSError:
+                return False
+
+        wait_for(whole_again, "the levels, declared again", timeout=60)
+        result = shop.tasks["look"].apply_async(delay=0.2)
+        assert result.get(timeout=PATIENCE)
+
+
+def test_a_task_whose_confirm_does_not_come_raises_in_time(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any]
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_confirm_timeout=2)
+    shop.tasks["look"].apply_async(delay=3)
+    private_rabbitmq.suspend()
+    try:
+        began = time.monotonic()
+        with pytest.raises(ConfirmTimeout):
+            shop.tasks["look"].apply_async(delay=3)
+        assert time.monotonic() - began < 10
+    finally:
+        private_rabbitmq.resume()
+
+
+def test_short_levels_are_what_these_tests_say_they_are(shop: Any) -> None:
+    assert shop.rabbitdelay.topology.layout == SHORT

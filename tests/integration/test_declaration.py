@@ -1,0 +1,130 @@
+"""Declaring, verifying and deleting a topology on a real broker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.declaration import (
+    declare,
+    delete,
+    ensure_complete,
+    ensure_declared,
+    missing,
+    on_declared,
+    stands,
+)
+from celery_rabbitdelay.destination import Destination
+from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
+from celery_rabbitdelay.layout import binary, clock, geometric
+from celery_rabbitdelay.producer import DelayedProducer
+from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.topology import Topology
+from tests.integration.arrivals import take
+from tests.integration.conftest import SHORT
+
+MakeTopology = Callable[..., Topology]
+
+
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+def test_a_declared_topology_is_complete_and_a_deleted_one_is_gone(
+    connection: Connection, make_topology: MakeTopology, queue_type: str
+) -> None:
+    topology = make_topology(clock(), queue_type=queue_type)
+    assert len(missing(connection, topology)) == 180 + 1 + 8 + 2 + 2
+
+    declare(connection, topology)
+    assert missing(connection, topology) == ()
+    assert stands(connection, topology)
+
+    delete(connection, topology)
+    assert len(missing(connection, topology)) == 180 + 1 + 8 + 2 + 2
+    assert not stands(connection, topology)
+
+
+def test_the_default_topology_has_180_digit_queues_on_the_broker(
+    connection: Connection, make_topology: MakeTopology
+) -> None:
+    topology = make_topology(clock())
+    declare(connection, topology)
+    names = [queue.name for queue in topology.digit_queues]
+    assert len(set(names)) == 180
+    assert not set(names) & set(missing(connection, topology))
+
+
+def test_declaring_again_changes_nothing(connection: Connection, topology: Topology) -> None:
+    declare(connection, topology)
+    declare(connection, topology)
+    ensure_declared(connection, topology)
+    assert missing(connection, topology) == ()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layout": binary()},
+        {"layout": geometric()},
+        {"layout": type(SHORT)("custom", SHORT.levels, "skip")},
+        {"queue_type": "classic"},
+    ],
+)
+def test_another_layout_under_the_same_prefix_is_refused_before_any_harm(
+    connection: Connection, topology: Topology, make_topology: MakeTopology, other: dict[str, Any]
+) -> None:
+    declare(connection, topology)
+    with pytest.raises(LayoutConflict) as caught:
+        declare(connection, Topology(topology.prefix, **{"layout": SHORT, **other}))
+    assert repr(topology.prefix) in str(caught.value)
+    assert "rabbitdelay_prefix" in str(caught.value)
+    assert missing(connection, topology) == ()
+
+
+def test_a_process_that_died_while_declaring_leaves_nothing_that_looks_complete(
+    connection: Connection, topology: Topology
+) -> None:
+    channel: Any = connection.default_channel
+    topology.guard(channel).declare()
+    topology.exchanges[0](channel).declare()
+
+    ensure_declared(connection, topology)
+
+    assert missing(connection, topology) == ()
+
+
+def test_a_queue_that_is_missing_is_named(connection: Connection, topology: Topology) -> None:
+    declare(connection, topology)
+    gone = topology.digit_queues[3]
+    gone(connection.default_channel).delete()
+    with pytest.raises(TopologyIncomplete, match=gone.name) as caught:
+        ensure_complete(connection, topology)
+    assert caught.value.missing == (gone.name,)
+
+
+def test_a_topology_in_which_messages_wait_is_not_deleted(
+    connection: Connection, topology: Topology, queue: Queue
+) -> None:
+    producer = DelayedProducer(Publisher(connection), topology)
+    producer.publish_delayed("wait", Destination(queue, "", queue.name), 5)
+    with pytest.raises(TopologyNotEmpty) as caught:
+        delete(connection, topology)
+    assert caught.value.waiting == {f"{topology.prefix}.seconds.5": 1}
+    assert missing(connection, topology) == ()
+    delete(connection, topology, force=True)
+
+
+def test_a_queue_with_the_hook_is_ready_as_soon_as_it_is_declared(
+    connection: Connection, topology: Topology, make_queue: Callable[..., Queue]
+) -> None:
+    queue = make_queue("hooked", on_declared=on_declared(connection, topology))
+    queue(connection.default_channel).declare()
+
+    # Published by hand, so that nothing but the hook can have declared and bound.
+    route = topology.route(0.2, queue.name)
+    connection.Producer().publish(
+        "hello", exchange=route.exchange, routing_key=route.routing_key, headers={}
+    )
+
+    assert take(connection, [queue], 1)[0].body == "hello"

@@ -1,0 +1,201 @@
+"""Messages that really wait: every layout, every way past a zero, both types of queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.declaration import delete
+from celery_rabbitdelay.destination import Destination
+from celery_rabbitdelay.exceptions import DelayTooLong, NeedsDistribution, TopologyIncomplete
+from celery_rabbitdelay.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.producer import DelayedProducer
+from celery_rabbitdelay.publisher import PERSISTENT, Publisher
+from celery_rabbitdelay.topology import Topology
+from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.conftest import SHORT
+
+#: How late a message may be on a noisy machine; what is tested is that it is never early.
+GENEROUS = 5.0
+
+BITS = [("s8", 2, 0.8), ("s4", 2, 0.4), ("s2", 2, 0.2), ("s1", 2, 0.1)]
+
+
+def destination(queue: Queue) -> Destination:
+    return Destination(queue, "", queue.name)
+
+
+@pytest.fixture
+def send(connection: Connection) -> Iterator[Callable[..., float]]:
+    """Sends a message with a delay and returns the instant before which it must not come."""
+    publisher = Publisher(connection.clone())
+
+    def send(topology: Topology, queue: Queue, delay: float, body: Any = "x", **more: Any) -> float:
+        not_before = time.time() + delay
+        producer = DelayedProducer(publisher, topology)
+        producer.publish_delayed(body, destination(queue), delay, **more)
+        return not_before
+
+    yield send
+    publisher.close()
+
+
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+@pytest.mark.parametrize("zeros", ["bind", "skip", "queue"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda zeros: clock(zeros=zeros),
+        lambda zeros: binary(levels=5, zeros=zeros),
+        lambda zeros: geometric(factor=3, levels=3, zeros=zeros),
+        lambda zeros: custom(BITS, zeros=zeros),
+    ],
+    ids=["clock", "binary", "geometric", "custom"],
+)
+def test_no_message_is_early_and_each_comes_once(
+    connection: Connection,
+    make_topology: Callable[..., Topology],
+    queue: Queue,
+    send: Callable[..., float],
+    make: Callable[[Any], Layout],
+    zeros: str,
+    queue_type: str,
+) -> None:
+    topology = make_topology(make(zeros), queue_type=queue_type)
+    delays = [0.1, 0.2, 0.35, 0.5, 1.0, 1.1, 1.5]
+    not_before = {delay: send(topology, queue, delay, body=delay) for delay in delays}
+
+    arrivals = take(connection, [queue], len(delays))
+
+    assert sorted(arrival.body for arrival in arrivals) == delays
+    for arrival in arrivals:
+        assert 0 <= arrival.at - not_before[arrival.body] < GENEROUS
+    assert count(connection, topology.undeliverable.name) == 0
+
+
+def test_a_queue_gets_its_own_messages_only_though_its_name_ends_another_s(
+    connection: Connection,
+    topology: Topology,
+    make_queue: Callable[..., Queue],
+    send: Callable[..., float],
+) -> None:
+    topic = Exchange(make_queue("exchange").name, type="topic")
+    reports = make_queue("reports", topic, "reports")
+    daily = make_queue("daily.reports", topic, "daily.reports")
+    daily_suffix = make_queue("daily", topic, "#.reports")
+    for queue in (reports, daily, daily_suffix):
+        for _ in range(5):
+            send(topology, queue, 0.3, body=queue.name)
+
+    arrivals = take(connection, [reports, daily, daily_suffix], 15)
+
+    assert all(arrival.queue == arrival.body for arrival in arrivals)
+
+
+def test_undeliverable_messages_hold_up_none_of_the_others(
+    connection: Connection,
+    topology: Topology,
+    make_queue: Callable[..., Queue],
+    send: Callable[..., float],
+) -> None:
+    gone, living = make_queue("gone"), make_queue("living")
+    for _ in range(40):
+        send(topology, gone, 1.5)
+    gone(connection.default_channel).delete()
+    not_before = [send(topology, living, 1.5, body=number) for number in range(10)]
+
+    arrivals = take(connection, [living], 10, timeout=20)
+
+    assert sorted(arrival.body for arrival in arrivals) == list(range(10))
+    assert all(arrival.at - not_before[arrival.body] < GENEROUS for arrival in arrivals)
+    wait_until_waiting(connection, topology.undeliverable.name, 40)
+    undeliverable = take(connection, [topology.undeliverable], 40)
+    assert all(a.message.headers[headers.QUEUE] == gone.name for a in undeliverable)
+    assert all(a.message.headers["x-death"] for a in undeliverable)
+
+
+def test_a_message_keeps_its_properties_and_loses_its_expiration(
+    connection: Connection, topology: Topology, queue: Queue, send: Callable[..., float]
+) -> None:
+    own = {"x-tenant": "shop", "x-death": [{"queue": f"{topology.prefix}.ms.300"}], headers.DUE: 5}
+    send(
+        topology,
+        queue,
+        0.3,
+        body={"order": 7},
+        headers=own,
+        priority=3,
+        expiration=0.05,
+        correlation_id="id-7",
+        reply_to=Queue("answers"),
+        compression="zlib",
+    )
+
+    (arrival,) = take(connection, [queue], 1)
+
+    message = arrival.message
+    assert arrival.body == {"order": 7}
+    assert message.headers["x-tenant"] == "shop"
+    assert message.headers[headers.DUE] > time.time() * 1000 - 60_000
+    assert message.properties["priority"] == 3
+    assert message.properties["delivery_mode"] == PERSISTENT
+    assert message.properties["correlation_id"] == "id-7"
+    assert message.properties["reply_to"] == "answers"
+    assert "expiration" not in message.properties
+    assert message.headers["compression"] == "application/x-gzip"
+
+
+def test_no_delay_is_delivered_at_once(
+    connection: Connection, topology: Topology, queue: Queue, send: Callable[..., float]
+) -> None:
+    send(topology, queue, -3)
+    assert len(take(connection, [queue], 1)) == 1
+
+
+def test_what_does_not_fit_is_refused(
+    topology: Topology, queue: Queue, send: Callable[..., float]
+) -> None:
+    with pytest.raises(DelayTooLong, match=r"5\.900 s"):
+        send(topology, queue, 6)
+    with pytest.raises(NeedsDistribution, match="priority 5"):
+        send(topology, queue, 1, priority=5)
+
+
+def test_a_queue_deleted_by_hand_is_put_back_by_the_next_message(
+    connection: Connection, topology: Topology, queue: Queue, send: Callable[..., float]
+) -> None:
+    send(topology, queue, 0.1)
+    channel: Any = connection.default_channel
+    for exchange in topology.exchanges:
+        exchange(channel).delete()
+
+    send(topology, queue, 0.2)
+
+    assert len(take(connection, [queue], 2)) == 2
+
+
+def test_operators_topologies_are_used_but_never_declared(
+    connection: Connection, topology: Topology, queue: Queue
+) -> None:
+    producer = DelayedProducer(Publisher(connection.clone()), topology, may_declare=False)
+    with pytest.raises(TopologyIncomplete, match=topology.prefix):
+        producer.publish_delayed("x", destination(queue), 0.1)
+    producer.publisher.close()
+
+
+def test_prefixes_never_meet(
+    connection: Connection, prefix: str, queue: Queue, send: Callable[..., float]
+) -> None:
+    one, two = Topology(f"{prefix}-a", SHORT), Topology(f"{prefix}-b", binary(levels=4))
+    try:
+        send(one, queue, 0.2, body="one")
+        send(two, queue, 0.2, body="two")
+        assert sorted(a.body for a in take(connection, [queue], 2)) == ["one", "two"]
+    finally:
+        delete(connection, one, force=True)
+        delete(connection, two, force=True)

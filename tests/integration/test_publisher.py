@@ -1,0 +1,297 @@
+"""A publish returns once the broker has confirmed; everything else is an error of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import amqp
+import pytest
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay.exceptions import (
+    ConfirmTimeout,
+    ConnectionBlocked,
+    ConnectionLost,
+    MessageNacked,
+    MessageReturned,
+    PublishError,
+)
+from celery_rabbitdelay.publisher import PERSISTENT, Publisher, PublisherPool
+from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from tests.integration.arrivals import count, take
+
+#: Seconds of patience where the broker is made to be silent.
+TIMEOUT = 2.0
+
+#: What a machine may add to a time limit before it has clearly not been kept.
+GRACE = 8.0
+
+
+def publish(
+    publisher: Publisher, queue_name: str, body: str = "x", exchange: str = "", **options: Any
+) -> None:
+    message = amqp.Message(body, content_type="text/plain", content_encoding="utf-8")
+    publisher.publish(message, lambda late: (exchange, queue_name), **options)
+
+
+@pytest.fixture
+def publisher(connection: Connection) -> Iterator[Publisher]:
+    publisher = Publisher(connection.clone())
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def declared(connection: Connection, queue: Queue) -> Queue:
+    queue(connection.default_channel).declare()
+    return queue
+
+
+@pytest.fixture
+def private(private_rabbitmq: RabbitMQServer) -> Iterator[tuple[RabbitMQServer, Publisher]]:
+    """A publisher that has published once to a broker that the test may maltreat."""
+    with Connection(private_rabbitmq.url) as connection:
+        queue = Queue("test-private", queue_arguments={"x-queue-type": "quorum"})
+        queue(connection.default_channel).declare()
+        publisher = Publisher(connection.clone())
+        publish(publisher, queue.name)
+        yield private_rabbitmq, publisher
+    publisher.discard()
+    with Connection(private_rabbitmq.url) as connection:
+        queue(connection.default_channel).delete()
+
+
+def test_a_published_message_is_persistent_and_there(
+    connection: Connection, publisher: Publisher, declared: Queue
+) -> None:
+    publish(publisher, declared.name, "hello")
+    (arrival,) = take(connection, [declared], 1)
+    assert arrival.body == "hello"
+    assert arrival.message.properties["delivery_mode"] == PERSISTENT
+
+
+def test_a_message_that_a_full_queue_rejects_raises(
+    connection: Connection, publisher: Publisher, make_queue: Callable[..., Queue]
+) -> None:
+    full = make_queue("full", max_length=1, queue_arguments={"x-overflow": "reject-publish"})
+    full(connection.default_channel).declare()
+    publish(publisher, full.name)
+    with pytest.raises(MessageNacked) as caught:
+        publish(publisher, full.name)
+    assert caught.value.routing_key == full.name
+
+
+def test_a_message_that_no_queue_takes_raises(publisher: Publisher, prefix: str) -> None:
+    with pytest.raises(MessageReturned, match="NO_ROUTE") as caught:
+        publish(publisher, f"{prefix}-nowhere")
+    assert caught.value.routing_key == f"{prefix}-nowhere"
+
+
+def test_a_message_to_an_exchange_that_does_not_exist_raises_and_the_next_one_goes_through(
+    connection: Connection, publisher: Publisher, declared: Queue, prefix: str
+) -> None:
+    with pytest.raises(MessageReturned, match="no exchange"):
+        publish(publisher, "key", exchange=f"{prefix}-nothing")
+    publish(publisher, declared.name)
+    assert count(connection, declared.name) == 1
+
+
+def test_each_error_belongs_to_its_own_message(
+    connection: Connection, publisher: Publisher, declared: Queue, prefix: str
+) -> None:
+    outcomes = []
+    for number in range(20):
+        try:
+            publish(publisher, declared.name if number % 2 else f"{prefix}-nowhere")
+            outcomes.append("confirmed")
+        except MessageReturned:
+            outcomes.append("returned")
+    assert outcomes == ["returned", "confirmed"] * 10
+    assert count(connection, declared.name) == 10
+
+
+def test_a_connection_that_asks_for_confirms_itself_is_no_obstacle(
+    broker_url: str, connection: Connection, declared: Queue
+) -> None:
+    own = Connection(broker_url, transport_options={"confirm_publish": True})
+    publisher = Publisher(own)
+    for _ in range(3):
+        publish(publisher, declared.name)
+    publisher.close()
+    assert count(connection, declared.name) == 3
+
+
+def test_a_broker_that_falls_silent_is_a_timeout_in_time(
+    private: tuple[RabbitMQServer, Publisher],
+) -> None:
+    broker, publisher = private
+    with _suspended(broker):
+        began = time.monotonic()
+        with pytest.raises(ConfirmTimeout):
+            publish(publisher, "test-private", timeout=TIMEOUT)
+        assert time.monotonic() - began < TIMEOUT + GRACE
+    publish(publisher, "test-private", timeout=30)
+
+
+def test_a_broker_that_is_silent_from_the_start_is_an_error_in_time(
+    private: tuple[RabbitMQServer, Publisher],
+) -> None:
+    broker, _ = private
+    with _suspended(broker):
+        began = time.monotonic()
+        with pytest.raises(PublishError):
+            publish(Publisher(Connection(broker.url)), "test-private", timeout=TIMEOUT)
+        assert time.monotonic() - began < TIMEOUT + GRACE
+
+
+def test_a_declaration_that_is_not_answered_is_an_error_in_time(
+    private: tuple[RabbitMQServer, Publisher],
+) -> None:
+    broker, publisher = private
+
+    def prepare(connection: Connection) -> None:
+        Exchange("amq.topic", type="topic")(connection.default_channel).declare(passive=True)
+
+    with _suspended(broker):
+        began = time.monotonic()
+        with pytest.raises(PublishError):
+            publish(publisher, "test-private", timeout=TIMEOUT, prepare=prepare)
+        assert time.monotonic() - began < TIMEOUT + GRACE
+
+
+def test_a_blocked_connection_is_an_error_of_its_own(
+    private: tuple[RabbitMQServer, Publisher],
+) -> None:
+    broker, publisher = private
+    broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+    try:
+        with pytest.raises(ConnectionBlocked):
+            publish(publisher, "test-private", timeout=TIMEOUT)
+    finally:
+        broker.ctl("set_vm_memory_high_watermark", "0.4")
+    publish(publisher, "test-private", timeout=30)
+
+
+def test_a_block_that_ends_in_time_only_delays_the_message(
+    private: tuple[RabbitMQServer, Publisher],
+) -> None:
+    broker, publisher = private
+    broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+    unblock = threading.Thread(target=broker.ctl, args=("set_vm_memory_high_watermark", "0.4"))
+    unblock.start()
+    try:
+        publish(publisher, "test-private", timeout=60)
+    finally:
+        unblock.join()
+
+
+def test_a_message_is_sent_again_after_the_connection_was_closed_by_the_broker(
+    private: tuple[RabbitMQServer, Publisher],
+) -> None:
+    broker, publisher = private
+    with Connection(broker.url) as connection:
+        before = count(connection, "test-private")
+    broker.ctl("close_all_connections", "testing")
+    publish(publisher, "test-private")
+    with Connection(broker.url) as connection:
+        assert count(connection, "test-private") == before + 1
+
+
+def test_a_killed_broker_is_a_lost_connection_and_when_it_is_back_nothing_is_missing(
+    private: tuple[RabbitMQServer, Publisher],
+) -> None:
+    broker, publisher = private
+    for _ in range(50):
+        publish(publisher, "test-private")
+    with Connection(broker.url) as connection:
+        before = count(connection, "test-private")
+    broker.kill()
+    with pytest.raises(ConnectionLost, match="attempt 4"):
+        publish(publisher, "test-private")
+    with pytest.raises(ConnectionLost, match="attempt 1"):
+        publish(publisher, "test-private", resends=0)
+    broker.start()
+
+    def takes_messages_again() -> bool:
+        try:
+            publish(publisher, "test-private")
+        except MessageNacked:
+            # The queue's leader is not back yet.
+            return False
+        return True
+
+    wait_for(takes_messages_again, "the queue's leader")
+    with Connection(broker.url) as connection:
+        assert count(connection, "test-private") == before + 1
+
+
+def test_threads_publish_side_by_side(connection: Connection, declared: Queue) -> None:
+    pool = PublisherPool(connection, limit=3)
+
+    def publish_fifty(thread: int) -> None:
+        for number in range(50):
+            with pool.acquire() as publisher:
+                publish(publisher, declared.name, f"{thread}-{number}")
+
+    threads = [threading.Thread(target=publish_fifty, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.close()
+
+    bodies = Counter(arrival.body for arrival in take(connection, [declared], 400))
+    assert len(bodies) == 400
+
+
+def test_a_forked_process_has_connections_of_its_own(
+    connection: Connection, declared: Queue
+) -> None:
+    pool = PublisherPool(connection, limit=2)
+    with pool.acquire() as publisher:
+        publish(publisher, declared.name, "before the fork")
+
+    children = []
+    for number in range(3):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for _ in range(20):
+                    with pool.acquire() as publisher:
+                        publish(publisher, declared.name, f"child {number}")
+                pool.close()
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    for _ in range(20):
+        with pool.acquire() as publisher:
+            publish(publisher, declared.name, "parent", resends=0)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    with pool.acquire() as publisher:
+        publish(publisher, declared.name, "after the children", resends=0)
+    pool.close()
+
+    bodies = Counter(arrival.body for arrival in take(connection, [declared], 82))
+    assert bodies == {
+        **{f"child {number}": 20 for number in range(3)},
+        "parent": 20,
+        "before the fork": 1,
+        "after the children": 1,
+    }
+
+
+@contextmanager
+def _suspended(broker: RabbitMQServer) -> Iterator[None]:
+    broker.suspend()
+    try:
+        yield
+    finally:
+        broker.resume()

@@ -1,0 +1,60 @@
+"""A Celery worker as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from celery_rabbitdelay.testing.servers import Server
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Worker(Server):
+    """``celery -A tests.integration.shop worker``.
+
+    Args:
+        configuration: What :func:`tests.integration.shop.make_app` takes.
+        queues: The names of the queues to consume from, all of the application's by default.
+        options: Further options of ``celery worker``.
+    """
+
+    package = "celery"
+
+    def __init__(
+        self, configuration: dict[str, Any], queues: list[str] | None = None, *options: str
+    ) -> None:
+        super().__init__()
+        self._configuration = configuration
+        self._options = [*options, *(["-Q", ",".join(queues)] if queues else [])]
+        self._log_before = 0
+
+    @property
+    def name(self) -> str:
+        """The worker's node name."""
+        return f"shop-{self.port}@localhost"
+
+    def start(self) -> None:
+        """Start the worker and wait until it takes tasks."""
+        self._log_before = len(self.log)
+        super().start()
+
+    def _command(self) -> list[str]:
+        command = f"-m celery -A tests.integration.shop worker -c 1 -l INFO -n {self.name}"
+        return [sys.executable, *command.split(), *self._options]
+
+    def _environment(self) -> dict[str, str]:
+        coverage = {key: value for key, value in os.environ.items() if key.startswith("COV")}
+        return {
+            **super()._environment(),
+            **coverage,
+            "PYTHONPATH": str(REPOSITORY),
+            "SHOP": json.dumps(self._configuration),
+            "C_FORCE_ROOT": "1",
+        }
+
+    def _ready(self) -> bool:
+        return " ready." in self.log[self._log_before :]

@@ -1,0 +1,189 @@
+"""What an application takes and refuses before it speaks to any broker."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import celery
+import pytest
+
+from celery_rabbitdelay import Celery, install
+from celery_rabbitdelay.exceptions import (
+    ConnectionLost,
+    DelayTooLong,
+    InvalidDelay,
+    InvalidDelayType,
+    InvalidSetting,
+    MessageReturned,
+)
+
+#: A port that nothing listens on: what gets as far as the broker fails with another error.
+NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
+
+
+@pytest.fixture
+def app() -> Any:
+    app: Any = Celery("shop", broker=NOWHERE, set_as_current=False)
+    app.conf.task_publish_retry = False
+
+    @app.task(name="remind", shared=False)
+    def remind(*args: Any) -> None: ...
+
+    return app
+
+
+@pytest.fixture
+def remind(app: Any) -> Any:
+    return app.tasks["remind"]
+
+
+@pytest.mark.parametrize("delay", [True, "5", datetime.now(UTC), [1]])
+def test_a_delay_of_a_wrong_type_is_refused(remind: Any, delay: Any) -> None:
+    with pytest.raises(InvalidDelayType) as caught:
+        remind.apply_async(delay=delay)
+    assert caught.value.value is delay
+
+
+@pytest.mark.parametrize("delay", [float("nan"), float("inf")])
+def test_a_delay_that_is_not_finite_is_refused(remind: Any, delay: float) -> None:
+    with pytest.raises(InvalidDelay, match=repr(delay)):
+        remind.apply_async(delay=delay)
+
+
+@pytest.mark.parametrize("other", [{"countdown": 5}, {"countdown": 0}, {"eta": datetime.now(UTC)}])
+def test_delay_together_with_countdown_or_eta_is_refused(remind: Any, other: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be combined"):
+        remind.apply_async(delay=5, **other)
+
+
+@pytest.mark.parametrize("countdown", [True, "5", float("nan")])
+def test_a_countdown_is_checked_as_a_delay_is(remind: Any, countdown: Any) -> None:
+    with pytest.raises((InvalidDelay, InvalidDelayType)):
+        remind.apply_async(countdown=countdown)
+
+
+def test_a_naive_eta_is_refused_where_no_timezone_says_what_it_means(remind: Any) -> None:
+    with pytest.raises(InvalidDelay, match="naive"):
+        remind.apply_async(eta=datetime(2100, 1, 1))
+
+
+def test_a_naive_eta_means_the_time_of_the_timezone_setting(app: Any, remind: Any) -> None:
+    app.conf.timezone = "Asia/Tokyo"
+    soon = datetime.now(UTC).replace(tzinfo=None) + timedelta(hours=10)
+    with pytest.raises(ConnectionLost) as caught:
+        remind.apply_async(eta=soon)
+    # Tokyo is nine hours ahead: one hour is left.
+    assert caught.value.exchange in ("rabbitdelay.hours.x1", "rabbitdelay.minutes.x1")
+
+
+@pytest.mark.parametrize("eta", ["tomorrow", 5])
+def test_an_eta_that_is_no_instant_is_refused(remind: Any, eta: Any) -> None:
+    with pytest.raises((InvalidDelay, InvalidDelayType)):
+        remind.apply_async(eta=eta)
+
+
+def test_a_delay_above_the_capacity_names_the_capacity(remind: Any) -> None:
+    with pytest.raises(DelayTooLong, match=r"345,599,999\.900 s"):
+        remind.apply_async(delay=timedelta(days=4000))
+
+
+def test_an_unreachable_broker_is_an_operational_error_as_celery_documents(remind: Any) -> None:
+    with pytest.raises(celery.exceptions.OperationalError):
+        remind.apply_async(delay=5)
+
+
+def test_a_wrong_setting_fails_at_the_first_delay(app: Any, remind: Any) -> None:
+    app.conf.rabbitdelay_layout = "sundial"
+    with pytest.raises(InvalidSetting, match="sundial"):
+        remind.apply_async(delay=5)
+
+
+def test_a_task_can_keep_celery_s_own_countdown() -> None:
+    app: Any = Celery("shop", broker="memory://", set_as_current=False)
+
+    @app.task(rabbitdelay=False, shared=False)
+    def remind() -> None: ...
+
+    remind.apply_async(delay=timedelta(seconds=3600))
+    assert _header_of_the_only_message(app)["eta"] is not None
+
+
+def test_on_another_broker_a_delay_is_celery_s_countdown() -> None:
+    app: Any = Celery("shop", broker="memory://", set_as_current=False)
+
+    @app.task(shared=False)
+    def remind() -> None: ...
+
+    remind.apply_async(delay=3600)
+    eta = datetime.fromisoformat(_header_of_the_only_message(app)["eta"])
+    assert timedelta(minutes=59) < eta - datetime.now(UTC) <= timedelta(hours=1)
+
+
+def _header_of_the_only_message(app: Celery) -> dict[str, Any]:
+    with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
+        headers: dict[str, Any] = queue.get_nowait().headers
+        queue.clear()
+        return headers
+
+
+def test_eager_tasks_run_at_once(app: Any, remind: Any) -> None:
+    app.conf.task_always_eager = True
+    app.conf.broker_url = "memory://"
+    assert remind.apply_async(delay=3600).state == "SUCCESS"
+
+
+class Custom(celery.Celery):
+    """A third party's application class."""
+
+
+@pytest.mark.parametrize("base", [celery.Celery, Custom])
+def test_install_makes_an_existing_application_ours(base: type[celery.Celery]) -> None:
+    app = base("shop", broker=NOWHERE, set_as_current=False)
+    assert app.amqp.queues is not None
+
+    @app.task(shared=False)
+    def remind() -> None: ...
+
+    assert install(app) is app
+    assert isinstance(app, base)
+    assert isinstance(app, Celery)
+    assert install(app) is app
+    with pytest.raises(DelayTooLong):
+        app.tasks[remind.name].apply_async(countdown=1e9)
+
+
+@pytest.mark.parametrize("base", [celery.Celery, Custom])
+def test_an_installed_application_survives_pickling(base: type[celery.Celery]) -> None:
+    app = install(base("shop", broker=NOWHERE, set_as_current=False))
+    copy = pickle.loads(pickle.dumps(app))
+    assert isinstance(copy, base)
+    assert isinstance(copy, Celery)
+    assert copy.main == "shop"
+
+
+def test_a_task_class_of_the_user_s_own_stays() -> None:
+    class Audited(celery.Task):  # type: ignore[type-arg]
+        audited = True
+
+    app: Any = Celery("shop", broker=NOWHERE, task_cls=Audited, set_as_current=False)
+
+    @app.task(shared=False)
+    def remind() -> None: ...
+
+    assert isinstance(remind, Audited)
+    assert remind.audited
+    assert remind.rabbitdelay
+
+
+def test_errors_survive_the_result_backend_s_pickle() -> None:
+    for error in (
+        MessageReturned("exchange", "key", "NO_ROUTE"),
+        DelayTooLong(5, 3),
+        InvalidDelay("x", "why"),
+        InvalidSetting("key", 1, "takes"),
+    ):
+        copy = pickle.loads(pickle.dumps(error))
+        assert str(copy) == str(error)
+        assert type(copy) is type(error)

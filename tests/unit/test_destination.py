@@ -1,0 +1,93 @@
+"""Which queue a message would reach, found among the queues that the application knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu import Exchange, Queue, binding
+from kombu.common import Broadcast
+
+from celery_rabbitdelay.destination import resolve, topic_matches
+from celery_rabbitdelay.exceptions import NeedsDistribution
+
+TOPIC = Exchange("events", type="topic")
+ORDERS = Queue("orders", TOPIC, "order.*")
+REPORTS = Queue("reports", TOPIC, "report.#")
+FANOUT = Queue("mirror", Exchange("all", type="fanout"), "")
+DIRECT = Queue("mail", Exchange("mail", type="direct"), "mail")
+KNOWN = [ORDERS, REPORTS, FANOUT, DIRECT]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "routing_key", "queue"),
+    [
+        ("", "orders", "orders"),
+        ("events", "order.7", "orders"),
+        ("events", "report", "reports"),
+        ("events", "report.daily.pdf", "reports"),
+        ("all", "anything", "mirror"),
+        ("mail", "mail", "mail"),
+    ],
+)
+def test_the_one_queue_that_matches_is_the_destination(
+    exchange: str, routing_key: str, queue: str
+) -> None:
+    destination = resolve(exchange, routing_key, KNOWN)
+    assert destination.queue.name == queue
+    assert (destination.exchange, destination.routing_key) == (exchange, routing_key)
+
+
+def test_a_queue_of_the_default_exchange_need_not_be_known() -> None:
+    queue: Any = resolve("", "elsewhere", KNOWN).queue
+    assert queue.name == "elsewhere"
+    assert queue.no_declare
+
+
+def test_a_queue_with_several_bindings_matches_by_each() -> None:
+    queue = Queue("both", bindings=[binding(TOPIC, "a"), binding(TOPIC, "b.#")])
+    assert resolve("events", "b.c", [queue]).queue.name == "both"
+
+
+@pytest.mark.parametrize(
+    ("exchange", "routing_key", "queues", "found"),
+    [
+        ("events", "invoice", KNOWN, "no queue"),
+        ("headers", "", [Queue("h", Exchange("headers", type="headers"))], "no queue"),
+        ("all", "", [Broadcast("all")], "no queue"),
+        ("all", "", [FANOUT, Queue("second", FANOUT.exchange)], "several queues"),
+    ],
+)
+def test_what_only_a_distribution_can_restore_is_refused(
+    exchange: str, routing_key: str, queues: list[Queue], found: str
+) -> None:
+    with pytest.raises(NeedsDistribution, match=found) as caught:
+        resolve(exchange, routing_key, queues)
+    assert repr(exchange) in str(caught.value)
+
+
+def test_a_retry_returns_to_the_queue_it_left_where_several_match() -> None:
+    second = Queue("second", FANOUT.exchange)
+    assert resolve("all", "", [FANOUT, second], left="second").queue is second
+    assert resolve("all", "", [FANOUT, second], consumed=["second", "celery"]).queue is second
+
+
+words = st.lists(st.sampled_from("abc"), max_size=6)
+
+
+@given(words)
+def test_a_pattern_without_wildcards_matches_itself_only(key: list[str]) -> None:
+    assert topic_matches(key, key)
+    assert not topic_matches(key, [*key, "a"])
+    assert topic_matches(["#"], key)
+    assert topic_matches([*key, "#"], key)
+    assert topic_matches(["*"] * len(key), key)
+    assert not topic_matches(["*"] * (len(key) + 1), key)
+
+
+@given(words, words)
+def test_a_hash_stands_for_any_words_in_the_middle(prefix: list[str], middle: list[str]) -> None:
+    assert topic_matches([*prefix, "#", "z"], [*prefix, *middle, "z"])
+    assert not topic_matches([*prefix, "#", "z"], [*prefix, *middle])

@@ -1,0 +1,52 @@
+"""What is stripped from a message before it is published again, and what is restored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kombu import Message
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.worker.gate import restore
+
+ADDED_BY_THE_BROKER: dict[str, Any] = {
+    "x-death": [{"queue": "rabbitdelay.seconds.1"}],
+    "x-first-death-queue": "rabbitdelay.seconds.1",
+    "x-last-death-exchange": "rabbitdelay.seconds.x1",
+    "x-delivery-count": 2,
+}
+
+DELAYED: dict[str, Any] = {
+    headers.DUE: 1_900_000_000_000,
+    headers.EXCHANGE: "topic",
+    headers.ROUTING_KEY: "daily.reports",
+    headers.QUEUE: "daily.reports",
+}
+
+
+def test_the_users_own_headers_stay() -> None:
+    own = {"x-tenant": "shop", "traceparent": "00-ab", "x-deathly": 1}
+    assert headers.strip({**own, **ADDED_BY_THE_BROKER, **DELAYED}) == own
+
+
+def test_a_delayed_message_arrives_as_if_it_had_not_been_delayed() -> None:
+    message = Message(
+        headers={"task": "t", "x-tenant": "shop", **ADDED_BY_THE_BROKER, **DELAYED},
+        delivery_info={"exchange": "rabbitdelay.delivery", "routing_key": "0.0.reports"},
+    )
+    restore(message)
+    assert message.delivery_info == {"exchange": "topic", "routing_key": "daily.reports"}
+    assert message.headers == {
+        "task": "t",
+        "x-tenant": "shop",
+        headers.DUE: 1_900_000_000_000,
+        headers.QUEUE: "daily.reports",
+    }
+
+
+def test_a_message_that_was_not_delayed_is_left_alone() -> None:
+    found: dict[str, Any] = {"task": "t", **ADDED_BY_THE_BROKER}
+    message = Message(headers=dict(found), delivery_info={"exchange": "", "routing_key": "q"})
+    restore(message)
+    assert message.headers == found
+    assert message.delivery_info == {"exchange": "", "routing_key": "q"}

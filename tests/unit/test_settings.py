@@ -1,0 +1,99 @@
+"""The ``rabbitdelay_*`` keys: what they take, and what a wrong one says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import celery
+import pytest
+
+from celery_rabbitdelay.exceptions import InvalidSetting
+from celery_rabbitdelay.settings import Settings
+
+
+def test_without_any_key_there_is_a_clock_on_quorum_queues() -> None:
+    topology = Settings.of({"broker_url": "amqp://"}).topology
+    assert topology.prefix == "rabbitdelay"
+    assert topology.layout.name == "clock"
+    assert topology.queue_type == "quorum"
+    assert len(topology.digit_queues) == 180
+
+
+@pytest.mark.parametrize(
+    ("layout", "levels"),
+    [
+        ("binary", 28),
+        ("geometric", 9),
+        ({"name": "geometric", "factor": 60, "levels": 4}, 4),
+        ({"name": "binary", "levels": 10, "zeros": "skip"}, 10),
+        ({"name": "custom", "levels": [("hours", 24, 3600)], "zeros": "queue"}, 1),
+        ([("hours", 24, 3600), ("minutes", 60, 60)], 2),
+    ],
+)
+def test_every_kind_of_layout_can_be_set(layout: Any, levels: int) -> None:
+    settings = Settings.of({"rabbitdelay_layout": layout})
+    assert len(settings.topology.layout.levels) == levels
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("prefix", ""),
+        ("prefix", "a b"),
+        ("prefix", "p" * 101),
+        ("prefix", 7),
+        ("layout", "sundial"),
+        ("layout", {"name": "binary", "factor": 3}),
+        ("layout", {"factor": 3}),
+        ("layout", [("minutes", 60, 60), ("seconds", 59, 1)]),
+        ("layout", 7),
+        ("tick", 0),
+        ("tick", 0.0005),
+        ("tick", "0.1"),
+        ("tick", True),
+        ("tick", float("nan")),
+        ("tick", 0.25),
+        ("queue_type", "stream"),
+        ("takeover", "yes"),
+        ("declare", "sometimes"),
+        ("confirm_timeout", 0),
+        ("confirm_timeout", None),
+    ],
+)
+def test_a_wrong_value_is_an_error_with_key_value_and_what_it_takes(key: str, value: Any) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        Settings.of({f"rabbitdelay_{key}": value})
+    text = str(caught.value)
+    assert f"rabbitdelay_{key}" in text
+    assert repr(value) in text
+    assert len(text) > len(f"rabbitdelay_{key} = {value!r}: ") + 10
+
+
+def test_a_key_that_does_not_exist_is_an_error_that_lists_those_that_do() -> None:
+    with pytest.raises(InvalidSetting, match="rabbitdelay_layout") as caught:
+        Settings.of({"rabbitdelay_layouts": "clock"})
+    assert caught.value.key == "rabbitdelay_layouts"
+
+
+def test_keys_are_read_from_django_s_namespace() -> None:
+    app: Any = celery.Celery("shop", set_as_current=False)
+    source = {
+        "CELERY_RABBITDELAY_PREFIX": "shop",
+        "CELERY_RABBITDELAY_TICK": 1,
+        "RABBITDELAY_ELSE": "not ours: it has no namespace",
+    }
+    app.config_from_object(source, namespace="CELERY")
+    settings = Settings.of(app.conf, app.namespace)
+    assert (settings.prefix, settings.tick) == ("shop", 1)
+
+
+def test_a_wrong_key_in_the_namespace_is_an_error_too() -> None:
+    with pytest.raises(InvalidSetting, match="CELERY_RABBITDELAY_LAYOUTS"):
+        Settings.of({"CELERY_RABBITDELAY_LAYOUTS": "clock"}, "CELERY")
+
+
+def test_what_is_set_on_the_configuration_itself_counts() -> None:
+    app = celery.Celery("shop", set_as_current=False, rabbitdelay_prefix="one")
+    app.conf.rabbitdelay_tick = 1
+    settings = Settings.of(app.conf)
+    assert (settings.prefix, settings.tick) == ("one", 1)

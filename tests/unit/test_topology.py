@@ -1,0 +1,152 @@
+"""The way of a message through the levels, walked by hand over the declared bindings."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.layout import Layout, custom
+from celery_rabbitdelay.topology import (
+    PASS_THROUGH_TTL,
+    Topology,
+    decode_destination,
+    encode_destination,
+)
+from tests.unit.broker_model import BrokerModel
+from tests.unit.strategies import destinations, layouts
+
+
+@given(layouts, destinations, st.data())
+@settings(max_examples=300, deadline=None)
+def test_every_delay_ends_at_its_destination_after_exactly_its_ticks(
+    layout: Layout, destination: str, data: st.DataObject
+) -> None:
+    delay_ms = data.draw(st.integers(1, layout.capacity_ms))
+    topology = Topology(layout=layout)
+    route = topology.route(timedelta(milliseconds=delay_ms), destination)
+
+    walk = BrokerModel(topology, (destination, "other")).walk(route)
+
+    assert walk.delivered_to == {destination}
+    assert walk.stops == route.stops
+    assert len(set(walk.stops)) == len(walk.stops)
+    pass_through = {queue.name for queue in topology.pass_through_queues}
+    passes = sum(stop in pass_through for stop in walk.stops) * PASS_THROUGH_TTL
+    assert 0 <= walk.waited_ms - passes - delay_ms < layout.tick_ms
+    assert (walk.waited_ms - passes) % layout.tick_ms == 0
+
+
+@given(layouts, st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_message_without_its_destination_ends_in_undeliverable(
+    layout: Layout, data: st.DataObject
+) -> None:
+    delay_ms = data.draw(st.integers(1, layout.capacity_ms))
+    topology = Topology(layout=layout)
+    route = topology.route_of_milliseconds(delay_ms, "gone")
+    walk = BrokerModel(topology, ("other",)).walk(route)
+    assert walk.delivered_to == {topology.undeliverable.name}
+
+
+@given(layouts, st.data())
+def test_a_message_enters_at_its_first_non_zero_digit(layout: Layout, data: st.DataObject) -> None:
+    delay_ms = data.draw(st.integers(1, layout.capacity_ms))
+    topology = Topology(layout=layout)
+    digits = layout.digits_of_milliseconds(delay_ms)
+    first = next(index for index, digit in enumerate(digits) if digit)
+    route = topology.route_of_milliseconds(delay_ms, "q")
+    assert route.exchange == f"rabbitdelay.{layout.levels[first].name}"
+    assert route.stops[0] == f"rabbitdelay.{layout.levels[first].queue_name(digits[first])}"
+
+
+def test_three_days_and_some_on_the_clock() -> None:
+    delay = timedelta(days=3, hours=7, minutes=45, seconds=30)
+    route = Topology().route(delay, "reports")
+    assert route.exchange == "rabbitdelay.days.x1"
+    assert route.routing_key == "0.0.0.3.7.45.30.0.reports"
+    assert route.stops == (
+        "rabbitdelay.days.3",
+        "rabbitdelay.hours.7",
+        "rabbitdelay.minutes.45",
+        "rabbitdelay.seconds.30",
+    )
+
+
+def test_eleven_seconds_on_four_bits() -> None:
+    layout = custom([("s8", 2, 8), ("s4", 2, 4), ("s2", 2, 2), ("s1", 2, 1)])
+    assert Topology(layout=layout).route(11, "my-key").routing_key == "1.0.1.1.my-key"
+
+
+def test_no_delay_goes_straight_to_the_delivery_exchange() -> None:
+    route = Topology().route(0, "q")
+    assert (route.exchange, route.stops) == ("rabbitdelay.delivery", ())
+
+
+@given(destinations, destinations)
+def test_a_destination_is_one_word_and_different_for_different_queues(one: str, two: str) -> None:
+    word = encode_destination(one)
+    assert not set(".*#") & set(word)
+    assert len(word.encode()) <= 120
+    assert (word == encode_destination(two)) == (one == two)
+    decoded = decode_destination(word)
+    assert decoded == one or (decoded is None and word.startswith("%~"))
+
+
+@given(st.text(min_size=121, max_size=255))
+def test_a_long_name_is_hashed(name: str) -> None:
+    word = encode_destination(name)
+    assert word.startswith("%~")
+    assert decode_destination(word) is None
+
+
+@given(layouts)
+def test_routing_keys_and_names_fit_into_amqp_s_255_bytes(layout: Layout) -> None:
+    topology = Topology("p" * 100, layout)
+    longest = topology.route_of_milliseconds(layout.capacity_ms, "q" * 255)
+    names = [queue.name for queue in topology.queues] + [e.name for e in topology.exchanges]
+    for text in (longest.routing_key, topology.marker.name, *names):
+        assert len(text.encode()) <= 255
+
+
+def test_a_queue_gets_its_own_messages_only_though_its_name_ends_another_s() -> None:
+    topology = Topology()
+    model = BrokerModel(topology, ("reports", "daily.reports", "daily", "*", "#"))
+    for destination in ("reports", "daily.reports", "daily", "*", "#"):
+        assert model.walk(topology.route(1, destination)).delivered_to == {destination}
+
+
+@given(layouts)
+def test_skipping_zeros_never_crosses_an_exchange_for_nothing(layout: Layout) -> None:
+    topology = Topology(layout=Layout(layout.name, layout.levels, "skip"))
+    to_exchanges = [binding for binding in topology.bindings if binding.target_is_exchange]
+    assert {binding.target for binding in to_exchanges} == {topology.delivery.name}
+    assert len(to_exchanges) == len(layout.levels)
+
+
+def test_quorum_queues_keep_a_message_until_the_next_level_has_it() -> None:
+    for queue in Topology().digit_queues:
+        assert queue.durable
+        assert queue.queue_arguments is not None
+        assert queue.queue_arguments["x-queue-type"] == "quorum"
+        assert queue.queue_arguments["x-dead-letter-strategy"] == "at-least-once"
+        assert queue.queue_arguments["x-overflow"] == "reject-publish"
+
+
+def test_classic_queues_ask_for_nothing_that_they_do_not_know() -> None:
+    arguments = Topology(queue_type="classic").digit_queues[0].queue_arguments
+    assert arguments is not None
+    assert set(arguments) == {"x-queue-type", "x-message-ttl", "x-dead-letter-exchange"}
+
+
+def test_every_exchange_of_the_levels_has_an_alternate_exchange() -> None:
+    topology = Topology()
+    for exchange in topology.exchanges[1:]:
+        assert exchange.arguments == {"alternate-exchange": topology.undeliverable.exchange.name}
+
+
+@pytest.mark.parametrize("other", [Topology("b"), Topology("a", queue_type="classic")])
+def test_topologies_that_differ_have_different_markers(other: Topology) -> None:
+    assert Topology("a").marker.name != other.marker.name
