@@ -14,7 +14,7 @@ from amqp.exceptions import ChannelError
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay import Celery, headers
+from celery_rabbitdelay import headers
 from celery_rabbitdelay.declaration import delete, missing, stands
 from celery_rabbitdelay.exceptions import ConfirmTimeout, NeedsDistribution
 from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
@@ -63,7 +63,7 @@ def make_shop(configuration: dict[str, Any]) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def shop(make_shop: Callable[..., Any]) -> Celery:
+def shop(make_shop: Callable[..., Any]) -> Any:
     """An application with quorum queues on exchanges of every type."""
     return make_shop()
 

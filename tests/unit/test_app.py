@@ -174,7 +174,7 @@ def test_a_task_class_of_the_user_s_own_stays() -> None:
 
     assert isinstance(remind, Audited)
     assert remind.audited
-    assert remind.rabbitdelay
+    assert app.tasks[remind.name].rabbitdelay
 
 
 def test_errors_survive_the_result_backend_s_pickle() -> None:
