@@ -185,7 +185,7 @@ class Celery(celery.Celery):
         return instant
 
 
-class DelayingTask(celery.Task[Any, Any]):
+class DelayingTask(celery.Task):  # type: ignore[type-arg]
     """The base class of the application's tasks, mixed with the one that the user chose."""
 
     abstract = True
