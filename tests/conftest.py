@@ -20,7 +20,8 @@ from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer
 def session_rabbitmq() -> Iterator[RabbitMQServer]:
     """The RabbitMQ node of this session."""
     root = os.environ.get("RABBITDELAY_BROKER_ROOT")
-    with RabbitMQServer(root=Path(root) if root else None) as server:
+    quiet = ("log.queue.level = error", "log.ra.level = error")
+    with RabbitMQServer(Path(root) if root else None, settings=quiet) as server:
         yield server
 
 

@@ -355,6 +355,9 @@ class RabbitMQServer(Server):
             "RABBITMQ_PID_FILE": f"{home}/pid",
             "RABBITMQ_ENABLED_PLUGINS_FILE": f"{home}/enabled_plugins",
             "RABBITMQ_CONFIG_FILE": f"{home}/rabbitmq.conf",
+            # The start script then becomes the node instead of waiting for it, so that the node
+            # itself is what ends with its parent.
+            "RUNNING_UNDER_SYSTEMD": "true",
             # Idle schedulers that spin would steal the processor from the tests beside them.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none",
         }

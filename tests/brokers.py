@@ -1,0 +1,264 @@
+# ruff: noqa: T201  # a program at the terminal prints
+"""Run the integration and acceptance tests against every RabbitMQ that we support.
+
+``python -m tests.brokers`` makes one small Debian system for each version, once, and keeps it in a
+cache folder; the nodes of the tests are then started inside it. Only root may do that, because it
+takes ``debootstrap`` and ``chroot``. ``--only 4.3`` takes one version.
+
+The cache is ``$RABBITDELAY_BROKER_CACHE``, by default ``~/.cache/celery_rabbitdelay/brokers``. It
+can be deleted at any time; to get a suite's newer RabbitMQ, delete the folder of that suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from xml.etree import ElementTree
+
+from amqp.exceptions import AMQPError
+from kombu import Connection, Queue
+from kombu.exceptions import KombuError
+
+from celery_rabbitdelay.testing.servers import RabbitMQServer, ServerNotStarted
+
+REPOSITORY: Final = Path(__file__).resolve().parent.parent
+
+#: What is run against every version.
+TESTS: Final = ("tests/integration", "tests/acceptance")
+
+#: ``procps`` brings ``ps``, which RabbitMQ's scripts call and the smallest Debian lacks.
+PACKAGES: Final = ("rabbitmq-server", "procps")
+
+
+@dataclass(frozen=True)
+class Broker:
+    """A version of RabbitMQ and the Debian suite that brings it."""
+
+    version: str
+    suite: str
+
+
+#: The oldest version that we support, the first of the 4 series, and the newest.
+BROKERS: Final = (
+    Broker("3.10", "bookworm"),
+    Broker("4.0", "trixie"),
+    Broker("4.3", "sid"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one version's run came to.
+
+    Attributes:
+        broker: The version that was asked for.
+        reported: The version that the running node gave, or why there was none.
+        passed: The number of tests that passed.
+        failed: The number of tests that failed or could not be set up.
+        succeeded: Whether there was nothing to complain about.
+        seconds: How long the run took, without the making of the Debian system.
+    """
+
+    broker: Broker
+    reported: str
+    passed: int
+    failed: int
+    succeeded: bool
+    seconds: float
+
+
+class NotPossibleHere(RuntimeError):
+    """The machine or the user cannot do what is asked for; the message says what is missing."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tests against the chosen versions and print a table of what came out."""
+    chosen = _chosen_brokers(arguments)
+    try:
+        _require_root()
+        _require_debootstrap()
+        outcomes = [_run(broker) for broker in chosen]
+    except NotPossibleHere as reason:
+        print(f"tests.brokers: {reason}", file=sys.stderr)
+        return 2
+    _print_table(outcomes)
+    return 0 if all(outcome.succeeded for outcome in outcomes) else 1
+
+
+def _chosen_brokers(arguments: Sequence[str] | None) -> list[Broker]:
+    parser = argparse.ArgumentParser(prog="python -m tests.brokers", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=[broker.version for broker in BROKERS],
+        help="run against this version only; may be given more than once",
+    )
+    only = parser.parse_args(arguments).only
+    return [broker for broker in BROKERS if only is None or broker.version in only]
+
+
+def _require_root() -> None:
+    if os.geteuid() != 0:
+        raise NotPossibleHere(
+            "only root can make and enter the Debian systems (debootstrap, chroot): run this as "
+            "root, or start a RabbitMQ yourself and set RABBITDELAY_BROKER_URL for pytest"
+        )
+
+
+def _require_debootstrap() -> None:
+    if shutil.which("debootstrap") is not None:
+        return
+    if shutil.which("apt-get") is None:
+        raise NotPossibleHere("debootstrap is missing, and there is no apt-get to install it with")
+    _call("apt-get", "update")
+    _call("apt-get", "install", "--yes", "debootstrap")
+
+
+def _run(broker: Broker) -> Outcome:
+    begin = time.monotonic()
+    try:
+        root = system_with(broker)
+        begin = time.monotonic()
+        reported = _reported_version(root)
+    except (NotPossibleHere, ServerNotStarted, KombuError, AMQPError, OSError) as error:
+        print(f"RabbitMQ {broker.version}: {error}", file=sys.stderr, flush=True)
+        return Outcome(broker, "no node", 0, 0, False, time.monotonic() - begin)
+    print(f"RabbitMQ {reported} in {root}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        code = _call_pytest(root, report)
+        passed, failed = _count(report)
+    return Outcome(broker, reported, passed, failed, code == 0, time.monotonic() - begin)
+
+
+def system_with(broker: Broker) -> Path:
+    """Return the folder of a Debian system with this RabbitMQ; make it if there is none yet."""
+    folder = cache_folder() / broker.suite
+    with _only_one(folder.with_suffix(".lock")):
+        if not folder.is_dir():
+            _make_system(broker.suite, folder)
+    return folder
+
+
+def cache_folder() -> Path:
+    """Return the folder that keeps the Debian systems."""
+    given = os.environ.get("RABBITDELAY_BROKER_CACHE")
+    if given:
+        return Path(given).resolve()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "celery_rabbitdelay", "brokers").resolve()
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Let a second run wait here until the first has made the system."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make_system(suite: str, folder: Path) -> None:
+    # Made under another name and renamed at the end, so that what an interrupted run leaves behind
+    # is never taken for a whole system.
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        # Namespaces of its own: if this program ends, however it does, so does all that debootstrap
+        # has started and mounted, and the folder can be removed safely.
+        _call(
+            *("setpriv", "--pdeathsig", "KILL"),
+            *("unshare", "--mount", "--pid", "--fork", "--kill-child"),
+            *("debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}"),
+            *(suite, str(unfinished)),
+        )
+        shutil.copyfile("/etc/hosts", unfinished / "etc" / "hosts")
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    unfinished.rename(folder)
+    print(f"{folder}: rabbitmq-server {packaged_version(folder)}", flush=True)
+
+
+def packaged_version(folder: Path) -> str:
+    """Return the version of the Debian package rabbitmq-server in the system in ``folder``."""
+    query = subprocess.run(
+        [
+            *("dpkg-query", f"--admindir={folder / 'var/lib/dpkg'}"),
+            *("--show", "--showformat=${Version}", "rabbitmq-server"),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return query.stdout
+
+
+def _reported_version(root: Path) -> str:
+    """Start a node, declare a quorum queue on it, and return the version that it reports."""
+    with RabbitMQServer(root=root) as server, Connection(server.url) as connection:
+        connection.connect()  # tries once, where the default channel would try for ever
+        channel = connection.default_channel
+        queue = Queue("check", queue_arguments={"x-queue-type": "quorum"}, channel=channel)
+        queue.declare()
+        queue.delete()
+        return str(connection.connection.server_properties["version"])
+
+
+def _call_pytest(root: Path, report: Path) -> int:
+    # A container, or a server that runs already, would be taken instead of the version under test.
+    environment = {
+        **os.environ,
+        "RABBITDELAY_BROKER_ROOT": str(root),
+        "RABBITDELAY_NODES": "process",
+    }
+    environment.pop("RABBITDELAY_BROKER_URL", None)
+    command = [sys.executable, "-m", "pytest", *TESTS, f"--junit-xml={report}"]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode
+
+
+def _count(report: Path) -> tuple[int, int]:
+    """Return how many tests passed and how many did not; none did where there is no report."""
+    if not report.exists():
+        return 0, 0
+    passed = failed = 0
+    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+        tests, failures, errors, skipped = (
+            int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")
+        )
+        failed += failures + errors
+        passed += tests - failures - errors - skipped
+    return passed, failed
+
+
+def _print_table(outcomes: Sequence[Outcome]) -> None:
+    print(f"\n{'broker':<8}{'reported':<12}{'passed':>8}{'failed':>8}{'seconds':>9}")
+    for outcome in outcomes:
+        print(
+            f"{outcome.broker.version:<8}{outcome.reported:<12}{outcome.passed:>8}"
+            f"{outcome.failed:>8}{outcome.seconds:>9.0f}  {'ok' if outcome.succeeded else 'FAILED'}"
+        )
+
+
+def _call(*command: str) -> None:
+    print("+", *command, flush=True)
+    try:
+        subprocess.run(command, check=True)
+    except subprocess.CalledProcessError as error:
+        raise NotPossibleHere(f"{' '.join(command)} ended with code {error.returncode}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
