@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import celery
 from celery.app import amqp as celery_amqp
-from celery.exceptions import Reject
+from celery.exceptions import OperationalError, Reject
 from celery.result import AsyncResult
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import make_aware
@@ -27,8 +27,7 @@ from celery_rabbitdelay.exceptions import (
     InvalidDelay,
     InvalidDelayType,
     NeedsDistribution,
-    PublishError,
-    RabbitDelayError,
+    UnknownOption,
 )
 from celery_rabbitdelay.place_value import Delay, milliseconds, milliseconds_until
 from celery_rabbitdelay.rabbitdelay import RabbitDelay, speaks_amqp
@@ -42,6 +41,10 @@ AppT = TypeVar("AppT", bound=celery.Celery)
 
 #: The bootstep that makes a worker ready for delayed tasks, as Celery imports it.
 WORKER_STEP = "celery_rabbitdelay.worker.step:DelayLevels"
+
+
+#: Options of a delayed task that are taken by a later version; Celery would drop them in silence.
+NOT_YET = frozenset({"key", "tolerance"})
 
 
 class Celery(celery.Celery):
@@ -118,7 +121,7 @@ class Celery(celery.Celery):
             DelayTooLong: The delay is above the layout's capacity.
             PublishError: The broker did not confirm.
         """
-        left, options = _without_former_delay(options)
+        came_from, options = _without_former_delay(options)
 
         def send_by_celery(countdown: Any, eta: Any) -> AsyncResult[Any]:
             return super(Celery, self).send_task(
@@ -129,18 +132,19 @@ class Celery(celery.Celery):
             return send_by_celery(countdown, eta)
         if delay is not None:
             _refuse_two(delay, countdown, eta)
-        delay_ms = self._milliseconds(delay, countdown, eta)
+        wait = self._wait(delay, countdown, eta)
         if connection is None and producer is not None:
             connection = producer.connection
         if not self._is_ours(name, options.get("task_type"), delay, connection):
-            return send_by_celery(countdown if delay is None else delay_ms / 1000, eta)
-        if delay_ms <= 0:
+            seconds = countdown if delay is None else milliseconds(delay) / 1000
+            return send_by_celery(seconds, eta)
+        _refuse_unknown(options)
+        if _is_over(wait):
             return send_by_celery(None, None)
         settings = self.rabbitdelay.settings
-        settings.topology.layout.check(delay_ms)
         try:
             with self.rabbitdelay.publisher(connection) as publisher:
-                delayed = DelayedTaskProducer(publisher, settings, self.amqp, delay_ms, left)
+                delayed = DelayedTaskProducer(publisher, settings, self.amqp, wait, came_from)
                 return super().send_task(
                     name, args, kwargs, task_id=task_id, producer=delayed, **options
                 )
@@ -164,14 +168,18 @@ class Celery(celery.Celery):
             return speaks_amqp(connection)
         return self.rabbitdelay.available
 
-    def _milliseconds(
+    def _wait(
         self, delay: Delay | None, countdown: float | None, eta: datetime | str | None
-    ) -> int:
-        if delay is not None:
-            return milliseconds(delay)
-        if countdown:
-            return milliseconds(countdown)
-        return milliseconds_until(self._instant(eta), datetime.now(UTC))
+    ) -> timedelta | datetime:
+        """How long to wait, or until when; checked against the capacity."""
+        length = delay if delay is not None else countdown or None
+        if length is not None:
+            delay_ms = milliseconds(length)
+            self.rabbitdelay.topology.layout.check(delay_ms)
+            return timedelta(milliseconds=delay_ms)
+        instant = self._instant(eta)
+        self.rabbitdelay.topology.layout.check(milliseconds_until(instant, datetime.now(UTC)))
+        return instant
 
     def _instant(self, eta: datetime | str | None) -> datetime:
         try:
@@ -208,8 +216,9 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
     ) -> Any:
         """Retry the task, as :meth:`celery.app.task.Task.retry`, which takes ``delay`` as well.
 
-        A retry that the broker did not confirm is not lost in silence: with ``acks_late`` the
-        task's message goes back to its queue, without it the task fails with the error.
+        A retry that could not be sent is not lost in silence: where the broker did not confirm and
+        the task has ``acks_late``, its message goes back to its queue; else the task fails with
+        the error.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
@@ -220,12 +229,13 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         try:
             return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
         except Reject as rejected:
-            reason = rejected.args[0]
-            if isinstance(reason, PublishError) and self.acks_late:
-                raise Reject(reason, requeue=True) from reason
-            if isinstance(reason, RabbitDelayError):
-                raise reason from None
-            raise
+            if not self.rabbitdelay:
+                raise
+            # Celery would drop the message: the retry could not be sent.
+            unsent = rejected.args[0]
+            if isinstance(unsent, OperationalError) and self.acks_late:
+                raise Reject(unsent, requeue=True) from unsent
+            raise unsent from None
 
 
 class DelayingQueues(celery_amqp.Queues):
@@ -303,9 +313,20 @@ def _refuse_two(delay: Delay, countdown: float | None, eta: datetime | str | Non
             raise InvalidDelayType(delay, f"cannot be combined with {name} = {value!r}")
 
 
+def _refuse_unknown(options: dict[str, Any]) -> None:
+    for name in NOT_YET & options.keys():
+        raise UnknownOption(name, options[name])
+
+
+def _is_over(wait: timedelta | datetime) -> bool:
+    if isinstance(wait, datetime):
+        return wait <= datetime.now(UTC)
+    return wait <= timedelta(0)
+
+
 def _without_former_delay(options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Take what an earlier delay left out of the headers; return the queue that it was for."""
     headers = options.get("headers")
-    if not headers or names.DUE not in headers:
+    if not headers or not any(name.startswith(names.OWN_PREFIX) for name in headers):
         return None, options
     return headers.get(names.QUEUE), {**options, "headers": names.strip(headers)}

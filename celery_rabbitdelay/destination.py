@@ -32,7 +32,7 @@ def resolve(
     routing_key: str,
     candidates: Iterable[Queue],
     consumed: Iterable[str] = (),
-    left: str | None = None,
+    came_from: str | None = None,
 ) -> Destination:
     """Find the queue that a message to an exchange would reach.
 
@@ -43,7 +43,7 @@ def resolve(
         candidates: The queues that the application knows, the preferred ones first.
         consumed: The names of the queues that this process consumes from: where several queues
             match, a retry goes back to one of these.
-        left: The name of the queue that a retried message came from, where that is known.
+        came_from: The name of the queue that a retried message came from, where that is known.
 
     Raises:
         NeedsDistribution: No queue that the application knows matches, or several do.
@@ -52,7 +52,7 @@ def resolve(
     if not exchange:
         queue = matching.get(routing_key) or Queue(routing_key, no_declare=True)
         return Destination(queue, exchange, routing_key)
-    for choice in ([left], list(matching), list(consumed)):
+    for choice in ([came_from], list(matching), list(consumed)):
         names = [name for name in choice if name in matching]
         if len(names) == 1:
             return Destination(matching[names[0]], exchange, routing_key)

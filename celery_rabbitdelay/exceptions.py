@@ -28,6 +28,7 @@ __all__ = [
     "RabbitDelayError",
     "TopologyIncomplete",
     "TopologyNotEmpty",
+    "UnknownOption",
 ]
 
 
@@ -40,6 +41,7 @@ class InvalidDelay(RabbitDelayError, ValueError):
 
     Attributes:
         value: The delay as it was given.
+        reason: What is wrong with it.
     """
 
     def __init__(self, value: object, reason: str) -> None:
@@ -56,6 +58,7 @@ class InvalidDelayType(RabbitDelayError, TypeError):
 
     Attributes:
         value: The delay as it was given.
+        reason: What would be right.
     """
 
     def __init__(self, value: object, reason: str) -> None:
@@ -97,6 +100,7 @@ class InvalidSetting(RabbitDelayError, ValueError):
     Attributes:
         key: The setting's name.
         value: The value that was found.
+        takes: What the setting takes.
     """
 
     def __init__(self, key: str, value: object, takes: str) -> None:
@@ -107,6 +111,23 @@ class InvalidSetting(RabbitDelayError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.key} = {self.value!r}: {self.takes}"
+
+
+class UnknownOption(RabbitDelayError, TypeError):
+    """A delayed task has an option that this version does not know.
+
+    Attributes:
+        name: The option's name.
+        value: The value that was given.
+    """
+
+    def __init__(self, name: str, value: object) -> None:
+        super().__init__(name, value)
+        self.name = name
+        self.value = value
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value!r}: this version does not know the option, leave it out"
 
 
 class LayoutConflict(RabbitDelayError):
@@ -219,7 +240,7 @@ class MessageNacked(PublishError):
 
 
 class MessageReturned(PublishError):
-    """No queue takes the message (``basic.return``): the topology is not, or no longer, whole."""
+    """No queue takes the message (``basic.return``), or its exchange does not exist."""
 
 
 class ConfirmTimeout(PublishError):

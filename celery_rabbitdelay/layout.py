@@ -227,7 +227,11 @@ def custom(levels: Iterable[tuple[str, int, Delay]], zeros: Zeros = "bind") -> L
             ten days may be called "days": it is then the level ``days.x10``.
         zeros: How a zero digit is passed.
     """
-    return Layout("custom", tuple(_custom_level(*level) for level in levels), zeros)
+    triples = list(levels)
+    for triple in triples:
+        if len(triple) != 3:
+            raise InvalidLayout(f"level {triple!r}: takes a (name, base, unit)")
+    return Layout("custom", tuple(_custom_level(*triple) for triple in triples), zeros)
 
 
 def _custom_level(name: str, base: int, unit: Delay) -> Level:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.declaration import declare, ensure_complete, ensure_destination, forget
 from celery_rabbitdelay.destination import Destination
 from celery_rabbitdelay.exceptions import MessageReturned, NeedsDistribution
-from celery_rabbitdelay.place_value import Delay, milliseconds
+from celery_rabbitdelay.place_value import Delay, milliseconds, milliseconds_until
 from celery_rabbitdelay.publisher import BACKOFF, RESENDS, Publisher
 from celery_rabbitdelay.topology import Topology
 
@@ -61,7 +62,7 @@ class DelayedProducer(Producer):
         self,
         body: Any,
         destination: Destination,
-        delay: Delay,
+        delay: Delay | datetime,
         *,
         headers: Mapping[str, Any] | None = None,
         serializer: str | None = None,
@@ -79,7 +80,9 @@ class DelayedProducer(Producer):
         Args:
             body: What to send, as for :meth:`kombu.Producer.publish`.
             destination: The queue, and the exchange and key that the consumer is to see.
-            delay: Seconds, or a timedelta; rounded up to ticks.
+            delay: Seconds, or a timedelta, rounded up to ticks; or an aware datetime: the instant.
+                What connecting and declaring take comes on top of a length of time, so that it
+                keeps its digits, and is taken off the time to an instant.
             headers: Message headers; those that a broker or a former delay left are dropped.
             serializer: The name of kombu's serializer.
             compression: The name of kombu's compression.
@@ -96,7 +99,8 @@ class DelayedProducer(Producer):
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
-        delay_ms = milliseconds(delay)
+        instant = isinstance(delay, datetime)
+        delay_ms = _milliseconds(delay)
         due = _now() + delay_ms
         self.topology.layout.check(delay_ms)
         self._check_priority(properties.get("priority"))
@@ -125,7 +129,7 @@ class DelayedProducer(Producer):
         publish = partial(
             self.publisher.publish,
             message,
-            lambda late: self._address(due - _now() if late else delay_ms, destination),
+            lambda late: self._address(due - _now() if late or instant else delay_ms, destination),
             timeout=self.timeout,
             resends=resends,
             backoff=backoff,
@@ -133,7 +137,7 @@ class DelayedProducer(Producer):
         try:
             publish(prepare=lambda connection: self._ready(connection, destination.queue))
         except MessageReturned:
-            # Somebody deleted a part of the topology although its marker still stands.
+            # Somebody deleted an exchange of the topology although its marker still stands.
             if not self.may_declare:
                 raise
             publish(prepare=lambda connection: self._repair(connection, destination.queue))
@@ -156,6 +160,12 @@ class DelayedProducer(Producer):
     def _check_priority(self, priority: int | None) -> None:
         if self.topology.queue_type == "quorum" and (priority or 0) > MAX_PRIORITY:
             raise NeedsDistribution(f"a message of priority {priority}")
+
+
+def _milliseconds(delay: Delay | datetime) -> int:
+    if isinstance(delay, datetime):
+        return milliseconds_until(delay, datetime.now(UTC))
+    return milliseconds(delay)
 
 
 def _now() -> int:

@@ -35,15 +35,16 @@ class Settings:
 
     Attributes:
         prefix: The first part of every name on the broker.
-        layout: The levels: "clock", "binary" or "geometric"; a mapping of the layout's ``name`` and
-            its options, for example ``{"name": "geometric", "factor": 60, "levels": 5}``, for
-            ``zeros`` as well; or a list of (name, base, unit), highest first, for levels of your
-            own.
+        layout: The levels: "clock", "binary" or "geometric"; a list of (name, base, unit), highest
+            first, for levels of your own; or a mapping of the layout's ``name``, also "custom",
+            and its options, for example ``{"name": "geometric", "factor": 60, "levels": 5}`` or
+            ``{"name": "clock", "zeros": "skip"}``.
         tick: The resolution in seconds. A list of levels brings its own: the lowest unit.
         queue_type: The type of the levels' queues: "quorum", or "classic", which can lose a message
             that goes from one level to the next while the broker fails.
         takeover: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` always does.
-        declare: "auto": whoever first needs the topology declares it. "never": operators do.
+        declare: "auto": whoever first needs the topology declares it. "never": operators do, and
+            bind every destination to the delivery exchange as well.
         confirm_timeout: Seconds until a missing confirm becomes an error.
     """
 
@@ -58,8 +59,8 @@ class Settings:
     TAKES: ClassVar[Mapping[str, str]] = {
         "prefix": f"takes 1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'",
         "layout": (
-            'takes "clock", "binary", "geometric", a mapping with one of these as its "name", or a '
-            "list of (name, base, unit)"
+            'takes "clock", "binary", "geometric", a mapping with one of these or "custom" as its '
+            '"name", or a list of (name, base, unit)'
         ),
         "tick": "takes a positive number of seconds, in whole milliseconds",
         "queue_type": f"takes one of {', '.join(get_args(QueueType))}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from celery.app.amqp import AMQP
@@ -27,8 +27,8 @@ class DelayedTaskProducer(DelayedProducer):
         publisher: What publishes.
         settings: The application's settings.
         amqp: ``app.amqp``, for the queues that the application knows.
-        delay_ms: Milliseconds until the task may start.
-        left: The name of the queue that a retried task came from, where that is known.
+        delay: How long until the task may start, or the instant.
+        came_from: The name of the queue that a retried task came from, where that is known.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class DelayedTaskProducer(DelayedProducer):
         publisher: Publisher,
         settings: Settings,
         amqp: AMQP,
-        delay_ms: int,
-        left: str | None = None,
+        delay: timedelta | datetime,
+        came_from: str | None = None,
     ) -> None:
         super().__init__(
             publisher,
@@ -46,8 +46,8 @@ class DelayedTaskProducer(DelayedProducer):
             may_declare=settings.declare == "auto",
         )
         self._amqp = amqp
-        self._delay_ms = delay_ms
-        self._left = left
+        self._delay = delay
+        self._came_from = came_from
         self._task_is_sent = False
 
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
@@ -70,7 +70,7 @@ class DelayedTaskProducer(DelayedProducer):
         self.publish_delayed(
             body,
             destination,
-            timedelta(milliseconds=self._delay_ms),
+            self._delay,
             resends=policy.get("max_retries", 3) if retry else 0,
             backoff=(
                 policy.get("interval_start", 0),
@@ -88,7 +88,7 @@ class DelayedTaskProducer(DelayedProducer):
         routed_to = [entity for entity in declare or () if isinstance(entity, Queue)]
         name = exchange.name if isinstance(exchange, Exchange) else exchange or ""
         try:
-            return resolve(name, routing_key or "", routed_to, left=self._left)
+            return resolve(name, routing_key or "", routed_to, came_from=self._came_from)
         except NeedsDistribution:
             known = [*routed_to, *queues.values()]
-            return resolve(name, routing_key or "", known, queues.consume_from, self._left)
+            return resolve(name, routing_key or "", known, queues.consume_from, self._came_from)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kombu import pools
 
 from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer
 
@@ -26,11 +27,13 @@ def session_rabbitmq() -> Iterator[RabbitMQServer]:
 
 
 @pytest.fixture
-def private_rabbitmq(session_rabbitmq: RabbitMQServer) -> RabbitMQServer:
+def private_rabbitmq(session_rabbitmq: RabbitMQServer) -> Iterator[RabbitMQServer]:
     """A RabbitMQ node that a test may kill, as long as the next test finds it in working order."""
     if not session_rabbitmq.running:
         session_rabbitmq.start()
-    return session_rabbitmq
+    yield session_rabbitmq
+    # kombu keeps connections for whoever uses the same URL next; these may be to a killed node.
+    pools.reset()
 
 
 @pytest.fixture

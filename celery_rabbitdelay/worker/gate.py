@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 from kombu import Message
 
 from celery_rabbitdelay import headers as names
 
-__all__ = ["behind_the_gate", "restore"]
+__all__ = ["GatedStrategies", "restore"]
+
+#: What Celery's consumer calls with each message of one task.
+Strategy: TypeAlias = Callable[..., Any]
 
 
-def behind_the_gate(strategy: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a task's execution strategy that gets its messages restored.
+class GatedStrategies(dict[str, Strategy]):
+    """The execution strategies of a worker's consumer; each gets its messages restored.
+
+    Celery fills them in again on every connection and when the pool is restarted.
 
     Args:
-        strategy: What Celery's consumer calls with each message of one task.
+        strategies: Those that the consumer has already.
     """
 
+    def __init__(self, strategies: dict[str, Strategy]) -> None:
+        super().__init__()
+        for task_name, strategy in strategies.items():
+            self[task_name] = strategy
+
+    def __setitem__(self, task_name: str, strategy: Strategy) -> None:
+        super().__setitem__(task_name, _gated(strategy))
+
+
+def _gated(strategy: Strategy) -> Strategy:
     @wraps(strategy)
     def restored(message: Message, *args: Any, **kwargs: Any) -> Any:
         restore(message)
@@ -29,14 +44,14 @@ def behind_the_gate(strategy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def restore(message: Message) -> None:
-    """Undo in a message what the levels did to it; one that was not delayed is left alone.
+    """Undo in a message what the levels did to it; one that does not come from them stays as it is.
 
     Exchange and routing key become those that it would have had without a delay: Celery sends
     a retry to them. The broker's dead-letter headers go; when it is due, and for which queue it
     was delayed, stay readable in ``task.request.headers``.
     """
     headers = message.headers
-    if names.DUE not in headers:
+    if not headers or not headers.keys() >= names.RESTORABLE:
         return
     message.delivery_info["exchange"] = headers[names.EXCHANGE]
     message.delivery_info["routing_key"] = headers[names.ROUTING_KEY]

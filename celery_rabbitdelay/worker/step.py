@@ -9,8 +9,8 @@ from celery import bootsteps
 from celery.worker.consumer.tasks import Tasks
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.declaration import ensure_complete, ensure_destination
-from celery_rabbitdelay.worker.gate import behind_the_gate
+from celery_rabbitdelay.declaration import declare, ensure_complete, ensure_destination
+from celery_rabbitdelay.worker.gate import GatedStrategies
 
 __all__ = ["DelayLevels"]
 
@@ -40,13 +40,16 @@ class DelayLevels(bootsteps.StartStopStep):
         delays = consumer.app.rabbitdelay
         with consumer.app.connection_for_write() as connection:
             if delays.settings.declare == "auto":
+                # In full, which takes a blink where everything stands: what somebody has deleted
+                # by hand is put back.
+                declare(connection, delays.topology)
                 for queue in consumer.app.amqp.queues.consume_from.values():
                     if not isinstance(queue, Broadcast):
                         ensure_destination(connection, delays.topology, queue)
             else:
                 ensure_complete(connection, delays.topology)
-        for name, strategy in consumer.strategies.items():
-            consumer.strategies[name] = behind_the_gate(strategy)
+        if not isinstance(consumer.strategies, GatedStrategies):
+            consumer.strategies = GatedStrategies(consumer.strategies)
         logger.info(
             "Delay levels %r (%s) are in place.",
             delays.topology.prefix,

@@ -14,6 +14,7 @@ from typing import Any
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery
+from celery_rabbitdelay.testing.servers import wait_for
 
 QUEUES = ("default", "second", "topic.reports", "topic.daily.reports", "mirror")
 
@@ -95,6 +96,16 @@ def _add_tasks(app: Celery) -> None:
         if self.request.retries < 1:
             raise ConnectionError("the mail gateway does not answer")
         return seen(self)
+
+    @app.task(bind=True, name="retry-when", shared=False)
+    def retry_when(self: Any, key: str) -> str:
+        """Retry as soon as the test says so, once; say when the message came a second time."""
+        if self.request.retries:
+            return "done"
+        redis: Any = app.backend.client  # type: ignore[attr-defined]
+        redis.set(key, "again" if redis.get(key) else "first")
+        wait_for(lambda: redis.get(key) != b"first", "the test's word")
+        raise self.retry(countdown=0.2)
 
     @app.task(name="celery-own", shared=False, rabbitdelay=False)
     def celery_own() -> None: ...

@@ -339,6 +339,44 @@ def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
         connection.default_channel.exchange_delete(added)  # type: ignore[attr-defined]
 
 
+def test_the_gate_stays_when_the_pool_is_restarted(
+    shop: Any, configuration: dict[str, Any], prefix: str
+) -> None:
+    with Worker({**configuration, "worker_pool_restarts": True}) as worker:
+        answers = shop.control.pool_restart(destination=[worker.name], reply=True, timeout=20)
+        assert "ok" in answers[0][worker.name]
+        arrived = shop.tasks["look"].apply_async(delay=0.2).get(timeout=PATIENCE)
+    assert arrived["routing_key"] == f"{prefix}.default"
+
+
+def test_a_worker_puts_back_what_was_deleted_by_hand(
+    shop: Any, configuration: dict[str, Any], connection: Connection
+) -> None:
+    shop.tasks["look"].apply_async(delay=0.1)
+    topology = shop.rabbitdelay.topology
+    topology.digit_queues[0](connection.default_channel).delete()
+    with Worker(configuration):
+        assert missing(connection, topology) == ()
+
+
+def test_a_retry_that_cannot_be_sent_does_not_drop_the_task(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], configuration: Any
+) -> None:
+    here = {"broker_url": private_rabbitmq.url, "rabbitdelay_confirm_timeout": 1}
+    shop = make_shop(**here)
+    with Worker({**configuration, **here, "task_acks_late": True}):
+        result = shop.tasks["retry-when"].apply_async(("blocked",))
+        wait_for(lambda: shop.backend.client.get("blocked"), "the first attempt")
+        private_rabbitmq.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+        try:
+            shop.backend.client.set("blocked", "go on")
+            wait_for(lambda: shop.backend.client.get("blocked") == b"again", "the message, again")
+        finally:
+            private_rabbitmq.ctl("set_vm_memory_high_watermark", "0.4")
+            shop.backend.client.delete("blocked")
+        assert result.get(timeout=PATIENCE) == "done"
+
+
 def test_a_broker_that_comes_back_empty_is_made_whole_by_the_worker(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], configuration: Any
 ) -> None:

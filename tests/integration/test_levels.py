@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -166,7 +167,7 @@ def test_what_does_not_fit_is_refused(
         send(topology, queue, 1, priority=5)
 
 
-def test_a_queue_deleted_by_hand_is_put_back_by_the_next_message(
+def test_an_exchange_deleted_by_hand_is_put_back_by_the_next_message(
     connection: Connection, topology: Topology, queue: Queue, send: Callable[..., float]
 ) -> None:
     send(topology, queue, 0.1)
@@ -177,6 +178,20 @@ def test_a_queue_deleted_by_hand_is_put_back_by_the_next_message(
     send(topology, queue, 0.2)
 
     assert len(take(connection, [queue], 2)) == 2
+
+
+def test_an_instant_is_met_although_the_levels_have_to_be_declared_first(
+    connection: Connection, topology: Topology, queue: Queue
+) -> None:
+    publisher = Publisher(connection.clone())
+    due = datetime.now(UTC) + timedelta(seconds=1.5)
+    DelayedProducer(publisher, topology).publish_delayed("x", destination(queue), due)
+    publisher.close()
+    (arrival,) = take(connection, [queue], 1)
+    assert due.timestamp() <= arrival.at < due.timestamp() + GENEROUS
+    deaths = arrival.message.headers["x-death"]
+    # Less than 1.5 s was left when it was published, so it went through more than one level.
+    assert {death["queue"] for death in deaths} > {f"{topology.prefix}.seconds.1"}
 
 
 def test_operators_topologies_are_used_but_never_declared(

@@ -17,6 +17,7 @@ from celery_rabbitdelay.exceptions import (
     InvalidDelayType,
     InvalidSetting,
     MessageReturned,
+    UnknownOption,
 )
 
 #: A port that nothing listens on: what gets as far as the broker fails with another error.
@@ -92,6 +93,12 @@ def test_a_delay_above_the_capacity_names_the_capacity(remind: Any) -> None:
 def test_an_unreachable_broker_is_an_operational_error_as_celery_documents(remind: Any) -> None:
     with pytest.raises(celery.exceptions.OperationalError):
         remind.apply_async(delay=5)
+
+
+@pytest.mark.parametrize("option", ["tolerance", "key"])
+def test_an_option_that_does_not_exist_yet_is_refused(remind: Any, option: str) -> None:
+    with pytest.raises(UnknownOption, match=option):
+        remind.apply_async(delay=5, **{option: 60})
 
 
 def test_a_wrong_setting_fails_at_the_first_delay(app: Any, remind: Any) -> None:

@@ -70,7 +70,7 @@ def test_what_only_a_distribution_can_restore_is_refused(
 
 def test_a_retry_returns_to_the_queue_it_left_where_several_match() -> None:
     second = Queue("second", FANOUT.exchange)
-    assert resolve("all", "", [FANOUT, second], left="second").queue is second
+    assert resolve("all", "", [FANOUT, second], came_from="second").queue is second
     assert resolve("all", "", [FANOUT, second], consumed=["second", "celery"]).queue is second
 
 

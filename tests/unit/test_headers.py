@@ -7,7 +7,7 @@ from typing import Any
 from kombu import Message
 
 from celery_rabbitdelay import headers
-from celery_rabbitdelay.worker.gate import restore
+from celery_rabbitdelay.worker.gate import GatedStrategies, restore
 
 ADDED_BY_THE_BROKER: dict[str, Any] = {
     "x-death": [{"queue": "rabbitdelay.seconds.1"}],
@@ -50,3 +50,25 @@ def test_a_message_that_was_not_delayed_is_left_alone() -> None:
     restore(message)
     assert message.headers == found
     assert message.delivery_info == {"exchange": "", "routing_key": "q"}
+
+
+def test_a_message_with_some_of_our_headers_only_is_left_alone() -> None:
+    # For example one that a task of plain Celery has forwarded with headers=self.request.headers.
+    found: dict[str, Any] = {"task": "t", headers.DUE: 1_900_000_000_000, headers.QUEUE: "q"}
+    message = Message(headers=dict(found), delivery_info={"exchange": "", "routing_key": "q"})
+    restore(message)
+    assert message.headers == found
+    assert message.delivery_info == {"exchange": "", "routing_key": "q"}
+
+
+def test_a_strategy_is_gated_whenever_celery_fills_it_in() -> None:
+    seen = []
+
+    def strategy(message: Message) -> None:
+        seen.append(message.delivery_info["routing_key"])
+
+    strategies = GatedStrategies({"one": strategy})
+    strategies["two"] = strategy
+    for name in ("one", "two"):
+        strategies[name](Message(headers=dict(DELAYED), delivery_info={"routing_key": "0.1.q"}))
+    assert seen == ["daily.reports", "daily.reports"]

@@ -47,6 +47,7 @@ def test_every_kind_of_layout_can_be_set(layout: Any, levels: int) -> None:
         ("layout", {"factor": 3}),
         ("layout", [("minutes", 60, 60), ("seconds", 59, 1)]),
         ("layout", 7),
+        ("layout", [("minutes",)]),
         ("tick", 0),
         ("tick", 0.0005),
         ("tick", "0.1"),

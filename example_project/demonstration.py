@@ -1,0 +1,149 @@
+"""The run itself: send, kill the worker half-way, start it again, wait for the rest."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from redis import Redis
+
+from example_project.gateway import MailGateway
+from example_project.journal import Dispatch, Journal
+from example_project.outcome import Kill, Outcome
+from example_project.processes import ChildProcess, spark_job, worker
+from example_project.progress import Progress
+from example_project.results import count_succeeded
+from example_project.run import Run
+from example_project.servers import count_in_levels, running_servers
+
+__all__ = ["Demonstration", "DemonstrationFailed", "demonstrate"]
+
+#: Seconds that the Spark job may take, with the start of Java.
+DISPATCH_TIMEOUT: Final = 300.0
+
+#: Seconds without a new mail after which what is still missing counts as lost. The longest pause
+#: of a good run is the one before the first reminder is due: 14 s.
+PATIENCE: Final = 40.0
+
+#: Seconds between two looks at the journal.
+_INTERVAL: Final = 0.05
+
+
+class DemonstrationFailed(Exception):
+    """A process of the run has ended, or does not get on; its log's end is in the message."""
+
+    def __init__(self, process: ChildProcess, reason: str) -> None:
+        super().__init__(f"The {process.name} {reason}. The end of its log:\n{process.log_tail()}")
+
+
+def demonstrate(progress: Progress) -> Outcome:
+    """Run everything, from the servers' start to their end, and count what became of it.
+
+    Args:
+        progress: What the user sees meanwhile.
+
+    Raises:
+        DemonstrationFailed: The worker or the Spark job failed.
+        ServerNotStarted: RabbitMQ or Redis could not be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="record-shop-") as folder:
+        progress.phase("RabbitMQ and Redis start")
+        with (
+            running_servers(secrets.token_hex(3)) as run,
+            worker(Path(folder), run.environment) as mailer,
+            spark_job(Path(folder), run.environment) as dispatcher,
+            run.connect_redis() as redis,
+        ):
+            outcome = Demonstration(run, redis, mailer, dispatcher, progress).watch()
+            progress.phase("everything stops")
+    return outcome
+
+
+class Demonstration:
+    """A run whose processes are under way.
+
+    Args:
+        run: The run.
+        redis: A client of the run's Redis.
+        mailer: The worker.
+        dispatcher: The Spark job.
+        progress: What the user sees.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        redis: Redis,
+        mailer: ChildProcess,
+        dispatcher: ChildProcess,
+        progress: Progress,
+    ) -> None:
+        self._run = run
+        self._redis = redis
+        self._mailer = mailer
+        self._dispatcher = dispatcher
+        self._progress = progress
+        self._journal = Journal(redis, run.prefix)
+        self._gateway = MailGateway(redis, run.prefix)
+
+    def watch(self) -> Outcome:
+        """See the run through to its end."""
+        self._progress.phase("the worker starts; Spark reads the orders and sends the reminders")
+        dispatch = self._wait_for_dispatch()
+        self._progress.phase(f"{dispatch.orders:,} reminders are sent; Spark has ended")
+        self._wait_until(lambda: self._gateway.orders_mailed() >= dispatch.orders / 2)
+        kill = self._kill_worker_and_start_another()
+        self._progress.phase(f"worker killed, {kill.waiting:,} waiting; another one starts")
+        self._wait_until(lambda: self._gateway.orders_mailed() >= dispatch.orders)
+        self._mailer.stop()
+        return Outcome(
+            dispatch=dispatch,
+            sent=frozenset(self._journal.sent()),
+            starts=self._journal.starts(),
+            mails=self._gateway.mails(),
+            results=count_succeeded(self._redis, self._run.prefix),
+            kill=kill,
+        )
+
+    def _wait_for_dispatch(self) -> Dispatch:
+        deadline = time.monotonic() + DISPATCH_TIMEOUT
+        while self._dispatcher.exit_code is None:
+            if time.monotonic() > deadline:
+                raise DemonstrationFailed(self._dispatcher, f"takes over {DISPATCH_TIMEOUT:g} s")
+            self._look()
+        dispatch = self._journal.dispatch()
+        if dispatch is None:
+            reason = f"ended with exit code {self._dispatcher.exit_code}"
+            raise DemonstrationFailed(self._dispatcher, reason)
+        return dispatch
+
+    def _kill_worker_and_start_another(self) -> Kill:
+        killed_ms = time.time_ns() // 1_000_000
+        self._mailer.kill()
+        started = {start.order_id for start in self._journal.starts()}
+        waiting = len(self._journal.sent() - started)
+        kill = Kill(killed_ms, waiting, in_levels=count_in_levels(self._run))
+        self._mailer.start()
+        return kill
+
+    def _wait_until(self, reached: Callable[[], bool]) -> None:
+        """Wait until ``reached()``, or until no mail has gone out for too long."""
+        mailed, since = -1, time.monotonic()
+        while not reached():
+            self._look()
+            if self._gateway.orders_mailed() != mailed:
+                mailed, since = self._gateway.orders_mailed(), time.monotonic()
+            elif time.monotonic() - since > PATIENCE:
+                return
+
+    def _look(self) -> None:
+        time.sleep(_INTERVAL)
+        self._progress.counts(self._journal.sent_count(), self._gateway.orders_mailed())
+        if self._mailer.exit_code is not None:
+            raise DemonstrationFailed(
+                self._mailer, f"ended with exit code {self._mailer.exit_code}"
+            )

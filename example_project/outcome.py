@@ -1,0 +1,170 @@
+"""What became of a run: counted from its journal and from the mails that went out.
+
+Pure: no server.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import Final, NamedTuple
+
+from example_project.journal import Dispatch, Start
+
+__all__ = ["LEAST_WAITING", "FirstStart", "Kill", "Outcome", "percentile"]
+
+#: How many reminders must be waiting when the worker is killed, or the run shows little.
+LEAST_WAITING: Final = 1_000
+
+
+class FirstStart(NamedTuple):
+    """The first start of a reminder's first attempt.
+
+    Attributes:
+        due_ms: When it was due, in milliseconds since 1970-01-01 UTC.
+        started_ms: When it started.
+    """
+
+    due_ms: int
+    started_ms: int
+
+    @property
+    def lateness_ms(self) -> int:
+        """Start minus due."""
+        return self.started_ms - self.due_ms
+
+
+class Kill(NamedTuple):
+    """The worker was killed.
+
+    Attributes:
+        killed_ms: When, in milliseconds since 1970-01-01 UTC.
+        waiting: How many reminders were sent and had not been started then.
+        in_levels: How many messages the broker counted in its delay queues right after, retries
+            among them.
+    """
+
+    killed_ms: int
+    waiting: int
+    in_levels: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        dispatch: What the Spark job says.
+        sent: The orders whose reminders the broker has confirmed.
+        starts: Every start of a task, in order.
+        mails: How many mails went out, by order.
+        results: How many tasks have the result SUCCESS in Celery's result backend.
+        kill: When the worker was killed, and what was waiting then.
+    """
+
+    dispatch: Dispatch
+    sent: frozenset[str]
+    starts: Sequence[Start]
+    mails: Mapping[str, int]
+    results: int
+    kill: Kill
+
+    @property
+    def delivered(self) -> int:
+        """Orders for which a mail went out."""
+        return len(self.mails)
+
+    @property
+    def duplicates(self) -> int:
+        """Orders for which more than one mail went out."""
+        return sum(count > 1 for count in self.mails.values())
+
+    @property
+    def lost(self) -> int:
+        """Orders without a mail although the broker had confirmed their reminder."""
+        return len(self.sent - self.mails.keys())
+
+    @property
+    def retried(self) -> int:
+        """Orders for which the task was retried at least once."""
+        return len({start.order_id for start in self.starts if start.attempt > 0})
+
+    @property
+    def retries(self) -> int:
+        """Retries, of all orders together."""
+        return len({(start.order_id, start.attempt) for start in self.starts if start.attempt > 0})
+
+    @property
+    def redelivered(self) -> int:
+        """Starts of messages that the broker had handed to a worker before."""
+        return sum(start.redelivered for start in self.starts)
+
+    @property
+    def started_twice(self) -> int:
+        """Attempts that were started more than once."""
+        starts = Counter((start.order_id, start.attempt) for start in self.starts)
+        return sum(count > 1 for count in starts.values())
+
+    @cached_property
+    def first_starts(self) -> list[FirstStart]:
+        """The first start of each order that was sent with a delay."""
+        first: dict[str, FirstStart] = {}
+        for start in self.starts:
+            if start.attempt == 0 and start.due_ms is not None:
+                first.setdefault(start.order_id, FirstStart(start.due_ms, start.started_ms))
+        return list(first.values())
+
+    @property
+    def overdue(self) -> int:
+        """Orders that were due before they could be sent, and so had no delay."""
+        return len({start.order_id for start in self.starts if start.due_ms is None})
+
+    @property
+    def back_ms(self) -> int:
+        """When a task was first started after the kill, in milliseconds since 1970-01-01 UTC."""
+        killed_ms = self.kill.killed_ms
+        return min(
+            (start.started_ms for start in self.starts if start.started_ms > killed_ms),
+            default=killed_ms,
+        )
+
+    @cached_property
+    def lateness(self) -> list[int]:
+        """Start minus due of every first attempt, in milliseconds, smallest first."""
+        return sorted(start.lateness_ms for start in self.first_starts)
+
+    @cached_property
+    def lateness_before_kill(self) -> list[int]:
+        """The same, of those that started before the worker was killed."""
+        killed_ms = self.kill.killed_ms
+        return sorted(
+            start.lateness_ms for start in self.first_starts if start.started_ms <= killed_ms
+        )
+
+    def failures(self) -> list[str]:
+        """What is wrong with the run; nothing, if all is well."""
+        checks = {
+            f"{self.dispatch.orders - len(self.sent):,} orders were not sent": (
+                len(self.sent) != self.dispatch.orders
+            ),
+            f"{self.lost:,} reminders are lost": self.lost != 0,
+            f"{self.duplicates:,} orders were mailed more than once": self.duplicates != 0,
+            "no lateness was measured": not self.lateness,
+            "a reminder was early": bool(self.lateness) and self.lateness[0] < 0,
+            f"only {self.kill.waiting:,} reminders were waiting when the worker was killed; "
+            f"fewer than {LEAST_WAITING:,} show little": self.kill.waiting < LEAST_WAITING,
+        }
+        return [failure for failure, found in checks.items() if found]
+
+
+def percentile(ascending: Sequence[int], percent: float) -> int:
+    """The smallest value that at least ``percent`` of a hundred values do not exceed.
+
+    Args:
+        ascending: The values, sorted; at least one.
+        percent: Above 0, up to 100.
+    """
+    return ascending[ceil(len(ascending) * percent / 100) - 1]

@@ -1,0 +1,122 @@
+"""The processes of a run besides the servers: the Celery worker and the Spark job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+__all__ = ["ChildProcess", "spark_job", "worker"]
+
+#: Seconds that a process may take to end by itself before it is killed.
+STOP_TIMEOUT: Final = 20.0
+
+#: The folder that holds this package: the processes import it, wherever they run.
+_PROJECT: Final = Path(__file__).parent.parent
+
+
+def worker(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
+    """A Celery worker that executes the reminders."""
+    celery = ["celery", "-A", "example_project.shop", "worker", "--loglevel", "WARNING"]
+    quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+    return ChildProcess("worker", [*celery, "--concurrency", "8", *quiet], folder, environment)
+
+
+def spark_job(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
+    """The Spark job that sends the reminders."""
+    spark_environment = {
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        **environment,
+    }
+    return ChildProcess("spark-job", ["example_project.spark_job"], folder, spark_environment)
+
+
+class ChildProcess:
+    """A Python process that runs a module, with a log of its own; ends with its context.
+
+    Args:
+        name: What its log and its folder are called.
+        module: The module, as ``python -m`` takes it, and its arguments.
+        folder: Where to put the log and the process's own folder.
+        environment: What the process finds in its environment besides ours.
+    """
+
+    def __init__(
+        self, name: str, module: Sequence[str], folder: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.log_path = folder / f"{name}.log"
+        self._module = module
+        self._folder = folder / name
+        self._environment = {**os.environ, **environment, "PYTHONPATH": _python_path()}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.stop()
+        else:
+            self.kill()
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; None while the process runs."""
+        assert self._process is not None, "the process was not started"
+        return self._process.poll()
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The end of what the process has printed."""
+        if not self.log_path.exists():
+            return ""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def start(self) -> None:
+        """Start the process, also again after a :meth:`kill`."""
+        self._folder.mkdir(exist_ok=True)
+        with self.log_path.open("ab") as log:
+            # A process group of its own, so that a Ctrl-C at the terminal reaches us alone, and
+            # a kill reaches the processes that this one has started.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *self._module],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started, without warning (SIGKILL)."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def stop(self) -> None:
+        """Have the process end in order (SIGTERM), by force if need be."""
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT)
+            self.kill()
+
+
+def _python_path() -> str:
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(_PROJECT), *([inherited] if inherited else [])])

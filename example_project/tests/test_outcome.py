@@ -1,0 +1,83 @@
+"""What is counted at the end of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from example_project.journal import Dispatch, Start
+from example_project.outcome import Kill, Outcome, percentile
+from example_project.report import table
+
+#: Order b was refused once; order c was running when the worker was killed, and ran again.
+GOOD = Outcome(
+    dispatch=Dispatch(orders=3, seconds=1.5),
+    sent=frozenset("abc"),
+    starts=[
+        Start("a", 0, 1_000, 1_050, False),
+        Start("b", 0, 2_000, 2_080, False),
+        Start("b", 1, 3_100, 3_101, False),
+        Start("c", 0, 4_000, 4_020, False),
+        Start("c", 0, 4_000, 7_000, True),
+    ],
+    mails={"a": 1, "b": 1, "c": 1},
+    results=3,
+    kill=Kill(killed_ms=4_030, waiting=1_000, in_levels=990),
+)
+
+
+def test_a_good_run_has_no_failures() -> None:
+    assert GOOD.failures() == []
+
+
+def test_lateness_is_that_of_each_orders_first_start() -> None:
+    assert GOOD.lateness == [20, 50, 80]
+
+
+def test_retries_and_redeliveries_are_counted_apart() -> None:
+    assert (GOOD.retried, GOOD.retries) == (1, 1)
+    assert (GOOD.redelivered, GOOD.started_twice) == (1, 1)
+
+
+def test_the_worker_was_away_until_the_next_start() -> None:
+    assert GOOD.back_ms - GOOD.kill.killed_ms == 2_970
+
+
+def test_a_reminder_without_a_delay_has_no_lateness_and_is_counted() -> None:
+    starts = [Start("a", 0, None, 1_050, False), *GOOD.starts[1:]]
+    overdue = replace(GOOD, starts=starts)
+    assert overdue.overdue == 1
+    assert overdue.lateness == [20, 80]
+
+
+@pytest.mark.parametrize(
+    ("bad", "failure"),
+    [
+        (replace(GOOD, mails={"a": 1, "b": 1}), "1 reminders are lost"),
+        (replace(GOOD, mails={"a": 1, "b": 2, "c": 1}), "1 orders were mailed more than once"),
+        (replace(GOOD, dispatch=Dispatch(4, 1.0)), "1 orders were not sent"),
+        (replace(GOOD, starts=[Start("a", 0, 1_000, 999, False)]), "a reminder was early"),
+        (replace(GOOD, starts=[]), "no lateness was measured"),
+        (replace(GOOD, kill=Kill(4_030, 999, 999)), "only 999 reminders were waiting"),
+    ],
+)
+def test_a_bad_run_says_what_is_wrong(bad: Outcome, failure: str) -> None:
+    (found,) = bad.failures()
+    assert found.startswith(failure)
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = list(range(1, 201))
+    assert [percentile(values, percent) for percent in (50, 99, 100)] == [100, 198, 200]
+    assert percentile([7], 50) == 7
+
+
+def test_the_table_shows_every_figure() -> None:
+    shown = table(GOOD)
+    for figure in ("sent", "delivered", "duplicates", "lost", "retried", "redelivered", "p99"):
+        assert figure in shown
+
+
+def test_the_table_of_a_run_without_starts_says_so() -> None:
+    assert "no lateness was measured" in table(replace(GOOD, starts=[]))
