@@ -53,21 +53,8 @@ class InvalidDelay(RabbitDelayError, ValueError):
         return f"delay {self.value!r}: {self.reason}"
 
 
-class InvalidDelayType(RabbitDelayError, TypeError):
-    """The delay is not of a type that says how long: a string, a bool, a datetime.
-
-    Attributes:
-        value: The delay as it was given.
-        reason: What would be right.
-    """
-
-    def __init__(self, value: object, reason: str) -> None:
-        super().__init__(value, reason)
-        self.value = value
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"delay {self.value!r}: {self.reason}"
+class InvalidDelayType(InvalidDelay, TypeError):
+    """The delay is not of a type that says how long: a string, a bool, a datetime."""
 
 
 class DelayTooLong(RabbitDelayError, ValueError):
