@@ -9,27 +9,35 @@ producer that publishes it is ours.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any, TypeVar
 
 import celery
 from celery.app import amqp as celery_amqp
-from celery.exceptions import OperationalError, Reject
+from celery.exceptions import Reject
 from celery.result import AsyncResult
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import make_aware
 from kombu import Connection, Producer, Queue
 from kombu.utils.objects import cached_property
+from kombu.utils.uuid import uuid
 
 from celery_rabbitdelay import headers as names
+from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import (
+    ConfirmTimeout,
+    ConnectionBlocked,
+    ConnectionLost,
     InvalidDelay,
     InvalidDelayType,
+    MessageNacked,
     NeedsDistribution,
+    NoPublisherFree,
     UnknownOption,
 )
-from celery_rabbitdelay.place_value import Delay, milliseconds, milliseconds_until
+from celery_rabbitdelay.place_value import Delay, milliseconds
 from celery_rabbitdelay.rabbitdelay import RabbitDelay, speaks_amqp
 from celery_rabbitdelay.task_producer import DelayedTaskProducer
 
@@ -45,6 +53,13 @@ WORKER_STEP = "celery_rabbitdelay.worker.step:DelayLevels"
 
 #: Options of a delayed task that are taken by a later version; Celery would drop them in silence.
 NOT_YET = frozenset({"key", "tolerance"})
+
+
+#: Errors of sending that the next attempt may not meet.
+MAY_PASS = (MessageNacked, ConfirmTimeout, ConnectionBlocked, ConnectionLost, NoPublisherFree)
+
+#: The longest pause, in seconds, before a task whose retry could not be sent goes back.
+LONGEST_PAUSE = 10.0
 
 
 class Celery(celery.Celery):
@@ -87,7 +102,7 @@ class Celery(celery.Celery):
         self.rabbitdelay.close()
         super().close()
 
-    def send_task(  # type: ignore[override]
+    def send_task(
         self,
         name: str,
         args: Any = None,
@@ -97,7 +112,7 @@ class Celery(celery.Celery):
         task_id: str | None = None,
         producer: Producer | None = None,
         connection: Connection | None = None,
-        *,
+        *more: Any,
         delay: Delay | None = None,
         **options: Any,
     ) -> AsyncResult[Any]:
@@ -112,6 +127,7 @@ class Celery(celery.Celery):
             task_id: Its id; a random one by default.
             producer: The caller's producer, whose connection is then used.
             connection: The caller's connection.
+            *more: Whatever else Celery takes by position.
             delay: Seconds, or a timedelta, until it may start; zero or less sends it at once.
             **options: Everything else that Celery takes.
 
@@ -122,38 +138,40 @@ class Celery(celery.Celery):
             PublishError: The broker did not confirm.
         """
         came_from, options = _without_former_delay(options)
-
-        def send_by_celery(countdown: Any, eta: Any) -> AsyncResult[Any]:
-            return super(Celery, self).send_task(
-                name, args, kwargs, countdown, eta, task_id, producer, connection, **options
-            )
-
-        if delay is None and not countdown and not eta:
-            return send_by_celery(countdown, eta)
         if delay is not None:
             _refuse_two(delay, countdown, eta)
-        wait = self._wait(delay, countdown, eta)
-        if connection is None and producer is not None:
-            connection = producer.connection
-        if not self._is_ours(name, options.get("task_type"), delay, connection):
-            seconds = countdown if delay is None else milliseconds(delay) / 1000
-            return send_by_celery(seconds, eta)
+
+        def send(
+            countdown: Any, eta: Any, producer: Any = producer, connection: Any = connection
+        ) -> AsyncResult[Any]:
+            by_celery: Any = super(Celery, self).send_task
+            given = (name, args, kwargs, countdown, eta, task_id, producer, connection)
+            return by_celery(*given, *more, **options)  # type: ignore[no-any-return]
+
+        if delay is None and not countdown and not eta:
+            return send(countdown, eta)
+        # One id for the task, also where Celery has to send it after all.
+        task_id = task_id or uuid()
+        due = self._due(delay, countdown, eta)
+        callers = producer or options.get("publisher")
+        callers_connection = connection or (callers.connection if callers is not None else None)
+        if not self._is_ours(name, options.get("task_type"), delay, callers_connection):
+            return send(countdown if delay is None else milliseconds(delay) / 1000, eta)
         _refuse_unknown(options)
-        if _is_over(wait):
-            return send_by_celery(None, None)
+        if due.is_over:
+            return send(None, None)
         settings = self.rabbitdelay.settings
+        settings.topology.layout.check(due.delay_ms)
         try:
-            with self.rabbitdelay.publisher(connection) as publisher:
-                delayed = DelayedTaskProducer(publisher, settings, self.amqp, wait, came_from)
-                return super().send_task(
-                    name, args, kwargs, task_id=task_id, producer=delayed, **options
-                )
+            with self.rabbitdelay.publisher(callers_connection) as publisher:
+                ours = DelayedTaskProducer(publisher, settings, self.amqp, due, came_from)
+                return send(None, None, producer=ours, connection=None)
         except NeedsDistribution as unsupported:
             if delay is not None:
                 raise
             # Celery's own countdown can do it, and refusing it could lose a task that is retried.
-            logger.warning("%s. Celery's own countdown is used: a worker holds it.", unsupported)
-            return send_by_celery(countdown, eta)
+            logger.warning("%s. Celery's own countdown is used instead.", unsupported)
+            return send(countdown, eta)
 
     def _is_ours(
         self, name: str, task: Any, delay: Delay | None, connection: Connection | None
@@ -168,18 +186,12 @@ class Celery(celery.Celery):
             return speaks_amqp(connection)
         return self.rabbitdelay.available
 
-    def _wait(
-        self, delay: Delay | None, countdown: float | None, eta: datetime | str | None
-    ) -> timedelta | datetime:
-        """How long to wait, or until when; checked against the capacity."""
-        length = delay if delay is not None else countdown or None
-        if length is not None:
-            delay_ms = milliseconds(length)
-            self.rabbitdelay.topology.layout.check(delay_ms)
-            return timedelta(milliseconds=delay_ms)
-        instant = self._instant(eta)
-        self.rabbitdelay.topology.layout.check(milliseconds_until(instant, datetime.now(UTC)))
-        return instant
+    def _due(self, delay: Delay | None, countdown: float | None, eta: datetime | str | None) -> Due:
+        if delay is not None:
+            return Due.after(delay)
+        if countdown:
+            return Due.after(countdown)
+        return Due.at(self._instant(eta))
 
     def _instant(self, eta: datetime | str | None) -> datetime:
         try:
@@ -216,8 +228,9 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
     ) -> Any:
         """Retry the task, as :meth:`celery.app.task.Task.retry`, which takes ``delay`` as well.
 
-        A retry that could not be sent is not lost in silence: where the broker did not confirm and
-        the task has ``acks_late``, its message goes back to its queue; else the task fails with
+        A retry that could not be sent is not lost in silence. Where that may pass and the task has
+        ``acks_late``, its message goes back to its queue after a pause of up to 10 s, and the task
+        runs again; each time counts towards the queue's delivery limit. Else the task fails with
         the error.
 
         Raises:
@@ -233,7 +246,9 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
                 raise
             # Celery would drop the message: the retry could not be sent.
             unsent = rejected.args[0]
-            if isinstance(unsent, OperationalError) and self.acks_late:
+            if self.acks_late and isinstance(unsent, MAY_PASS):
+                # Not at once: the message would come back and fail in a hot loop.
+                time.sleep(min(max(countdown or 0.0, 1.0), LONGEST_PAUSE))
                 raise Reject(unsent, requeue=True) from unsent
             raise unsent from None
 
@@ -255,10 +270,9 @@ class DelayingQueues(celery_amqp.Queues):
 class DelayingAMQP(celery_amqp.AMQP):
     """Celery's AMQP features; its queues know how to become ready for delayed tasks."""
 
-    @cached_property
-    def queues(self) -> celery_amqp.Queues:
-        """Celery's queues by name."""
-        return self.make_delaying(super().queues)
+    def Queues(self, *args: Any, **options: Any) -> celery_amqp.Queues:  # noqa: N802
+        """Create Celery's queues by name."""
+        return self.make_delaying(super().Queues(*args, **options))
 
     def make_delaying(self, queues: celery_amqp.Queues) -> celery_amqp.Queues:
         """Turn existing queues into :class:`DelayingQueues`."""
@@ -318,15 +332,10 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
         raise UnknownOption(name, options[name])
 
 
-def _is_over(wait: timedelta | datetime) -> bool:
-    if isinstance(wait, datetime):
-        return wait <= datetime.now(UTC)
-    return wait <= timedelta(0)
-
-
 def _without_former_delay(options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Take what an earlier delay left out of the headers; return the queue that it was for."""
+    """Take what an earlier delay left out of the headers; return the queue of a retry."""
     headers = options.get("headers")
     if not headers or not any(name.startswith(names.OWN_PREFIX) for name in headers):
         return None, options
-    return headers.get(names.QUEUE), {**options, "headers": names.strip(headers)}
+    came_from = headers.get(names.QUEUE) if options.get("retries") else None
+    return came_from, {**options, "headers": names.strip(headers)}

@@ -114,7 +114,9 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
     """Delete a topology from the broker; what is missing already is passed over.
 
     Stop the producers first: what they publish between the look for messages and the end of the
-    deletion is lost.
+    deletion is lost. The look counts the messages that are ready. One that cannot go on at the
+    moment, because the queue behind it is full or its leader away, is in the hands of the broker's
+    dead-letter worker, and RabbitMQ counts it nowhere that AMQP can ask; it is deleted too.
 
     Args:
         connection: Any kombu connection to RabbitMQ.

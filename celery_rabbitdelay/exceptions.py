@@ -15,6 +15,7 @@ __all__ = [
     "ConfirmTimeout",
     "ConnectionBlocked",
     "ConnectionLost",
+    "DeclarationRefused",
     "DelayTooLong",
     "InvalidDelay",
     "InvalidDelayType",
@@ -24,6 +25,7 @@ __all__ = [
     "MessageNacked",
     "MessageReturned",
     "NeedsDistribution",
+    "NoPublisherFree",
     "PublishError",
     "RabbitDelayError",
     "TopologyIncomplete",
@@ -230,6 +232,14 @@ class MessageReturned(PublishError):
     """No queue takes the message (``basic.return``), or its exchange does not exist."""
 
 
+class DeclarationRefused(PublishError):
+    """The broker refused to declare what the message needs; the reason is the broker's.
+
+    Mostly the destination's queue stands there with other arguments than the application gives it,
+    or the user may not declare it.
+    """
+
+
 class ConfirmTimeout(PublishError):
     """The broker did not confirm in time; whether it has the message is unknown."""
 
@@ -240,3 +250,23 @@ class ConnectionBlocked(PublishError):
 
 class ConnectionLost(PublishError):
     """The connection broke before the confirm, and again at each resend."""
+
+
+class NoPublisherFree(RabbitDelayError, OperationalError):
+    """All publishers of the pool were in use for all the time that there was.
+
+    Attributes:
+        limit: How many the pool has.
+        timeout: Seconds that were waited.
+    """
+
+    def __init__(self, limit: int | None, timeout: float | None) -> None:
+        super().__init__(limit, timeout)
+        self.limit = limit
+        self.timeout = timeout
+
+    def __str__(self) -> str:
+        return (
+            f"all {self.limit} publishers were in use for {self.timeout} s: "
+            "raise broker_pool_limit, or delay fewer tasks at the same time"
+        )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +38,8 @@ UNITS: Final[dict[str, int]] = {
     "seconds": 1_000,
     "ms": 1,
 }
+
+_UNIT_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,50}")
 
 #: RabbitMQ refuses an ``x-message-ttl`` above ten years, in milliseconds (measured on 3.10 to 4.3).
 MAX_TTL: Final = 315_360_000_000
@@ -236,8 +239,8 @@ def custom(levels: Iterable[tuple[str, int, Delay]], zeros: Zeros = "bind") -> L
 
 def _custom_level(name: str, base: int, unit: Delay) -> Level:
     place_ms = milliseconds(unit)
-    if not name or not name.replace("_", "").replace("-", "").isalnum():
-        raise InvalidLayout(f"level {name!r}: takes a name of letters, digits, - and _")
+    if not isinstance(name, str) or not _UNIT_NAME.fullmatch(name):
+        raise InvalidLayout(f"level {name!r}: takes a name of up to 50 letters, digits, - and _")
     unit_ms = UNITS.get(name, place_ms)
     if place_ms < 1 or place_ms % unit_ms:
         raise InvalidLayout(f"level {name!r}: {unit!r} is not a whole number of {name}")

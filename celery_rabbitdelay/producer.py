@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
 import amqp
-from kombu import Connection, Producer, Queue
+from kombu import Connection, Exchange, Producer, Queue
+from kombu.common import maybe_declare
 
 from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.declaration import declare, ensure_complete, ensure_destination, forget
 from celery_rabbitdelay.destination import Destination
+from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import MessageReturned, NeedsDistribution
-from celery_rabbitdelay.place_value import Delay, milliseconds, milliseconds_until
+from celery_rabbitdelay.place_value import Delay
 from celery_rabbitdelay.publisher import BACKOFF, RESENDS, Publisher
 from celery_rabbitdelay.topology import Topology
 
@@ -62,32 +62,32 @@ class DelayedProducer(Producer):
         self,
         body: Any,
         destination: Destination,
-        delay: Delay | datetime,
+        due: Due | Delay,
         *,
         headers: Mapping[str, Any] | None = None,
         serializer: str | None = None,
         compression: str | None = None,
         content_type: str | None = None,
         content_encoding: str | None = None,
+        declare: Iterable[Exchange | Queue] = (),
         resends: int | None = RESENDS,
         backoff: tuple[float, float, float] = BACKOFF,
         **properties: Any,
     ) -> None:
-        """Publish a message that reaches ``destination`` after ``delay``, never before.
+        """Publish a message that reaches ``destination`` when it is due, never before.
 
         The destination's queue is declared and bound first, so that no consumer needs to have run.
 
         Args:
             body: What to send, as for :meth:`kombu.Producer.publish`.
             destination: The queue, and the exchange and key that the consumer is to see.
-            delay: Seconds, or a timedelta, rounded up to ticks; or an aware datetime: the instant.
-                What connecting and declaring take comes on top of a length of time, so that it
-                keeps its digits, and is taken off the time to an instant.
+            due: A delay in seconds or as a timedelta, rounded up to ticks; or a :class:`Due`.
             headers: Message headers; those that a broker or a former delay left are dropped.
             serializer: The name of kombu's serializer.
             compression: The name of kombu's compression.
             content_type: Of a body that is serialized already.
             content_encoding: Of a body that is serialized already.
+            declare: What else to declare first.
             resends: How often to send again after a lost connection; None for as the time allows.
             backoff: Seconds before the first resend, step and maximum.
             **properties: AMQP's message properties. ``expiration`` is dropped: RabbitMQ would
@@ -99,15 +99,13 @@ class DelayedProducer(Producer):
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
-        instant = isinstance(delay, datetime)
-        delay_ms = _milliseconds(delay)
-        due = _now() + delay_ms
-        self.topology.layout.check(delay_ms)
+        due = due if isinstance(due, Due) else Due.after(due)
+        self.topology.layout.check(due.delay_ms)
         self._check_priority(properties.get("priority"))
         properties.pop("expiration", None)
         own_headers = {
             **names.strip(headers or {}),
-            names.DUE: due,
+            names.DUE: due.at_ms,
             names.EXCHANGE: destination.exchange,
             names.ROUTING_KEY: destination.routing_key,
             names.QUEUE: destination.queue.name,
@@ -118,7 +116,6 @@ class DelayedProducer(Producer):
         reply_to = properties.get("reply_to")
         if isinstance(reply_to, Queue):
             properties["reply_to"] = reply_to.name
-
         message = amqp.Message(
             body,
             content_type=content_type,
@@ -126,25 +123,28 @@ class DelayedProducer(Producer):
             application_headers=own_headers,
             **properties,
         )
+        further = [entity for entity in declare if entity is not destination.queue]
         publish = partial(
             self.publisher.publish,
             message,
-            lambda late: self._address(due - _now() if late or instant else delay_ms, destination),
+            lambda: self._address(due, destination),
             timeout=self.timeout,
             resends=resends,
             backoff=backoff,
         )
         try:
-            publish(prepare=lambda connection: self._ready(connection, destination.queue))
+            publish(prepare=lambda connection: self._ready(connection, destination.queue, further))
         except MessageReturned:
             # Somebody deleted an exchange of the topology although its marker still stands.
             if not self.may_declare:
                 raise
             publish(prepare=lambda connection: self._repair(connection, destination.queue))
 
-    def _ready(self, connection: Connection, queue: Queue) -> None:
+    def _ready(self, connection: Connection, queue: Queue, further: list[Exchange | Queue]) -> None:
         if self.may_declare:
             ensure_destination(connection, self.topology, queue)
+            for entity in further:
+                maybe_declare(entity, connection.default_channel)
         else:
             ensure_complete(connection, self.topology)
 
@@ -153,21 +153,10 @@ class DelayedProducer(Producer):
         declare(connection, self.topology)
         ensure_destination(connection, self.topology, queue)
 
-    def _address(self, delay_ms: int, destination: Destination) -> tuple[str, str]:
-        route = self.topology.route_of_milliseconds(delay_ms, destination.queue.name)
+    def _address(self, due: Due, destination: Destination) -> tuple[str, str]:
+        route = self.topology.route_of_milliseconds(due.left_ms(), destination.queue.name)
         return route.exchange, route.routing_key
 
     def _check_priority(self, priority: int | None) -> None:
         if self.topology.queue_type == "quorum" and (priority or 0) > MAX_PRIORITY:
             raise NeedsDistribution(f"a message of priority {priority}")
-
-
-def _milliseconds(delay: Delay | datetime) -> int:
-    if isinstance(delay, datetime):
-        return milliseconds_until(delay, datetime.now(UTC))
-    return milliseconds(delay)
-
-
-def _now() -> int:
-    """Milliseconds since 1970-01-01 UTC."""
-    return time.time_ns() // 1_000_000

@@ -11,7 +11,8 @@ from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay.declaration import on_declared
-from celery_rabbitdelay.publisher import Publisher, PublisherPool
+from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.publisher_pool import PublisherPool
 from celery_rabbitdelay.settings import Settings
 from celery_rabbitdelay.topology import Topology
 
@@ -64,9 +65,12 @@ class RabbitDelay:
 
         Args:
             connection: The caller's own connection, to be used instead of the pool's.
+
+        Raises:
+            NoPublisherFree: All of the pool were in use for ``rabbitdelay_confirm_timeout``.
         """
         if connection is None:
-            with self.pool.acquire() as publisher:
+            with self.pool.acquire(self.settings.confirm_timeout) as publisher:
                 yield publisher
         else:
             publisher = Publisher(connection)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from functools import cached_property
-from math import isfinite
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
@@ -19,6 +19,9 @@ PREFIX: Final = "rabbitdelay_"
 
 #: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
 MAX_PREFIX_LENGTH: Final = 100
+
+#: Seconds; no tick and no timeout is longer.
+A_YEAR: Final = 366 * 86_400
 
 Declare: TypeAlias = Literal["auto", "never"]
 
@@ -57,7 +60,10 @@ class Settings:
     confirm_timeout: float = 30.0
 
     TAKES: ClassVar[Mapping[str, str]] = {
-        "prefix": f"takes 1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'",
+        "prefix": (
+            f"takes 1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'; 'amq.' is "
+            "the broker's own"
+        ),
         "layout": (
             'takes "clock", "binary", "geometric", a mapping with one of these or "custom" as its '
             '"name", or a list of (name, base, unit)'
@@ -127,6 +133,7 @@ class Settings:
             and 0 < len(value) <= MAX_PREFIX_LENGTH
             and value.isascii()
             and all(character.isalnum() or character in "-_:." for character in value)
+            and not value.startswith("amq.")
         )
 
     @staticmethod
@@ -137,7 +144,7 @@ class Settings:
 
     @staticmethod
     def _takes_tick(value: object) -> bool:
-        return _is_positive(value) and round(value * 1000, 6) % 1 == 0  # type: ignore[operator]
+        return _is_positive(value) and (Fraction(repr(value)) * 1000).denominator == 1
 
     @staticmethod
     def _takes_queue_type(value: object) -> bool:
@@ -160,15 +167,11 @@ def _name(key: object, namespace: str | None) -> str | None:
     """Return our name of a configuration key, None where it is not ours."""
     if not isinstance(key, str):
         return None
-    if namespace and key.startswith(f"{namespace}_{PREFIX.upper()}"):
-        key = key.removeprefix(f"{namespace}_").lower()
+    before = f"{namespace.rstrip('_')}_" if namespace else ""
+    if before and key.startswith(before + PREFIX.upper()):
+        key = key.removeprefix(before).lower()
     return key.removeprefix(PREFIX) if key.startswith(PREFIX) else None
 
 
 def _is_positive(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and isfinite(value)
-        and value > 0
-    )
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= A_YEAR

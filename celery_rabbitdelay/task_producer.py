@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
 from typing import Any
 
 from celery.app.amqp import AMQP
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.destination import Destination, resolve
-from celery_rabbitdelay.exceptions import NeedsDistribution
+from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.producer import DelayedProducer
-from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.publisher import RESENDS, Publisher
 from celery_rabbitdelay.settings import Settings
 
 __all__ = ["DelayedTaskProducer"]
@@ -27,7 +26,7 @@ class DelayedTaskProducer(DelayedProducer):
         publisher: What publishes.
         settings: The application's settings.
         amqp: ``app.amqp``, for the queues that the application knows.
-        delay: How long until the task may start, or the instant.
+        due: When the task may start.
         came_from: The name of the queue that a retried task came from, where that is known.
     """
 
@@ -36,7 +35,7 @@ class DelayedTaskProducer(DelayedProducer):
         publisher: Publisher,
         settings: Settings,
         amqp: AMQP,
-        delay: timedelta | datetime,
+        due: Due,
         came_from: str | None = None,
     ) -> None:
         super().__init__(
@@ -46,7 +45,7 @@ class DelayedTaskProducer(DelayedProducer):
             may_declare=settings.declare == "auto",
         )
         self._amqp = amqp
-        self._delay = delay
+        self._due = due
         self._came_from = came_from
         self._task_is_sent = False
 
@@ -60,8 +59,9 @@ class DelayedTaskProducer(DelayedProducer):
         if self._task_is_sent:
             super().publish(body, **options)
             return
+        declare = options.pop("declare", None) or []
         destination = self._destination(
-            options.pop("exchange"), options.pop("routing_key"), options.pop("declare", None)
+            options.pop("exchange"), options.pop("routing_key"), declare
         )
         retry = options.pop("retry", False)
         policy = options.pop("retry_policy", None) or {}
@@ -70,25 +70,23 @@ class DelayedTaskProducer(DelayedProducer):
         self.publish_delayed(
             body,
             destination,
-            self._delay,
-            resends=policy.get("max_retries", 3) if retry else 0,
+            self._due,
+            declare=declare,
+            resends=policy.get("max_retries", RESENDS) if retry else 0,
             backoff=(
-                policy.get("interval_start", 0),
-                policy.get("interval_step", 0.2),
-                policy.get("interval_max", 1),
+                policy.get("interval_start") or 0.0,
+                policy.get("interval_step") or 0.0,
+                policy.get("interval_max") or 0.0,
             ),
             **options,
         )
         self._task_is_sent = True
 
     def _destination(
-        self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any] | None
+        self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any]
     ) -> Destination:
-        queues = self._amqp.queues
-        routed_to = [entity for entity in declare or () if isinstance(entity, Queue)]
         name = exchange.name if isinstance(exchange, Exchange) else exchange or ""
-        try:
-            return resolve(name, routing_key or "", routed_to, came_from=self._came_from)
-        except NeedsDistribution:
-            known = [*routed_to, *queues.values()]
-            return resolve(name, routing_key or "", known, queues.consume_from, self._came_from)
+        queues = self._amqp.queues
+        routed_to = [entity for entity in declare if isinstance(entity, Queue)]
+        known = [*routed_to, *queues.values()]
+        return resolve(name, routing_key or "", known, queues.consume_from, self._came_from)

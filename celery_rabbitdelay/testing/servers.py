@@ -8,6 +8,9 @@ its port, its data, its cookie nor its Erlang port mapper. Use it as a context m
 
 A server can also be killed, started again on the same port and data, suspended and resumed, which
 is how a test shows that nothing is lost. No docker is needed.
+
+On Linux, a server ends with the thread that started it, however that ends: start one from a thread
+that lives as long as it is needed.
 """
 
 from __future__ import annotations
@@ -141,6 +144,8 @@ class Server:
         Raises:
             ServerNotStarted: The program is missing, ended, or did not answer in time.
         """
+        assert not self.running, "the server runs already"
+        self.folder.mkdir(exist_ok=True)
         command = self._command()
         if shutil.which(command[0]) is None:
             raise ServerNotStarted(
@@ -275,6 +280,7 @@ class RabbitMQServer(Server):
 
     def start(self) -> None:
         """Start the port mapper, then the node, and wait until it takes AMQP connections."""
+        self.folder.mkdir(exist_ok=True)
         self._write_configuration()
         self._start_mapper()
         super().start()
@@ -298,7 +304,10 @@ class RabbitMQServer(Server):
             )
         with self._log_path.open("ab") as log:
             self._mapper = self._spawn(command, self._environment(), log)
-        wait_for(self._mapper_listens, "start of the Erlang port mapper", START_TIMEOUT)
+        try:
+            wait_for(self._mapper_listens, "start of the Erlang port mapper", START_TIMEOUT)
+        except TimeoutError as timeout:
+            raise ServerNotStarted(f"{timeout}\n{self.log[-2000:]}") from timeout
 
     def _mapper_listens(self) -> bool:
         try:
@@ -366,7 +375,7 @@ class RabbitMQServer(Server):
         # The node answers a wrong protocol header with its own and closes: it takes connections.
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as client:
-                client.sendall(b"AMQP\x00\x00\x09\x01\x01"[:8])
+                client.sendall(b"AMQP\x00\x00\x09\x01")
                 return client.recv(1) != b""
         except OSError:
             return False

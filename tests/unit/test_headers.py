@@ -14,6 +14,7 @@ ADDED_BY_THE_BROKER: dict[str, Any] = {
     "x-first-death-queue": "rabbitdelay.seconds.1",
     "x-last-death-exchange": "rabbitdelay.seconds.x1",
     "x-delivery-count": 2,
+    "x-acquired-count": 2,
 }
 
 DELAYED: dict[str, Any] = {

@@ -42,14 +42,19 @@ def test_every_kind_of_layout_can_be_set(layout: Any, levels: int) -> None:
         ("prefix", "a b"),
         ("prefix", "p" * 101),
         ("prefix", 7),
+        ("prefix", "amq.delays"),
         ("layout", "sundial"),
         ("layout", {"name": "binary", "factor": 3}),
         ("layout", {"factor": 3}),
         ("layout", [("minutes", 60, 60), ("seconds", 59, 1)]),
         ("layout", 7),
         ("layout", [("minutes",)]),
+        ("layout", [(5, 60, 1)]),
+        ("layout", [("m" * 51, 60, 1)]),
         ("tick", 0),
         ("tick", 0.0005),
+        ("tick", 1e-10),
+        ("tick", 10**400),
         ("tick", "0.1"),
         ("tick", True),
         ("tick", float("nan")),
@@ -76,14 +81,15 @@ def test_a_key_that_does_not_exist_is_an_error_that_lists_those_that_do() -> Non
     assert caught.value.key == "rabbitdelay_layouts"
 
 
-def test_keys_are_read_from_django_s_namespace() -> None:
+@pytest.mark.parametrize("namespace", ["CELERY", "CELERY_"])
+def test_keys_are_read_from_django_s_namespace(namespace: str) -> None:
     app: Any = celery.Celery("shop", set_as_current=False)
     source = {
         "CELERY_RABBITDELAY_PREFIX": "shop",
         "CELERY_RABBITDELAY_TICK": 1,
         "RABBITDELAY_ELSE": "not ours: it has no namespace",
     }
-    app.config_from_object(source, namespace="CELERY")
+    app.config_from_object(source, namespace=namespace)
     settings = Settings.of(app.conf, app.namespace)
     assert (settings.prefix, settings.tick) == ("shop", 1)
 

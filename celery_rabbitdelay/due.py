@@ -1,0 +1,77 @@
+"""The instant at which a message is due, and how much of its delay is left."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from celery_rabbitdelay.place_value import Delay, milliseconds, milliseconds_until
+
+__all__ = ["Due"]
+
+_NS_PER_MS: Final = 1_000_000
+
+#: A length of time keeps its digits while less than this part of it was lost on the way to the
+#: broker: an hour stays one stop although connecting took a moment.
+NEGLIGIBLE: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """When a message may reach its destination, fixed when the caller asked.
+
+    Attributes:
+        at_ns: The instant, in nanoseconds since 1970-01-01 UTC.
+        delay_ms: How far ahead it was when the caller asked, in milliseconds, rounded up.
+        is_instant: Whether the caller named the instant and not the length.
+    """
+
+    at_ns: int
+    delay_ms: int
+    is_instant: bool = False
+
+    @classmethod
+    def after(cls, delay: Delay) -> Due:
+        """Due after a length of time, in seconds or as a timedelta, from now on.
+
+        Raises:
+            InvalidDelay: It is not finite.
+            InvalidDelayType: It is not a length of time.
+        """
+        delay_ms = milliseconds(delay)
+        return cls(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms)
+
+    @classmethod
+    def at(cls, instant: datetime) -> Due:
+        """Due at an instant.
+
+        Raises:
+            InvalidDelay: The datetime is naive.
+            InvalidDelayType: It is no datetime.
+        """
+        delay_ms = milliseconds_until(instant, datetime.now(UTC))
+        return cls(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms, is_instant=True)
+
+    @property
+    def at_ms(self) -> int:
+        """The instant in milliseconds since 1970-01-01 UTC, as the header has it."""
+        return self.at_ns // _NS_PER_MS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was due already when the caller asked."""
+        return self.delay_ms <= 0
+
+    def left_ms(self) -> int:
+        """Milliseconds to wait from now on, rounded up.
+
+        What was lost since the caller asked is taken off, unless it is too little to matter beside
+        a length of time, which then keeps its digits.
+        """
+        left = -((time.time_ns() - self.at_ns) // _NS_PER_MS)
+        lost = self.delay_ms - left
+        if not self.is_instant and lost * NEGLIGIBLE <= self.delay_ms:
+            return self.delay_ms
+        return left
