@@ -13,9 +13,9 @@ __all__ = ["Due"]
 
 _NS_PER_MS: Final = 1_000_000
 
-#: A length of time keeps its digits while less than this part of it was lost on the way to the
+#: A length of time keeps its digits while less than one in so many of it was lost on the way to the
 #: broker: an hour stays one stop although connecting took a moment.
-NEGLIGIBLE: Final = 100
+NEGLIGIBLE: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from typing import Any
 
 import celery
 import pytest
+from celery.signals import before_task_publish
+from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, install
 from celery_rabbitdelay.exceptions import (
@@ -17,6 +19,7 @@ from celery_rabbitdelay.exceptions import (
     InvalidDelayType,
     InvalidSetting,
     MessageReturned,
+    NeedsDistribution,
     UnknownOption,
 )
 
@@ -99,6 +102,46 @@ def test_an_unreachable_broker_is_an_operational_error_as_celery_documents(remin
 def test_an_option_that_does_not_exist_yet_is_refused(remind: Any, option: str) -> None:
     with pytest.raises(UnknownOption, match=option):
         remind.apply_async(delay=5, **{option: 60})
+
+
+def test_what_celery_takes_by_position_is_taken_by_position(app: Any) -> None:
+    router = app.amqp.router
+    with pytest.raises(ConnectionLost):
+        app.send_task("remind", (), {}, None, None, "id", None, None, router, delay=5)
+
+
+def test_queues_that_are_set_are_still_celery_s_queues(app: Any) -> None:
+    app.amqp.queues = [Queue("one")]
+    assert app.amqp.queues["one"].exchange.name == "celery"
+
+
+def test_the_id_stays_the_same_where_celery_sends_the_task_after_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app: Any = Celery("shop", broker="memory://", set_as_current=False)
+    # A fake: memory stands in for RabbitMQ up to the point where the levels refuse the priority.
+    monkeypatch.setattr("celery_rabbitdelay.app.Celery._is_ours", lambda *arguments: True)
+    sent = []
+
+    def note(headers: dict[str, Any], **rest: Any) -> None:
+        sent.append(headers["id"])
+
+    before_task_publish.connect(note)
+    try:
+        result = app.send_task("remind", countdown=5, priority=9)
+    finally:
+        before_task_publish.disconnect(note)
+    assert set(sent) == {result.id}
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_only_a_retry_goes_back_to_the_queue_that_its_headers_name(app: Any, retries: int) -> None:
+    fanout = Exchange("all", type="fanout")
+    app.conf.task_queues = [Queue("a", fanout), Queue("b", fanout)]
+    headers = {"rabbitdelay-due": 1, "rabbitdelay-queue": "b"}
+    expected = ConnectionLost if retries else NeedsDistribution
+    with pytest.raises(expected):
+        app.send_task("remind", delay=5, queue="a", headers=headers, retries=retries)
 
 
 def test_a_wrong_setting_fails_at_the_first_delay(app: Any, remind: Any) -> None:

@@ -39,7 +39,7 @@ def test_what_is_due_is_fixed_when_the_caller_asks(clock: Clock) -> None:
     assert due.left_ms() == 80_000
 
 
-@pytest.mark.parametrize(("lost_ms", "left_ms"), [(0, 10_000), (99, 10_000), (101, 9_899)])
+@pytest.mark.parametrize(("lost_ms", "left_ms"), [(0, 10_000), (9, 10_000), (11, 9_989)])
 def test_a_length_of_time_keeps_its_digits_while_next_to_nothing_was_lost(
     clock: Clock, lost_ms: int, left_ms: int
 ) -> None:
@@ -74,4 +74,4 @@ def test_the_wait_that_is_left_never_ends_before_the_message_is_due(
     assert ends_ns >= due.at_ns
     late_ns = max(ends_ns - due.at_ns - 1_000_000, 0)
     assert late_ns <= lost_ns
-    assert late_ns * 100 <= due.delay_ms * 1_000_000
+    assert late_ns * 1000 <= due.delay_ms * 1_000_000
