@@ -152,12 +152,12 @@ class Celery(celery.Celery):
             return send(countdown, eta)
         # One id for the task, also where Celery has to send it after all.
         task_id = task_id or uuid()
-        due = self._due(delay, countdown, eta)
         callers = producer or options.get("publisher")
         callers_connection = connection or (callers.connection if callers is not None else None)
         if not self._is_ours(name, options.get("task_type"), delay, callers_connection):
             return send(countdown if delay is None else milliseconds(delay) / 1000, eta)
         _refuse_unknown(options)
+        due = self._due(delay, countdown, eta)
         if due.is_over:
             return send(None, None)
         settings = self.rabbitdelay.settings

@@ -160,6 +160,19 @@ def test_a_task_can_keep_celery_s_own_countdown() -> None:
     assert _header_of_the_only_message(app)["eta"] is not None
 
 
+@pytest.mark.parametrize("rabbitdelay", [True, False])
+def test_where_celery_does_it_itself_a_naive_eta_means_what_it_means_to_celery(
+    rabbitdelay: bool,
+) -> None:
+    app: Any = Celery("shop", broker="memory://", set_as_current=False)
+
+    @app.task(rabbitdelay=rabbitdelay, shared=False)
+    def remind() -> None: ...
+
+    remind.apply_async(eta=datetime(2100, 1, 1))
+    assert _header_of_the_only_message(app)["eta"] == "2100-01-01T00:00:00"
+
+
 def test_on_another_broker_a_delay_is_celery_s_countdown() -> None:
     app: Any = Celery("shop", broker="memory://", set_as_current=False)
 
