@@ -9,36 +9,32 @@ producer that publishes it is ours.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, TypeVar
 
 import celery
 from celery.app import amqp as celery_amqp
-from celery.exceptions import Reject
 from celery.result import AsyncResult
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import make_aware
-from kombu import Connection, Producer, Queue
+from kombu import Connection, Producer
 from kombu.utils.objects import cached_property
 from kombu.utils.uuid import uuid
 
 from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import (
-    ConfirmTimeout,
-    ConnectionBlocked,
-    ConnectionLost,
     InvalidDelay,
     InvalidDelayType,
-    MessageNacked,
     NeedsDistribution,
-    NoPublisherFree,
     UnknownOption,
 )
+from celery_rabbitdelay.mixing import mixed
 from celery_rabbitdelay.place_value import Delay, milliseconds
+from celery_rabbitdelay.queues import DelayingAMQP
 from celery_rabbitdelay.rabbitdelay import RabbitDelay, speaks_amqp
+from celery_rabbitdelay.task import DelayingTask, refuse_two
 from celery_rabbitdelay.task_producer import DelayedTaskProducer
 
 __all__ = ["Celery", "install"]
@@ -50,16 +46,8 @@ AppT = TypeVar("AppT", bound=celery.Celery)
 #: The bootstep that makes a worker ready for delayed tasks, as Celery imports it.
 WORKER_STEP = "celery_rabbitdelay.worker.step:DelayLevels"
 
-
 #: Options of a delayed task that are taken by a later version; Celery would drop them in silence.
 NOT_YET = frozenset({"key", "tolerance"})
-
-
-#: Errors of sending that the next attempt may not meet.
-MAY_PASS = (MessageNacked, ConfirmTimeout, ConnectionBlocked, ConnectionLost, NoPublisherFree)
-
-#: The longest pause, in seconds, before a task whose retry could not be sent goes back.
-LONGEST_PAUSE = 10.0
 
 
 class Celery(celery.Celery):
@@ -82,12 +70,12 @@ class Celery(celery.Celery):
     @cached_property
     def amqp(self) -> celery_amqp.AMQP:
         """Celery's AMQP features of the application."""
-        amqp_class: type[DelayingAMQP] = _with(DelayingAMQP, symbol_by_name(self.amqp_cls))  # type: ignore[arg-type]
+        amqp_class: type[DelayingAMQP] = mixed(DelayingAMQP, symbol_by_name(self.amqp_cls))  # type: ignore[arg-type]
         return amqp_class(app=self)
 
     def create_task_cls(self) -> type[celery.Task[Any, Any]]:
         """Create the base class of the application's tasks."""
-        base = _with(DelayingTask, symbol_by_name(self.task_cls))  # type: ignore[arg-type]
+        base = mixed(DelayingTask, symbol_by_name(self.task_cls))  # type: ignore[arg-type]
         return self.subclass_with_self(
             base, name="Task", attribute="_app", keep_reduce=True, abstract=True
         )
@@ -139,7 +127,7 @@ class Celery(celery.Celery):
         """
         came_from, options = _without_former_delay(options)
         if delay is not None:
-            _refuse_two(delay, countdown, eta)
+            refuse_two(delay, countdown, eta)
 
         def send(
             countdown: Any, eta: Any, producer: Any = producer, connection: Any = connection
@@ -205,84 +193,6 @@ class Celery(celery.Celery):
         return instant
 
 
-class DelayingTask(celery.Task):  # type: ignore[type-arg]
-    """The base class of the application's tasks, mixed with the one that the user chose."""
-
-    abstract = True
-
-    #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
-    rabbitdelay: bool = True
-
-    def retry(
-        self,
-        args: Any = None,
-        kwargs: Any = None,
-        exc: Exception | None = None,
-        throw: bool = True,
-        eta: datetime | None = None,
-        countdown: float | None = None,
-        max_retries: int | None = None,
-        *,
-        delay: Delay | None = None,
-        **options: Any,
-    ) -> Any:
-        """Retry the task, as :meth:`celery.app.task.Task.retry`, which takes ``delay`` as well.
-
-        A retry that could not be sent is not lost in silence. Where that may pass and the task has
-        ``acks_late``, its message goes back to its queue after a pause of up to 10 s, and the task
-        runs again; each time counts towards the queue's delivery limit. Else the task fails with
-        the error.
-
-        Raises:
-            TypeError: ``delay`` together with ``countdown`` or ``eta``.
-        """
-        if delay is not None:
-            _refuse_two(delay, countdown, eta)
-            countdown = milliseconds(delay) / 1000
-        try:
-            return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
-        except Reject as rejected:
-            if not self.rabbitdelay:
-                raise
-            # Celery would drop the message: the retry could not be sent.
-            unsent = rejected.args[0]
-            if self.acks_late and isinstance(unsent, MAY_PASS):
-                # Not at once: the message would come back and fail in a hot loop.
-                time.sleep(min(max(countdown or 0.0, 1.0), LONGEST_PAUSE))
-                raise Reject(unsent, requeue=True) from unsent
-            raise unsent from None
-
-
-class DelayingQueues(celery_amqp.Queues):
-    """Celery's queues; one that a running worker is told to consume from is made ready."""
-
-    #: What kombu calls when such a queue was declared.
-    on_declared: Callable[[str, int, int], None] | None = None
-
-    def select_add(self, queue: Any, **options: Any) -> Queue:  # type: ignore[override]
-        """Add a queue that the worker shall consume from (``add_consumer``)."""
-        selected: Queue = super().select_add(queue, **options)  # type: ignore[assignment]
-        if selected.on_declared is None:
-            selected.on_declared = self.on_declared
-        return selected
-
-
-class DelayingAMQP(celery_amqp.AMQP):
-    """Celery's AMQP features; its queues know how to become ready for delayed tasks."""
-
-    def Queues(self, *args: Any, **options: Any) -> celery_amqp.Queues:  # noqa: N802
-        """Create Celery's queues by name."""
-        return self.make_delaying(super().Queues(*args, **options))
-
-    def make_delaying(self, queues: celery_amqp.Queues) -> celery_amqp.Queues:
-        """Turn existing queues into :class:`DelayingQueues`."""
-        queues.__class__ = _with(DelayingQueues, type(queues))
-        assert isinstance(queues, DelayingQueues)
-        assert isinstance(self.app, Celery)
-        queues.on_declared = self.app.rabbitdelay.make_ready
-        return queues
-
-
 def install(app: AppT) -> AppT:
     """Have the delays of an existing application live in RabbitMQ; returns the application.
 
@@ -295,36 +205,20 @@ def install(app: AppT) -> AppT:
     """
     if isinstance(app, Celery):
         return app
-    app.__class__ = _with(Celery, type(app))
+    app.__class__ = mixed(Celery, type(app))
     app.__dict__.pop("Task", None)
     app.steps["consumer"].add(WORKER_STEP)
     amqp = app.__dict__.get("amqp")
     if amqp is not None:
-        amqp.__class__ = _with(DelayingAMQP, type(amqp))
+        amqp.__class__ = mixed(DelayingAMQP, type(amqp))
         if "queues" in amqp.__dict__:
             amqp.make_delaying(amqp.queues)
     return app
 
 
-def _with(ours: type[Any], base: type[Any]) -> type[Any]:
-    """Return a class that is ``ours`` and ``base``."""
-    if issubclass(base, ours):
-        return base
-    if issubclass(ours, base):
-        return ours
-    attributes = {"__module__": base.__module__, "_installed_on": base}
-    return type(base.__name__, (ours, base), attributes)
-
-
 def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.Celery:
     """Unpickle an application: the class that :func:`install` made cannot be imported by name."""
     return install(rebuild(*arguments))
-
-
-def _refuse_two(delay: Delay, countdown: float | None, eta: datetime | str | None) -> None:
-    for name, value in (("countdown", countdown), ("eta", eta)):
-        if value is not None:
-            raise InvalidDelayType(delay, f"cannot be combined with {name} = {value!r}")
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 
-__all__ = ["Delay", "digits", "milliseconds", "milliseconds_until", "number", "place_values"]
+__all__ = ["Delay", "digits", "milliseconds", "milliseconds_until", "place_values"]
 
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
@@ -95,11 +95,3 @@ def digits(value: int, bases: Sequence[int]) -> tuple[int, ...]:
     if rest:
         raise OverflowError(f"{value} does not fit in {len(bases)} digits of the bases {bases}")
     return tuple(reversed(reversed_digits))
-
-
-def number(digits: Sequence[int], bases: Sequence[int]) -> int:
-    """Return the number that :func:`digits` wrote."""
-    value = 0
-    for digit, base in zip(digits, bases, strict=True):
-        value = value * base + digit
-    return value

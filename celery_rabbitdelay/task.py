@@ -1,0 +1,93 @@
+"""The base class of an application's tasks: a retry takes a delay, and is not lost in silence."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any, Final
+
+import celery
+from celery.exceptions import Reject
+
+from celery_rabbitdelay.exceptions import (
+    ConfirmTimeout,
+    ConnectionBlocked,
+    ConnectionLost,
+    InvalidDelayType,
+    MessageNacked,
+    NoPublisherFree,
+)
+from celery_rabbitdelay.place_value import Delay, milliseconds
+
+__all__ = ["DelayingTask", "refuse_two"]
+
+#: Errors of sending that the next attempt may not meet.
+MAY_PASS: Final = (
+    MessageNacked,
+    ConfirmTimeout,
+    ConnectionBlocked,
+    ConnectionLost,
+    NoPublisherFree,
+)
+
+#: The longest pause, in seconds, before a task whose retry could not be sent goes back.
+LONGEST_PAUSE: Final = 10.0
+
+
+class DelayingTask(celery.Task):  # type: ignore[type-arg]
+    """The base class of the application's tasks, mixed with the one that the user chose."""
+
+    abstract = True
+
+    #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
+    rabbitdelay: bool = True
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: Exception | None = None,
+        throw: bool = True,
+        eta: datetime | None = None,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        *,
+        delay: Delay | None = None,
+        **options: Any,
+    ) -> Any:
+        """Retry the task, as :meth:`celery.app.task.Task.retry`, which takes ``delay`` as well.
+
+        A retry that could not be sent is not lost in silence. Where that may pass and the task has
+        ``acks_late``, its message goes back to its queue after a pause of up to 10 s, and the task
+        runs again; each time counts towards the queue's delivery limit. Else the task fails with
+        the error.
+
+        Raises:
+            TypeError: ``delay`` together with ``countdown`` or ``eta``.
+        """
+        if delay is not None:
+            refuse_two(delay, countdown, eta)
+            countdown = milliseconds(delay) / 1000
+        try:
+            return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
+        except Reject as rejected:
+            if not self.rabbitdelay:
+                raise
+            # Celery would drop the message: the retry could not be sent.
+            unsent = rejected.args[0]
+            if self.acks_late and isinstance(unsent, MAY_PASS):
+                # Not at once: the message would come back and fail in a hot loop.
+                time.sleep(min(max(countdown or 0.0, 1.0), LONGEST_PAUSE))
+                raise Reject(unsent, requeue=True) from unsent
+            raise unsent from None
+
+
+def refuse_two(delay: Delay, countdown: float | None, eta: datetime | str | None) -> None:
+    """Refuse a delay together with a countdown or an eta.
+
+    Raises:
+        InvalidDelayType: Both were given.
+    """
+    for name, value in (("countdown", countdown), ("eta", eta)):
+        if value is not None:
+            raise InvalidDelayType(delay, f"cannot be combined with {name} = {value!r}")
