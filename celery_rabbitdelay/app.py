@@ -157,8 +157,8 @@ class Celery(celery.Celery):
         except NeedsDistribution as unsupported:
             if delay is not None:
                 raise
-            # Celery's own countdown can do it, and refusing it could lose a task that is retried.
-            logger.warning("%s. Celery's own countdown is used instead.", unsupported)
+            # Celery's own way can do it, and refusing it could lose a task that is retried.
+            logger.warning("%s. It is left to Celery, which delays it in its own way.", unsupported)
             return send(countdown, eta)
 
     def _is_ours(
@@ -185,9 +185,9 @@ class Celery(celery.Celery):
         try:
             instant = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
         except ValueError as wrong:
-            raise InvalidDelay(eta, f"takes an instant: {wrong}") from wrong
+            raise InvalidDelay(eta, f"takes an instant: {wrong}", "eta") from wrong
         if not isinstance(instant, datetime):
-            raise InvalidDelayType(eta, "takes an aware datetime")
+            raise InvalidDelayType(eta, "takes an aware datetime", "eta")
         if instant.tzinfo is None and self.conf.timezone:
             return make_aware(instant, self.timezone)
         return instant

@@ -44,15 +44,17 @@ class InvalidDelay(RabbitDelayError, ValueError):
     Attributes:
         value: The delay as it was given.
         reason: What is wrong with it.
+        what: What it was given as: "delay" or "eta".
     """
 
-    def __init__(self, value: object, reason: str) -> None:
-        super().__init__(value, reason)
+    def __init__(self, value: object, reason: str, what: str = "delay") -> None:
+        super().__init__(value, reason, what)
         self.value = value
         self.reason = reason
+        self.what = what
 
     def __str__(self) -> str:
-        return f"delay {self.value!r}: {self.reason}"
+        return f"{self.what} {self.value!r}: {self.reason}"
 
 
 class InvalidDelayType(InvalidDelay, TypeError):
@@ -200,8 +202,9 @@ class NeedsDistribution(RabbitDelayError, NotImplementedError):
     def __str__(self) -> str:
         return (
             f"{self.what} cannot be delayed: the levels hand a message to one queue, with a "
-            "priority of at most 4 on quorum queues. Send to a queue that the application knows "
-            "(task_queues), or set rabbitdelay=False on the task to keep Celery's own behavior"
+            "priority of at most 4 on quorum queues. Send it to one queue that the application "
+            "knows (task_queues), with a priority of 4 or less; or set rabbitdelay=False on the "
+            "task to keep Celery's own behavior"
         )
 
 
@@ -249,7 +252,10 @@ class ConnectionBlocked(PublishError):
 
 
 class ConnectionLost(PublishError):
-    """The connection broke before the confirm, and again at each resend."""
+    """The connection could not be opened, was refused, or broke before the confirm.
+
+    Where another attempt could help, it was made, as often as the caller allows.
+    """
 
 
 class NoPublisherFree(RabbitDelayError, OperationalError):

@@ -22,8 +22,6 @@ __all__ = ["Delay", "digits", "milliseconds", "milliseconds_until", "place_value
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
 
-_MILLISECOND = timedelta(milliseconds=1)
-
 
 def milliseconds(delay: Delay) -> int:
     """Return a delay in milliseconds, rounded up: never early.
@@ -40,7 +38,8 @@ def milliseconds(delay: Delay) -> int:
     if type(delay) is int:
         return delay * 1000
     if isinstance(delay, timedelta):
-        return -(-delay // _MILLISECOND)
+        microseconds = (delay.days * 86_400 + delay.seconds) * 1_000_000 + delay.microseconds
+        return -(-microseconds // 1000)
     if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
         raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
     if not isfinite(delay):
@@ -63,9 +62,14 @@ def milliseconds_until(instant: datetime, now: datetime) -> int:
         InvalidDelay: ``instant`` is naive, so that nobody can tell which instant it means.
     """
     if not isinstance(instant, datetime):
-        raise InvalidDelayType(instant, "takes an aware datetime")
+        raise InvalidDelayType(instant, "takes an aware datetime", "eta")
     if instant.utcoffset() is None:
-        raise InvalidDelay(instant, "takes an aware datetime; a naive one names no instant")
+        raise InvalidDelay(
+            instant,
+            "takes an aware datetime; a naive one names no instant. Use datetime.now(UTC), or set "
+            "Celery's timezone to say what it means",
+            "eta",
+        )
     return milliseconds(instant - now)
 
 

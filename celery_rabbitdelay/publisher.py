@@ -9,7 +9,12 @@ from contextlib import suppress
 from typing import Final, TypeAlias
 
 import amqp
-from amqp.exceptions import FrameSyntaxError, NotFound
+from amqp.exceptions import (
+    AccessRefused,
+    FrameSyntaxError,
+    IrrecoverableConnectionError,
+    NotFound,
+)
 from kombu import Connection
 
 from celery_rabbitdelay.confirms import ConfirmChannel
@@ -93,6 +98,7 @@ class Publisher:
         """
         message.properties["delivery_mode"] = PERSISTENT
         deadline = time.monotonic() + timeout
+        first_address = address()
         attempts = 0
         pause, step, longest = backoff
         while True:
@@ -101,13 +107,16 @@ class Publisher:
                 return self._attempt(message, address, prepare, deadline)
             except PublishError:
                 raise
+            except IrrecoverableConnectionError as refused:
+                # A virtual host that does not exist, say: the next attempt would meet it again.
+                self.discard()
+                raise self._lost(first_address, attempts, refused) from refused
             except self._connection_errors as lost:
                 self.discard()
                 self.connection.maybe_switch_next()
                 exhausted = resends is not None and attempts > resends
                 if exhausted or time.monotonic() + pause >= deadline:
-                    reason = f"connection lost, attempt {attempts}: {lost!r}"
-                    raise ConnectionLost(*address(), reason) from lost
+                    raise self._lost(first_address, attempts, lost) from lost
             except BaseException:
                 # Also an interrupt or a time limit: nobody knows what is on its way, and the next
                 # message must not be taken for this one.
@@ -115,6 +124,12 @@ class Publisher:
                 raise
             time.sleep(pause)
             pause = min(pause + step, longest)
+
+    def _lost(
+        self, address: tuple[str, str], attempts: int, cause: BaseException
+    ) -> ConnectionLost:
+        broker = self.connection.as_uri()
+        return ConnectionLost(*address, f"no connection to {broker}, attempt {attempts}: {cause!r}")
 
     @property
     def _connection_errors(self) -> tuple[type[BaseException], ...]:
@@ -128,7 +143,10 @@ class Publisher:
         prepare: Callable[[Connection], None] | None,
         deadline: float,
     ) -> None:
-        confirming = self._open(deadline)
+        try:
+            confirming = self._open(deadline)
+        except AccessRefused as refused:
+            raise self._lost(address(), 1, refused) from refused
         if prepare is not None:
             try:
                 with confirming.answers_within(_remaining(deadline)):
@@ -164,10 +182,12 @@ class Publisher:
     def _open(self, deadline: float) -> ConfirmChannel:
         if self._confirming is None or not self._confirming.open:
             own_timeout = self.connection.connect_timeout
-            # kombu tries twice.
-            within = min(own_timeout or CONNECT_TIMEOUT, _remaining(deadline) / 2)
-            self.connection.connect_timeout = within
+            self.connection.connect_timeout = min(
+                own_timeout or CONNECT_TIMEOUT, _remaining(deadline)
+            )
             try:
+                # Once: left to itself, kombu waits two seconds and tries again.
+                self.connection.ensure_connection(max_retries=0, reraise_as_library_errors=False)
                 self._confirming = ConfirmChannel(self.connection)
             finally:
                 self.connection.connect_timeout = own_timeout

@@ -12,7 +12,7 @@ from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
 from celery_rabbitdelay.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.topology import QueueType, Topology
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "checked_seconds"]
 
 #: The beginning of all our keys.
 PREFIX: Final = "rabbitdelay_"
@@ -161,6 +161,17 @@ class Settings:
     @staticmethod
     def _takes_confirm_timeout(value: object) -> bool:
         return _is_positive(value)
+
+
+def checked_seconds(key: str, value: Any) -> float:
+    """Return a timeout that one call gives.
+
+    Raises:
+        InvalidSetting: It is not a positive number of seconds.
+    """
+    if not _is_positive(value):
+        raise InvalidSetting(key, value, Settings.TAKES["confirm_timeout"])
+    return float(value)
 
 
 def _name(key: object, namespace: str | None) -> str | None:

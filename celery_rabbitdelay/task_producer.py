@@ -11,7 +11,7 @@ from celery_rabbitdelay.destination import Destination, resolve
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.producer import DelayedProducer
 from celery_rabbitdelay.publisher import RESENDS, Publisher
-from celery_rabbitdelay.settings import Settings
+from celery_rabbitdelay.settings import Settings, checked_seconds
 
 __all__ = ["DelayedTaskProducer"]
 
@@ -65,7 +65,9 @@ class DelayedTaskProducer(DelayedProducer):
         )
         retry = options.pop("retry", False)
         policy = options.pop("retry_policy", None) or {}
-        self.timeout = options.pop("confirm_timeout", None) or self.timeout
+        timeout = options.pop("confirm_timeout", None)
+        if timeout is not None:
+            self.timeout = checked_seconds("confirm_timeout", timeout)
         options.pop("timeout", None)
         self.publish_delayed(
             body,

@@ -303,7 +303,7 @@ def test_what_only_a_distribution_can_restore_is_refused_or_left_to_celery(
     (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
     assert arrival.message.headers["eta"]
     assert arrival.message.properties["priority"] == 9
-    assert "Celery's own countdown is used" in caplog.text
+    assert "It is left to Celery" in caplog.text
 
 
 @pytest.mark.parametrize("give", ["connection", "producer", "publisher"])

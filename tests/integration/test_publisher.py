@@ -208,7 +208,8 @@ def test_a_message_is_sent_again_after_the_connection_was_closed_by_the_broker(
         return "", "test-private"
 
     publisher.publish(amqp.Message("x"), address)
-    assert len(asked) == 2, "the way depends on the time that is left: asked at each attempt"
+    # Once before all, for errors, and then at each attempt: it depends on the time that is left.
+    assert len(asked) == 3
     with Connection(broker.url) as connection:
         assert count(connection, "test-private") == before + 1
 
@@ -250,6 +251,24 @@ def _publish_until_the_queue_is_on_disk(publisher: Publisher) -> None:
     enough = time.monotonic() + 2
     while time.monotonic() < enough:
         publish(publisher, "test-private")
+
+
+def test_a_broker_that_refuses_the_login_is_an_error_at_once(broker_url: str) -> None:
+    for url in (broker_url.replace("guest:guest", "guest:wrong"), f"{broker_url}nowhere"):
+        publisher = Publisher(Connection(url))
+        with pytest.raises(ConnectionLost, match="attempt 1: ") as caught:
+            publish(publisher, "queue")
+        assert "wrong" not in str(caught.value)
+        publisher.close()
+
+
+def test_a_connection_that_is_refused_is_not_waited_for() -> None:
+    publisher = Publisher(Connection("amqp://guest:guest@127.0.0.1:1//"))
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1//"):
+        publish(publisher, "queue", resends=0)
+    assert time.monotonic() - began < 1.5
+    publisher.close()
 
 
 def test_the_next_broker_of_a_list_is_tried(broker_url: str, declared: Queue) -> None:

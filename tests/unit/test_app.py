@@ -79,6 +79,7 @@ def test_a_naive_eta_means_the_time_of_the_timezone_setting(app: Any, remind: An
     with pytest.raises(ConnectionLost) as caught:
         remind.apply_async(eta=soon)
     # Tokyo is nine hours ahead: one hour is left.
+    assert str(caught.value).count("no connection") == 1
     assert caught.value.exchange in ("rabbitdelay.hours.x1", "rabbitdelay.minutes.x1")
 
 
@@ -96,6 +97,12 @@ def test_a_delay_above_the_capacity_names_the_capacity(remind: Any) -> None:
 def test_an_unreachable_broker_is_an_operational_error_as_celery_documents(remind: Any) -> None:
     with pytest.raises(celery.exceptions.OperationalError):
         remind.apply_async(delay=5)
+
+
+@pytest.mark.parametrize("timeout", ["5", 0, -1, float("nan")])
+def test_a_timeout_of_one_call_is_checked_as_the_setting_is(remind: Any, timeout: Any) -> None:
+    with pytest.raises(InvalidSetting, match="confirm_timeout"):
+        remind.apply_async(delay=5, confirm_timeout=timeout)
 
 
 @pytest.mark.parametrize("option", ["tolerance", "key"])

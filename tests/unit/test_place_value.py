@@ -58,6 +58,7 @@ def test_a_number_with_too_many_digits_is_refused(bases: list[int], excess: int)
         (timedelta(microseconds=1), 1),
         (timedelta(microseconds=-1), 0),
         (2**60, 2**60 * 1000),
+        (timedelta.max, 86_400_000_000_000_000),
     ],
 )
 def test_a_delay_in_milliseconds_is_rounded_up(delay: float, expected: int) -> None:
