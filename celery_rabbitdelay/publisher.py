@@ -12,7 +12,7 @@ import amqp
 from amqp.exceptions import (
     AccessRefused,
     FrameSyntaxError,
-    IrrecoverableConnectionError,
+    NotAllowed,
     NotFound,
 )
 from kombu import Connection
@@ -107,8 +107,8 @@ class Publisher:
                 return self._attempt(message, address, prepare, deadline)
             except PublishError:
                 raise
-            except IrrecoverableConnectionError as refused:
-                # A virtual host that does not exist, say: the next attempt would meet it again.
+            except NotAllowed as refused:
+                # The virtual host does not exist, or is not the user's: so it is the next time.
                 self.discard()
                 raise self._lost(first_address, attempts, refused) from refused
             except self._connection_errors as lost:
