@@ -55,7 +55,13 @@ class ChildProcess:
         self.log_path = folder / f"{name}.log"
         self._module = module
         self._folder = folder / name
-        self._environment = {**os.environ, **environment, "PYTHONPATH": _python_path()}
+        self._environment = {
+            **os.environ,
+            **environment,
+            "PYTHONPATH": _python_path(),
+            # What a killed process leaves behind goes with the folder.
+            "TMPDIR": str(self._folder),
+        }
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

@@ -216,7 +216,12 @@ class Server:
         raise NotImplementedError
 
     def _environment(self) -> dict[str, str]:
-        return {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), "LANG": "C.UTF-8"}
+        return {
+            "PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"),
+            "LANG": "C.UTF-8",
+            # What a killed process leaves behind goes with the folder.
+            "TMPDIR": str(self.folder),
+        }
 
     def _ready(self) -> bool:
         raise NotImplementedError
@@ -353,6 +358,7 @@ class RabbitMQServer(Server):
         return {
             **super()._environment(),
             "HOME": home,
+            "TMPDIR": home,
             "ERL_EPMD_PORT": str(self._mapper_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": f"rabbitdelay{self.port}@localhost",
