@@ -14,9 +14,12 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.declaration import delete
 from celery_rabbitdelay.layout import custom
 from celery_rabbitdelay.topology import Topology
+from tests.integration.shop import make_app
+from tests.integration.worker import Worker
 
 #: Levels of tenths and seconds, up to 5.9 s: declared in a blink, and all that most tests need.
-SHORT = custom([("seconds", 6, 1), ("ms", 10, 0.1)])
+LEVELS = [("seconds", 6, 1), ("ms", 10, 0.1)]
+SHORT = custom(LEVELS)
 
 
 @pytest.fixture
@@ -75,3 +78,49 @@ def make_queue(connection: Connection, prefix: str) -> Iterator[Callable[..., Qu
 def queue(make_queue: Callable[..., Queue]) -> Queue:
     """A quorum queue of this test's own; not declared."""
     return make_queue(queue_arguments={"x-queue-type": "quorum"})
+
+
+@pytest.fixture
+def configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
+    """A small topology under the test's prefix, results in Redis."""
+    return {
+        "prefix": prefix,
+        "broker_url": broker_url,
+        "result_backend": redis_url,
+        "rabbitdelay_prefix": prefix,
+        "rabbitdelay_layout": LEVELS,
+    }
+
+
+@pytest.fixture
+def make_shop(configuration: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """Makes applications; what they have declared is deleted when the test is over."""
+    made: list[Any] = []
+
+    def make(**settings: Any) -> Any:
+        made.append(make_app({**configuration, **settings}))
+        return made[-1]
+
+    yield make
+    for app in made:
+        with Connection(app.conf.broker_url) as connection:
+            delete(connection, app.rabbitdelay.topology, force=True)
+            for queue in app.amqp.queues.values():
+                with connection.channel() as channel, suppress(ChannelError):
+                    queue(channel).delete()
+                    if queue.exchange and queue.exchange.name:
+                        queue.exchange(channel).delete()
+        app.close()
+
+
+@pytest.fixture
+def shop(make_shop: Callable[..., Any]) -> Any:
+    """An application with quorum queues on exchanges of every type."""
+    return make_shop()
+
+
+@pytest.fixture
+def worker(configuration: dict[str, Any], shop: Any) -> Iterator[Worker]:
+    """A worker that serves all queues of the shop."""
+    with Worker(configuration) as worker:
+        yield worker

@@ -16,6 +16,9 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing.servers import wait_for
 
+#: Seconds until a result has to be there.
+PATIENCE = 30
+
 QUEUES = ("default", "second", "topic.reports", "topic.daily.reports", "mirror")
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from amqp.exceptions import ChannelError
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay import headers
-from celery_rabbitdelay.declaration import delete, missing, stands
+from celery_rabbitdelay.declaration import missing, stands
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionLost,
@@ -27,59 +25,8 @@ from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
 from celery_rabbitdelay.topology import Topology
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
-from tests.integration.shop import QUEUES, make_app
+from tests.integration.shop import PATIENCE, QUEUES
 from tests.integration.worker import Worker
-
-#: Seconds until a result has to be there.
-PATIENCE = 30
-
-LEVELS = [("seconds", 6, 1), ("ms", 10, 0.1)]
-
-
-@pytest.fixture
-def configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
-    """A small topology under the test's prefix, results in Redis."""
-    return {
-        "prefix": prefix,
-        "broker_url": broker_url,
-        "result_backend": redis_url,
-        "rabbitdelay_prefix": prefix,
-        "rabbitdelay_layout": LEVELS,
-    }
-
-
-@pytest.fixture
-def make_shop(configuration: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-    """Makes applications; what they have declared is deleted when the test is over."""
-    made: list[Any] = []
-
-    def make(**settings: Any) -> Any:
-        made.append(make_app({**configuration, **settings}))
-        return made[-1]
-
-    yield make
-    for app in made:
-        with Connection(app.conf.broker_url) as connection:
-            delete(connection, app.rabbitdelay.topology, force=True)
-            for queue in app.amqp.queues.values():
-                with connection.channel() as channel, suppress(ChannelError):
-                    queue(channel).delete()
-                    if queue.exchange and queue.exchange.name:
-                        queue.exchange(channel).delete()
-        app.close()
-
-
-@pytest.fixture
-def shop(make_shop: Callable[..., Any]) -> Any:
-    """An application with quorum queues on exchanges of every type."""
-    return make_shop()
-
-
-@pytest.fixture
-def worker(configuration: dict[str, Any], shop: Any) -> Iterator[Worker]:
-    """A worker that serves all queues of the shop."""
-    with Worker(configuration) as worker:
-        yield worker
 
 
 def test_a_producer_alone_on_an_empty_broker_loses_nothing(
