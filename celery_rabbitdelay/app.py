@@ -8,26 +8,33 @@ producer that publishes it is ours.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, TypeVar
 
 import celery
 from celery.app import amqp as celery_amqp
+from celery.canvas import Signature
 from celery.result import AsyncResult
 from celery.utils.imports import symbol_by_name
+from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.time import make_aware
 from kombu import Connection, Producer
 from kombu.utils.objects import cached_property
 from kombu.utils.uuid import uuid
 
 from celery_rabbitdelay import headers as names
+from celery_rabbitdelay.canvas import (
+    CHORD_IS_SETTLED,
+    NESTED,
+    DelayingSignature,
+    portable,
+    settle_chord,
+)
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import (
     InvalidDelay,
     InvalidDelayType,
-    NeedsDistribution,
     UnknownOption,
 )
 from celery_rabbitdelay.mixing import mixed
@@ -35,11 +42,9 @@ from celery_rabbitdelay.place_value import Delay, milliseconds
 from celery_rabbitdelay.queues import DelayingAMQP
 from celery_rabbitdelay.rabbitdelay import RabbitDelay, speaks_amqp
 from celery_rabbitdelay.task import DelayingTask, refuse_two
-from celery_rabbitdelay.task_producer import DelayedTaskProducer
+from celery_rabbitdelay.task_producer import DelayedTaskProducer, HoldingProducer
 
 __all__ = ["Celery", "install"]
-
-logger = logging.getLogger(__name__)
 
 AppT = TypeVar("AppT", bound=celery.Celery)
 
@@ -123,9 +128,17 @@ class Celery(celery.Celery):
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
             ValueError: A delay that is not finite, or a naive ``eta`` without ``timezone``.
             DelayTooLong: The delay is above the layout's capacity.
+            NeedsDistribution: Not exactly one known queue gets the task, or its priority is above 4
+                and the levels are quorum queues.
             PublishError: The broker did not confirm.
         """
         came_from, options = _without_former_delay(options)
+        chord_is_settled = options.pop(CHORD_IS_SETTLED, False)
+        if not chord_is_settled and not options.get("retries"):
+            settle_chord(options, delay)
+        if any(options.get(name) for name in NESTED):
+            takeover = self.rabbitdelay.settings.takeover
+            options = portable(options, "countdown" if takeover else "delay")
         if delay is not None:
             refuse_two(delay, countdown, eta)
 
@@ -138,41 +151,47 @@ class Celery(celery.Celery):
 
         if delay is None and not countdown and not eta:
             return send(countdown, eta)
-        # One id for the task, also where Celery has to send it after all.
         task_id = task_id or uuid()
         callers = producer or options.get("publisher")
         callers_connection = connection or (callers.connection if callers is not None else None)
-        if not self._is_ours(name, options.get("task_type"), delay, callers_connection):
-            return send(countdown if delay is None else milliseconds(delay) / 1000, eta)
+        by_amqp = self._speaks_amqp(callers_connection)
+        if not by_amqp or not self._takes_over(name, options.get("task_type"), delay):
+            countdown = countdown if delay is None else milliseconds(delay) / 1000
+            if not by_amqp or not detect_quorum_queues(self, "amqp")[0]:
+                return send(countdown, eta)
+            # Not by Celery's native delayed delivery, whose queues no worker of ours declares.
+            if connection is not None:
+                callers = self.amqp.Producer(connection, auto_declare=False)
+            with self.producer_or_acquire(callers) as acquired:
+                held = HoldingProducer(acquired, countdown, eta)
+                return send(None, None, producer=held, connection=None)
         _refuse_unknown(options)
         due = self._due(delay, countdown, eta)
         if due.is_over:
             return send(None, None)
         settings = self.rabbitdelay.settings
         settings.topology.layout.check(due.delay_ms)
-        try:
-            with self.rabbitdelay.publisher(callers_connection) as publisher:
-                ours = DelayedTaskProducer(publisher, settings, self.amqp, due, came_from)
-                return send(None, None, producer=ours, connection=None)
-        except NeedsDistribution as unsupported:
-            if delay is not None:
-                raise
-            # Celery's own way can do it, and refusing it could lose a task that is retried.
-            logger.warning("%s. It is left to Celery, which delays it in its own way.", unsupported)
-            return send(countdown, eta)
+        with self.rabbitdelay.publisher(callers_connection) as publisher:
+            ours = DelayedTaskProducer(publisher, settings, self.amqp, due, came_from)
+            return send(None, None, producer=ours, connection=None)
 
-    def _is_ours(
-        self, name: str, task: Any, delay: Delay | None, connection: Connection | None
-    ) -> bool:
+    def signature(self, *args: Any, **options: Any) -> Any:
+        """Create a signature bound to this application, as :meth:`celery.Celery.signature`."""
+        signature = super().signature(*args, **options)
+        return DelayingSignature.of(signature) if type(signature) is Signature else signature
+
+    def _speaks_amqp(self, connection: Connection | None) -> bool:
+        if connection is None:
+            return self.rabbitdelay.available
+        return speaks_amqp(connection)
+
+    def _takes_over(self, name: str, task: Any, delay: Delay | None) -> bool:
+        """Whether a delay goes into the levels: see ``rabbitdelay=False`` and ``takeover``."""
         # Not self.tasks, which would finalize the application.
         task = task or self._tasks.get(name)  # type: ignore[attr-defined]
         if not getattr(task, "rabbitdelay", True):
             return False
-        if delay is None and not self.rabbitdelay.settings.takeover:
-            return False
-        if connection is not None:
-            return speaks_amqp(connection)
-        return self.rabbitdelay.available
+        return delay is not None or self.rabbitdelay.settings.takeover
 
     def _due(self, delay: Delay | None, countdown: float | None, eta: datetime | str | None) -> Due:
         if delay is not None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import celery
 from celery.exceptions import Reject
 
+from celery_rabbitdelay.canvas import DelayingSignature
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
@@ -42,6 +43,24 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
     #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
     rabbitdelay: bool = True
 
+    def signature(self, *args: Any, **options: Any) -> DelayingSignature:
+        """Create a signature of this task, as in Celery."""
+        return DelayingSignature.of(super().signature(*args, **options))
+
+    subtask = signature
+
+    def signature_from_request(
+        self, request: Any = None, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
+    ) -> DelayingSignature:
+        """Create the signature of a retry, as in Celery; a ``delay`` replaces the countdown."""
+        if options.get("delay") is not None:
+            options.pop("countdown", None)
+        signature = super().signature_from_request(request, args, kwargs, *more, **options)
+        assert isinstance(signature, DelayingSignature)
+        return signature
+
+    subtask_from_request = signature_from_request
+
     def retry(
         self,
         args: Any = None,
@@ -68,6 +87,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         if delay is not None:
             refuse_two(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
+            options["delay"] = delay
         try:
             return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
         except Reject as rejected:

@@ -1,11 +1,12 @@
-"""The producer that Celery publishes a delayed task with."""
+"""The producers that Celery publishes a delayed task with."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from celery.app.amqp import AMQP
-from kombu import Exchange, Queue
+from kombu import Exchange, Producer, Queue
 
 from celery_rabbitdelay.destination import Destination, resolve
 from celery_rabbitdelay.due import Due
@@ -13,7 +14,7 @@ from celery_rabbitdelay.producer import DelayedProducer
 from celery_rabbitdelay.publisher import RESENDS, Publisher
 from celery_rabbitdelay.settings import Settings, checked_seconds
 
-__all__ = ["DelayedTaskProducer"]
+__all__ = ["DelayedTaskProducer", "HoldingProducer"]
 
 
 class DelayedTaskProducer(DelayedProducer):
@@ -92,3 +93,32 @@ class DelayedTaskProducer(DelayedProducer):
         routed_to = [entity for entity in declare if isinstance(entity, Queue)]
         known = [*routed_to, *queues.values()]
         return resolve(name, routing_key or "", known, queues.consume_from, self._came_from)
+
+
+class HoldingProducer:
+    """Publishes a task at once, with an ``eta`` until which a worker holds it.
+
+    This is how Celery delays a task, unless the application has a quorum queue and the task goes to
+    a topic exchange: then Celery takes its native delayed delivery when it is given the time.
+
+    Args:
+        producer: What publishes.
+        countdown: Seconds until the task may start.
+        eta: The instant at which it may start, where there is no countdown.
+    """
+
+    def __init__(
+        self, producer: Producer, countdown: float | None, eta: datetime | str | None
+    ) -> None:
+        self._producer = producer
+        when = datetime.now(UTC) + timedelta(seconds=countdown) if countdown else eta
+        self._eta = when.isoformat() if isinstance(when, datetime) else when
+
+    def publish(self, body: Any, *, headers: dict[str, Any] | None = None, **options: Any) -> Any:
+        """Publish the task, or the event that follows it."""
+        if headers and "eta" in headers:
+            headers["eta"] = self._eta
+        return self._producer.publish(body, headers=headers, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)

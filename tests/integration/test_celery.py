@@ -240,17 +240,10 @@ def test_without_takeover_only_delay_waits_in_the_levels(
     assert sum(waiting) == 1
 
 
-def test_what_only_a_distribution_can_restore_is_refused_or_left_to_celery(
-    shop: Any, connection: Connection, prefix: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    look = shop.tasks["look"]
+@pytest.mark.parametrize("time", ["delay", "countdown"])
+def test_what_only_a_distribution_can_restore_is_refused(shop: Any, time: str) -> None:
     with pytest.raises(NeedsDistribution, match="priority 9"):
-        look.apply_async(delay=2, priority=9)
-    look.apply_async(countdown=2, priority=9)
-    (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
-    assert arrival.message.headers["eta"]
-    assert arrival.message.properties["priority"] == 9
-    assert "It is left to Celery" in caplog.text
+        shop.tasks["look"].apply_async(**{time: 2}, priority=9)
 
 
 @pytest.mark.parametrize("give", ["connection", "producer", "publisher"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import celery
 import pytest
-from celery.signals import before_task_publish
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, install
@@ -120,25 +119,6 @@ def test_what_celery_takes_by_position_is_taken_by_position(app: Any) -> None:
 def test_queues_that_are_set_are_still_celery_s_queues(app: Any) -> None:
     app.amqp.queues = [Queue("one")]
     assert app.amqp.queues["one"].exchange.name == "celery"
-
-
-def test_the_id_stays_the_same_where_celery_sends_the_task_after_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    app: Any = Celery("shop", broker="memory://", set_as_current=False)
-    # A fake: memory stands in for RabbitMQ up to the point where the levels refuse the priority.
-    monkeypatch.setattr("celery_rabbitdelay.app.Celery._is_ours", lambda *arguments: True)
-    sent = []
-
-    def note(headers: dict[str, Any], **rest: Any) -> None:
-        sent.append(headers["id"])
-
-    before_task_publish.connect(note)
-    try:
-        result = app.send_task("remind", countdown=5, priority=9)
-    finally:
-        before_task_publish.disconnect(note)
-    assert set(sent) == {result.id}
 
 
 @pytest.mark.parametrize("retries", [0, 1])

@@ -1,0 +1,156 @@
+"""Signatures with a delay, in groups, chains, chords and callbacks.
+
+Celery passes an option that it does not know, such as ``delay``, through its canvas unchanged. That
+goes wrong in two places. The options of a whole chord reach its body as well, which would wait a
+second time. And a signature that travels in another task's message, as a callback or as the rest of
+a chain, may be sent by a worker that has never heard of ``delay``; nor has JSON a timedelta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from celery.canvas import Signature
+
+from celery_rabbitdelay.place_value import milliseconds
+
+__all__ = ["CHORD_IS_SETTLED", "NESTED", "DelayingSignature", "portable", "settle_chord"]
+
+#: The options that say when a task may start. Of these, the one that is given last holds.
+TIMES: Final = ("delay", "countdown", "eta")
+
+#: The options of a task that are signatures, or lists of them.
+NESTED: Final = ("link", "link_error", "chain", "chord")
+
+#: An option by which a signature tells ``send_task`` that it has called :func:`settle_chord`.
+CHORD_IS_SETTLED: Final = "rabbitdelay_chord_is_settled"
+
+
+class DelayingSignature(Signature):
+    """A signature of one task, which can tell its own delay from that of a chord around it."""
+
+    def set(self, immutable: bool | None = None, **options: Any) -> DelayingSignature:
+        """Set options, as in Celery; a new time replaces what was set of the other times."""
+        _drop_other_times(self.options, options)
+        super().set(immutable, **options)
+        return self
+
+    def clone(self, args: Any = None, kwargs: Any = None, **options: Any) -> DelayingSignature:
+        """Return a copy, as in Celery; a new time replaces the other ones."""
+        copy = DelayingSignature.of(super().clone(args, kwargs, **options))
+        _drop_other_times(copy.options, options)
+        return copy
+
+    partial = clone
+
+    def apply_async(
+        self, args: Any = None, kwargs: Any = None, route_name: str | None = None, **options: Any
+    ) -> Any:
+        """Send the task, as in Celery; a time that is given here replaces the signature's own."""
+        # Only a chord or a chain around this signature gives these by call.
+        if options.get("chord") is not None or options.get("chain"):
+            settle_chord(options, options.get("delay"))
+            options[CHORD_IS_SETTLED] = True
+        sent = self
+        if _says_when(self.options) and _says_when(options):
+            sent = self.clone()
+            _drop_other_times(sent.options, options)
+        return super(DelayingSignature, sent).apply_async(args, kwargs, route_name, **options)
+
+    @classmethod
+    def of(cls, signature: Any) -> DelayingSignature:
+        """Return one with everything that a plain signature has."""
+        ours: Any = cls(signature, app=signature._app)
+        ours._type = signature._type
+        return ours  # type: ignore[no-any-return]
+
+
+def _says_when(options: Mapping[str, Any]) -> bool:
+    return any(options.get(time) is not None for time in TIMES)
+
+
+def _drop_other_times(own: dict[str, Any], given: Mapping[str, Any]) -> None:
+    if _says_when(given):
+        for time in TIMES:
+            if given.get(time) is None:
+                own.pop(time, None)
+
+
+def settle_chord(options: Mapping[str, Any], delay: Any) -> None:
+    """Take the delay of a whole chord from the chord's body; its header waits, and that is enough.
+
+    Celery has given the options of the whole to the body, and gives them to each task of the header
+    as it is sent: so the two delays are the same. A plain signature passes its own delay in the
+    same way. If it has by chance the body's very own one, that is lost: prefer signatures of tasks,
+    or of ``app.signature``, which are of :class:`DelayingSignature`.
+
+    Args:
+        options: Those with which a task of the header is sent; the body in them is changed.
+        delay: The delay among them.
+    """
+    if delay is not None:
+        for body in _bodies(options):
+            if body["options"].get("delay") == delay:
+                del body["options"]["delay"]
+
+
+def _bodies(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The body of the chord whose header a task is in, and those of the chords around it."""
+    body = options.get("chord")
+    if body is not None:
+        yield body
+        yield from _bodies(body["options"])
+    for task in options.get("chain") or ():
+        yield from _bodies(task["options"])
+
+
+def portable(options: Mapping[str, Any], word: str) -> dict[str, Any]:
+    """Return options whose nested signatures any worker understands.
+
+    Args:
+        options: The options of a task that is about to be sent; they stay as they are.
+        word: The option that says the delay of a nested signature, in seconds: ``countdown``, which
+            every Celery knows, or ``delay`` where a countdown would not wait in the levels.
+
+    Raises:
+        InvalidDelay: The delay of a nested signature is not finite.
+        InvalidDelayType: It is not a length of time.
+    """
+    nested = {name: _translated(options[name], word) for name in NESTED if options.get(name)}
+    return {**options, **nested}
+
+
+def _translated(signature: Any, word: str) -> Any:
+    if isinstance(signature, list | tuple):
+        return [_translated(each, word) for each in signature]
+    if not isinstance(signature, Mapping):
+        return signature
+    kwargs = signature.get("kwargs") or {}
+    match signature.get("subtask_type"):
+        case "group" | "chain":
+            kwargs = {**kwargs, "tasks": _translated(kwargs["tasks"], word)}
+        case "chord":
+            parts = {part: _translated(kwargs[part], word) for part in ("header", "body")}
+            kwargs = {**kwargs, **parts}
+    options = portable(signature.get("options") or {}, word)
+    delay = options.pop("delay", None)
+    translated = {**signature, "kwargs": kwargs, "options": options}
+    if delay is None:
+        return translated
+    return _delayed(translated, word, milliseconds(delay) / 1000)
+
+
+def _delayed(signature: Any, word: str, seconds: float) -> Any:
+    if isinstance(signature, list | tuple):
+        return [_delayed(each, word, seconds) for each in signature]
+    if signature.get("subtask_type") == "chord":
+        # Not left to the chord: before 5.7, Celery does not delay its header.
+        kwargs = signature["kwargs"]
+        # A header that is a group loses the group's own options.
+        header = kwargs["header"]
+        tasks = header["kwargs"]["tasks"] if isinstance(header, Mapping) else header
+        return {**signature, "kwargs": {**kwargs, "header": _delayed(tasks, word, seconds)}}
+    options = {**signature["options"]}
+    _drop_other_times(options, {word: seconds})
+    return {**signature, "options": {**options, word: seconds}}

@@ -1,0 +1,195 @@
+"""Whose delay is whose in groups, chains and chords, and what travels in a message of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+import celery
+import pytest
+from celery import chain, chord, group, signature
+from celery.signals import before_task_publish
+
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
+
+#: Makes a signature of a task by its name.
+Make = Callable[[str], Any]
+
+
+class Sent(NamedTuple):
+    """A task that was sent: its name, seconds of delay (rounded), and what its message carries."""
+
+    name: str
+    seconds: int | None
+    embedded: dict[str, Any]
+
+
+@pytest.fixture
+def app() -> Any:
+    """An application whose messages stay in this process; what canvas does is the same."""
+    app: Any = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+
+    def work(*arguments: Any) -> None: ...
+
+    for name in ("count", "total", "mail"):
+        app.task(work, name=name, shared=False)
+    return app
+
+
+@pytest.fixture(params=["of a task", "of the application", "plain"])
+def make(request: pytest.FixtureRequest, app: Any) -> Make:
+    """Makes signatures in each of the ways in which users make them."""
+    ways: dict[str, Make] = {
+        "of a task": lambda name: app.tasks[name].s(),
+        "of the application": app.signature,
+        "plain": lambda name: signature(name, app=app),
+    }
+    return ways[request.param]
+
+
+@pytest.fixture
+def sent() -> Iterator[list[Sent]]:
+    """What is sent while the test runs."""
+    seen: list[Sent] = []
+
+    def note(sender: str, headers: dict[str, Any], body: Any, **rest: Any) -> None:
+        eta = headers["eta"]
+        seconds = None
+        if eta:
+            seconds = round((datetime.fromisoformat(eta) - datetime.now(UTC)).total_seconds())
+        # As JSON brings it to a worker.
+        seen.append(Sent(sender, seconds, json.loads(json.dumps(body[2]))))
+
+    before_task_publish.connect(note)
+    yield seen
+    before_task_publish.disconnect(note)
+
+
+def _times(signature: Any) -> dict[str, Any]:
+    return {name: signature["options"].get(name) for name in ("delay", "countdown", "eta")}
+
+
+NONE = {"delay": None, "countdown": None, "eta": None}
+
+
+def test_the_delay_of_a_whole_chord_is_its_header_s_alone(make: Make, sent: list[Sent]) -> None:
+    chord([make("count"), make("count")], make("total")).apply_async(delay=30)
+    assert [task.seconds for task in sent] == [30, 30]
+    assert all(_times(task.embedded["chord"]) == NONE for task in sent)
+
+
+def test_so_it_is_where_a_chain_makes_the_chord(make: Make, sent: list[Sent]) -> None:
+    whole = chain(group(make("count"), make("count")), make("total"))
+    whole.apply_async(delay=timedelta(seconds=30))
+    assert [task.seconds for task in sent] == [30, 30]
+    assert all(_times(task.embedded["chord"]) == NONE for task in sent)
+
+
+def test_so_it_is_where_the_header_is_made_of_chains_and_chords(
+    make: Make, sent: list[Sent]
+) -> None:
+    inner = chord([make("count")], make("total"))
+    whole = chord([make("count") | make("count"), inner], make("mail"))
+    whole.apply_async(delay=30)
+    first_of_chain, first_of_inner = sent
+    assert (first_of_chain.seconds, first_of_inner.seconds) == (30, 30)
+    (last_of_chain,) = first_of_chain.embedded["chain"]
+    inner_body = first_of_inner.embedded["chord"]
+    for body in (
+        last_of_chain["options"]["chord"],
+        inner_body,
+        inner_body["options"]["chord"],
+    ):
+        assert _times(body) == NONE
+
+
+@pytest.mark.parametrize("delay", [30, 40])
+def test_a_body_keeps_its_own_delay(app: Any, sent: list[Sent], delay: int) -> None:
+    header = [app.tasks["count"].s().set(delay=30), app.signature("count").set(delay=20)]
+    chord(header, app.tasks["total"].s().set(delay=delay))()
+    assert [task.seconds for task in sent] == [30, 20]
+    assert all(_times(task.embedded["chord"]) == {**NONE, "countdown": delay} for task in sent)
+
+
+def test_a_plain_body_keeps_a_delay_that_differs_from_the_header_s(
+    make: Make, sent: list[Sent]
+) -> None:
+    chord([make("count").set(delay=30)], make("total").set(delay=40))()
+    assert [task.seconds for task in sent] == [30]
+    assert _times(sent[0].embedded["chord"]) == {**NONE, "countdown": 40}
+
+
+def test_the_delay_of_a_chord_behind_a_task_goes_into_its_header(
+    make: Make, sent: list[Sent]
+) -> None:
+    whole: Any = chord([make("count"), make("count").set(countdown=5)], make("total"))
+    chain(make("mail"), whole.set(delay=timedelta(seconds=30))).apply_async()
+    (task,) = sent
+    assert task.seconds is None
+    (waiting,) = task.embedded["chain"]
+    assert _times(waiting) == NONE
+    header = waiting["kwargs"]["header"]
+    assert [_times(each) for each in header] == [{**NONE, "countdown": 30}] * 2
+    assert _times(waiting["kwargs"]["body"]) == NONE
+
+
+@pytest.mark.parametrize("option", ["link", "link_error"])
+def test_a_callback_s_delay_is_written_in_celery_s_own_word(
+    app: Any, make: Make, sent: list[Sent], option: str
+) -> None:
+    callback = make("mail").set(delay=timedelta(hours=1))
+    app.tasks["count"].apply_async(**{option: callback})
+    (task,) = sent
+    (carried,) = task.embedded["callbacks" if option == "link" else "errbacks"]
+    assert _times(carried) == {**NONE, "countdown": 3600}
+    # The caller's own stays as it is.
+    assert callback.options["delay"] == timedelta(hours=1)
+
+
+@pytest.mark.parametrize("composite", [group, chain])
+def test_the_delay_of_a_callback_of_several_tasks_is_written_so_too(
+    app: Any, make: Make, sent: list[Sent], composite: Any
+) -> None:
+    several = composite(make("mail").set(delay=5), make("count")).set(delay=60)
+    app.tasks["count"].apply_async(link=several)
+    (carried,) = sent[0].embedded["callbacks"]
+    assert _times(carried) == {**NONE, "countdown": 60}
+    assert _times(carried["kwargs"]["tasks"][0]) == {**NONE, "countdown": 5}
+
+
+def test_without_takeover_a_nested_delay_stays_one(app: Any, make: Make, sent: list[Sent]) -> None:
+    app.conf.rabbitdelay_takeover = False
+    chain(make("count"), make("mail").set(delay=timedelta(seconds=5))).apply_async()
+    assert _times(sent[0].embedded["chain"][0]) == {**NONE, "delay": 5}
+
+
+@pytest.mark.parametrize(
+    ("delay", "error"), [("5", InvalidDelayType), (float("nan"), InvalidDelay)]
+)
+def test_a_wrong_delay_of_a_callback_is_refused_when_its_task_is_sent(
+    app: Any, make: Make, sent: list[Sent], delay: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        app.tasks["count"].apply_async(link=make("mail").set(delay=delay))
+    assert sent == []
+
+
+def test_of_several_times_the_last_one_holds(app: Any, sent: list[Sent]) -> None:
+    soon = datetime.now(UTC) + timedelta(seconds=99)
+    for ours in (app.tasks["count"].s(), app.signature("count")):
+        ours.set(countdown=99).set(eta=soon).set(delay=30).apply_async()
+        ours.set(delay=99).apply_async(countdown=30)
+        ours.clone(countdown=30).apply_async()
+    assert [task.seconds for task in sent] == [30] * 6
+
+
+def test_a_signature_stays_ours_when_it_is_cloned_and_plain_when_it_is_pickled(app: Any) -> None:
+    ours = app.tasks["count"].s(1).set(delay=5)
+    assert type(ours.clone((2,))) is type(ours)
+    assert ours.clone((2,)).args == (2, 1)
+    assert ours.clone().type is app.tasks["count"]
+    rebuild, arguments = ours.__reduce__()
+    assert type(rebuild(*arguments)) is celery.canvas.Signature
