@@ -48,8 +48,11 @@ __all__ = ["Celery", "install"]
 
 AppT = TypeVar("AppT", bound=celery.Celery)
 
-#: The bootstep that makes a worker ready for delayed tasks, as Celery imports it.
-WORKER_STEP = "celery_rabbitdelay.worker.step:DelayLevels"
+#: The bootsteps that make a worker ready for delayed tasks, as Celery imports them.
+WORKER_STEPS = (
+    "celery_rabbitdelay.worker.step:DelayLevels",
+    "celery_rabbitdelay.worker.step:Gate",
+)
 
 #: Options of a delayed task that are taken by a later version; Celery would drop them in silence.
 NOT_YET = frozenset({"key", "tolerance"})
@@ -65,7 +68,7 @@ class Celery(celery.Celery):
     def on_init(self) -> None:
         """Called by Celery at the end of its initialization."""
         super().on_init()
-        self.steps["consumer"].add(WORKER_STEP)
+        self.steps["consumer"].update(WORKER_STEPS)
 
     @cached_property
     def rabbitdelay(self) -> RabbitDelay:
@@ -226,7 +229,7 @@ def install(app: AppT) -> AppT:
         return app
     app.__class__ = mixed(Celery, type(app))
     app.__dict__.pop("Task", None)
-    app.steps["consumer"].add(WORKER_STEP)
+    app.steps["consumer"].update(WORKER_STEPS)
     amqp = app.__dict__.get("amqp")
     if amqp is not None:
         amqp.__class__ = mixed(DelayingAMQP, type(amqp))

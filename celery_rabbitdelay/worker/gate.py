@@ -1,14 +1,15 @@
-"""The gate that a delayed task passes when it arrives: it looks as if there had been no delay."""
+"""The gate that a task passes when it arrives: it looks as if there had been no delay."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeAlias
 
 from kombu import Message
 
 from celery_rabbitdelay import headers as names
+from celery_rabbitdelay.worker.relay import Relay
 
 __all__ = ["GatedStrategies", "restore"]
 
@@ -22,25 +23,31 @@ class GatedStrategies(dict[str, Strategy]):
     Celery fills them in again on every connection and when the pool is restarted.
 
     Args:
-        strategies: Those that the consumer has already.
+        consumer: The consumer, with the strategies that it has already.
+
+    Attributes:
+        relay: Takes the tasks that are not due yet; None where the worker holds them.
     """
 
-    def __init__(self, strategies: dict[str, Strategy]) -> None:
+    def __init__(self, consumer: Any) -> None:
         super().__init__()
-        for task_name, strategy in strategies.items():
+        self.relay: Relay | None = None
+        self._tasks = consumer.app.tasks
+        for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
     def __setitem__(self, task_name: str, strategy: Strategy) -> None:
-        super().__setitem__(task_name, _gated(strategy))
+        keeps_celerys_own = not getattr(self._tasks[task_name], "rabbitdelay", True)
 
+        @wraps(strategy)
+        def gated(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
+            restore(message)
+            go_on = partial(strategy, message, body, ack, *args, **kwargs)
+            if self.relay is None or keeps_celerys_own:
+                return go_on()
+            return None if self.relay.takes(message, body, ack, go_on) else go_on()
 
-def _gated(strategy: Strategy) -> Strategy:
-    @wraps(strategy)
-    def restored(message: Message, *args: Any, **kwargs: Any) -> Any:
-        restore(message)
-        return strategy(message, *args, **kwargs)
-
-    return restored
+        super().__setitem__(task_name, gated)
 
 
 def restore(message: Message) -> None:

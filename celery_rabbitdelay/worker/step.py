@@ -1,4 +1,4 @@
-"""The bootstep that makes a worker ready for delayed tasks, at its start and after a reconnect."""
+"""The bootsteps that make a worker ready for delayed tasks, at its start and after a reconnect."""
 
 from __future__ import annotations
 
@@ -6,32 +6,43 @@ import logging
 from typing import Any
 
 from celery import bootsteps
+from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.declaration import declare, ensure_complete, ensure_destination
 from celery_rabbitdelay.worker.gate import GatedStrategies
+from celery_rabbitdelay.worker.relay import Relay
 
-__all__ = ["DelayLevels"]
+__all__ = ["DelayLevels", "Gate"]
 
 logger = logging.getLogger(__name__)
 
 
 class DelayLevels(bootsteps.StartStopStep):
-    """Declares the levels, binds the worker's queues, and puts the gate before its tasks.
+    """Declares the levels and binds the worker's queues.
 
     Celery starts the steps of its consumer anew on every connection, so that a broker that came
     back empty is made whole again.
     """
 
-    requires = (Tasks,)
+    requires = (Tasks, DelayedDelivery)
 
     def include_if(self, consumer: Any) -> bool:
         """Leave the step out where the broker is not RabbitMQ."""
         return bool(consumer.app.rabbitdelay.available)
 
+    def include(self, consumer: Any) -> bool:
+        """Stand in for Celery's own step, which would declare its native delayed delivery."""
+        included: bool = super().include(consumer)
+        if included:
+            consumer.steps[:] = [
+                step for step in consumer.steps if not isinstance(step, DelayedDelivery)
+            ]
+        return included
+
     def start(self, consumer: Any) -> None:
-        """Make the worker ready; Celery calls this on every new connection.
+        """Make the broker ready; Celery calls this on every new connection.
 
         Raises:
             InvalidSetting: A ``rabbitdelay_*`` setting is wrong; the worker ends.
@@ -48,10 +59,38 @@ class DelayLevels(bootsteps.StartStopStep):
                         ensure_destination(connection, delays.topology, queue)
             else:
                 ensure_complete(connection, delays.topology)
-        if not isinstance(consumer.strategies, GatedStrategies):
-            consumer.strategies = GatedStrategies(consumer.strategies)
         logger.info(
             "Delay levels %r (%s) are in place.",
             delays.topology.prefix,
             delays.topology.fingerprint,
         )
+
+
+class Gate(bootsteps.StartStopStep):
+    """Puts the gate before the worker's tasks, and a relay beside them."""
+
+    requires = (DelayLevels,)
+
+    def include_if(self, consumer: Any) -> bool:
+        """Leave the step out where the broker is not RabbitMQ."""
+        return bool(consumer.app.rabbitdelay.available)
+
+    def start(self, consumer: Any) -> None:
+        """Put the gate up, with a relay for the new connection."""
+        if not isinstance(consumer.strategies, GatedStrategies):
+            consumer.strategies = GatedStrategies(consumer)
+        if consumer.app.rabbitdelay.settings.takeover:
+            consumer.strategies.relay = Relay(consumer)
+            consumer.strategies.relay.start()
+
+    def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
+        """Have the event loop run what the relay cannot do in its own thread."""
+        if consumer.strategies.relay is not None:
+            consumer.strategies.relay.register(hub)
+
+    def stop(self, consumer: Any) -> None:
+        """End the relay of the connection that is lost or closed."""
+        strategies = consumer.strategies
+        if isinstance(strategies, GatedStrategies) and strategies.relay is not None:
+            relay, strategies.relay = strategies.relay, None
+            relay.stop()

@@ -70,6 +70,7 @@ def _add_tasks(app: Celery) -> None:
             "at": time.time(),
             "exchange": info["exchange"],
             "routing_key": info["routing_key"],
+            "priority": info["priority"],
             "retries": task.request.retries,
             "headers": task.request.headers or {},
             "eta": task.request.eta,

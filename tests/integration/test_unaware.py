@@ -1,0 +1,220 @@
+"""Tasks with an ``eta`` that producers without our extension send to a worker that has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import celery
+import pytest
+from amqp.exceptions import NotFound
+from kombu import Connection, Queue
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from tests.integration.arrivals import count, take
+from tests.integration.shop import PATIENCE
+from tests.integration.worker import Worker
+
+
+@pytest.fixture
+def plain(configuration: dict[str, Any], prefix: str) -> Any:
+    """An application of plain Celery, which knows nothing of the levels."""
+    return celery.Celery(
+        "plain",
+        broker=configuration["broker_url"],
+        backend=configuration["result_backend"],
+        set_as_current=False,
+    )
+
+
+@pytest.fixture
+def send(plain: Any, prefix: str) -> Callable[..., Any]:
+    """Sends a task as plain Celery does, to the queue ``second``."""
+
+    def send(name: str = "look", **options: Any) -> Any:
+        route = {"exchange": f"{prefix}.direct", "routing_key": "second"}
+        return plain.send_task(name, **{**route, **options})
+
+    return send
+
+
+def _ready(connection: Connection, queues: Iterable[Queue]) -> int:
+    return sum(count(connection, queue.name) for queue in queues)
+
+
+def _waiting(connection: Connection, shop: Any) -> int:
+    return _ready(connection, shop.rabbitdelay.topology.digit_queues)
+
+
+def _at_least(connection: Connection, shop: Any, waiting: int) -> bool:
+    return _waiting(connection, shop) >= waiting
+
+
+def test_a_task_of_an_hour_lies_in_the_levels_within_two_seconds_and_no_kill_loses_it(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    send: Callable[..., Any],
+    connection: Connection,
+    prefix: str,
+) -> None:
+    clock = {"rabbitdelay_layout": "clock"}
+    make_shop(**clock)
+    one_at_a_time = {**configuration, **clock, "worker_prefetch_multiplier": 1}
+    with Worker(one_at_a_time) as worker:
+        results = [send(countdown=3600) for _ in range(5)]
+        sent = time.monotonic()
+        # What the way took is taken off, unless it is less than a tick.
+        first_stops = [Queue(f"{prefix}.{name}") for name in ("hours.1", "minutes.59")]
+        wait_for(lambda: _ready(connection, first_stops) == 5, "the tasks in the levels")
+        assert time.monotonic() - sent < 2
+        # The worker's one place is free.
+        assert send().get(timeout=PATIENCE)
+        worker.kill()
+    arrivals = take(connection, first_stops, 5)
+    assert {a.message.headers["id"] for a in arrivals} == {result.id for result in results}
+    assert all(a.message.headers["eta"] is None for a in arrivals)
+    assert count(connection, f"{prefix}.second") == 0
+
+
+@pytest.mark.parametrize("time_of", ["countdown", "eta"])
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_it_runs_when_it_is_due_as_if_it_had_not_been_delayed(
+    shop: Any,
+    worker: Worker,
+    plain: Any,
+    send: Callable[..., Any],
+    connection: Connection,
+    prefix: str,
+    protocol: int,
+    time_of: str,
+) -> None:
+    plain.conf.task_protocol = protocol
+    due = datetime.now(UTC) + timedelta(seconds=2)
+    options = {"countdown": 2} if time_of == "countdown" else {"eta": due}
+    result = send(
+        **options, headers={"x-tenant": "shop"}, priority=3, compression="zlib", serializer="json"
+    )
+    wait_for(lambda: _waiting(connection, shop) == 1, "the task in the levels")
+    seen = result.get(timeout=PATIENCE)
+    assert seen["at"] >= due.timestamp()
+    assert seen["exchange"] == f"{prefix}.direct"
+    assert seen["routing_key"] == "second"
+    assert seen["priority"] == 3
+    assert seen["headers"]["x-tenant"] == "shop"
+    assert seen["headers"][headers.QUEUE] == f"{prefix}.second"
+    if protocol == 2:
+        assert seen["eta"] is None
+
+
+def test_what_is_due_within_a_tick_runs_in_this_worker(
+    shop: Any, worker: Worker, send: Callable[..., Any]
+) -> None:
+    past = datetime.now(UTC) - timedelta(hours=1)
+    assert headers.DUE not in send(eta=past).get(timeout=PATIENCE)["headers"]
+
+
+def test_what_the_levels_cannot_carry_is_held_by_the_worker(
+    shop: Any, worker: Worker, send: Callable[..., Any]
+) -> None:
+    before = time.time()
+    seen = send(countdown=8).get(timeout=PATIENCE)
+    assert seen["at"] >= before + 8
+    assert headers.DUE not in seen["headers"]
+    assert "cannot wait in the levels, so the worker holds it" in worker.log
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("celery-own", {}), ("look", {"rabbitdelay_takeover": False})]
+)
+def test_a_task_that_keeps_celery_s_own_behavior_is_held_by_the_worker(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    send: Callable[..., Any],
+    connection: Connection,
+    name: str,
+    settings: dict[str, Any],
+) -> None:
+    shop = make_shop(**settings)
+    with Worker({**configuration, **settings}) as worker:
+        result = send(name, countdown=1)
+        wait_for(lambda: f"Task {name}[{result.id}] received" in worker.log, "the task")
+        assert _waiting(connection, shop) == 0
+        result.get(timeout=PATIENCE)
+        assert worker.log.count(f"{result.id}] received") == 1
+
+
+def test_a_task_that_was_revoked_does_not_enter_the_levels(
+    shop: Any, worker: Worker, send: Callable[..., Any], connection: Connection
+) -> None:
+    shop.control.revoke("unwanted", destination=[worker.name], reply=True)
+    send(task_id="unwanted", countdown=5)
+    wait_for(lambda: "Discarding revoked task: look[unwanted]" in worker.log, "the revoked task")
+    assert _waiting(connection, shop) == 0
+
+
+def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    plain: Any,
+    send: Callable[..., Any],
+    prefix: str,
+) -> None:
+    here = {
+        "broker_url": private_rabbitmq.url,
+        "rabbitdelay_confirm_timeout": 1,
+        "rabbitdelay_layout": [("seconds", 60, 1), ("ms", 10, 0.1)],
+    }
+    shop = make_shop(**here)
+    plain.conf.broker_url = private_rabbitmq.url
+    with Connection(private_rabbitmq.url) as connection:
+        shop.amqp.queues[f"{prefix}.second"](connection.default_channel).declare()
+    result = send(countdown=12)
+    private_rabbitmq.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+    # The broker reads nothing any more from a connection that publishes.
+    silent = ("--without-mingle", "--without-gossip", "--without-heartbeat")
+    with Worker({**configuration, **here}, [f"{prefix}.second"], *silent) as worker:
+        try:
+            wait_for(lambda: "could not be put into the levels" in worker.log, "a failed attempt")
+        finally:
+            private_rabbitmq.ctl("set_vm_memory_high_watermark", "0.4")
+        assert headers.DUE in result.get(timeout=PATIENCE)["headers"]
+
+
+def test_workers_that_are_killed_meanwhile_lose_none(
+    shop: Any,
+    configuration: dict[str, Any],
+    send: Callable[..., Any],
+    connection: Connection,
+    prefix: str,
+) -> None:
+    with Worker(configuration) as worker:
+        results = [send(countdown=5) for _ in range(200)]
+        for waiting in (20, 120):
+            wait_for(
+                partial(_at_least, connection, shop, waiting), f"{waiting} tasks in the levels"
+            )
+            worker.kill()
+            worker.start()
+        for result in results:
+            result.get(timeout=PATIENCE)
+
+
+def test_celery_s_own_delayed_delivery_is_neither_declared_nor_used(
+    shop: Any, configuration: dict[str, Any], connection: Connection, prefix: str
+) -> None:
+    # What Celery delays natively: quorum queues, a topic exchange, and no takeover of ours.
+    with Worker({**configuration, "rabbitdelay_takeover": False}) as worker:
+        shop.conf.rabbitdelay_takeover = False
+        options = {"queue": f"{prefix}.topic.reports"}
+        before = time.time()
+        seen = shop.tasks["look"].apply_async(countdown=2, **options).get(timeout=PATIENCE)
+        assert seen["at"] >= before + 2
+        assert "native delayed delivery" not in worker.log
+    channel: Any = connection.default_channel
+    with pytest.raises(NotFound):
+        channel.queue_declare("celery_delayed_0", passive=True)
