@@ -20,15 +20,25 @@ __all__ = ["CHORD_IS_SETTLED", "NESTED", "DelayingSignature", "portable", "settl
 #: The options that say when a task may start. Of these, the one that is given last holds.
 TIMES: Final = ("delay", "countdown", "eta")
 
+#: The options of a task that are its callbacks.
+LINKS: Final = ("link", "link_error")
+
 #: The options of a task that are signatures, or lists of them.
-NESTED: Final = ("link", "link_error", "chain", "chord")
+NESTED: Final = (*LINKS, "chain", "chord")
 
 #: An option by which a signature tells ``send_task`` that it has called :func:`settle_chord`.
 CHORD_IS_SETTLED: Final = "rabbitdelay_chord_is_settled"
 
 
 class DelayingSignature(Signature):
-    """A signature of one task, which can tell its own delay from that of a chord around it."""
+    """A signature of one task, which can tell its own delay from that of a chord around it.
+
+    Attributes:
+        former_times: The times that the signature had from which this one was cloned. Celery clones
+            the body of a chord before it gives it the options of the whole.
+    """
+
+    former_times: Mapping[str, Any] = {}
 
     def set(self, immutable: bool | None = None, **options: Any) -> DelayingSignature:
         """Set options, as in Celery; a new time replaces what was set of the other times."""
@@ -40,6 +50,7 @@ class DelayingSignature(Signature):
         """Return a copy, as in Celery; a new time replaces the other ones."""
         copy = DelayingSignature.of(super().clone(args, kwargs, **options))
         _drop_other_times(copy.options, options)
+        copy.former_times = {time: self.options[time] for time in TIMES if time in self.options}
         return copy
 
     partial = clone
@@ -81,9 +92,9 @@ def settle_chord(options: Mapping[str, Any], delay: Any) -> None:
     """Take the delay of a whole chord from the chord's body; its header waits, and that is enough.
 
     Celery has given the options of the whole to the body, and gives them to each task of the header
-    as it is sent: so the two delays are the same. A plain signature passes its own delay in the
-    same way. If it has by chance the body's very own one, that is lost: prefer signatures of tasks,
-    or of ``app.signature``, which are of :class:`DelayingSignature`.
+    as it is sent: so the two delays are the same. The body gets its own one back. Only a plain
+    signature by name does not know it any more, and loses it: prefer signatures of tasks, or of
+    ``app.signature``, which are of :class:`DelayingSignature`.
 
     Args:
         options: Those with which a task of the header is sent; the body in them is changed.
@@ -93,6 +104,15 @@ def settle_chord(options: Mapping[str, Any], delay: Any) -> None:
         for body in _bodies(options):
             if body["options"].get("delay") == delay:
                 del body["options"]["delay"]
+                body["options"].update(_own_times(body, delay))
+
+
+def _own_times(body: Any, delay: Any) -> Mapping[str, Any]:
+    former: Mapping[str, Any] = getattr(body, "former_times", {})
+    if former.get("delay") == delay and any(body["options"].get(link) for link in LINKS):
+        # Cloned once more to be linked, when it had the delay of the whole already.
+        return {}
+    return former
 
 
 def _bodies(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

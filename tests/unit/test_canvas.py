@@ -114,6 +114,38 @@ def test_a_body_keeps_its_own_delay(app: Any, sent: list[Sent], delay: int) -> N
     assert all(_times(task.embedded["chord"]) == {**NONE, "countdown": delay} for task in sent)
 
 
+@pytest.mark.parametrize("time", ["delay", "countdown"])
+@pytest.mark.parametrize("seconds", [30, 40])
+@pytest.mark.parametrize("give", ["apply_async", "set"])
+def test_a_body_keeps_its_own_delay_beside_that_of_the_whole(
+    app: Any, sent: list[Sent], time: str, seconds: int, give: str
+) -> None:
+    body = app.tasks["total"].s().set(**{time: seconds})
+    whole: Any = chord([app.tasks["count"].s(), app.tasks["count"].s()], body)
+    if give == "set":
+        whole.set(delay=30).apply_async()
+    else:
+        whole.apply_async(delay=30)
+    assert [task.seconds for task in sent] == [30, 30]
+    for task in sent:
+        assert _times(task.embedded["chord"]) == {**NONE, "countdown": seconds}
+
+
+@pytest.mark.parametrize("option", ["link", "link_error"])
+def test_a_callback_of_the_whole_chord_makes_its_body_wait_no_second_time(
+    app: Any, make: Make, sent: list[Sent], option: str
+) -> None:
+    whole: Any = chord([app.tasks["count"].s()], app.tasks["total"].s().set(delay=40))
+    if celery.VERSION < (5, 7):
+        with pytest.raises(TypeError, match="link"):
+            whole.apply_async(delay=30, **{option: make("mail")})
+        return
+    whole.apply_async(delay=30, **{option: make("mail")})
+    assert [task.seconds for task in sent] == [30]
+    assert _times(sent[0].embedded["chord"])["countdown"] in (None, 40)
+    assert _times(sent[0].embedded["chord"])["delay"] is None
+
+
 def test_a_plain_body_keeps_a_delay_that_differs_from_the_header_s(
     make: Make, sent: list[Sent]
 ) -> None:
