@@ -5,7 +5,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit integration acceptance test-brokers lint types docs tox coverage clean
+.PHONY: help demo test unit integration acceptance test-brokers bench-memory lint types docs tox coverage \
+        clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -39,6 +40,9 @@ acceptance: $(VENV)/test.done  ## The tests of whole setups, through pytest-cele
 
 test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
 	$(BIN)/python -m tests.brokers
+
+bench-memory: $(VENV)/test.done  ## A worker's memory while 20,000 tasks wait, beside Celery's own eta
+	$(BIN)/python -m tests.benchmarks.worker_memory
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
 	$(BIN)/ruff check .

@@ -76,22 +76,33 @@ def ensure_declared(connection: Connection, topology: Topology) -> None:
     _seen(connection).add(seen)
 
 
-def ensure_complete(connection: Connection, topology: Topology) -> None:
+def ensure_complete(
+    connection: Connection, topology: Topology, destination: Queue | None = None
+) -> None:
     """Check a topology that operators have declared; costs nothing the second time.
 
-    Guard and marker are ours alone and may be missing.
+    Guard and marker are ours alone and may be missing. Whether the destination is bound cannot be
+    asked by AMQP.
+
+    Args:
+        connection: Any kombu connection to RabbitMQ.
+        topology: The topology.
+        destination: The queue that a message is for, which has to be there too.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
     """
     seen = ("rabbitdelay", topology.prefix, topology.fingerprint)
-    if seen in _seen(connection):
-        return
-    ours = {topology.guard.name, topology.marker.name}
-    absent = tuple(name for name in missing(connection, topology) if name not in ours)
-    if absent:
-        raise TopologyIncomplete(topology.prefix, absent)
-    _seen(connection).add(seen)
+    if seen not in _seen(connection):
+        ours = {topology.guard.name, topology.marker.name}
+        absent = tuple(name for name in missing(connection, topology) if name not in ours)
+        if absent:
+            raise TopologyIncomplete(topology.prefix, absent)
+        _seen(connection).add(seen)
+    if destination is not None and (*seen, destination.name) not in _seen(connection):
+        if not _exists(connection, destination):
+            raise TopologyIncomplete(topology.prefix, (destination.name,))
+        _seen(connection).add((*seen, destination.name))
 
 
 def stands(connection: Connection, topology: Topology) -> bool:
@@ -208,6 +219,11 @@ def _seen(connection: Connection) -> set[Any]:
 
 def _channel(connection: Connection) -> Any:
     """A channel of its own: the broker answers what it does not find by closing the channel."""
+    if not connection.connected:
+        # Left to itself, kombu gives up after two brokers of a fail-over list.
+        connection.ensure_connection(
+            max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
+        )
     return connection.channel()
 
 

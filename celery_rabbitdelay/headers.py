@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["DUE", "EXCHANGE", "QUEUE", "RESTORABLE", "ROUTING_KEY", "strip"]
+__all__ = ["DUE", "EXCHANGE", "QUEUE", "REASON", "RESTORABLE", "ROUTING_KEY", "strip"]
 
 #: The instant at which the task may start: int, milliseconds since 1970-01-01 UTC.
 DUE: Final = "rabbitdelay-due"
@@ -18,6 +18,9 @@ ROUTING_KEY: Final = "rabbitdelay-routing-key"
 
 #: The name of the queue that the message was delayed for.
 QUEUE: Final = "rabbitdelay-queue"
+
+#: Why a module of ours put the message into ``undeliverable``, in words. The broker writes none.
+REASON: Final = "rabbitdelay-reason"
 
 #: What every message that comes out of the levels has.
 RESTORABLE: Final = frozenset({DUE, EXCHANGE, ROUTING_KEY, QUEUE})

@@ -146,7 +146,7 @@ class DelayedProducer(Producer):
             for entity in further:
                 maybe_declare(entity, connection.default_channel)
         else:
-            ensure_complete(connection, self.topology)
+            ensure_complete(connection, self.topology, queue)
 
     def _repair(self, connection: Connection, queue: Queue) -> None:
         forget(connection)

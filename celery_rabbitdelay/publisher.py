@@ -186,8 +186,13 @@ class Publisher:
                 own_timeout or CONNECT_TIMEOUT, _remaining(deadline)
             )
             try:
-                # Once: left to itself, kombu waits two seconds and tries again.
-                self.connection.ensure_connection(max_retries=0, reraise_as_library_errors=False)
+                # Each broker of a fail-over list once: nothing was sent yet, so that this is no
+                # resend. Left to itself, kombu waits two seconds and tries again.
+                self.connection.ensure_connection(
+                    max_retries=max(len(self.connection.alt) - 1, 0),
+                    timeout=_remaining(deadline),  # type: ignore[arg-type]
+                    reraise_as_library_errors=False,
+                )
                 self._confirming = ConfirmChannel(self.connection)
             finally:
                 self.connection.connect_timeout = own_timeout

@@ -82,8 +82,15 @@ class RabbitDelay:
     def make_ready(self, queue_name: str, message_count: int, consumer_count: int) -> None:
         """Make a queue that was just declared ready for delayed tasks: kombu's ``on_declared``."""
         if self.available and self.settings.declare == "auto":
-            hook = on_declared(self.app.connection_for_write(), self.topology)
-            hook(queue_name, message_count, consumer_count)
+            with self.app.connection_for_write() as connection:
+                queue = self.app.amqp.queues.get(queue_name)
+                if queue is not None:
+                    # Tasks may be sent to another broker than the one that it was declared on.
+                    queue = queue(connection)
+                    queue.on_declared = None
+                    queue.declare()
+                hook = on_declared(connection, self.topology)
+                hook(queue_name, message_count, consumer_count)
 
 
 def speaks_amqp(connection: Connection) -> bool:

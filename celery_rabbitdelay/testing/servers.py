@@ -176,6 +176,10 @@ class Server:
     def suspend(self) -> None:
         """Freeze the server (SIGSTOP): its sockets stay open, but nothing answers any more."""
         os.killpg(self.pid, signal.SIGSTOP)
+        if sys.platform == "linux":
+            # The signal only asks: on a busy machine, a broker may confirm a message or two more.
+            state = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+            wait_for(lambda: os.waitid(os.P_PID, self.pid, state), f"{self.package}, frozen")
 
     def resume(self) -> None:
         """Let a suspended server go on (SIGCONT)."""

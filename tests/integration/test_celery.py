@@ -19,10 +19,8 @@ from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     NeedsDistribution,
     PublishError,
-    TopologyIncomplete,
 )
 from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
-from celery_rabbitdelay.topology import Topology
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
 from tests.integration.shop import PATIENCE, QUEUES
@@ -262,51 +260,6 @@ def test_the_caller_s_own_connection_is_used_and_stays_usable(
         assert len(transport.channels) <= 2
         shop.tasks["look"].apply_async(**options)
     assert len(take(connection, [shop.amqp.queues[f"{prefix}.default"]], 4)) == 4
-
-
-def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
-    shop: Any, worker: Worker, connection: Connection, prefix: str
-) -> None:
-    topology = shop.rabbitdelay.topology
-    assert missing(connection, topology) == ()
-    _publish_by_hand(shop, connection, topology, f"{prefix}.second", "id-0")
-    assert shop.AsyncResult("id-0").get(timeout=PATIENCE)
-    added = f"{prefix}.added"
-    shop.control.add_consumer(added, destination=[worker.name], reply=True)
-    wait_for(lambda: f"Started consuming from {added}" in worker.log, "the new consumer")
-    try:
-        _publish_by_hand(shop, connection, topology, added, "id-1")
-        assert shop.AsyncResult("id-1").get(timeout=PATIENCE)
-    finally:
-        connection.default_channel.queue_delete(added)  # type: ignore[attr-defined]
-        connection.default_channel.exchange_delete(added)  # type: ignore[attr-defined]
-
-
-def _publish_by_hand(
-    shop: Any, connection: Connection, topology: Topology, queue_name: str, task_id: str
-) -> None:
-    """Send a task into the levels without a producer of ours, which would bind the queue."""
-    route = topology.route(0.2, queue_name)
-    message = shop.amqp.create_task_message(task_id, "look", ())
-    connection.Producer().publish(
-        message.body,
-        exchange=route.exchange,
-        routing_key=route.routing_key,
-        headers=message.headers,
-        serializer="json",
-        **message.properties,
-    )
-
-
-def test_where_operators_declare_an_application_declares_nothing(
-    make_shop: Callable[..., Any], connection: Connection, prefix: str
-) -> None:
-    shop = make_shop(rabbitdelay_declare="never")
-    with pytest.raises(TopologyIncomplete, match=prefix):
-        shop.tasks["look"].apply_async(delay=1)
-    shop.rabbitdelay.make_ready(f"{prefix}.default", 0, 0)
-    topology = shop.rabbitdelay.topology
-    assert len(missing(connection, topology)) == len(topology.queues) + len(topology.exchanges) + 2
 
 
 def test_the_gate_stays_when_the_pool_is_restarted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from kombu import Message
@@ -65,11 +66,14 @@ def test_a_message_with_some_of_our_headers_only_is_left_alone() -> None:
 def test_a_strategy_is_gated_whenever_celery_fills_it_in() -> None:
     seen = []
 
-    def strategy(message: Message) -> None:
+    def strategy(message: Message, *rest: Any) -> None:
         seen.append(message.delivery_info["routing_key"])
 
-    strategies = GatedStrategies({"one": strategy})
+    # A fake: what the gate asks a worker's consumer for.
+    app = SimpleNamespace(tasks={"one": object(), "two": object()})
+    strategies = GatedStrategies(SimpleNamespace(app=app, strategies={"one": strategy}))
     strategies["two"] = strategy
     for name in ("one", "two"):
-        strategies[name](Message(headers=dict(DELAYED), delivery_info={"routing_key": "0.1.q"}))
+        message = Message(headers=dict(DELAYED), delivery_info={"routing_key": "0.1.q"})
+        strategies[name](message, None, None)
     assert seen == ["daily.reports", "daily.reports"]

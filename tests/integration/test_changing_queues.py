@@ -1,0 +1,342 @@
+"""Queues that come and go, and brokers that do, while tasks wait in the levels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery.exceptions import QueueNotFound
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.declaration import bind_destination, declare, missing, stands
+from celery_rabbitdelay.exceptions import TopologyIncomplete
+from celery_rabbitdelay.testing.servers import (
+    RabbitMQServer,
+    ServerNotStarted,
+    free_port,
+    wait_for,
+)
+from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.undeliverable import examine
+from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.shop import PATIENCE, QUEUES
+from tests.integration.worker import Worker
+
+#: How late a task may be on a noisy machine; what is tested is that it is never early.
+GENEROUS = 5.0
+
+
+def publish_by_hand(app: Any, url: str, queue_name: str, task_id: str) -> None:
+    """Send a task into the levels without a producer of ours, which would bind the queue."""
+    route = app.rabbitdelay.topology.route(0.2, queue_name)
+    message = app.amqp.create_task_message(task_id, "look", ())
+    with Connection(url) as connection:
+        connection.Producer().publish(
+            message.body,
+            exchange=route.exchange,
+            routing_key=route.routing_key,
+            headers=message.headers,
+            serializer="json",
+            **message.properties,
+        )
+
+
+@pytest.fixture
+def added(connection: Connection, prefix: str) -> Iterator[str]:
+    """The name of a queue that no application knows; it is deleted when the test is over."""
+    name = f"{prefix}.added"
+    yield name
+    with connection.channel() as channel:
+        channel.queue_delete(name)  # type: ignore[attr-defined]
+        channel.exchange_delete(name)  # type: ignore[attr-defined]
+
+
+def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
+    shop: Any, worker: Worker, connection: Connection, broker_url: str, prefix: str, added: str
+) -> None:
+    assert missing(connection, shop.rabbitdelay.topology) == ()
+    publish_by_hand(shop, broker_url, f"{prefix}.second", "id-0")
+    assert shop.AsyncResult("id-0").get(timeout=PATIENCE)
+
+    shop.control.add_consumer(added, destination=[worker.name], reply=True)
+    wait_for(lambda: f"Started consuming from {added}" in worker.log, "the new consumer")
+
+    publish_by_hand(shop, broker_url, added, "id-1")
+    assert shop.AsyncResult("id-1").get(timeout=PATIENCE)
+
+
+def test_what_is_due_while_nobody_consumes_its_queue_waits_there_for_the_next_consumer(
+    shop: Any, worker: Worker, connection: Connection, prefix: str
+) -> None:
+    queue = f"{prefix}.second"
+    here = {"destination": [worker.name], "reply": True, "timeout": PATIENCE}
+    shop.control.cancel_consumer(queue, **here)
+    wait_for(lambda: f"Canceling queue {queue}" in worker.log, "the consumer's end")
+    results = [shop.tasks["look"].apply_async(delay=0.3, queue=queue) for _ in range(3)]
+    wait_until_waiting(connection, queue, 3)
+    # The worker takes everything else all the while.
+    assert shop.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
+    assert count(connection, queue) == 3
+
+    shop.control.add_consumer(queue, **here)
+
+    for result in results:
+        assert result.get(timeout=PATIENCE)["headers"]["rabbitdelay-queue"] == queue
+    assert count(connection, shop.rabbitdelay.topology.undeliverable.name) == 0
+
+
+def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
+    shop: Any, configuration: dict[str, Any], connection: Connection, prefix: str
+) -> None:
+    gone, living, delay = f"{prefix}.second", f"{prefix}.default", 4.3
+    topology, look = shop.rabbitdelay.topology, shop.tasks["look"]
+    with Worker(configuration, [living]):
+        lost = {look.apply_async(delay=delay, queue=gone).id for _ in range(32)}
+        came_already: Any = connection.default_channel.queue_delete(gone)  # type: ignore[attr-defined]
+        assert came_already == 0
+        due = {}
+        for _ in range(10):
+            asked = time.time()
+            due[look.apply_async(delay=delay, queue=living)] = asked + delay
+        for result, instant in due.items():
+            assert 0 <= result.get(timeout=PATIENCE)["at"] - instant < GENEROUS
+
+    found = [
+        examine(arrival.message.headers, topology)
+        for arrival in take(connection, [topology.undeliverable], 32)
+    ]
+    assert {message.task_id for message in found} == lost
+    for message in found:
+        assert (message.task, message.queue) == ("look", gone)
+        assert message.reason == f"no queue {gone!r} is bound to {prefix}.delivery"
+        assert message.last_stop == f"{prefix}.ms.300"
+        assert message.due is not None
+        assert message.due.timestamp() <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("delay", "last_stop"), [(1.5, "seconds.1"), (0.5, None)], ids=["half-way", "first"]
+)
+def test_a_level_s_queue_that_is_deleted_is_the_reason_of_what_was_to_wait_in_it(
+    shop: Any, connection: Connection, prefix: str, delay: float, last_stop: str | None
+) -> None:
+    shop.tasks["look"].apply_async(delay=0.1)
+    connection.default_channel.queue_delete(f"{prefix}.ms.500")  # type: ignore[attr-defined]
+    result = shop.tasks["look"].apply_async(delay=delay)
+
+    topology = shop.rabbitdelay.topology
+    (arrival,) = take(connection, [topology.undeliverable], 1)
+
+    message = arrival.message
+    found = examine(message.headers, topology, message.delivery_info["routing_key"])
+    assert found.task_id == result.id
+    assert found.reason == f"{prefix}.ms.x100 had no binding for digit 5 ({prefix}.ms.500)"
+    assert found.last_stop == (last_stop and f"{prefix}.{last_stop}")
+
+
+def test_a_queue_that_nobody_knew_is_created_and_gets_its_delayed_task(
+    shop: Any, configuration: dict[str, Any], connection: Connection, added: str
+) -> None:
+    delayed = shop.tasks["look"].apply_async(delay=0.3, queue=added)
+    # It is there, and bound, before any worker is.
+    wait_until_waiting(connection, added, 1)
+    undelayed = shop.tasks["look"].apply_async(queue=added)
+    with Worker(configuration, [added]):
+        seen = [result.get(timeout=PATIENCE) for result in (delayed, undelayed)]
+    assert len({(one["exchange"], one["routing_key"]) for one in seen}) == 1
+
+
+def test_where_no_queue_is_created_an_unknown_one_is_celery_s_own_error(
+    make_shop: Callable[..., Any], connection: Connection, prefix: str, added: str
+) -> None:
+    shop = make_shop(task_create_missing_queues=False)
+    with pytest.raises(QueueNotFound, match=added):
+        shop.tasks["look"].apply_async(delay=0.3, queue=added)
+    assert not stands(connection, shop.rabbitdelay.topology)
+
+    shop.tasks["look"].apply_async(delay=0.3, queue=f"{prefix}.second")
+    (arrival,) = take(connection, [Queue(f"{prefix}.second")], 1)
+    assert arrival.message.headers["task"] == "look"
+
+
+def fail_over(live: str, dead: int = 2) -> list[str]:
+    """URLs of brokers of which only the last lives."""
+    return [*(f"amqp://guest:guest@127.0.0.1:{free_port()}//" for _ in range(dead)), live]
+
+
+@pytest.mark.parametrize("written", [";".join, list], ids=["string", "list"])
+@pytest.mark.parametrize("options", [{}, {"retry": False}], ids=["retry", "no-retry"])
+def test_a_producer_finds_the_broker_that_lives(
+    make_shop: Callable[..., Any],
+    connection: Connection,
+    broker_url: str,
+    prefix: str,
+    written: Callable[[list[str]], Any],
+    options: dict[str, Any],
+) -> None:
+    shop = make_shop(broker_url=written(fail_over(broker_url)))
+    shop.tasks["look"].apply_async(delay=0.3, **options)
+    assert len(take(connection, [Queue(f"{prefix}.default")], 1)) == 1
+
+
+def test_a_worker_finds_the_broker_that_lives(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    broker_url: str,
+    prefix: str,
+    added: str,
+) -> None:
+    here = {"broker_url": fail_over(broker_url)}
+    shop = make_shop(**here)
+    with Worker({**configuration, **here}) as worker:
+        assert missing(connection, shop.rabbitdelay.topology) == ()
+        assert shop.tasks["retry"].apply_async(([], 1, {"delay": 0.2})).get(timeout=PATIENCE)
+        shop.control.add_consumer(added, destination=[worker.name], reply=True)
+        wait_for(lambda: f"Started consuming from {added}" in worker.log, "the new consumer")
+        publish_by_hand(shop, broker_url, added, "id-2")
+        assert shop.AsyncResult("id-2").get(timeout=PATIENCE)
+
+
+@pytest.fixture
+def two_hosts(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[tuple[str, str]]:
+    """The URLs of two empty virtual hosts: two brokers, as far as a client can see."""
+    names = (f"{prefix}-a", f"{prefix}-b")
+    for name in names:
+        private_rabbitmq.ctl("add_vhost", name)
+        private_rabbitmq.ctl("set_permissions", "-p", name, "guest", ".*", ".*", ".*")
+    base = private_rabbitmq.url.removesuffix("/")
+    yield f"{base}{names[0]}", f"{base}{names[1]}"
+    for name in names:
+        private_rabbitmq.ctl("delete_vhost", name)
+
+
+def queues_of(server: RabbitMQServer, url: str) -> list[str]:
+    return server.ctl("list_queues", "-p", url.rsplit("/", 1)[1], "name").split()
+
+
+def test_the_levels_stand_where_a_task_is_sent_to_and_nowhere_else(
+    private_rabbitmq: RabbitMQServer,
+    two_hosts: tuple[str, str],
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    prefix: str,
+) -> None:
+    one, other = two_hosts
+    shop = make_shop(broker_read_url=one, broker_write_url=other)
+    topology = shop.rabbitdelay.topology
+    result = shop.tasks["retry"].apply_async(([], 1, {"countdown": 0.3}), delay=0.3)
+    with Connection(other) as connection:
+        assert missing(connection, topology) == ()
+    assert queues_of(private_rabbitmq, one) == []
+
+    crossed = {**configuration, "broker_read_url": other, "broker_write_url": one}
+    with Worker(crossed) as worker, Connection(one) as connection:
+        # The worker takes the task from where it reads, and sends its retry to where it writes.
+        (arrival,) = take(connection, [Queue(f"{prefix}.default")], 1)
+        assert arrival.message.headers["id"] == result.id
+        assert arrival.message.headers["retries"] == 1
+
+        added = f"{prefix}.added"
+        shop.control.add_consumer(added, destination=[worker.name])
+        wait_for(lambda: f"Started consuming from {added}" in worker.log, "the new consumer")
+        publish_by_hand(shop, one, added, "id-3")
+        (arrival,) = take(connection, [Queue(added)], 1)
+        assert arrival.message.headers["id"] == "id-3"
+
+
+def test_a_producer_that_fails_over_declares_where_it_sends_now(
+    private_rabbitmq: RabbitMQServer,
+    two_hosts: tuple[str, str],
+    make_shop: Callable[..., Any],
+    prefix: str,
+) -> None:
+    one, other = two_hosts
+    shop = make_shop(broker_url=[one, other])
+    shop.tasks["look"].apply_async(delay=0.2)
+    assert queues_of(private_rabbitmq, other) == []
+
+    lost = one.rsplit("/", 1)[1]
+    private_rabbitmq.ctl("close_all_connections", "--vhost", lost, "maintenance")
+    result = shop.tasks["look"].apply_async(delay=0.2)
+
+    with Connection(other) as connection:
+        assert missing(connection, shop.rabbitdelay.topology) == ()
+        (arrival,) = take(connection, [Queue(f"{prefix}.default")], 1)
+    assert arrival.message.headers["id"] == result.id
+
+
+@pytest.fixture
+def by_operators(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
+) -> Any:
+    """An application that may declare nothing; its levels stand, and one of its queues."""
+    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_declare="never")
+    topology, queue = shop.rabbitdelay.topology, shop.amqp.queues[f"{prefix}.default"]
+    with Connection(private_rabbitmq.url) as connection:
+        declare(connection, topology)
+        queue(connection.default_channel).declare()
+        bind_destination(connection, topology, queue.name)
+    return shop
+
+
+def everything(server: RabbitMQServer, prefix: str) -> set[str]:
+    """What stands under a prefix: exchanges, queues and bindings, a line each."""
+    listings = (
+        ("list_exchanges", "name", "type"),
+        ("list_queues", "name", "arguments"),
+        ("list_bindings", "source_name", "destination_name", "routing_key"),
+    )
+    lines = [line for listing in listings for line in server.ctl(*listing).splitlines()]
+    return {line for line in lines if prefix in line}
+
+
+def test_where_operators_declare_tasks_arrive_and_nothing_is_declared(
+    private_rabbitmq: RabbitMQServer, configuration: dict[str, Any], by_operators: Any, prefix: str
+) -> None:
+    look, topology = by_operators.tasks["look"], by_operators.rabbitdelay.topology
+    unbound, unknown = (by_operators.amqp.queues[f"{prefix}.{name}"] for name in QUEUES[1:3])
+    with Connection(private_rabbitmq.url) as connection:
+        unbound(connection.default_channel).declare()
+    before = everything(private_rabbitmq, prefix)
+    here = {"broker_url": private_rabbitmq.url, "rabbitdelay_declare": "never"}
+    with Worker({**configuration, **here}, [f"{prefix}.default"]):
+        assert look.apply_async(delay=0.3).get(timeout=PATIENCE)
+    # AMQP can tell whether a queue exists, but not whether it is bound.
+    with pytest.raises(TopologyIncomplete, match=unknown.name):
+        look.apply_async(delay=0.3, queue=unknown.name)
+    look.apply_async(delay=0.3, queue=unbound.name)
+    with Connection(private_rabbitmq.url) as connection:
+        (arrival,) = take(connection, [topology.undeliverable], 1)
+    assert f"no queue {unbound.name!r}" in examine(arrival.message.headers, topology).reason
+    assert everything(private_rabbitmq, prefix) == before
+
+
+def test_where_operators_declare_a_missing_piece_is_named_by_the_first_send(
+    private_rabbitmq: RabbitMQServer, configuration: dict[str, Any], by_operators: Any
+) -> None:
+    gone = by_operators.rabbitdelay.topology.digit_queues[3]
+    with Connection(private_rabbitmq.url) as connection:
+        gone(connection.default_channel).delete()
+    for _ in range(2):
+        with pytest.raises(TopologyIncomplete, match=gone.name) as caught:
+            by_operators.tasks["look"].apply_async(delay=1)
+        assert caught.value.missing == (gone.name,)
+
+    here = {"broker_url": private_rabbitmq.url, "rabbitdelay_declare": "never"}
+    worker = Worker({**configuration, **here})
+    with pytest.raises(ServerNotStarted, match=gone.name), worker:
+        raise AssertionError("the worker has started")
+
+
+def test_where_operators_declare_an_application_declares_nothing(
+    make_shop: Callable[..., Any], connection: Connection, prefix: str
+) -> None:
+    shop = make_shop(rabbitdelay_declare="never")
+    with pytest.raises(TopologyIncomplete, match=prefix):
+        shop.tasks["look"].apply_async(delay=1)
+    shop.rabbitdelay.make_ready(f"{prefix}.default", 0, 0)
+    topology: Topology = shop.rabbitdelay.topology
+    assert len(missing(connection, topology)) == len(topology.queues) + len(topology.exchanges) + 2

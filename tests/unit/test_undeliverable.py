@@ -1,0 +1,143 @@
+"""Why a message could not be delivered, read from its headers."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.layout import Layout, clock, custom
+from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.undeliverable import Undeliverable, examine
+from tests.unit.strategies import layouts
+
+CLOCK = Topology()
+DAY_TO_SECOND = [("days", 10, 86400), ("hours", 24, 3600), ("minutes", 60, 60), ("seconds", 60, 1)]
+
+
+def found(*stops: str, key: str = "", **more: Any) -> dict[str, Any]:
+    """The headers of a task that waited in ``stops``, as RabbitMQ hands them out."""
+    deaths = [
+        {"queue": stop, "reason": "expired", "count": 1, "routing-keys": [key]}
+        for stop in reversed(stops)
+    ]
+    return {
+        "id": "4d5e",
+        "task": "shop.remind",
+        headers.DUE: 1_900_000_000_123,
+        headers.QUEUE: "daily.reports",
+        headers.EXCHANGE: "",
+        headers.ROUTING_KEY: "daily.reports",
+        **({"x-death": deaths} if deaths else {}),
+        **more,
+    }
+
+
+def test_what_passed_all_levels_found_no_queue_bound() -> None:
+    key = "0.0.0.3.7.45.30.5.daily%2Ereports"
+    message = found("rabbitdelay.days.3", "rabbitdelay.seconds.30", "rabbitdelay.ms.500", key=key)
+    assert examine(message, CLOCK) == Undeliverable(
+        task_id="4d5e",
+        task="shop.remind",
+        queue="daily.reports",
+        due=datetime(2030, 3, 17, 17, 46, 40, 123_000, tzinfo=UTC),
+        reason="no queue 'daily.reports' is bound to rabbitdelay.delivery",
+        last_stop="rabbitdelay.ms.500",
+    )
+
+
+def test_what_no_binding_took_between_two_levels_names_exchange_digit_and_queue() -> None:
+    message = found("rabbitdelay.hours.2", key="0.0.0.0.2.7.0.0.q")
+    assert examine(message, CLOCK).reason == (
+        "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("zeros", "reason"),
+    [
+        (
+            "bind",
+            (
+                "p.seconds.x1 had no binding for digit 7 (p.seconds.7), "
+                "or p.hours.x1 had none for digit 0, or p.minutes.x1 had none for digit 0"
+            ),
+        ),
+        ("skip", "p.hours.x1 had no binding for digits 0.0.7 (p.seconds.7)"),
+        ("queue", "p.hours.x1 had no binding for digit 0 (p.hours.x1.0)"),
+    ],
+)
+def test_zeros_between_two_levels_are_named_as_the_layout_passes_them(
+    zeros: Any, reason: str
+) -> None:
+    topology = Topology("p", custom(DAY_TO_SECOND, zeros))
+    assert examine(found("p.days.1", key="1.0.0.7.q"), topology).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("zeros", "also"),
+    [
+        ("bind", ", or p.minutes.x1 had none for digit 0, or p.seconds.x1 had none for digit 0"),
+        ("skip", ", or p.minutes.x1 had none for digits 0.0"),
+    ],
+)
+def test_zeros_behind_the_last_level_come_second(zeros: Any, also: str) -> None:
+    topology = Topology("p", custom(DAY_TO_SECOND, zeros))
+    reason = examine(found("p.hours.1", key="0.1.0.0.q"), topology).reason
+    assert reason == f"no queue 'daily.reports' is bound to p.delivery{also}"
+
+
+@given(layouts)
+def test_in_every_layout_the_stop_behind_each_stop_is_the_one_that_is_missed(
+    layout: Layout,
+) -> None:
+    topology = Topology("p", layout)
+    route = topology.route_of_milliseconds(layout.capacity_ms, "q")
+    for position, following in enumerate(route.stops):
+        message = found(*route.stops[:position], key=route.routing_key)
+        assert f"({following})" in examine(message, topology, route.routing_key).reason
+    arrived = examine(found(*route.stops, key=route.routing_key), topology)
+    assert arrived.reason == "no queue 'daily.reports' is bound to p.delivery"
+    assert arrived.last_stop == route.stops[-1]
+
+
+def test_what_no_level_took_is_told_by_its_routing_key() -> None:
+    stopless = examine(found(), CLOCK, "0.0.0.0.0.7.0.0.q")
+    assert stopless.reason == (
+        "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7)"
+    )
+    assert stopless.last_stop is None
+
+
+def test_what_had_no_delay_left_found_no_queue_bound() -> None:
+    reason = examine(found(), CLOCK, "0.0.0.0.0.0.0.0.q").reason
+    assert reason == "no queue 'daily.reports' is bound to rabbitdelay.delivery"
+
+
+def test_without_its_routing_key_what_no_level_took_is_left_open() -> None:
+    assert "do not tell" in examine(found(), CLOCK).reason
+
+
+def test_a_reason_that_a_module_wrote_wins() -> None:
+    message = found("rabbitdelay.hours.2", key="0.0.0.0.2.7.0.0.q")
+    written = {**message, headers.REASON: "its x-delay is no number"}
+    assert examine(written, CLOCK).reason == "its x-delay is no number"
+
+
+def test_a_message_of_another_layout_is_said_to_be_one() -> None:
+    message = found("rabbitdelay.weeks.1", key="1.0.q")
+    assert "rabbitdelay.weeks.1, which is no queue of this layout" in examine(message, CLOCK).reason
+
+
+@pytest.mark.parametrize("key", ["celery", "9.q", "0.0.0.0.0.7.0.0.0.q", "a.b.c.d.e.f.g.h.q"])
+def test_a_routing_key_that_is_none_of_the_layout_is_said_to_be_none(key: str) -> None:
+    assert f"{key!r} is none of this layout" in examine(found(), CLOCK, key).reason
+
+
+def test_a_message_by_another_hand_has_what_its_routing_key_tells() -> None:
+    stranger = examine({}, Topology("p", clock(tick=1)), "0.0.0.0.0.7.0.daily%2Ereports")
+    assert stranger.queue == "daily.reports"
+    assert (stranger.task_id, stranger.task, stranger.due) == (None, None, None)
