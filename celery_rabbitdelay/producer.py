@@ -103,6 +103,8 @@ class DelayedProducer(Producer):
         self.topology.layout.check(due.delay_ms)
         self._check_priority(properties.get("priority"))
         properties.pop("expiration", None)
+        # What kombu gives a message, where nothing else is said.
+        properties.setdefault("priority", 0)
         own_headers = {
             **names.strip(headers or {}),
             names.DUE: due.at_ms,

@@ -46,6 +46,18 @@ def broker_url(request: pytest.FixtureRequest) -> str:
     return server.url
 
 
+@pytest.fixture(scope="module")
+def module_broker_url(request: pytest.FixtureRequest) -> str:
+    """The same, for what lives as long as a module whose tests leave the broker alone."""
+    url = os.environ.get("RABBITDELAY_BROKER_URL")
+    if url:
+        return url
+    server: RabbitMQServer = request.getfixturevalue("session_rabbitmq")
+    if not server.running:
+        server.start()
+    return server.url
+
+
 @pytest.fixture(scope="session")
 def private_redis() -> Iterator[RedisServer]:
     """The Redis server of this session."""
@@ -53,7 +65,7 @@ def private_redis() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def redis_url(request: pytest.FixtureRequest) -> str:
     """The URL of the Redis to test against."""
     url = os.environ.get("RABBITDELAY_REDIS_URL")

@@ -72,3 +72,26 @@ def wait_until_waiting(connection: Connection, queue_name: str, expected: int) -
         lambda: count(connection, queue_name) == expected,
         f"{expected} messages in {queue_name}",
     )
+
+
+def find_waiting(connection: Connection, queues: Iterable[Queue], timeout: float = 30.0) -> Arrival:
+    """Take the only message that waits in any of many queues, as soon as there is one.
+
+    Raises:
+        TimeoutError: None of the queues got one within ``timeout`` seconds.
+    """
+    names = [queue.name for queue in queues]
+    found: list[Arrival] = []
+
+    def look() -> bool:
+        channel: Any
+        with connection.channel() as channel:
+            for name in names:
+                message: Any = Queue(name, channel=channel, no_declare=True).get(no_ack=True)
+                if message is not None:
+                    found.append(Arrival(name, time.time(), message.decode(), message))
+        return bool(found)
+
+    wait_for(look, "a message in the levels", timeout)
+    (arrival,) = found
+    return arrival

@@ -80,9 +80,8 @@ def queue(make_queue: Callable[..., Queue]) -> Queue:
     return make_queue(queue_arguments={"x-queue-type": "quorum"})
 
 
-@pytest.fixture
-def configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
-    """A small topology under the test's prefix, results in Redis."""
+def _configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
+    """A small topology under a prefix, results in Redis."""
     return {
         "prefix": prefix,
         "broker_url": broker_url,
@@ -90,6 +89,22 @@ def configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any
         "rabbitdelay_prefix": prefix,
         "rabbitdelay_layout": LEVELS,
     }
+
+
+def _delete_what_it_declared(app: Any) -> None:
+    with Connection(app.conf.broker_url) as connection:
+        delete(connection, app.rabbitdelay.topology, force=True)
+        for queue in app.amqp.queues.values():
+            with connection.channel() as channel, suppress(ChannelError):
+                queue(channel).delete()
+                if queue.exchange and queue.exchange.name:
+                    queue.exchange(channel).delete()
+
+
+@pytest.fixture
+def configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
+    """A small topology under the test's prefix, results in Redis."""
+    return _configuration(broker_url, redis_url, prefix)
 
 
 @pytest.fixture
@@ -103,13 +118,7 @@ def make_shop(configuration: dict[str, Any]) -> Iterator[Callable[..., Any]]:
 
     yield make
     for app in made:
-        with Connection(app.conf.broker_url) as connection:
-            delete(connection, app.rabbitdelay.topology, force=True)
-            for queue in app.amqp.queues.values():
-                with connection.channel() as channel, suppress(ChannelError):
-                    queue(channel).delete()
-                    if queue.exchange and queue.exchange.name:
-                        queue.exchange(channel).delete()
+        _delete_what_it_declared(app)
         app.close()
 
 
@@ -124,3 +133,28 @@ def worker(configuration: dict[str, Any], shop: Any) -> Iterator[Worker]:
     """A worker that serves all queues of the shop."""
     with Worker(configuration) as worker:
         yield worker
+
+
+@pytest.fixture(scope="module")
+def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
+    """A configuration whose queues one worker serves for all tests of a module.
+
+    Only for modules whose tests leave broker and worker alone. The worker takes pickle as well.
+    """
+    configuration = {
+        **_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        "accept_content": ["json", "pickle"],
+    }
+    with Worker(configuration):
+        yield configuration
+    app = make_app(configuration)
+    _delete_what_it_declared(app)
+    app.close()
+
+
+@pytest.fixture
+def served_shop(served_configuration: dict[str, Any]) -> Iterator[Any]:
+    """An application whose queues are served by the module's worker."""
+    app = make_app(served_configuration)
+    yield app
+    app.close()

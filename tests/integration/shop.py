@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from typing import Any
 
+import celery
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery
@@ -21,20 +23,29 @@ PATIENCE = 30
 
 QUEUES = ("default", "second", "topic.reports", "topic.daily.reports", "mirror")
 
+#: Tasks that fail once and are retried a long time ahead: options of Celery's ``autoretry_for``.
+FAR_BACKOFFS = {
+    "backoff": {"retry_backoff": 1000, "retry_backoff_max": 5000, "retry_jitter": False},
+    "backoff-max": {"retry_backoff": 9000, "retry_backoff_max": 4000, "retry_jitter": False},
+    "backoff-jitter": {"retry_backoff": 10**8, "retry_backoff_max": 10**8, "retry_jitter": True},
+}
+
 
 def make_app(configuration: dict[str, Any]) -> Celery:
     """Create the application.
 
     Args:
-        configuration: Celery's settings, and ``prefix`` and ``queue_type`` for its queues.
+        configuration: Celery's settings, ``prefix`` and ``queue_type`` for its queues, and
+            ``knows_tasks``: False for a producer that knows the tasks by name only.
     """
     settings = dict(configuration)
+    knows_tasks = settings.pop("knows_tasks", True)
     prefix, queue_type = settings.pop("prefix"), settings.pop("queue_type", "quorum")
     app = Celery("shop", set_as_current=False)
     topic = Exchange(f"{prefix}.topic", type="topic")
     arguments = {"x-queue-type": queue_type}
     app.conf.update(
-        task_default_queue=f"{prefix}.default",
+        task_default_queue=settings.pop("task_default_queue", f"{prefix}.default"),
         task_default_exchange_type="direct",
         task_queues=[
             Queue(f"{prefix}.default", queue_arguments=arguments),
@@ -58,27 +69,88 @@ def make_app(configuration: dict[str, Any]) -> Celery:
         broker_connection_retry_on_startup=True,
         **settings,
     )
-    _add_tasks(app)
+    if knows_tasks:
+        _add_tasks(app)
+        _add_tasks_that_send(app)
+        _add_tasks_that_fail(app)
     return app
 
 
-def _add_tasks(app: Celery) -> None:
-    def seen(task: Any) -> dict[str, Any]:
-        """What a task can see of its message, and when it ran."""
-        info = task.request.delivery_info
-        return {
-            "at": time.time(),
-            "exchange": info["exchange"],
-            "routing_key": info["routing_key"],
-            "priority": info["priority"],
-            "retries": task.request.retries,
-            "headers": task.request.headers or {},
-            "eta": task.request.eta,
-        }
+def named(app: Any, name: str) -> str:
+    """Return the whole name of one of :data:`QUEUES`."""
+    return f"{app.rabbitdelay.topology.prefix}.{name}"
 
+
+def seen(task: Any, *given: Any) -> dict[str, Any]:
+    """What a task can see of its message, when it ran, and what it was given."""
+    info = task.request.delivery_info
+    return {
+        "at": time.time(),
+        "exchange": info["exchange"],
+        "routing_key": info["routing_key"],
+        "priority": info["priority"],
+        "retries": task.request.retries,
+        "headers": task.request.headers or {},
+        "eta": task.request.eta,
+        "given": given,
+    }
+
+
+@celery.shared_task(bind=True, name="shared-retry", max_retries=1)
+def shared_retry(self: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A task of no application in particular, as reusable packages have them."""
+    if self.request.retries < 1:
+        raise self.retry(**options)
+    return seen(self)
+
+
+def _add_tasks(app: Celery) -> None:
     @app.task(bind=True, name="look", shared=False)
-    def look(self: Any) -> dict[str, Any]:
-        return seen(self)
+    def look(self: Any, *given: Any) -> dict[str, Any]:
+        return seen(self, *given)
+
+    @app.task(name="at", shared=False)
+    def at(*given: Any) -> dict[str, Any]:
+        """When it ran, for tasks without a message of their own (map, starmap, chunks)."""
+        return {"at": time.time(), "given": given}
+
+    @app.task(bind=True, name="request", shared=False)
+    def request(self: Any) -> Any:
+        """Everything that a task can see of its message."""
+        return json.loads(json.dumps(vars(self.request), default=repr))
+
+    @app.task(bind=True, name="note", shared=False)
+    def note(self: Any, *given: Any, key: str) -> None:
+        """Note in Redis that it ran and what it saw, for tasks without a result."""
+        redis: Any = app.backend.client  # type: ignore[attr-defined]
+        redis.rpush(key, json.dumps(seen(self, *given)))
+
+    @app.task(name="celery-own", shared=False, rabbitdelay=False)
+    def celery_own() -> None: ...
+
+
+def _add_tasks_that_send(app: Celery) -> None:
+    @app.task(bind=True, name="replace", shared=False)
+    def replace(self: Any, *signature: dict[str, Any]) -> None:
+        """Be replaced with another task."""
+        raise self.replace(app.signature(signature[-1]))
+
+    @app.task(name="send", shared=False)
+    def send(name: str, options: dict[str, Any]) -> str:
+        """Send another task; return its id."""
+        return str(app.send_task(name, **options).id)
+
+    @app.task(name="send-shared", shared=False)
+    def send_shared(*args: Any) -> str:
+        """Send the shared task, which takes whichever application is the current one."""
+        options: dict[str, Any] = {"delay": 0.3}
+        return str(shared_retry.apply_async(args, **options).id)
+
+
+def _add_tasks_that_fail(app: Any) -> None:
+    @app.task(name="fail", shared=False)
+    def fail() -> None:
+        raise ValueError("this task fails")
 
     @app.task(bind=True, name="retry", shared=False, max_retries=5)
     def retry(self: Any, past: list[Any], times: int, options: dict[str, Any]) -> list[Any]:
@@ -101,18 +173,38 @@ def _add_tasks(app: Celery) -> None:
             raise ConnectionError("the mail gateway does not answer")
         return seen(self)
 
+    for name, backoff in FAR_BACKOFFS.items():
+
+        @app.task(name=name, shared=False, autoretry_for=(ConnectionError,), **backoff)
+        def fail_far() -> None:
+            raise ConnectionError("the mail gateway does not answer")
+
+    for name, option in (("lost", "reject_on_worker_lost"), ("lost-retry", "retry_on_worker_lost")):
+
+        @app.task(
+            bind=True,
+            name=name,
+            shared=False,
+            acks_late=True,
+            default_retry_delay=1,
+            **{option: True},
+        )
+        def lost(self: Any, key: str) -> dict[str, Any]:
+            """Kill the process that runs it, the first time."""
+            redis: Any = app.backend.client
+            if redis.rpush(key, json.dumps(seen(self))) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return seen(self)
+
     @app.task(bind=True, name="retry-when", shared=False)
     def retry_when(self: Any, key: str) -> str:
         """Retry as soon as the test says so, once; say when the message came a second time."""
         if self.request.retries:
             return "done"
-        redis: Any = app.backend.client  # type: ignore[attr-defined]
+        redis: Any = app.backend.client
         redis.set(key, "again" if redis.get(key) else "first")
         wait_for(lambda: redis.get(key) != b"first", "the test's word")
         raise self.retry(countdown=0.2)
-
-    @app.task(name="celery-own", shared=False, rabbitdelay=False)
-    def celery_own() -> None: ...
 
 
 if "SHOP" in os.environ:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from celery.signals import after_task_publish, before_task_publish
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Queue
 
 from celery_rabbitdelay import headers
 from celery_rabbitdelay.declaration import missing, stands
@@ -62,54 +60,6 @@ def test_each_queue_gets_its_own_tasks_only_and_none_is_early(
     assert all(a.at >= not_before[a.message.headers["id"]] for a in arrivals)
 
 
-@pytest.mark.parametrize(
-    ("name", "exchange", "routing_key"),
-    [
-        ("default", "", "{prefix}.default"),
-        ("second", "", "{prefix}.second"),
-        ("topic.daily.reports", "{prefix}.topic", "topic.daily.reports"),
-        ("mirror", "{prefix}.fanout", "{prefix}.default"),
-    ],
-)
-def test_a_delayed_task_looks_as_if_it_had_not_been_delayed(
-    shop: Any, worker: Worker, prefix: str, name: str, exchange: str, routing_key: str
-) -> None:
-    undelayed = shop.tasks["look"].apply_async(queue=f"{prefix}.{name}").get(timeout=PATIENCE)
-    delayed = shop.tasks["look"].apply_async(
-        queue=f"{prefix}.{name}", delay=0.2, headers={"x-tenant": "shop"}
-    )
-    arrived = delayed.get(timeout=PATIENCE)
-
-    assert undelayed["exchange"] == arrived["exchange"] == exchange.format(prefix=prefix)
-    assert undelayed["routing_key"] == arrived["routing_key"] == routing_key.format(prefix=prefix)
-    assert arrived["eta"] is None
-    assert arrived["headers"]["x-tenant"] == "shop"
-    assert not [key for key in arrived["headers"] if "death" in key]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"delay": 0.5},
-        {"delay": timedelta(seconds=0.5)},
-        {"countdown": 0.5},
-        {"eta": 0.5},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_delay_countdown_and_eta_all_wait_in_the_levels(
-    shop: Any, worker: Worker, connection: Connection, prefix: str, options: dict[str, Any]
-) -> None:
-    before = datetime.now(UTC)
-    if "eta" in options:
-        options = {"eta": before + timedelta(seconds=options["eta"])}
-    result = shop.send_task("look", **options)
-    seen = result.get(timeout=PATIENCE)
-    assert seen["at"] >= before.timestamp() + 0.5
-    assert seen["at"] * 1000 >= seen["headers"][headers.DUE]
-    assert seen["headers"][headers.DUE] >= before.timestamp() * 1000 + 499
-
-
 def test_no_delay_takes_celery_s_own_path(shop: Any, connection: Connection, prefix: str) -> None:
     look = shop.tasks["look"]
     for options in ({}, {"delay": 0}, {"delay": -5}, {"countdown": -5}, {"countdown": 0}):
@@ -137,83 +87,6 @@ def test_three_days_and_some_lie_in_their_queue_under_their_key(
     assert arrival.message.headers["id"] == result.id
     key = arrival.message.delivery_info["routing_key"]
     assert key == f"0.0.0.3.7.45.30.0.{prefix}%2Edefault"
-
-
-@pytest.mark.parametrize("name", QUEUES)
-@pytest.mark.parametrize("first", [{}, {"delay": 0.2}], ids=["undelayed", "delayed"])
-def test_a_retry_returns_to_the_queue_it_came_from(
-    shop: Any, worker: Worker, prefix: str, name: str, first: dict[str, Any]
-) -> None:
-    result = shop.tasks["retry"].apply_async(
-        ([], 2, {"countdown": 0.3}),
-        queue=f"{prefix}.{name}",
-        headers={"x-tenant": "shop"},
-        **first,
-    )
-    attempts = result.get(timeout=PATIENCE)
-
-    assert [attempt["retries"] for attempt in attempts] == [0, 1, 2]
-    # The same exchange and key each time, which do not grow with the retries.
-    assert len({(a["exchange"], a["routing_key"]) for a in attempts}) == 1
-    assert all(attempt["headers"]["x-tenant"] == "shop" for attempt in attempts)
-    assert all(a["headers"][headers.QUEUE] == f"{prefix}.{name}" for a in attempts[1:])
-    for earlier, later in pairwise(attempts):
-        assert later["at"] - earlier["at"] >= 0.3
-
-
-@pytest.mark.parametrize("options", [{"delay": 0.3}, {"countdown": 0.3}])
-def test_a_retry_takes_a_delay_as_well(shop: Any, worker: Worker, options: dict[str, Any]) -> None:
-    attempts = shop.tasks["retry"].apply_async(([], 1, options)).get(timeout=PATIENCE)
-    assert 0.3 <= attempts[1]["at"] - attempts[0]["at"] < 30
-
-
-def test_autoretry_with_backoff_waits_in_the_levels_and_returns(
-    shop: Any, worker: Worker, connection: Connection, prefix: str
-) -> None:
-    queue = f"{prefix}.second"
-    seen = shop.tasks["autoretry"].apply_async(queue=queue).get(timeout=PATIENCE)
-    assert seen["retries"] == 1
-    assert seen["routing_key"] == queue
-    assert seen["headers"][headers.QUEUE] == queue
-
-
-def test_signals_see_where_the_task_goes_and_not_the_levels(
-    shop: Any, connection: Connection, prefix: str
-) -> None:
-    seen = []
-
-    def note(sender: str, exchange: str, routing_key: str, **rest: Any) -> None:
-        seen.append((sender, exchange, routing_key))
-
-    before_task_publish.connect(note)
-    after_task_publish.connect(note)
-    try:
-        shop.tasks["look"].apply_async(delay=1, queue=f"{prefix}.topic.reports")
-    finally:
-        before_task_publish.disconnect(note)
-        after_task_publish.disconnect(note)
-    assert seen == [("look", f"{prefix}.topic", "topic.reports")] * 2
-
-
-def test_the_task_sent_event_goes_where_events_go(
-    make_shop: Callable[..., Any],
-    make_queue: Callable[..., Queue],
-    connection: Connection,
-    prefix: str,
-) -> None:
-    shop = make_shop(task_send_sent_event=True, event_exchange=f"{prefix}.events")
-    events = make_queue("events", Exchange(f"{prefix}.events", type="topic"), "task.sent")
-    events(connection.default_channel).declare()
-    shop.tasks["look"].apply_async(delay=1, queue=f"{prefix}.second")
-    (arrival,) = take(connection, [events], 1)
-    assert arrival.body["queue"] == arrival.body["routing_key"] == f"{prefix}.second"
-
-
-def test_an_expiry_is_left_to_the_worker(shop: Any, connection: Connection, prefix: str) -> None:
-    shop.tasks["look"].apply_async(delay=0.4, expires=0.2)
-    (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
-    assert "expiration" not in arrival.message.properties
-    assert arrival.message.headers["expires"]
 
 
 def test_a_task_that_keeps_celery_s_own_behavior_has_an_eta(

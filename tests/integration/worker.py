@@ -1,4 +1,4 @@
-"""A Celery worker as a process of its own."""
+"""A Celery worker, and Celery's beat, as processes of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,44 @@ from celery_rabbitdelay.testing.servers import Server
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-class Worker(Server):
+class ShopProcess(Server):
+    """A process of the application that :mod:`tests.integration.shop` makes.
+
+    Args:
+        configuration: What :func:`tests.integration.shop.make_app` takes.
+    """
+
+    package = "celery"
+
+    def __init__(self, configuration: dict[str, Any]) -> None:
+        super().__init__()
+        self._configuration = configuration
+
+    def _celery(self, command: str) -> list[str]:
+        return [sys.executable, *f"-m celery -A tests.integration.shop {command}".split()]
+
+    def _environment(self) -> dict[str, str]:
+        coverage = {key: value for key, value in os.environ.items() if key.startswith("COV")}
+        return {
+            **super()._environment(),
+            **coverage,
+            "PYTHONPATH": str(REPOSITORY),
+            "SHOP": json.dumps(self._configuration),
+            "C_FORCE_ROOT": "1",
+        }
+
+
+class Beat(ShopProcess):
+    """``celery -A tests.integration.shop beat``."""
+
+    def _command(self) -> list[str]:
+        return self._celery(f"beat -l INFO -s {self.folder}/schedule")
+
+    def _ready(self) -> bool:
+        return "beat: Starting" in self.log
+
+
+class Worker(ShopProcess):
     """``celery -A tests.integration.shop worker``.
 
     Args:
@@ -22,13 +59,10 @@ class Worker(Server):
         options: Further options of ``celery worker``.
     """
 
-    package = "celery"
-
     def __init__(
         self, configuration: dict[str, Any], queues: list[str] | None = None, *options: str
     ) -> None:
-        super().__init__()
-        self._configuration = configuration
+        super().__init__(configuration)
         self._options = [*options, *(["-Q", ",".join(queues)] if queues else [])]
         self._log_before = 0
 
@@ -43,18 +77,7 @@ class Worker(Server):
         super().start()
 
     def _command(self) -> list[str]:
-        command = f"-m celery -A tests.integration.shop worker -c 1 -l INFO -n {self.name}"
-        return [sys.executable, *command.split(), *self._options]
-
-    def _environment(self) -> dict[str, str]:
-        coverage = {key: value for key, value in os.environ.items() if key.startswith("COV")}
-        return {
-            **super()._environment(),
-            **coverage,
-            "PYTHONPATH": str(REPOSITORY),
-            "SHOP": json.dumps(self._configuration),
-            "C_FORCE_ROOT": "1",
-        }
+        return [*self._celery(f"worker -c 1 -l INFO -n {self.name}"), *self._options]
 
     def _ready(self) -> bool:
         return " ready." in self.log[self._log_before :]

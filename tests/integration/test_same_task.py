@@ -1,0 +1,301 @@
+"""A delayed task is the same task on arrival; only its due time and its queue's name are added."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery.exceptions import TaskRevokedError
+from celery.signals import after_task_publish, before_task_publish
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.testing.servers import wait_for
+from tests.integration.arrivals import take
+from tests.integration.shop import PATIENCE, QUEUES, named
+from tests.integration.waited import assert_waited
+
+#: Headers that a delay adds.
+ADDED = (headers.DUE, headers.QUEUE)
+
+
+def alike(send: Callable[..., Any], *different: str) -> dict[str, Any]:
+    """Send the task ``request`` with and without a delay, and assert that both saw the same.
+
+    Args:
+        send: Sends it; takes ``delay``.
+        *different: What may differ.
+
+    Returns:
+        All that the delayed one saw of its message but the headers that a delay adds.
+    """
+    undelayed, delayed = send(), send(delay=0.3)
+    expected, seen = undelayed.get(timeout=PATIENCE), delayed.get(timeout=PATIENCE)
+    assert seen["headers"].keys() >= set(ADDED)
+    # None is what Celery makes of no headers of the caller's.
+    expected["headers"] = expected["headers"] or {}
+    expected = _without(json.dumps(expected).replace(undelayed.id, "id"), *different)
+    seen = _without(json.dumps(seen).replace(delayed.id, "id"), *ADDED, *different)
+    assert seen == expected
+    return seen
+
+
+def _without(text: str, *names: str) -> dict[str, Any]:
+    def kept(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in pairs if name not in names}
+
+    whole: dict[str, Any] = json.loads(text, object_pairs_hook=kept)
+    return whole
+
+
+@pytest.fixture
+def send(served_shop: Any) -> Callable[..., Any]:
+    """Sends the task ``request``."""
+    sent: Callable[..., Any] = served_shop.tasks["request"].apply_async
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange", "routing_key"),
+    [
+        ("default", "", "{prefix}.default"),
+        ("second", "", "{prefix}.second"),
+        ("topic.reports", "{prefix}.topic", "topic.reports"),
+        ("topic.daily.reports", "{prefix}.topic", "topic.daily.reports"),
+        ("mirror", "{prefix}.fanout", "{prefix}.default"),
+    ],
+)
+def test_exchange_and_routing_key_are_those_of_the_queue(
+    served_shop: Any, send: Callable[..., Any], name: str, exchange: str, routing_key: str
+) -> None:
+    prefix = served_shop.rabbitdelay.topology.prefix
+    info = alike(partial(send, queue=f"{prefix}.{name}"))["delivery_info"]
+    assert info["exchange"] == exchange.format(prefix=prefix)
+    assert info["routing_key"] == routing_key.format(prefix=prefix)
+
+
+@pytest.mark.parametrize("as_object", [False, True], ids=["name", "object"])
+@pytest.mark.parametrize(
+    ("exchange_type", "routing_key"), [("direct", "second"), ("topic", "topic.reports")]
+)
+def test_exchange_and_routing_key_are_those_that_the_caller_gave(
+    served_shop: Any,
+    send: Callable[..., Any],
+    as_object: bool,
+    exchange_type: str,
+    routing_key: str,
+) -> None:
+    name = named(served_shop, exchange_type)
+    exchange = Exchange(name, type=exchange_type) if as_object else name
+    info = alike(partial(send, exchange=exchange, routing_key=routing_key))["delivery_info"]
+    assert (info["exchange"], info["routing_key"]) == (name, routing_key)
+
+
+def test_headers_of_the_caller_stay_and_those_of_the_broker_go(send: Callable[..., Any]) -> None:
+    own = {"x-tenant": "shop", "trace": {"id": 7, "tags": ["a", "b"]}, "x-retries": 3}
+    seen = alike(partial(send, headers=own))
+    assert seen["headers"] == own
+
+
+@pytest.mark.parametrize("priority", [None, 0, 1, 4])
+def test_the_priority_stays(send: Callable[..., Any], priority: int | None) -> None:
+    options = {} if priority is None else {"priority": priority}
+    assert alike(partial(send, **options))["delivery_info"]["priority"] == (priority or 0)
+
+
+def test_time_limits_stay(send: Callable[..., Any]) -> None:
+    seen = alike(partial(send, time_limit=60, soft_time_limit=50))
+    assert seen["timelimit"] == [60, 50]
+
+
+def test_where_to_reply_to_stays(send: Callable[..., Any]) -> None:
+    seen = alike(partial(send, reply_to="answers"))
+    assert seen["reply_to"] == seen["properties"]["reply_to"] == "answers"
+
+
+def test_the_shadow_name_stays(send: Callable[..., Any]) -> None:
+    assert alike(partial(send, shadow="remind"))["shadow"] == "remind"
+
+
+def test_root_and_parent_stay(send: Callable[..., Any]) -> None:
+    seen = alike(partial(send, root_id="root", parent_id="parent"))
+    assert (seen["root_id"], seen["parent_id"]) == ("root", "parent")
+
+
+def test_the_task_that_sends_a_delayed_task_is_its_parent(served_shop: Any) -> None:
+    sending = served_shop.tasks["send"].apply_async(("request", {"delay": 0.3}), delay=0.2)
+    sent = served_shop.AsyncResult(sending.get(timeout=PATIENCE))
+    seen = sent.get(timeout=PATIENCE)
+    assert seen["parent_id"] == seen["root_id"] == sending.id
+    assert seen["headers"].keys() == set(ADDED)
+
+
+def test_group_and_callbacks_stay(served_shop: Any, send: Callable[..., Any]) -> None:
+    link, link_error = served_shop.signature("look"), served_shop.signature("look", ("failed",))
+    seen = alike(partial(send, group_id="g", group_index=3, link=link, link_error=link_error))
+    assert (seen["group"], seen["group_index"]) == ("g", 3)
+    assert [callback["task"] for callback in seen["callbacks"]] == ["look"]
+    assert [errback["args"] for errback in seen["errbacks"]] == [["failed"]]
+
+
+@pytest.mark.parametrize("how", ["options", "signature"])
+def test_stamps_stay(served_shop: Any, send: Callable[..., Any], how: str) -> None:
+    if how == "options":
+        send = partial(send, stamped_headers=["tenant"], tenant="shop")
+    else:
+        signature = served_shop.tasks["request"].s()
+        signature.stamp(tenant="shop")
+        send = signature.apply_async
+    seen = alike(send)
+    assert seen["stamped_headers"] == ["tenant"]
+    assert seen["stamps"]["tenant"] in ("shop", ["shop"])
+
+
+@pytest.mark.parametrize(
+    ("serializer", "content_type"),
+    [("json", "application/json"), ("pickle", "application/x-python-serialize")],
+)
+def test_the_serializer_stays(send: Callable[..., Any], serializer: str, content_type: str) -> None:
+    seen = alike(partial(send, serializer=serializer))
+    assert seen["properties"]["content_type"] == content_type
+
+
+@pytest.mark.parametrize(
+    ("compression", "header"), [("gzip", "application/x-gzip"), ("bzip2", "application/x-bz2")]
+)
+def test_the_compression_stays(send: Callable[..., Any], compression: str, header: str) -> None:
+    seen = alike(partial(send, compression=compression))
+    assert seen["properties"]["application_headers"]["compression"] == header
+
+
+def test_an_ignored_result_is_not_stored(served_shop: Any) -> None:
+    key = f"ignored-{uuid4().hex}"
+    redis = served_shop.backend.client
+    note = served_shop.tasks["note"]
+    ignored = note.apply_async(kwargs={"key": key}, delay=0.3, ignore_result=True)
+    wait_for(lambda: redis.llen(key) == 1, "the task")
+    # The worker runs one task at a time: it is done with the first when this one has run.
+    note.apply_async(kwargs={"key": key}).get(timeout=PATIENCE)
+    assert served_shop.AsyncResult(ignored.id).state == "PENDING"
+    redis.delete(key)
+
+
+@pytest.mark.parametrize("kind", ["seconds", "datetime"])
+def test_an_expiry_after_it_is_due_stays(send: Callable[..., Any], kind: str) -> None:
+    instant = datetime.now(UTC) + timedelta(seconds=60)
+    # What RabbitMQ would apply to each stop is left to the worker.
+    if kind == "datetime":
+        seen = alike(partial(send, expires=instant), "expiration")
+        assert datetime.fromisoformat(seen["expires"]) == instant
+    else:
+        alike(partial(send, expires=60), "expiration", "expires")
+        seen = send(expires=60, delay=0.1).get(timeout=PATIENCE)
+        later = datetime.fromisoformat(seen["expires"]) - instant
+        assert timedelta(0) <= later < timedelta(seconds=20)
+    assert "expiration" not in seen["properties"]
+
+
+@pytest.mark.parametrize("kind", ["seconds", "datetime"])
+def test_a_task_that_expires_before_it_is_due_never_runs_and_is_revoked(
+    served_shop: Any, kind: str
+) -> None:
+    key = f"expired-{uuid4().hex}"
+    expires = 0.2 if kind == "seconds" else datetime.now(UTC) + timedelta(seconds=0.2)
+    note = served_shop.tasks["note"]
+    result = note.apply_async(kwargs={"key": key}, delay=0.6, expires=expires)
+    with pytest.raises(TaskRevokedError, match="expired"):
+        result.get(timeout=PATIENCE)
+    assert result.state == "REVOKED"
+    assert served_shop.backend.client.llen(key) == 0
+
+
+def test_an_expiry_is_left_to_the_worker(shop: Any, connection: Connection, prefix: str) -> None:
+    shop.tasks["look"].apply_async(delay=0.4, expires=0.2)
+    (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
+    assert "expiration" not in arrival.message.properties
+    assert arrival.message.headers["expires"]
+
+
+@pytest.mark.parametrize("name", QUEUES)
+def test_signals_see_what_they_see_of_a_task_without_a_delay(shop: Any, name: str) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def note(signal: Any, **told: Any) -> None:
+        # As it is now: who publishes may change it afterwards.
+        told["headers"] = dict(told["headers"])
+        seen.append(told)
+
+    before_task_publish.connect(note)
+    after_task_publish.connect(note)
+    try:
+        for delay in ({}, {"delay": 1}):
+            shop.tasks["look"].apply_async(task_id="one", queue=named(shop, name), **delay)
+    finally:
+        before_task_publish.disconnect(note)
+        after_task_publish.disconnect(note)
+
+    before, after, delayed_before, delayed_after = seen
+    assert delayed_before == before
+    assert delayed_after == after
+    queue = shop.amqp.queues[named(shop, name)]
+    # Celery sends to a direct exchange's queue through the default exchange.
+    direct = queue.exchange.type == "direct"
+    assert after["exchange"] == ("" if direct else queue.exchange.name)
+    assert after["routing_key"] == (queue.name if direct else queue.routing_key)
+    assert after["sender"] == "look"
+
+
+@pytest.mark.parametrize("name", ["second", "topic.reports"])
+def test_the_task_sent_event_tells_the_true_queue_and_goes_where_events_go(
+    make_shop: Callable[..., Any],
+    make_queue: Callable[..., Queue],
+    connection: Connection,
+    prefix: str,
+    name: str,
+) -> None:
+    shop = make_shop(task_send_sent_event=True, event_exchange=f"{prefix}.events")
+    events = make_queue("events", Exchange(f"{prefix}.events", type="topic"), "task.sent")
+    events(connection.default_channel).declare()
+    for delay in ({}, {"delay": 1}):
+        shop.tasks["look"].apply_async(queue=f"{prefix}.{name}", **delay)
+
+    undelayed, delayed = (arrival.body for arrival in take(connection, [events], 2))
+
+    assert delayed["queue"] == f"{prefix}.{name}"
+    changing = ("uuid", "root_id", "clock", "timestamp")
+    assert _without(json.dumps(delayed), *changing) == _without(json.dumps(undelayed), *changing)
+
+
+def test_a_retry_has_left_behind_what_the_broker_added(served_shop: Any) -> None:
+    elsewhere = Queue(named(served_shop, "elsewhere"), Exchange(named(served_shop, "elsewhere")))
+    options = {"countdown": 0.4, "queue": elsewhere.name}
+    own = {"x-tenant": "shop"}
+    before = time.time()
+    with served_shop.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        elsewhere(channel).declare()
+        try:
+            retry = served_shop.tasks["retry"]
+            retry.apply_async(([], 1, options), delay=0.3, headers=own)
+            (arrival,) = take(connection, [elsewhere], 1)
+        finally:
+            elsewhere(channel).delete()
+            elsewhere.exchange(channel).delete()
+
+    message = arrival.message
+    assert message.headers["retries"] == 1
+    assert message.headers["x-tenant"] == "shop"
+    # Only the stops of the second delay are in it.
+    stops = {death["queue"] for death in message.headers["x-death"]}
+    assert stops == set(served_shop.rabbitdelay.topology.route(0.4, elsewhere.name).stops)
+    assert all(death["count"] == 1 for death in message.headers["x-death"])
+    assert message.headers[headers.DUE] / 1000 >= before + 0.7
+    (past,) = arrival.body[0][0]
+    assert_waited(past, before, 0.3)
+    assert past["headers"].keys() == {*own, *ADDED}

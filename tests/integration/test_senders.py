@@ -1,0 +1,172 @@
+"""Every way to send one task: whichever is taken, the delay waits in the levels."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import celery
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay import Celery, headers, install
+from celery_rabbitdelay.testing.servers import wait_for
+from tests.integration.arrivals import take
+from tests.integration.shop import PATIENCE, make_app
+from tests.integration.waited import assert_not_delayed, assert_waited
+from tests.integration.worker import Beat
+
+#: Seconds.
+DELAY = 0.3
+
+SENDERS: dict[str, Callable[..., Any]] = {
+    "apply_async": lambda app, **options: app.tasks["look"].apply_async(**options),
+    "send_task": lambda app, **options: app.send_task("look", **options),
+    "signature of the task": lambda app, **options: app.tasks["look"].s().apply_async(**options),
+    "app.signature": lambda app, **options: app.signature("look").apply_async(**options),
+    "celery.signature": lambda app, **options: celery.signature("look", app=app).apply_async(
+        **options
+    ),
+    "set on the signature of the task": lambda app, **options: (
+        app.tasks["look"].s().set(**options).delay()
+    ),
+    "set on app.signature": lambda app, **options: app.signature("look").set(**options).delay(),
+    "signature as a dictionary": lambda app, **options: app.signature(
+        json.loads(json.dumps(app.signature("look", options=options)))
+    ).apply_async(),
+}
+
+
+@pytest.fixture
+def stranger(served_configuration: dict[str, Any]) -> Iterator[Any]:
+    """An application that sends to the worker's queues and knows none of its tasks."""
+    app: Any = make_app({**served_configuration, "knows_tasks": False})
+    yield app
+    app.close()
+
+
+@pytest.mark.parametrize("option", ["delay", "countdown"])
+@pytest.mark.parametrize("sender", SENDERS)
+def test_a_task_waits_however_it_is_sent(served_shop: Any, sender: str, option: str) -> None:
+    before = time.time()
+    result = SENDERS[sender](served_shop, **{option: DELAY})
+    assert_waited(result.get(timeout=PATIENCE), before, DELAY)
+
+
+@pytest.mark.parametrize("option", ["delay", "countdown"])
+@pytest.mark.parametrize("sender", ["send_task", "app.signature", "set on app.signature"])
+def test_a_task_that_is_known_to_the_worker_alone_waits(
+    stranger: Any, sender: str, option: str
+) -> None:
+    assert "look" not in stranger.tasks
+    before = time.time()
+    result = SENDERS[sender](stranger, **{option: DELAY})
+    assert_waited(result.get(timeout=PATIENCE), before, DELAY)
+
+
+@pytest.mark.parametrize("zone", [UTC, None], ids=["aware", "naive, with the timezone setting"])
+@pytest.mark.parametrize("text", [False, True], ids=["datetime", "ISO string"])
+@pytest.mark.parametrize("sender", ["apply_async", "send_task", "set on app.signature"])
+def test_an_eta_waits_in_the_levels(served_shop: Any, sender: str, zone: Any, text: bool) -> None:
+    now = datetime.now(UTC)
+    instant = now + timedelta(seconds=DELAY)
+    if zone is None:
+        served_shop.conf.timezone = "Asia/Tokyo"
+        instant = instant.replace(tzinfo=None) + timedelta(hours=9)
+    result = SENDERS[sender](served_shop, eta=instant.isoformat() if text else instant)
+    assert_waited(result.get(timeout=PATIENCE), now.timestamp(), DELAY)
+
+
+@pytest.mark.parametrize("sender", ["apply_async", "set on the signature of the task"])
+def test_a_timedelta_is_a_delay(served_shop: Any, sender: str) -> None:
+    before = time.time()
+    result = SENDERS[sender](served_shop, delay=timedelta(seconds=DELAY))
+    assert_waited(result.get(timeout=PATIENCE), before, DELAY)
+
+
+def test_a_countdown_of_one_tick_waits_in_the_levels(served_shop: Any) -> None:
+    before = time.time()
+    result = served_shop.tasks["look"].apply_async(countdown=0.1)
+    assert_waited(result.get(timeout=PATIENCE), before, 0.1)
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["datetime", "ISO string"])
+def test_an_eta_in_the_past_is_sent_at_once(served_shop: Any, text: bool) -> None:
+    past = datetime.now(UTC) - timedelta(days=1)
+    result = served_shop.tasks["look"].apply_async(eta=past.isoformat() if text else past)
+    assert_not_delayed(result.get(timeout=PATIENCE))
+
+
+@pytest.mark.parametrize("option", ["delay", "countdown"])
+def test_more_than_eight_years_wait_in_full(
+    make_shop: Callable[..., Any], connection: Connection, prefix: str, option: str
+) -> None:
+    shop = make_shop(rabbitdelay_layout="clock")
+    before = time.time()
+    result = shop.tasks["look"].apply_async(**{option: 2**28})
+
+    (arrival,) = take(connection, [Queue(f"{prefix}.days.3000")], 1)
+
+    assert arrival.message.headers["id"] == result.id
+    # 3,106 days, 21 h, 24 min and 16 s.
+    key = arrival.message.delivery_info["routing_key"]
+    assert key == f"3.1.0.6.21.24.16.0.{prefix}%2Edefault"
+    assert 0 <= arrival.message.headers[headers.DUE] / 1000 - before - 2**28 < 20
+
+
+def test_a_task_that_another_task_sends_waits(served_shop: Any) -> None:
+    before = time.time()
+    sent = served_shop.tasks["send"].delay("look", {"countdown": DELAY}).get(timeout=PATIENCE)
+    assert_waited(served_shop.AsyncResult(sent).get(timeout=PATIENCE), before, DELAY)
+
+
+@pytest.mark.parametrize("option", ["delay", "countdown"])
+def test_a_shared_task_waits_and_its_retries_do(served_shop: Any, option: str) -> None:
+    before = time.time()
+    # The worker sends it with a delay of 0.3 s, through whatever the current application is.
+    sending = served_shop.tasks["send-shared"].delay({option: DELAY})
+    result = served_shop.AsyncResult(sending.get(timeout=PATIENCE))
+    seen = result.get(timeout=PATIENCE)
+    assert seen["retries"] == 1
+    assert_waited(seen, before + 0.3, DELAY)
+
+
+def test_beat_hands_its_entries_delay_on(
+    served_shop: Any, served_configuration: dict[str, Any]
+) -> None:
+    key = f"beat-{uuid4().hex}"
+    entry = {"task": "note", "schedule": 1.0, "kwargs": {"key": key}, "options": {"delay": 2}}
+    redis = served_shop.backend.client
+    before = time.time()
+    with Beat({**served_configuration, "beat_schedule": {"remind": entry}}) as beat:
+        wait_for(lambda: redis.llen(key) >= 2, "two tasks of beat's")
+        assert "Sending due task remind" in beat.log
+    for noted in redis.lrange(key, 0, 1):
+        assert_waited(json.loads(noted), before, 2)
+    redis.delete(key)
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["Celery", "install"])
+def test_django_s_namespace_names_the_settings(
+    served_configuration: dict[str, Any], installed: bool
+) -> None:
+    from_django = {
+        f"CELERY_{name.upper()}": served_configuration[name]
+        for name in ("broker_url", "result_backend", "rabbitdelay_prefix", "rabbitdelay_layout")
+    }
+    prefix = served_configuration["prefix"]
+    made_by = celery.Celery if installed else Celery
+    app: Any = install(made_by("shop", set_as_current=False))
+    app.config_from_object(type("settings", (), from_django), namespace="CELERY")
+
+    before = time.time()
+    queue = make_app(served_configuration).amqp.queues[f"{prefix}.default"]
+    seen = app.send_task("look", countdown=DELAY, queue=queue).get(timeout=PATIENCE)
+
+    assert app.rabbitdelay.topology.prefix == prefix
+    assert_waited(seen, before, DELAY)
+    app.close()
