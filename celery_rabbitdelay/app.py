@@ -159,7 +159,11 @@ class Celery(celery.Celery):
         callers_connection = connection or (callers.connection if callers is not None else None)
         by_amqp = self._speaks_amqp(callers_connection)
         if not by_amqp or not self._takes_over(name, options.get("task_type"), delay):
-            countdown = countdown if delay is None else milliseconds(delay) / 1000
+            if delay is not None:
+                countdown = milliseconds(delay) / 1000
+                if not by_amqp and countdown > 0:
+                    why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
+                    self.rabbitdelay.warn_of_countdown(why)
             if not by_amqp or not detect_quorum_queues(self, "amqp")[0]:
                 return send(countdown, eta)
             # Not by Celery's native delayed delivery, whose queues no worker of ours declares.
@@ -219,7 +223,8 @@ def install(app: AppT) -> AppT:
     """Have the delays of an existing application live in RabbitMQ; returns the application.
 
     Call it right behind the application's creation: tasks that are defined before do not have
-    ``retry(delay=...)``; everything else works for them too.
+    ``retry(delay=...)``, and with ``task_always_eager`` they do not check a delay; everything else
+    works for them too.
 
     Args:
         app: Any Celery application, Django's or a third party's. It stays the same object; only

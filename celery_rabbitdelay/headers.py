@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["DUE", "EXCHANGE", "QUEUE", "REASON", "RESTORABLE", "ROUTING_KEY", "strip"]
+__all__ = [
+    "DUE",
+    "EXCHANGE",
+    "NESTED",
+    "QUEUE",
+    "REASON",
+    "RESTORABLE",
+    "ROUTING_KEY",
+    "SENTRY_ENQUEUED",
+    "strip",
+]
 
 #: The instant at which the task may start: int, milliseconds since 1970-01-01 UTC.
 DUE: Final = "rabbitdelay-due"
@@ -28,6 +38,14 @@ RESTORABLE: Final = frozenset({DUE, EXCHANGE, ROUTING_KEY, QUEUE})
 #: The beginning of all our own headers.
 OWN_PREFIX: Final = "rabbitdelay-"
 
+#: A header that holds headers. Where a tracer or a user sets it, it is what Celery shows as
+#: ``task.request.headers``, in place of all others (https://github.com/celery/celery/issues/4875).
+NESTED: Final = "headers"
+
+#: When the task was published, as Sentry's Celery integration notes it: float, seconds since
+#: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
+SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
+
 #: What RabbitMQ adds to a dead-lettered or redelivered message
 #: (https://www.rabbitmq.com/docs/dlx#effects). Up to 3.13 it trusts an ``x-death`` that a client
 #: publishes, and drops the message as a cycle when the queue is in it already.
@@ -46,9 +64,15 @@ BROKER_HEADERS: Final = frozenset(
 
 
 def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return headers without what the broker and what we added; the user's own ``x-*`` stay."""
-    return {
+    """Return headers without what the broker and what we added; the user's own ``x-*`` stay.
+
+    Nested headers are stripped as well: tracers copy there what stands beside them.
+    """
+    kept = {
         name: value
         for name, value in headers.items()
         if name not in BROKER_HEADERS and not name.startswith(OWN_PREFIX)
     }
+    if isinstance(kept.get(NESTED), Mapping):
+        kept[NESTED] = strip(kept[NESTED])
+    return kept

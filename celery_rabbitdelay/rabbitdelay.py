@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,8 @@ from celery_rabbitdelay.topology import Topology
 
 __all__ = ["RabbitDelay", "speaks_amqp"]
 
+logger = logging.getLogger(__name__)
+
 
 class RabbitDelay:
     """``app.rabbitdelay``: the delay levels of one application.
@@ -28,6 +31,7 @@ class RabbitDelay:
 
     def __init__(self, app: celery.Celery) -> None:
         self.app = app
+        self._has_warned = False
 
     @cached_property
     def settings(self) -> Settings:
@@ -53,6 +57,16 @@ class RabbitDelay:
     def available(self) -> bool:
         """Whether the application's broker is RabbitMQ, spoken to by py-amqp."""
         return speaks_amqp(self.app.connection_for_write())
+
+    def warn_of_countdown(self, why: str) -> None:
+        """Log that a delay does not wait in the levels but is what Celery's countdown is; once.
+
+        Args:
+            why: The reason, and what happens to the task.
+        """
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("A delay is treated as Celery's own countdown: %s.", why)
 
     def close(self) -> None:
         """Close the connections of the pool."""

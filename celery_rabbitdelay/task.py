@@ -1,4 +1,7 @@
-"""The base class of an application's tasks: a retry takes a delay, and is not lost in silence."""
+"""The base class of an application's tasks: a retry takes a delay, and is not lost in silence.
+
+A task that runs eagerly never reaches ``send_task``: its delay is checked here.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +63,41 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         return signature
 
     subtask_from_request = signature_from_request
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        *more: Any,
+        delay: Delay | None = None,
+        **options: Any,
+    ) -> Any:
+        """Send the task, as :meth:`celery.app.task.Task.apply_async`, which takes ``delay`` too.
+
+        With ``task_always_eager`` the task runs at once, whatever its delay, as with ``countdown``.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            *more: Whatever else Celery takes by position.
+            delay: As :meth:`celery_rabbitdelay.Celery.send_task` takes it.
+            **options: Everything else that Celery takes.
+
+        Raises:
+            TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
+            ValueError: A delay that is not finite.
+        """
+        if delay is not None:
+            app: Any = self.app
+            if app.conf.task_always_eager:
+                refuse_two(delay, options.get("countdown"), options.get("eta"))
+                options["countdown"] = milliseconds(delay) / 1000
+                if options["countdown"] > 0:
+                    why = "with task_always_eager, the task runs at once"
+                    app.rabbitdelay.warn_of_countdown(why)
+            else:
+                options["delay"] = delay
+        return super().apply_async(args, kwargs, *more, **options)
 
     def retry(
         self,

@@ -55,14 +55,20 @@ def restore(message: Message) -> None:
 
     Exchange and routing key become those that it would have had without a delay: Celery sends
     a retry to them. The broker's dead-letter headers go; when it is due, and for which queue it
-    was delayed, stay readable in ``task.request.headers``.
+    was delayed, stay readable in ``task.request.headers``. Sentry's time in the queue begins when
+    the task is due.
     """
     headers = message.headers
     if not headers or not headers.keys() >= names.RESTORABLE:
         return
     message.delivery_info["exchange"] = headers[names.EXCHANGE]
     message.delivery_info["routing_key"] = headers[names.ROUTING_KEY]
-    kept = {name: headers[name] for name in (names.DUE, names.QUEUE)}
-    restored = {**names.strip(headers), **kept}
+    kept: dict[str, Any] = {name: headers[name] for name in (names.DUE, names.QUEUE)}
+    restored = names.strip(headers)
+    nested = restored.get(names.NESTED)
+    for shown in (restored, nested) if isinstance(nested, dict) else (restored,):
+        shown.update(kept)
+        if names.SENTRY_ENQUEUED in shown:
+            shown[names.SENTRY_ENQUEUED] = kept[names.DUE] / 1000
     headers.clear()
     headers.update(restored)

@@ -206,6 +206,17 @@ def _add_tasks_that_fail(app: Any) -> None:
         wait_for(lambda: redis.get(key) != b"first", "the test's word")
         raise self.retry(countdown=0.2)
 
+    @app.task(bind=True, name="retry-together", shared=False)
+    def retry_together(self: Any, past: list[Any], key: str, size: int) -> list[Any]:
+        """Retry once, in the same moment as the others of a group of ``size`` tasks."""
+        past = [*past, seen(self)]
+        if self.request.retries:
+            return past
+        redis: Any = app.backend.client
+        last_of_the_group = -(-redis.incr(key) // size) * size
+        wait_for(lambda: int(redis.get(key)) >= last_of_the_group, "the others of the group")
+        raise self.retry(args=(past, key, size), countdown=0.5)
+
 
 if "SHOP" in os.environ:
     app = make_app(json.loads(os.environ["SHOP"]))

@@ -110,6 +110,27 @@ def test_it_runs_when_it_is_due_as_if_it_had_not_been_delayed(
         assert seen["eta"] is None
 
 
+@pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
+def test_every_pool_leaves_early_tasks_to_the_levels(
+    shop: Any,
+    configuration: dict[str, Any],
+    send: Callable[..., Any],
+    connection: Connection,
+    prefix: str,
+    pool: str,
+) -> None:
+    with Worker(configuration, None, "-P", pool):
+        before = time.time()
+        # More than the worker fetches at once, which is four for each task that it runs.
+        results = [send(countdown=4) for _ in range(20)]
+        wait_for(partial(_at_least, connection, shop, 20), "all tasks in the levels")
+        assert count(connection, f"{prefix}.second") == 0
+        for result in results:
+            seen = result.get(timeout=PATIENCE)
+            assert seen["at"] >= before + 4
+            assert seen["eta"] is None
+
+
 def test_what_is_due_within_a_tick_runs_in_this_worker(
     shop: Any, worker: Worker, send: Callable[..., Any]
 ) -> None:

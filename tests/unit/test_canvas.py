@@ -31,6 +31,8 @@ class Sent(NamedTuple):
 def app() -> Any:
     """An application whose messages stay in this process; what canvas does is the same."""
     app: Any = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    # The memory is the whole process's: what is sent here must not be found elsewhere.
+    app.conf.task_default_queue = "canvas"
 
     def work(*arguments: Any) -> None: ...
 

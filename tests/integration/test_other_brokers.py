@@ -1,0 +1,75 @@
+"""On another broker than RabbitMQ a delay is Celery's countdown: held by the worker, never lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.testing.servers import wait_for
+from tests.integration.shop import PATIENCE, make_app
+from tests.integration.worker import REPOSITORY, Worker
+
+WARNING = "treated as Celery's own countdown"
+
+
+@pytest.fixture
+def on_redis(redis_url: str, prefix: str) -> dict[str, Any]:
+    """The configuration of a shop whose broker is Redis."""
+    return {"prefix": prefix, "broker_url": redis_url, "result_backend": redis_url}
+
+
+@pytest.fixture
+def redis_shop(on_redis: dict[str, Any]) -> Iterator[Any]:
+    """A shop whose broker is Redis."""
+    shop = make_app(on_redis)
+    yield shop
+    with shop.connection_for_write() as connection:
+        for queue in shop.amqp.queues.values():
+            queue(connection.default_channel).delete()
+    shop.close()
+
+
+def test_on_redis_a_worker_holds_the_task_until_it_is_due(
+    redis_shop: Any, on_redis: dict[str, Any], prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    look, retry = redis_shop.tasks["look"], redis_shop.tasks["retry"]
+    with Worker(on_redis, [f"{prefix}.default"], "-c", "4") as worker:
+        before = time.time()
+        delayed = [
+            look.apply_async(delay=1.5),
+            look.apply_async(delay=timedelta(seconds=1.5)),
+            look.s().set(delay=1.5).apply_async(),
+            redis_shop.send_task("look", delay=1.5),
+            look.apply_async(countdown=1.5),
+        ]
+        retried = retry.apply_async(([], 1, {"delay": 1}))
+        for result in delayed:
+            seen = result.get(timeout=PATIENCE)
+            assert seen["at"] >= before + 1.5
+            assert seen["eta"]
+            assert headers.DUE not in seen["headers"]
+        first, second = retried.get(timeout=PATIENCE)
+        assert second["at"] >= first["at"] + 1
+        # The log lags behind the results.
+        wait_for(lambda: worker.log.count(" succeeded ") == len(delayed) + 1, "the log of each run")
+        assert "Delay levels" not in worker.log
+    assert caplog.text.count(WARNING) == 1
+
+
+def test_in_memory_a_worker_holds_the_task_until_it_is_due() -> None:
+    program = [sys.executable, "-m", "tests.integration.memory_shop", "1"]
+    process = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    printed = json.loads(process.stdout)
+    assert len(printed["seen"]) == 2
+    for task in printed["seen"]:
+        assert task["at"] >= printed["sent_at"] + 1
+        assert task["eta"]
+    assert process.stderr.count(WARNING) == 1

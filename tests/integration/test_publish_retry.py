@@ -1,0 +1,93 @@
+"""Celery's ``task_publish_retry`` decides what a delayed task does about a lost broker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from celery.signals import before_task_publish
+from kombu import Connection
+
+from celery_rabbitdelay.exceptions import ConnectionLost
+from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from tests.integration.arrivals import take
+from tests.integration.shop import PATIENCE
+
+#: Seconds between two attempts.
+INTERVAL = 0.1
+
+POLICY = {"interval_start": INTERVAL, "interval_step": 0, "interval_max": INTERVAL}
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "attempts"),
+    [
+        ({"task_publish_retry": False}, {}, 1),
+        ({}, {"retry": False}, 1),
+        ({"task_publish_retry": False}, {"retry": True, "retry_policy": {"max_retries": 2}}, 3),
+        ({"task_publish_retry_policy": {**POLICY, "max_retries": 4}}, {}, 5),
+    ],
+    ids=["setting off", "option off", "option on", "policy of the setting"],
+)
+def test_a_lost_broker_raises_after_as_many_attempts_as_celery_s_options_say(
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    attempts: int,
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url, **settings)
+    shop.tasks["look"].apply_async(delay=5)
+    with _out_of_reach(private_rabbitmq):
+        began = time.monotonic()
+        with pytest.raises(ConnectionLost, match=f"attempt {attempts}:"):
+            shop.tasks["look"].apply_async(delay=5, **options)
+        assert time.monotonic() - began < 10
+
+
+def test_a_task_survives_a_broker_that_comes_back_in_time(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    look = shop.tasks["look"]
+    policy = {**POLICY, "max_retries": None}
+    publishing = []
+
+    def note(**signal: Any) -> None:
+        publishing.append(time.time())
+
+    # Before the first task: an application of Celery 5.5 may not see who is connected later.
+    before_task_publish.connect(note)
+    try:
+        first = look.apply_async(delay=0.1)
+        with ThreadPoolExecutor(1) as pool:
+            with _out_of_reach(private_rabbitmq):
+                before = time.time()
+                sending = pool.submit(look.apply_async, delay=0.5, retry_policy=policy)
+                wait_for(lambda: len(publishing) == 2, "the first attempt")
+                wait_for(lambda: time.time() > publishing[1] + 5 * INTERVAL, "further attempts")
+                assert not sending.done()
+            second = sending.result(timeout=PATIENCE)
+    finally:
+        before_task_publish.disconnect(note)
+
+    with Connection(private_rabbitmq.url) as connection:
+        arrivals = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 2)
+    ids = [arrival.message.headers["id"] for arrival in arrivals]
+    assert ids == [first.id, second.id]
+    assert arrivals[1].at >= before + 0.5
+
+
+@contextmanager
+def _out_of_reach(broker: RabbitMQServer) -> Iterator[None]:
+    """Close all connections and refuse new ones; unlike a killed node, it is back in a blink."""
+    broker.ctl("eval", "rabbit_maintenance:suspend_all_client_listeners().")
+    try:
+        broker.ctl("close_all_connections", "the broker is lost")
+        yield
+    finally:
+        broker.ctl("eval", "rabbit_maintenance:resume_all_client_listeners().")

@@ -1,0 +1,136 @@
+"""Delays where nothing can wait in RabbitMQ: in eager mode, and on other brokers."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
+
+WARNING = "treated as Celery's own countdown"
+
+
+@pytest.fixture(params=["eager", "memory", "redis"])
+def place(request: pytest.FixtureRequest) -> str:
+    """Where a task goes; Redis is never reached here."""
+    return str(request.param)
+
+
+@pytest.fixture
+def remind(place: str) -> Any:
+    brokers = {"memory": "memory://", "redis": "redis://127.0.0.1:1"}
+    # In eager mode it is RabbitMQ that is never reached.
+    app: Any = Celery("shop", broker=brokers.get(place, "amqp://127.0.0.1:1"), set_as_current=False)
+    app.conf.task_always_eager = place == "eager"
+
+    @app.task(name="remind", bind=True, shared=False, max_retries=1)
+    def remind(self: Any, options: dict[str, Any] | None = None) -> int:
+        if options and self.request.retries == 0:
+            raise self.retry(**options)
+        return int(self.request.retries)
+
+    return remind
+
+
+@pytest.mark.parametrize(
+    ("delay", "error"),
+    [
+        ("5", InvalidDelayType),
+        (True, InvalidDelayType),
+        (datetime.now(UTC), InvalidDelayType),
+        (float("nan"), InvalidDelay),
+        (float("inf"), InvalidDelay),
+    ],
+    ids=repr,
+)
+def test_a_wrong_delay_is_refused_as_on_rabbitmq(
+    remind: Any, delay: Any, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(error) as caught:
+        remind.apply_async(delay=delay)
+    assert getattr(caught.value, "value", None) is delay
+    assert WARNING not in caplog.text
+
+
+@pytest.mark.parametrize("other", [{"countdown": 5}, {"countdown": 0}, {"eta": datetime.now(UTC)}])
+def test_delay_together_with_countdown_or_eta_is_refused_as_on_rabbitmq(
+    remind: Any, other: Any
+) -> None:
+    with pytest.raises(InvalidDelayType, match="cannot be combined"):
+        remind.apply_async(delay=5, **other)
+
+
+@pytest.mark.parametrize("place", ["eager"], indirect=True)
+def test_an_eager_task_with_a_delay_runs_at_once_and_one_warning_says_so(
+    remind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for delay in (3600, timedelta(days=3)):
+            assert remind.apply_async(delay=delay).get() == 0
+        assert remind.s().set(delay=3600).apply_async().get() == 0
+        assert remind.signature(options={"delay": 5}).apply_async().get() == 0
+    assert caplog.text.count(WARNING) == 1
+    assert "task_always_eager" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["eager"], indirect=True)
+def test_an_eager_retry_with_a_delay_runs_at_once_as_with_a_countdown(remind: Any) -> None:
+    for options in ({"delay": 3600}, {"countdown": 3600}):
+        assert remind.apply_async((options,)).get() == 1
+
+
+@pytest.mark.parametrize("place", ["memory"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"delay": 0}, {"delay": -5}, {"countdown": 5}], ids=str)
+def test_without_a_delay_that_is_ahead_there_is_no_warning(
+    remind: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    remind.apply_async(**options)
+    assert len(_take_messages(remind.app)) == 1
+    assert WARNING not in caplog.text
+
+
+@pytest.mark.parametrize("place", ["memory"], indirect=True)
+def test_on_another_broker_the_message_says_when_it_is_due_and_one_warning_who_holds_it(
+    remind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = datetime.now(UTC)
+    with caplog.at_level(logging.WARNING):
+        remind.apply_async(delay=3600)
+        remind.s().set(delay=timedelta(hours=1)).apply_async()
+        remind.app.send_task("remind", delay=3600)
+        remind.apply_async(countdown=3600)
+    after = datetime.now(UTC)
+    messages = _take_messages(remind.app)
+    assert len(messages) == 4
+    for message in messages:
+        due = datetime.fromisoformat(message.headers["eta"])
+        assert before <= due - timedelta(hours=1) <= after
+    assert caplog.text.count(WARNING) == 1
+    assert "not RabbitMQ" in caplog.text
+
+
+def test_a_caller_s_own_connection_decides_who_holds_the_task(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app: Any = Celery("shop", broker="amqp://127.0.0.1:1", set_as_current=False)
+    with Connection("memory://") as connection:
+        app.send_task("remind", delay=3600, connection=connection)
+        with connection.SimpleQueue("celery") as queue:
+            message = queue.get_nowait()
+            queue.clear()
+    assert message.headers["eta"]
+    assert caplog.text.count(WARNING) == 1
+
+
+def _take_messages(app: Celery) -> list[Any]:
+    with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
+        messages = []
+        while queue.qsize():
+            messages.append(queue.get_nowait())
+            messages[-1].ack()
+        return messages
