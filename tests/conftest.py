@@ -7,6 +7,7 @@ a folder with a Debian system whose RabbitMQ is run instead of the machine's.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,9 @@ def private_redis() -> Iterator[RedisServer]:
     """The Redis server of this session."""
     with RedisServer() as server:
         yield server
+        # A result of Celery's unsubscribes when it is collected, and would wait for a Redis that
+        # is gone.
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -86,6 +86,9 @@ def _configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, An
         "prefix": prefix,
         "broker_url": broker_url,
         "result_backend": redis_url,
+        # The results of a failed test live longer than Redis; by default each of them would then
+        # try for 20 s to unsubscribe.
+        "result_backend_transport_options": {"retry_policy": {"max_retries": 2}},
         "rabbitdelay_prefix": prefix,
         "rabbitdelay_layout": LEVELS,
     }
