@@ -29,7 +29,7 @@ from celery_rabbitdelay.canvas import (
     NESTED,
     DelayingSignature,
     portable,
-    settle_chord,
+    settled,
 )
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import (
@@ -138,7 +138,7 @@ class Celery(celery.Celery):
         came_from, options = _without_former_delay(options)
         chord_is_settled = options.pop(CHORD_IS_SETTLED, False)
         if not chord_is_settled and not options.get("retries"):
-            settle_chord(options, delay)
+            options = settled(options, delay)
         if any(options.get(name) for name in NESTED):
             takeover = self.rabbitdelay.settings.takeover
             options = portable(options, "countdown" if takeover else "delay")
@@ -223,8 +223,8 @@ def install(app: AppT) -> AppT:
     """Have the delays of an existing application live in RabbitMQ; returns the application.
 
     Call it right behind the application's creation: tasks that are defined before do not have
-    ``retry(delay=...)``, and with ``task_always_eager`` they do not check a delay; everything else
-    works for them too.
+    ``retry(delay=...)``, with ``task_always_eager`` they do not check a delay, and their signatures
+    may lose a delay as the body of a chord; everything else works for them too.
 
     Args:
         app: Any Celery application, Django's or a third party's. It stays the same object; only

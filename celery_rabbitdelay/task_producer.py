@@ -118,6 +118,9 @@ class HoldingProducer:
         """Publish the task, or the event that follows it."""
         if headers and "eta" in headers:
             headers["eta"] = self._eta
+        elif isinstance(body, dict) and "task" in body:
+            # Celery's message protocol 1.
+            body["eta"] = self._eta
         return self._producer.publish(body, headers=headers, **options)
 
     def __getattr__(self, name: str) -> Any:

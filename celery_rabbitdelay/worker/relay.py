@@ -7,19 +7,22 @@ a task at once, with an ``eta`` ahead. Celery would hold it in the worker until 
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
-from queue import Queue
-from threading import Event, Thread
-from typing import Any, Final, NamedTuple
+from functools import partial
+from queue import Empty, Queue
+from threading import Event, Lock, Thread
+from typing import Any, Final, TypeAlias
 
 from celery.exceptions import InvalidTaskError
 from celery.utils.log import get_logger
-from celery.utils.time import make_aware, maybe_iso8601
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
-from kombu.exceptions import ContentDisallowed
+from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.destination import Destination
 from celery_rabbitdelay.due import Due
@@ -38,17 +41,32 @@ PROPERTIES: Final = ("priority", "correlation_id", "reply_to", "message_id", "ti
 PAUSE: Final = 1.0
 
 #: Seconds that a worker which stops waits for the message that is being published.
-FAREWELL: Final = 5.0
+FAREWELL: Final = 2.0
+
+#: Something that only the worker's event loop may do.
+Action: TypeAlias = Callable[[], None]
 
 
-class _Early(NamedTuple):
-    """A message that came before it is due."""
+@dataclass(slots=True)
+class _Early:
+    """A message that came before it is due.
+
+    Attributes:
+        message: The message.
+        destination: The queue that it came out of, its exchange and its routing key.
+        due: When it is due.
+        acknowledge: Acknowledges it.
+        hold: Goes on as Celery does.
+        again_at: When to try the next time, on the clock of :func:`time.monotonic`; None where it
+            was not tried before.
+    """
 
     message: Message
     destination: Destination
     due: Due
-    acknowledge: Callable[[], None]
-    hold: Callable[[], None]
+    acknowledge: Action
+    hold: Action
+    again_at: float | None = None
 
 
 class Relay:
@@ -67,11 +85,15 @@ class Relay:
         self._delays = consumer.app.rabbitdelay
         self._tick_ms: int = self._delays.topology.layout.tick_ms
         self._came: Queue[_Early | None] = Queue()
-        self._for_the_loop: deque[Callable[[], None]] = deque()
+        self._failed: deque[_Early] = deque()
+        self._acknowledgements: deque[Action] = deque()
+        self._other_actions: deque[Action] = deque()
         self._wakes, self._wake = os.pipe()
         os.set_blocking(self._wakes, False)
         os.set_blocking(self._wake, False)
         self._stopping = Event()
+        self._ends = Lock()
+        self._one_has_ended = False
         self._thread = Thread(target=self._run, name="rabbitdelay-relay", daemon=True)
 
     def start(self) -> None:
@@ -87,12 +109,19 @@ class Relay:
         self._stopping.set()
         self._came.put(None)
         self._thread.join(FAREWELL)
-        self._run_in_loop()
+        # Only these: what the worker would begin to hold now comes to it once more.
+        _do_all(self._acknowledgements)
         if self._consumer.hub is not None:
             self._consumer.hub.remove_reader(self._wakes)
-        if not self._thread.is_alive():
-            os.close(self._wakes)
-            os.close(self._wake)
+        self._end()
+
+    def _end(self) -> None:
+        """Close the pipe once neither the thread nor the worker uses it any more."""
+        with self._ends:
+            if self._one_has_ended:
+                os.close(self._wakes)
+                os.close(self._wake)
+            self._one_has_ended = True
 
     def takes(
         self, message: Message, body: Any, ack: Callable[..., Any], hold: Callable[[], Any]
@@ -121,6 +150,8 @@ class Relay:
                 hold()
             except (InvalidTaskError, ContentDisallowed) as invalid:
                 self._consumer.on_invalid_task(body, message, invalid)
+            except DecodeError as unreadable:
+                self._consumer.on_decode_error(message, unreadable)
 
         self._came.put(_Early(message, destination, due, acknowledge, hold_it))
         return True
@@ -138,10 +169,8 @@ class Relay:
             return None
         if not isinstance(instant, datetime):
             return None
-        if instant.tzinfo is None:
-            # As Celery's requests do.
-            instant = make_aware(instant, self._consumer.app.timezone)
-        return Due.at(instant)
+        # As Celery's requests do, which take a naive one for UTC.
+        return Due.at(maybe_make_aware(instant, self._consumer.app.timezone))
 
     def _destination(self, message: Message) -> Destination | None:
         """The queue that the message came out of, unless it ends with this worker."""
@@ -154,39 +183,61 @@ class Relay:
         return Destination(queue, info["exchange"], info["routing_key"])
 
     def _run(self) -> None:
-        while (early := self._came.get()) is not None and not self._stopping.is_set():
+        while (early := self._next()) is not None and not self._stopping.is_set():
             try:
-                done = self._publish(early)
-            except Exception as error:  # noqa: BLE001 - the thread has to live on
-                logger.warning(
-                    "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds "
-                    "it: %s",
-                    early.message.headers.get("id"),
-                    early.due.left_ms() / 1000,
-                    error,
-                )
-                self._do_in_loop(early.hold)
-            else:
-                if done:
-                    self._do_in_loop(early.acknowledge)
-
-    def _publish(self, early: _Early) -> bool:
-        """Publish until it succeeds; return False where the worker stops before."""
-        while not self._stopping.is_set():
-            try:
-                self._publish_once(early)
+                self._publish(early)
             except MAY_PASS as failure:
-                logger.warning(
-                    "A task that is not due could not be put into the levels: %s", failure
-                )
-                if early.due.left_ms() <= 0:
-                    raise
-                self._stopping.wait(PAUSE)
+                self._try_again(early, failure)
+            except Exception as error:  # noqa: BLE001 - the thread has to live on
+                self._give_up(early, error)
             else:
-                return True
-        return False
+                self._do_in_loop(self._acknowledgements, partial(self._done, early))
+        self._end()
 
-    def _publish_once(self, early: _Early) -> None:
+    def _next(self) -> _Early | None:
+        """The next message: one that came, or one that failed a while ago; None to end."""
+        if not self._failed:
+            return self._came.get()
+        wait = (self._failed[0].again_at or 0.0) - time.monotonic()
+        try:
+            return self._came.get(timeout=wait) if wait > 0 else self._failed.popleft()
+        except Empty:
+            return self._failed.popleft()
+
+    def _try_again(self, early: _Early, failure: Exception) -> None:
+        """Put a message behind the others, unless it is due: then the worker runs it."""
+        if early.due.left_ms() <= 0:
+            self._give_up(early, failure)
+            return
+        if early.again_at is None:
+            logger.warning("A task that is not due could not be put into the levels: %s", failure)
+            # It keeps its place at the worker. As for a task that Celery holds, there is another.
+            self._do_in_loop(self._other_actions, self._consumer.qos.increment_eventually)
+        early.again_at = time.monotonic() + PAUSE
+        self._failed.append(early)
+
+    def _give_up(self, early: _Early, error: Exception) -> None:
+        logger.warning(
+            "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: %s",
+            early.message.headers.get("id"),
+            early.due.left_ms() / 1000,
+            error,
+        )
+        self._do_in_loop(self._other_actions, partial(self._hold, early))
+
+    def _done(self, early: _Early) -> None:
+        self._give_back_its_place(early)
+        early.acknowledge()
+
+    def _hold(self, early: _Early) -> None:
+        self._give_back_its_place(early)
+        early.hold()
+
+    def _give_back_its_place(self, early: _Early) -> None:
+        if early.again_at is not None:
+            self._consumer.qos.decrement_eventually()
+
+    def _publish(self, early: _Early) -> None:
         message, settings = early.message, self._delays.settings
         headers: dict[str, Any] = dict(message.headers)
         if "eta" in headers:
@@ -215,21 +266,26 @@ class Relay:
                 **properties,
             )
 
-    def _do_in_loop(self, action: Callable[[], None]) -> None:
+    def _do_in_loop(self, actions: deque[Action], action: Action) -> None:
+        actions.append(action)
         if self._consumer.hub is None:
             # gevent and eventlet: this thread is a greenlet beside the loop's.
-            action()
-            return
-        self._for_the_loop.append(action)
-        with suppress(BlockingIOError):  # full of bytes, each of which wakes the loop
-            os.write(self._wake, b"\0")
+            _do_all(actions)
+        else:
+            with suppress(BlockingIOError):  # full of bytes, each of which wakes the loop
+                os.write(self._wake, b"\0")
 
     def _run_in_loop(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._wakes, 4096)
-        while self._for_the_loop:
-            action = self._for_the_loop.popleft()
-            try:
-                action()
-            except Exception:  # the loop has other things to do
-                logger.exception("A task that was not due is left to the broker")
+        _do_all(self._acknowledgements)
+        _do_all(self._other_actions)
+
+
+def _do_all(actions: deque[Action]) -> None:
+    while actions:
+        action = actions.popleft()
+        try:
+            action()
+        except Exception:  # whoever calls has other things to do
+            logger.exception("A task that was not due is left to the broker")

@@ -35,12 +35,14 @@ def make_app(configuration: dict[str, Any]) -> Celery:
     """Create the application.
 
     Args:
-        configuration: Celery's settings, ``prefix`` and ``queue_type`` for its queues, and
-            ``knows_tasks``: False for a producer that knows the tasks by name only.
+        configuration: Celery's settings, ``prefix`` and ``queue_type`` for its queues,
+            ``passing_queue``: True for one more, which goes with its worker, and ``knows_tasks``:
+            False for a producer that knows the tasks by name only.
     """
     settings = dict(configuration)
     knows_tasks = settings.pop("knows_tasks", True)
     prefix, queue_type = settings.pop("prefix"), settings.pop("queue_type", "quorum")
+    passing = settings.pop("passing_queue", False)
     app = Celery("shop", set_as_current=False)
     topic = Exchange(f"{prefix}.topic", type="topic")
     arguments = {"x-queue-type": queue_type}
@@ -64,6 +66,7 @@ def make_app(configuration: dict[str, Any]) -> Celery:
                 Exchange(f"{prefix}.fanout", type="fanout"),
                 queue_arguments=arguments,
             ),
+            *([Queue(f"{prefix}.passing", auto_delete=True)] if passing else []),
         ],
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
@@ -89,6 +92,8 @@ def seen(task: Any, *given: Any) -> dict[str, Any]:
         "exchange": info["exchange"],
         "routing_key": info["routing_key"],
         "priority": info["priority"],
+        "correlation_id": task.request.correlation_id,
+        "reply_to": task.request.reply_to,
         "retries": task.request.retries,
         "headers": task.request.headers or {},
         "eta": task.request.eta,

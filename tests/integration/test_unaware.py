@@ -105,6 +105,8 @@ def test_it_runs_when_it_is_due_as_if_it_had_not_been_delayed(
     assert seen["routing_key"] == "second"
     assert seen["priority"] == 3
     assert seen["headers"]["x-tenant"] == "shop"
+    assert seen["correlation_id"] == result.id
+    assert seen["reply_to"] == plain.thread_oid
     assert seen["headers"][headers.QUEUE] == f"{prefix}.second"
     if protocol == 2:
         assert seen["eta"] is None
@@ -223,6 +225,97 @@ def test_workers_that_are_killed_meanwhile_lose_none(
             worker.start()
         for result in results:
             result.get(timeout=PATIENCE)
+
+
+def test_a_naive_eta_is_in_utc_as_celery_reads_it(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    send: Callable[..., Any],
+    connection: Connection,
+    prefix: str,
+) -> None:
+    settings = {"rabbitdelay_layout": "clock", "timezone": "Asia/Kolkata"}
+    make_shop(**settings)
+    due = datetime.now(UTC) + timedelta(hours=5, minutes=30, seconds=30)
+    with Worker({**configuration, **settings}):
+        send(eta=due.replace(tzinfo=None))
+        (arrival,) = take(connection, [Queue(f"{prefix}.hours.5")], 1)
+    assert abs(arrival.message.headers[headers.DUE] / 1000 - due.timestamp()) < 1
+
+
+def test_a_level_that_takes_nothing_holds_up_no_other_task(
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    send: Callable[..., Any],
+    prefix: str,
+) -> None:
+    # Classic queues: of quorum queues, a worker's consumer cannot ask for more (Celery says so).
+    settings = {"queue_type": "classic", "worker_prefetch_multiplier": 1}
+    make_shop(**settings)
+    with Worker({**configuration, **settings}) as worker:
+        full = ("--apply-to", "queues", prefix, f"^{prefix}.seconds.5$")
+        refuses = '{"max-length": 1, "overflow": "reject-publish"}'
+        private_rabbitmq.ctl("set_policy", *full, refuses)
+        try:
+            results = [send(countdown=5.5) for _ in range(6)]
+            wait_for(
+                lambda: worker.log.count("could not be put into the levels") >= 3, "failed attempts"
+            )
+            assert send().get(timeout=3)
+        finally:
+            private_rabbitmq.ctl("clear_policy", prefix)
+        for result in results:
+            assert result.get(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "gevent"])
+def test_a_message_that_cannot_be_read_stops_nothing(
+    shop: Any,
+    configuration: dict[str, Any],
+    send: Callable[..., Any],
+    connection: Connection,
+    prefix: str,
+    pool: str,
+) -> None:
+    with Worker(configuration, None, "-P", pool) as worker:
+        eta = (datetime.now(UTC) + timedelta(seconds=50)).isoformat()
+        for number in range(5):
+            # Above the capacity, so that it goes on to Celery's own way.
+            connection.Producer().publish(
+                b"{not json",
+                exchange=f"{prefix}.direct",
+                routing_key="second",
+                content_type="application/json",
+                content_encoding="utf-8",
+                headers={"task": "look", "id": f"poison-{number}", "eta": eta},
+            )
+        wait_for(lambda: worker.log.count("poison-") >= 5, "the messages")
+        result = send(countdown=1.5)
+        assert headers.DUE in result.get(timeout=PATIENCE)["headers"]
+
+
+def test_a_queue_that_ends_with_the_worker_keeps_its_early_tasks(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    plain: Any,
+    connection: Connection,
+    prefix: str,
+) -> None:
+    settings = {"passing_queue": True}
+    shop = make_shop(**settings)
+    with Worker({**configuration, **settings}) as worker:
+        message = plain.amqp.create_task_message("passing", "look", (), countdown=2)
+        connection.Producer().publish(
+            message.body,
+            routing_key=f"{prefix}.passing",
+            headers=message.headers,
+            serializer="json",
+            **message.properties,
+        )
+        wait_for(lambda: "look[passing] received" in worker.log, "the task")
+        assert _waiting(connection, shop) == 0
+        assert shop.AsyncResult("passing").get(timeout=PATIENCE)
 
 
 def test_celery_s_own_delayed_delivery_is_neither_declared_nor_used(

@@ -147,6 +147,34 @@ def test_a_task_can_keep_celery_s_own_countdown() -> None:
     assert _header_of_the_only_message(app)["eta"] is not None
 
 
+@pytest.mark.parametrize("protocol", [1, 2])
+@pytest.mark.parametrize("event", [True, False])
+def test_beside_a_quorum_queue_a_held_task_says_until_when_in_each_protocol(
+    monkeypatch: pytest.MonkeyPatch, protocol: int, event: bool
+) -> None:
+    app: Any = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.update(task_protocol=protocol, task_send_sent_event=event)
+    app.conf.task_queues = [Queue("quorum", queue_arguments={"x-queue-type": "quorum"})]
+    app.conf.task_default_queue = "held"
+    # A fake: memory stands in for RabbitMQ, which nothing is asked of.
+    monkeypatch.setattr("celery_rabbitdelay.app.Celery._speaks_amqp", lambda *arguments: True)
+
+    @app.task(rabbitdelay=False, shared=False)
+    def remind() -> None: ...
+
+    with app.connection_for_write() as connection:
+        remind.apply_async(delay=60)
+        remind.apply_async(countdown=60, connection=connection)
+        remind.apply_async(countdown=60, producer=app.amqp.Producer(connection))
+        remind.apply_async(eta=datetime.now(UTC) + timedelta(seconds=60))
+        with connection.SimpleQueue("held") as queue:
+            messages = [queue.get_nowait() for _ in range(4)]
+    for message in messages:
+        told = message.headers if protocol == 2 else message.payload
+        left = datetime.fromisoformat(told["eta"]) - datetime.now(UTC)
+        assert timedelta(seconds=50) < left <= timedelta(seconds=60)
+
+
 @pytest.mark.parametrize("rabbitdelay", [True, False])
 def test_where_celery_does_it_itself_a_naive_eta_means_what_it_means_to_celery(
     rabbitdelay: bool,

@@ -133,6 +133,53 @@ def test_a_body_keeps_its_own_delay_beside_that_of_the_whole(
         assert _times(task.embedded["chord"]) == {**NONE, "countdown": seconds}
 
 
+def _all_times(embedded: Any) -> list[dict[str, Any]]:
+    """What every signature says that is called ``mail``, wherever it is in a message."""
+    if isinstance(embedded, list):
+        return [times for each in embedded for times in _all_times(each)]
+    if not isinstance(embedded, dict):
+        return []
+    found = [times for each in embedded.values() for times in _all_times(each)]
+    return [*found, _times(embedded)] if embedded.get("task") == "mail" else found
+
+
+def test_the_outermost_body_waits_no_second_time_however_deep_the_header_is(
+    make: Make, sent: list[Sent]
+) -> None:
+    inner: list[Any] = [chord([make("count"), make("count")], make("total")) for _ in range(2)]
+    chord([inner[0], make("count") | inner[1]], make("mail")).apply_async(delay=30)
+    assert {task.seconds for task in sent} == {30}
+    found = [times for task in sent for times in _all_times(task.embedded)]
+    assert found
+    assert all(times == NONE for times in found)
+
+
+@pytest.mark.parametrize("whole", [None, 30])
+@pytest.mark.parametrize("option", ["link", "link_error"])
+def test_a_body_with_a_callback_keeps_the_delay_that_its_header_has_too(
+    app: Any, sent: list[Sent], option: str, whole: int | None
+) -> None:
+    body = app.tasks["total"].s().set(delay=30, **{option: [app.signature("mail")]})
+    header = [app.tasks["count"].s().set(delay=30) for _ in range(2)]
+    chord(header, body).apply_async(delay=whole)
+    assert [task.seconds for task in sent] == [30, 30]
+    assert all(_times(task.embedded["chord"]) == {**NONE, "countdown": 30} for task in sent)
+
+
+def test_a_body_that_the_caller_gives_stays_as_it_is(app: Any, sent: list[Sent]) -> None:
+    body = app.signature("total").set(delay=30)
+    app.tasks["count"].apply_async(chord=body, delay=30)
+    assert body.options == {"delay": 30}
+
+
+def test_a_retry_leaves_the_body_of_its_chord_alone(app: Any, sent: list[Sent]) -> None:
+    # What the message of a header task has where takeover is off.
+    app.conf.rabbitdelay_takeover = False
+    body = {"task": "total", "args": (), "kwargs": {}, "options": {"delay": 30}}
+    app.send_task("count", delay=30, retries=1, chord=body)
+    assert sent[0].embedded["chord"]["options"]["delay"] == 30
+
+
 @pytest.mark.parametrize("option", ["link", "link_error"])
 def test_a_callback_of_the_whole_chord_makes_its_body_wait_no_second_time(
     app: Any, make: Make, sent: list[Sent], option: str
