@@ -144,6 +144,9 @@ class Relay:
 
         def acknowledge() -> None:
             ack(logger, self._consumer.connection_errors)
+            if self._consumer.hub is None:
+                # Before 5.7, Celery would put it off until the broker happens to say something.
+                self._consumer.perform_pending_operations()
 
         def hold_it() -> None:
             try:
