@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit integration acceptance test-brokers bench-memory lint types docs tox coverage \
+.PHONY: help demo test unit integration acceptance test-brokers chaos bench-memory bench-modules lint types docs tox coverage \
         clean
 
 help:  ## List the targets
@@ -41,8 +41,14 @@ acceptance: $(VENV)/test.done  ## The tests of whole setups, through pytest-cele
 test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
 	$(BIN)/python -m tests.brokers
 
+chaos: $(VENV)/test.done  ## Kill the worker that distributes 20 times, under 20,000 messages
+	$(BIN)/python -m tests.chaos.kill_distribution
+
 bench-memory: $(VENV)/test.done  ## A worker's memory while 20,000 tasks wait, beside Celery's own eta
 	$(BIN)/python -m tests.benchmarks.worker_memory
+
+bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing
+	$(BIN)/python -m tests.benchmarks.modules
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
 	$(BIN)/ruff check .

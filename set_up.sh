@@ -31,6 +31,8 @@ missing_packages() {
         [ -x /usr/lib/rabbitmq/bin/rabbitmq-server ] || echo rabbitmq-server
     fi
     [ -n "${JAVA_HOME:-}" ] || command -v java >/dev/null || echo default-jre-headless
+    # A client of check-in that has nothing to do with Python.
+    [ "$purpose" != test ] || command -v amqp-publish >/dev/null || echo amqp-tools
     # Spark asks ps which processes are its own.
     command -v ps >/dev/null || echo procps
 }

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 import celery
+import click
 from celery.app import amqp as celery_amqp
 from celery.canvas import Signature
 from celery.result import AsyncResult
@@ -54,8 +55,19 @@ WORKER_STEPS = (
     "celery_rabbitdelay.worker.step:Gate",
 )
 
+#: The bootstep by which a worker serves the modules around the levels.
+MODULES_STEP = "celery_rabbitdelay.worker.modules:Modules"
+
 #: Options of a delayed task that are taken by a later version; Celery would drop them in silence.
 NOT_YET = frozenset({"key", "tolerance"})
+
+
+#: The option of ``celery worker`` that says which modules it serves.
+MODULES_OPTION = click.Option(
+    ["--rabbitdelay-modules"],
+    help="Which modules around the delay levels the worker serves, separated by commas; instead "
+    "of the setting rabbitdelay_modules. Empty for none.",
+)
 
 
 class Celery(celery.Celery):
@@ -68,7 +80,7 @@ class Celery(celery.Celery):
     def on_init(self) -> None:
         """Called by Celery at the end of its initialization."""
         super().on_init()
-        self.steps["consumer"].update(WORKER_STEPS)
+        _add_steps(self)
 
     @cached_property
     def rabbitdelay(self) -> RabbitDelay:
@@ -177,9 +189,11 @@ class Celery(celery.Celery):
         if due.is_over:
             return send(None, None)
         settings = self.rabbitdelay.settings
-        settings.topology.layout.check(due.delay_ms)
+        if "check-in" not in settings.modules:
+            settings.topology.layout.check(due.delay_ms)
         with self.rabbitdelay.publisher(callers_connection) as publisher:
-            ours = DelayedTaskProducer(publisher, settings, self.amqp, due, came_from)
+            is_retry = bool(options.get("retries"))
+            ours = DelayedTaskProducer(publisher, settings, self.amqp, due, is_retry, came_from)
             return send(None, None, producer=ours, connection=None)
 
     def signature(self, *args: Any, **options: Any) -> Any:
@@ -234,13 +248,19 @@ def install(app: AppT) -> AppT:
         return app
     app.__class__ = mixed(Celery, type(app))
     app.__dict__.pop("Task", None)
-    app.steps["consumer"].update(WORKER_STEPS)
+    _add_steps(app)
     amqp = app.__dict__.get("amqp")
     if amqp is not None:
         amqp.__class__ = mixed(DelayingAMQP, type(amqp))
         if "queues" in amqp.__dict__:
             amqp.make_delaying(amqp.queues)
     return app
+
+
+def _add_steps(app: celery.Celery) -> None:
+    app.steps["consumer"].update(WORKER_STEPS)
+    app.steps["worker"].add(MODULES_STEP)
+    app.user_options["worker"].add(MODULES_OPTION)
 
 
 def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.Celery:

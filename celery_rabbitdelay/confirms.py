@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import takewhile
+from typing import Any, TypeAlias
 
 import amqp
 from amqp.exceptions import AMQPError
@@ -27,17 +28,47 @@ class Sent:
     Attributes:
         exchange: The exchange that it was sent to.
         routing_key: Its routing key.
+        message: What was sent.
         settled: Whether the broker has said its last word about it.
         error: What that word was, None where it is a confirm.
+        then: Called with this once it is settled; None for nothing.
     """
 
-    __slots__ = ("error", "exchange", "routing_key", "settled")
+    __slots__ = ("error", "exchange", "message", "routing_key", "settled", "then")
 
-    def __init__(self, exchange: str, routing_key: str) -> None:
+    def __init__(
+        self, exchange: str, routing_key: str, message: amqp.Message, then: Then | None = None
+    ) -> None:
         self.exchange = exchange
         self.routing_key = routing_key
+        self.message = message
+        self.then = then
         self.settled = False
         self.error: PublishError | None = None
+
+    def settle(self) -> None:
+        """Note the broker's last word."""
+        self.settled = True
+        if self.then is not None:
+            self.then(self)
+
+    def has_address(self, exchange: str, routing_key: str) -> bool:
+        """Return whether it was sent to this exchange with this key."""
+        return (self.exchange, self.routing_key) == (exchange, routing_key)
+
+    def equals(self, message: amqp.Message) -> bool:
+        """Return whether a message that the broker has sent back has the same content."""
+        return _content(self.message) == _content(message)
+
+
+#: What is called with a message that is settled.
+Then: TypeAlias = Callable[[Sent], None]
+
+
+def _content(message: amqp.Message) -> tuple[bytes, dict[str, Any]]:
+    body = message.body.encode() if isinstance(message.body, str) else message.body
+    # What is None was not written.
+    return body, {name: value for name, value in message.properties.items() if value is not None}
 
 
 class SentMessages:
@@ -47,35 +78,46 @@ class SentMessages:
         self._last_tag = 0
         self._unsettled: dict[int, Sent] = {}
 
-    def add(self, exchange: str, routing_key: str) -> Sent:
+    def __len__(self) -> int:
+        return len(self._unsettled)
+
+    def add(self, sent: Sent) -> None:
         """Note a message; the broker counts them in the order of sending, from 1."""
         self._last_tag += 1
-        sent = self._unsettled[self._last_tag] = Sent(exchange, routing_key)
-        return sent
+        self._unsettled[self._last_tag] = sent
 
     def ack(self, tag: int, multiple: bool) -> None:
         """The broker has confirmed a message, or all up to it."""
         for sent in self._settle(tag, multiple):
-            sent.settled = True
+            sent.settle()
 
     def nack(self, tag: int, multiple: bool) -> None:
         """The broker has refused a message, or all up to it."""
         for sent in self._settle(tag, multiple):
-            sent.settled = True
             reason = "the broker refused the message: a queue is full, or its leader is away"
             sent.error = MessageNacked(sent.exchange, sent.routing_key, reason)
+            sent.settle()
 
     def returned(
         self, reply: AMQPError, exchange: str, routing_key: str, message: amqp.Message
     ) -> None:
-        """No queue takes a message; its ack follows, since the broker has done all it can."""
-        for sent in self._unsettled.values():
-            if (sent.exchange, sent.routing_key, sent.error) == (exchange, routing_key, None):
-                sent.error = MessageReturned(exchange, routing_key, str(reply))
-                return
+        """No queue takes a message; its ack follows, since the broker has done all it can.
+
+        It has no tag. But what it is says which of those in flight it is: among equal ones it does
+        not matter. AMQP may have changed the type of a header on the way; then it is the first.
+        """
+        there = [
+            sent
+            for sent in self._unsettled.values()
+            if sent.error is None and sent.has_address(exchange, routing_key)
+        ]
+        returned = next((sent for sent in there if sent.equals(message)), next(iter(there), None))
+        if returned is not None:
+            returned.error = MessageReturned(exchange, routing_key, str(reply))
 
     def _settle(self, tag: int, multiple: bool) -> list[Sent]:
-        tags = [earlier for earlier in self._unsettled if earlier <= tag] if multiple else [tag]
+        # Tags grow, and so does the order of the dict.
+        tags = list(takewhile(tag.__ge__, self._unsettled)) if multiple else [tag]
         return [self._unsettled.pop(each) for each in tags if each in self._unsettled]
 
 
@@ -109,17 +151,39 @@ class ConfirmChannel:
         """Whether the channel can be used."""
         return self._channel.connection is not None and bool(self._channel.is_open)
 
-    def send(self, message: amqp.Message, exchange: str, routing_key: str, timeout: float) -> Sent:
+    @property
+    def in_flight(self) -> int:
+        """How many messages are not settled."""
+        return len(self._sent)
+
+    def send(
+        self,
+        message: amqp.Message,
+        exchange: str,
+        routing_key: str,
+        timeout: float,
+        then: Then | None = None,
+    ) -> Sent:
         """Write a message to the socket; what becomes of it is told while :meth:`drain` runs.
 
         After any exception the broker may count otherwise than we do: use the channel no more.
+
+        Args:
+            message: The message.
+            exchange: Where to.
+            routing_key: With which key.
+            timeout: Seconds that writing may take.
+            then: Called with what is returned once it is settled, inside of :meth:`drain`.
         """
-        sent = self._sent.add(exchange, routing_key)
+        sent = Sent(exchange, routing_key, message, then)
         # The class's own method: where a connection asks for confirm_publish, the instance's
         # would wait for any ack, which may be another message's.
         amqp.Channel.basic_publish(
             self._channel, message, exchange, routing_key, mandatory=True, timeout=timeout
         )
+        # Counted once it is written. Before writing, py-amqp looks what the broker says, and
+        # whoever is told of that may send something else, which then is the earlier one.
+        self._sent.add(sent)
         return sent
 
     def drain(self, until: Callable[[], bool], deadline: float) -> bool:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.exceptions import NeedsDistribution
-
 __all__ = ["Destination", "resolve", "topic_matches"]
 
 
@@ -17,14 +15,17 @@ class Destination(NamedTuple):
     """Where a message goes when it is due.
 
     Attributes:
-        queue: The queue that gets it.
+        queue: The one queue that gets it; None where the exchange has to say which queues do.
         exchange: The exchange that it would have been published to without a delay.
         routing_key: The routing key that it would have been published with.
     """
 
-    queue: Queue
+    queue: Queue | None
     exchange: str
     routing_key: str
+
+    def __str__(self) -> str:
+        return f"a message to the exchange {self.exchange!r} with routing key {self.routing_key!r}"
 
 
 def resolve(
@@ -34,32 +35,37 @@ def resolve(
     consumed: Iterable[str] = (),
     came_from: str | None = None,
 ) -> Destination:
-    """Find the queue that a message to an exchange would reach.
+    """Find the one queue that a message to an exchange would reach, if it is one.
+
+    A fanout or headers exchange may have queues that nobody here knows; there, only the queue that
+    a retry goes back to is known. Of the others, the application knows the queues.
 
     Args:
         exchange: The exchange's name; empty for the default exchange, whose routing key is the
             name of the queue.
         routing_key: The routing key.
         candidates: The queues that the application knows, the preferred ones first.
-        consumed: The names of the queues that this process consumes from: where several queues
-            match, a retry goes back to one of these.
+        consumed: Of a retry, the names of the queues that this process consumes from: where several
+            match, it goes back to one of these.
         came_from: The name of the queue that a retried message came from, where that is known.
-
-    Raises:
-        NeedsDistribution: No queue that the application knows matches, or several do.
     """
     matching = {queue.name: queue for queue in candidates if _reaches(queue, exchange, routing_key)}
     if not exchange:
         queue = matching.get(routing_key) or Queue(routing_key, no_declare=True)
         return Destination(queue, exchange, routing_key)
-    for choice in ([came_from], list(matching), list(consumed)):
+    found = [] if any(_is_open(queue, exchange) for queue in matching.values()) else list(matching)
+    for choice in ([came_from], found, list(consumed)):
         names = [name for name in choice if name in matching]
         if len(names) == 1:
             return Destination(matching[names[0]], exchange, routing_key)
-    found = f"several queues ({', '.join(matching)})" if matching else "no queue"
-    raise NeedsDistribution(
-        f"a message to the exchange {exchange!r} with routing key {routing_key!r}, which matches "
-        f"{found} of the application,"
+    return Destination(None, exchange, routing_key)
+
+
+def _is_open(queue: Queue, exchange: str) -> bool:
+    """Whether an exchange may have further queues, as far as the queue's bindings tell."""
+    return any(
+        source.name == exchange and source.type not in ("direct", "topic")
+        for source, _ in _bindings(queue)
     )
 
 
@@ -84,7 +90,7 @@ def _bindings(queue: Queue) -> Iterator[tuple[Exchange, str]]:
 
 def _matches(exchange: Exchange, pattern: str, routing_key: str) -> bool:
     match exchange.type:
-        case "fanout":
+        case "fanout" | "headers":
             return True
         case "direct":
             return pattern == routing_key

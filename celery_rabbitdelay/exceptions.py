@@ -77,7 +77,8 @@ class DelayTooLong(RabbitDelayError, ValueError):
     def __str__(self) -> str:
         return (
             f"a delay of {self.milliseconds / 1000:,.3f} s is above the layout's capacity of "
-            f"{self.capacity / 1000:,.3f} s: choose a shorter delay, or a layout with more levels"
+            f"{self.capacity / 1000:,.3f} s: choose a shorter delay, or a layout with more "
+            "levels; or have workers serve check-in (rabbitdelay_modules), where it can meditate"
         )
 
 
@@ -203,8 +204,9 @@ class NeedsDistribution(RabbitDelayError, NotImplementedError):
         return (
             f"{self.what} cannot be delayed: the levels hand a message to one queue, with a "
             "priority of at most 4 on quorum queues. Send it to one queue that the application "
-            "knows (task_queues), with a priority of 4 or less; or set rabbitdelay=False on the "
-            "task to keep Celery's own behavior"
+            "knows (task_queues), with a priority of 4 or less; or have workers serve distribution "
+            "(rabbitdelay_modules); or set rabbitdelay=False on the task to keep Celery's own "
+            "behavior"
         )
 
 

@@ -8,12 +8,15 @@ from typing import Any, Final
 __all__ = [
     "DUE",
     "EXCHANGE",
+    "EXPIRATION",
     "NESTED",
+    "PRIORITY",
     "QUEUE",
     "REASON",
     "RESTORABLE",
     "ROUTING_KEY",
     "SENTRY_ENQUEUED",
+    "X_DELAY",
     "strip",
 ]
 
@@ -28,6 +31,16 @@ ROUTING_KEY: Final = "rabbitdelay-routing-key"
 
 #: The name of the queue that the message was delayed for.
 QUEUE: Final = "rabbitdelay-queue"
+
+#: The priority that distribution gives back to the message: int, above 4.
+PRIORITY: Final = "rabbitdelay-priority"
+
+#: The ``expiration`` property that distribution gives back to the message: str, milliseconds.
+EXPIRATION: Final = "rabbitdelay-expiration"
+
+#: The delay that a client checks a message in with: milliseconds, an integer or a numeric string.
+#: It is the header of the delayed-message-exchange plugin.
+X_DELAY: Final = "x-delay"
 
 #: Why a module of ours put the message into ``undeliverable``, in words. The broker writes none.
 REASON: Final = "rabbitdelay-reason"

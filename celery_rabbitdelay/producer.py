@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
 import amqp
 from kombu import Connection, Exchange, Producer, Queue
-from kombu.common import maybe_declare
+from kombu.common import Broadcast, maybe_declare
 
 from celery_rabbitdelay import headers as names
-from celery_rabbitdelay.declaration import declare, ensure_complete, ensure_destination, forget
+from celery_rabbitdelay.declaration import (
+    declare,
+    ensure_complete,
+    ensure_declared,
+    ensure_destination,
+    forget,
+)
 from celery_rabbitdelay.destination import Destination
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import MessageReturned, NeedsDistribution
 from celery_rabbitdelay.place_value import Delay
 from celery_rabbitdelay.publisher import BACKOFF, RESENDS, Publisher
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.topology import DISTRIBUTION, Topology
 
 __all__ = ["DelayedProducer"]
 
@@ -40,6 +46,8 @@ class DelayedProducer(Producer):
         topology: The levels.
         timeout: Seconds until a missing confirm becomes an error.
         may_declare: Whether a missing topology is declared; otherwise it is an error.
+        modules: The names of the modules that workers serve; see ``rabbitdelay_modules``. A kombu
+            program has none of its own.
         serializer: The name of kombu's serializer, where the caller gives none.
     """
 
@@ -50,6 +58,7 @@ class DelayedProducer(Producer):
         *,
         timeout: float = 30.0,
         may_declare: bool = True,
+        modules: Collection[str] = (),
         serializer: str | None = None,
     ) -> None:
         super().__init__(publisher.connection, serializer=serializer, auto_declare=False)
@@ -57,6 +66,7 @@ class DelayedProducer(Producer):
         self.topology = topology
         self.timeout = timeout
         self.may_declare = may_declare
+        self.modules = modules
 
     def publish_delayed(
         self,
@@ -94,24 +104,35 @@ class DelayedProducer(Producer):
                 apply it to the wait in each level.
 
         Raises:
-            DelayTooLong: The delay is above the layout's capacity.
-            NeedsDistribution: The priority is above what quorum queues keep in order.
+            DelayTooLong: The delay is above the layout's capacity, and nobody serves check-in.
+            NeedsDistribution: Not exactly one known queue gets the message, or its priority is
+                above what quorum queues keep in order; and nobody serves distribution.
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
         due = due if isinstance(due, Due) else Due.after(due)
-        self.topology.layout.check(due.delay_ms)
-        self._check_priority(properties.get("priority"))
+        if "check-in" not in self.modules:
+            self.topology.layout.check(due.delay_ms)
         properties.pop("expiration", None)
         # What kombu gives a message, where nothing else is said.
-        properties.setdefault("priority", 0)
+        priority = properties.setdefault("priority", 0) or 0
         own_headers = {
             **names.strip(headers or {}),
             names.DUE: due.at_ms,
             names.EXCHANGE: destination.exchange,
             names.ROUTING_KEY: destination.routing_key,
-            names.QUEUE: destination.queue.name,
         }
+        queue = destination.queue
+        if queue is None:
+            self._need_distribution(str(destination))
+            word = DISTRIBUTION
+        elif self.topology.queue_type == "quorum" and priority > MAX_PRIORITY:
+            self._need_distribution(f"a message of priority {priority}")
+            word = DISTRIBUTION
+            own_headers[names.PRIORITY] = priority
+            properties["priority"] = MAX_PRIORITY
+        else:
+            word = own_headers[names.QUEUE] = queue.name
         body, content_type, content_encoding = self._prepare(
             body, serializer, content_type, content_encoding, compression, own_headers
         )
@@ -125,40 +146,45 @@ class DelayedProducer(Producer):
             application_headers=own_headers,
             **properties,
         )
-        further = [entity for entity in declare if entity is not destination.queue]
+        further = [entity for entity in declare if entity is not queue]
         publish = partial(
             self.publisher.publish,
             message,
-            lambda: self._address(due, destination),
+            lambda: self.topology.address(due.left_ms(), word),
             timeout=self.timeout,
             resends=resends,
             backoff=backoff,
         )
         try:
-            publish(prepare=lambda connection: self._ready(connection, destination.queue, further))
+            publish(prepare=lambda connection: self._ready(connection, queue, further))
         except MessageReturned:
             # Somebody deleted an exchange of the topology although its marker still stands.
             if not self.may_declare:
                 raise
-            publish(prepare=lambda connection: self._repair(connection, destination.queue))
+            publish(prepare=lambda connection: self._repair(connection, queue, further))
 
-    def _ready(self, connection: Connection, queue: Queue, further: list[Exchange | Queue]) -> None:
-        if self.may_declare:
-            ensure_destination(connection, self.topology, queue)
-            for entity in further:
-                maybe_declare(entity, connection.default_channel)
-        else:
+    def _ready(
+        self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
+    ) -> None:
+        if not self.may_declare:
             ensure_complete(connection, self.topology, queue)
+            return
+        if queue is None:
+            ensure_declared(connection, self.topology)
+        else:
+            ensure_destination(connection, self.topology, queue)
+        for entity in further:
+            # A worker's own part of a broadcast is the worker's to declare.
+            declared = entity.exchange if isinstance(entity, Broadcast) else entity
+            maybe_declare(declared, connection.default_channel)
 
-    def _repair(self, connection: Connection, queue: Queue) -> None:
+    def _repair(
+        self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
+    ) -> None:
         forget(connection)
         declare(connection, self.topology)
-        ensure_destination(connection, self.topology, queue)
+        self._ready(connection, queue, further)
 
-    def _address(self, due: Due, destination: Destination) -> tuple[str, str]:
-        route = self.topology.route_of_milliseconds(due.left_ms(), destination.queue.name)
-        return route.exchange, route.routing_key
-
-    def _check_priority(self, priority: int | None) -> None:
-        if self.topology.queue_type == "quorum" and (priority or 0) > MAX_PRIORITY:
-            raise NeedsDistribution(f"a message of priority {priority}")
+    def _need_distribution(self, what: str) -> None:
+        if "distribution" not in self.modules:
+            raise NeedsDistribution(what)

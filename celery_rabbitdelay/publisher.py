@@ -27,11 +27,9 @@ from celery_rabbitdelay.exceptions import (
     MessageReturned,
     PublishError,
 )
+from celery_rabbitdelay.parcel import PERSISTENT
 
-__all__ = ["PERSISTENT", "Publisher"]
-
-#: ``delivery_mode`` of a message that RabbitMQ writes to disk.
-PERSISTENT: Final = 2
+__all__ = ["Publisher"]
 
 #: How often a message is sent again after the connection was lost, unless the caller says.
 RESENDS: Final = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
@@ -12,7 +12,7 @@ from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
 from celery_rabbitdelay.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.topology import QueueType, Topology
 
-__all__ = ["Settings", "checked_seconds"]
+__all__ = ["MODULES", "Settings", "checked_modules", "checked_seconds"]
 
 #: The beginning of all our keys.
 PREFIX: Final = "rabbitdelay_"
@@ -24,6 +24,12 @@ MAX_PREFIX_LENGTH: Final = 100
 A_YEAR: Final = 366 * 86_400
 
 Declare: TypeAlias = Literal["auto", "never"]
+
+#: The modules around the levels that a worker can serve.
+MODULES: Final = ("check-in", "distribution")
+
+#: AMQP counts the messages that a consumer may hold in 16 bits.
+MAX_WINDOW: Final = 65_535
 
 _LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
     "clock": clock,
@@ -49,6 +55,11 @@ class Settings:
         declare: "auto": whoever first needs the topology declares it. "never": operators do, and
             bind every destination to the delivery exchange as well.
         confirm_timeout: Seconds until a missing confirm becomes an error.
+        window: How many messages a module has in flight, unconfirmed, at the most.
+        modules: Which modules the workers serve, of "check-in" and "distribution". A producer whose
+            setting lacks one refuses what only that one could deliver.
+        checkin_allowed: The names of the queues and exchanges that check-in may reach; ``*`` and
+            ``?`` stand for any characters and for one. None: those that the application knows.
     """
 
     prefix: str = "rabbitdelay"
@@ -58,6 +69,9 @@ class Settings:
     takeover: bool = True
     declare: Declare = "auto"
     confirm_timeout: float = 30.0
+    window: int = 1000
+    modules: Sequence[str] = MODULES
+    checkin_allowed: Sequence[str] | None = None
 
     TAKES: ClassVar[Mapping[str, str]] = {
         "prefix": (
@@ -73,6 +87,9 @@ class Settings:
         "takeover": "takes True or False",
         "declare": f"takes one of {', '.join(get_args(Declare))}",
         "confirm_timeout": "takes a positive number of seconds",
+        "window": f"takes a whole number from 1 to {MAX_WINDOW}",
+        "modules": f"takes a list of any of {', '.join(MODULES)}",
+        "checkin_allowed": "takes None, or a list of names in which * and ? may stand",
     }
 
     @classmethod
@@ -162,6 +179,30 @@ class Settings:
     def _takes_confirm_timeout(value: object) -> bool:
         return _is_positive(value)
 
+    @staticmethod
+    def _takes_window(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_WINDOW
+
+    @staticmethod
+    def _takes_modules(value: object) -> bool:
+        return _is_list_of_words(value) and set(value) <= set(MODULES)  # type: ignore[call-overload]
+
+    @staticmethod
+    def _takes_checkin_allowed(value: object) -> bool:
+        return value is None or _is_list_of_words(value)
+
+
+def checked_modules(value: Any) -> tuple[str, ...]:
+    """Return which modules a worker is to serve, from its command line.
+
+    Raises:
+        InvalidSetting: One of them does not exist.
+    """
+    modules = tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+    if not _is_list_of_words(modules) or not set(modules) <= set(MODULES):
+        raise InvalidSetting(f"{PREFIX}modules", value, Settings.TAKES["modules"])
+    return tuple(modules)
+
 
 def checked_seconds(key: str, value: Any) -> float:
     """Return a timeout that one call gives.
@@ -182,6 +223,10 @@ def _name(key: object, namespace: str | None) -> str | None:
     if before and key.startswith(before + PREFIX.upper()):
         key = key.removeprefix(before).lower()
     return key.removeprefix(PREFIX) if key.startswith(PREFIX) else None
+
+
+def _is_list_of_words(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
 
 
 def _is_positive(value: object) -> bool:

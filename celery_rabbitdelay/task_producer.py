@@ -28,6 +28,7 @@ class DelayedTaskProducer(DelayedProducer):
         settings: The application's settings.
         amqp: ``app.amqp``, for the queues that the application knows.
         due: When the task may start.
+        is_retry: Whether the task is sent again, to where it came from.
         came_from: The name of the queue that a retried task came from, where that is known.
     """
 
@@ -37,6 +38,7 @@ class DelayedTaskProducer(DelayedProducer):
         settings: Settings,
         amqp: AMQP,
         due: Due,
+        is_retry: bool = False,
         came_from: str | None = None,
     ) -> None:
         super().__init__(
@@ -44,9 +46,11 @@ class DelayedTaskProducer(DelayedProducer):
             settings.topology,
             timeout=settings.confirm_timeout,
             may_declare=settings.declare == "auto",
+            modules=settings.modules,
         )
         self._amqp = amqp
         self._due = due
+        self._is_retry = is_retry
         self._came_from = came_from
         self._task_is_sent = False
 
@@ -92,7 +96,8 @@ class DelayedTaskProducer(DelayedProducer):
         queues = self._amqp.queues
         routed_to = [entity for entity in declare if isinstance(entity, Queue)]
         known = [*routed_to, *queues.values()]
-        return resolve(name, routing_key or "", known, queues.consume_from, self._came_from)
+        consumed = queues.consume_from if self._is_retry else ()
+        return resolve(name, routing_key or "", known, consumed, self._came_from)
 
 
 class HoldingProducer:

@@ -27,10 +27,18 @@ from urllib.parse import unquote
 
 from kombu import Exchange, Queue
 
-from celery_rabbitdelay.layout import Layout, Level, clock
+from celery_rabbitdelay.layout import MAX_TTL, Layout, Level, clock
 from celery_rabbitdelay.place_value import Delay, milliseconds
 
-__all__ = ["Binding", "QueueType", "Route", "Topology", "decode_destination", "encode_destination"]
+__all__ = [
+    "DISTRIBUTION",
+    "Binding",
+    "QueueType",
+    "Route",
+    "Topology",
+    "decode_destination",
+    "encode_destination",
+]
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
@@ -40,6 +48,14 @@ PASS_THROUGH_TTL: Final = 1
 
 #: The longest queue name that stands in the routing key as it is; a longer one is hashed.
 MAX_WORD_LENGTH: Final = 120
+
+#: The word of a routing key that stands for the module that distributes, and for no queue:
+#: :func:`encode_destination` never makes it.
+DISTRIBUTION: Final = "%distribution"
+
+#: How often a module's message may come back unacknowledged, with the worker that had it, until it
+#: is taken for the reason and goes to ``undeliverable``.
+POISON_LIMIT: Final = 100
 
 #: How often a message may be looked at in ``undeliverable``. From 4.0 on, RabbitMQ drops one after
 #: 20 times where nothing else is said; up to 3.13 it knows no word for "without a limit".
@@ -117,7 +133,8 @@ class Topology:
         Args:
             delay: Seconds, or a timedelta. Rounded up to ticks; zero or less goes straight to the
                 delivery exchange.
-            destination: The name of the queue that gets the message when it is due.
+            destination: The name of the queue that gets the message when it is due; or
+                :data:`DISTRIBUTION`, for the module that delivers it.
 
         Raises:
             DelayTooLong: The delay is above the layout's capacity.
@@ -129,13 +146,25 @@ class Topology:
     def route_of_milliseconds(self, delay_ms: int, destination: str) -> Route:
         """The same for a delay in whole milliseconds."""
         digits = self.layout.digits_of_milliseconds(delay_ms)
-        word = encode_destination(destination)
+        word = destination if destination == DISTRIBUTION else encode_destination(destination)
         first = next((index for index, digit in enumerate(digits) if digit), len(digits))
         return Route(
             exchange=self._exchange_name(first),
             routing_key=f"{'.'.join(map(str, digits))}.{word}",
             stops=tuple(self._stops(digits, first)),
         )
+
+    def address(self, left_ms: int, destination: str) -> tuple[str, str]:
+        """Return the exchange and the routing key to publish with: a level's, or meditation's.
+
+        Args:
+            left_ms: Milliseconds until the message is due; above the capacity, it meditates first.
+            destination: The name of the queue that gets it, or :data:`DISTRIBUTION`.
+        """
+        if left_ms > self.layout.capacity_ms:
+            return self.meditation.exchange.name, destination
+        route = self.route_of_milliseconds(left_ms, destination)
+        return route.exchange, route.routing_key
 
     def _stops(self, digits: tuple[int, ...], first: int) -> Iterator[str]:
         stops_at_zero = self.layout.zeros == "queue"
@@ -162,6 +191,32 @@ class Topology:
         return self._queue("undeliverable", exchange, arguments)
 
     @property
+    def checkin(self) -> Queue:
+        """Where any AMQP client publishes a message with its delay."""
+        return self._module_queue("checkin", self._fanout("checkin"))
+
+    @property
+    def meditation(self) -> Queue:
+        """Where a delay above the capacity waits for one capacity; then it is checked in again."""
+        ttl = min(self.layout.capacity_ms, MAX_TTL)
+        arguments = self._waiting_arguments(ttl, self.meditated.name)
+        return self._queue("meditation", self._fanout("meditation"), arguments)
+
+    @property
+    def meditated(self) -> Exchange:
+        """The exchange by which a message comes back from meditation to check-in.
+
+        Not check-in's own: what comes by it was checked in before, and a client needs no permission
+        to publish there.
+        """
+        return self._fanout("meditated")
+
+    @property
+    def distribution(self) -> Queue:
+        """Where a message that is due waits for the module that delivers it."""
+        return self._module_queue("distribution", None)
+
+    @property
     def guard(self) -> Exchange:
         """An exchange that only one layout can declare: the broker compares alternate exchanges."""
         arguments = {"alternate-exchange": self.marker.name}
@@ -181,7 +236,8 @@ class Topology:
     def exchanges(self) -> tuple[Exchange, ...]:
         """Every exchange but guard and marker, in an order in which they can be declared."""
         levels = [self._topic(self._name(level.name)) for level in self.layout.levels]
-        return (self.undeliverable.exchange, *levels, self.delivery)
+        modules = (self.checkin.exchange, self.meditation.exchange, self.meditated)
+        return (self.undeliverable.exchange, *levels, self.delivery, *modules)
 
     @cached_property
     def digit_queues(self) -> tuple[Queue, ...]:
@@ -204,13 +260,25 @@ class Topology:
     @property
     def queues(self) -> tuple[Queue, ...]:
         """Every queue of the topology."""
-        return (self.undeliverable, *self.digit_queues, *self.pass_through_queues)
+        modules = (self.checkin, self.meditation, self.distribution)
+        return (self.undeliverable, *self.digit_queues, *self.pass_through_queues, *modules)
 
     @cached_property
     def bindings(self) -> tuple[Binding, ...]:
         """Every binding of the topology; those of destinations come with the destinations."""
-        undeliverable = self._name("undeliverable")
-        return (Binding(undeliverable, "", undeliverable, False), *self._level_bindings())
+        undeliverable, checkin = self.undeliverable.name, self.checkin.name
+        return (
+            Binding(undeliverable, "", undeliverable, False),
+            Binding(checkin, "", checkin, False),
+            Binding(self.meditation.name, "", self.meditation.name, False),
+            Binding(self.meditated.name, "", checkin, False),
+            Binding(self.delivery.name, self._distributed, self.distribution.name, False),
+            *self._level_bindings(),
+        )
+
+    @property
+    def _distributed(self) -> str:
+        return f"{'*.' * len(self.layout.levels)}{DISTRIBUTION}"
 
     def _level_bindings(self) -> Iterator[Binding]:
         for index, level in enumerate(self.layout.levels):
@@ -238,17 +306,31 @@ class Topology:
                 yield Binding(source, _pattern(index, *all_zero), self.delivery.name, True)
 
     def _digit_queue(self, index: int, level: Level, digit: int) -> Queue:
+        ttl = digit * level.place_ms or PASS_THROUGH_TTL
+        arguments = self._waiting_arguments(ttl, self._exchange_name(index + 1))
+        return self._queue(level.queue_name(digit), None, arguments)
+
+    def _waiting_arguments(self, ttl: int, following: str) -> dict[str, Any]:
+        """The arguments of a queue in which a message waits ``ttl`` ms before it goes on."""
+        return {"x-message-ttl": ttl, **self._dead_letter_arguments(following)}
+
+    def _module_queue(self, name: str, exchange: Exchange | None) -> Queue:
+        arguments = self._dead_letter_arguments(self._name("undeliverable"))
+        if self.queue_type == "quorum":
+            arguments["x-delivery-limit"] = POISON_LIMIT
+        return self._queue(name, exchange, arguments)
+
+    def _dead_letter_arguments(self, following: str) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             "x-queue-type": self.queue_type,
-            "x-message-ttl": digit * level.place_ms or PASS_THROUGH_TTL,
-            "x-dead-letter-exchange": self._exchange_name(index + 1),
+            "x-dead-letter-exchange": following,
         }
         if self.queue_type == "quorum":
             # Only these two together make RabbitMQ keep a message until the next level has it:
             # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
             arguments["x-dead-letter-strategy"] = "at-least-once"
             arguments["x-overflow"] = "reject-publish"
-        return self._queue(level.queue_name(digit), None, arguments)
+        return arguments
 
     def _queue(self, name: str, exchange: Exchange | None, arguments: Mapping[str, Any]) -> Queue:
         return Queue(
@@ -256,8 +338,14 @@ class Topology:
         )
 
     def _topic(self, name: str) -> Exchange:
+        return self._exchange(name, "topic")
+
+    def _fanout(self, suffix: str) -> Exchange:
+        return self._exchange(self._name(suffix), "fanout")
+
+    def _exchange(self, name: str, kind: str) -> Exchange:
         arguments = {"alternate-exchange": self._name("undeliverable")}
-        return Exchange(name, type="topic", durable=True, arguments=arguments)
+        return Exchange(name, type=kind, durable=True, arguments=arguments)
 
     def _exchange_name(self, index: int) -> str:
         """The exchange of a level, or the delivery exchange behind the last one."""

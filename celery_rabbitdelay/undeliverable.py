@@ -69,6 +69,9 @@ def examine(
 
 
 def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: str | None) -> str:
+    modules = (topology.checkin.name, topology.distribution.name)
+    if last_stop in modules:
+        return f"the workers that took it from {last_stop} never finished it"
     if key is None:
         return "none of the levels took it; its headers do not tell which should have"
     if last_stop is None:

@@ -56,14 +56,18 @@ def restore(message: Message) -> None:
     Exchange and routing key become those that it would have had without a delay: Celery sends
     a retry to them. The broker's dead-letter headers go; when it is due, and for which queue it
     was delayed, stay readable in ``task.request.headers``. Sentry's time in the queue begins when
-    the task is due.
+    the task is due. Distribution has done the rest already.
     """
     headers = message.headers
-    if not headers or not headers.keys() >= names.RESTORABLE:
+    if not headers or names.DUE not in headers:
         return
-    message.delivery_info["exchange"] = headers[names.EXCHANGE]
-    message.delivery_info["routing_key"] = headers[names.ROUTING_KEY]
-    kept: dict[str, Any] = {name: headers[name] for name in (names.DUE, names.QUEUE)}
+    kept: dict[str, Any] = {names.DUE: headers[names.DUE]}
+    if names.QUEUE in headers:
+        if not headers.keys() >= names.RESTORABLE:
+            return
+        message.delivery_info["exchange"] = headers[names.EXCHANGE]
+        message.delivery_info["routing_key"] = headers[names.ROUTING_KEY]
+        kept[names.QUEUE] = headers[names.QUEUE]
     restored = names.strip(headers)
     nested = restored.get(names.NESTED)
     for shown in (restored, nested) if isinstance(nested, dict) else (restored,):

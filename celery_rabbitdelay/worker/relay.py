@@ -26,7 +26,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.destination import Destination
 from celery_rabbitdelay.due import Due
-from celery_rabbitdelay.producer import DelayedProducer
+from celery_rabbitdelay.producer import MAX_PRIORITY, DelayedProducer
 from celery_rabbitdelay.task import MAY_PASS
 
 __all__ = ["Relay"]
@@ -250,16 +250,22 @@ class Relay:
             for name in PROPERTIES
             if message.properties.get(name) is not None
         }
+        destination = early.destination
+        if (properties.get("priority") or 0) > MAX_PRIORITY:
+            # By distribution, which goes by exchange and key: to this queue, and to no other.
+            assert destination.queue is not None
+            destination = destination._replace(exchange="", routing_key=destination.queue.name)
         with self._delays.publisher() as publisher:
             producer = DelayedProducer(
                 publisher,
                 settings.topology,
                 timeout=settings.confirm_timeout,
                 may_declare=settings.declare == "auto",
+                modules=settings.modules,
             )
             producer.publish_delayed(
                 message.body,
-                early.destination,
+                destination,
                 early.due,
                 headers=headers,
                 # kombu has taken the message's own compression off.

@@ -147,6 +147,7 @@ def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dic
     configuration = {
         **_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "accept_content": ["json", "pickle"],
+        "rabbitdelay_checkin_allowed": ["test-*"],
     }
     with Worker(configuration):
         yield configuration

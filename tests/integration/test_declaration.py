@@ -26,6 +26,10 @@ from celery_rabbitdelay.topology import Topology
 from tests.integration.arrivals import take
 from tests.integration.conftest import SHORT
 
+#: Exchanges and queues of the clock: digits, levels, delivery, undeliverable (both), the modules'
+#: (two exchanges and queues each, a queue, an exchange), guard and marker.
+ALL = 180 + 8 + 1 + 2 + 6 + 2
+
 MakeTopology = Callable[..., Topology]
 
 
@@ -34,14 +38,14 @@ def test_a_declared_topology_is_complete_and_a_deleted_one_is_gone(
     connection: Connection, make_topology: MakeTopology, queue_type: str
 ) -> None:
     topology = make_topology(clock(), queue_type=queue_type)
-    assert len(missing(connection, topology)) == 180 + 1 + 8 + 2 + 2
+    assert len(missing(connection, topology)) == ALL
 
     declare(connection, topology)
     assert missing(connection, topology) == ()
     assert stands(connection, topology)
 
     delete(connection, topology)
-    assert len(missing(connection, topology)) == 180 + 1 + 8 + 2 + 2
+    assert len(missing(connection, topology)) == ALL
     assert not stands(connection, topology)
 
 

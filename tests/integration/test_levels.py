@@ -21,8 +21,9 @@ from celery_rabbitdelay.exceptions import (
     TopologyIncomplete,
 )
 from celery_rabbitdelay.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.parcel import PERSISTENT
 from celery_rabbitdelay.producer import DelayedProducer
-from celery_rabbitdelay.publisher import PERSISTENT, Publisher
+from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.topology import Topology
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT

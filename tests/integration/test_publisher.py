@@ -24,7 +24,8 @@ from celery_rabbitdelay.exceptions import (
     NoPublisherFree,
     PublishError,
 )
-from celery_rabbitdelay.publisher import PERSISTENT, Publisher
+from celery_rabbitdelay.parcel import PERSISTENT
+from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.publisher_pool import PublisherPool
 from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take

@@ -58,11 +58,6 @@ WAYS = {
             "routing_key": "topic.reports",
         },
     ),
-    "fanout exchange": Way(
-        "mirror",
-        _nothing,
-        lambda prefix: {"exchange": f"{prefix}.fanout", "routing_key": "anything"},
-    ),
     # Celery does not let the routing key decide here, but its default queue.
     "default exchange": Way(
         "default",

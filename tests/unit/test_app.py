@@ -30,6 +30,7 @@ NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
 def app() -> Any:
     app: Any = Celery("shop", broker=NOWHERE, set_as_current=False)
     app.conf.task_publish_retry = False
+    app.conf.rabbitdelay_modules = []
 
     @app.task(name="remind", shared=False)
     def remind(*args: Any) -> None: ...
@@ -219,6 +220,7 @@ class Custom(celery.Celery):
 @pytest.mark.parametrize("base", [celery.Celery, Custom])
 def test_install_makes_an_existing_application_ours(base: type[celery.Celery]) -> None:
     app = base("shop", broker=NOWHERE, set_as_current=False)
+    app.conf.rabbitdelay_modules = ["distribution"]
     assert app.amqp.queues is not None
 
     @app.task(shared=False)

@@ -10,7 +10,10 @@ from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
 
 
 def send(messages: SentMessages, *keys: str) -> list[Sent]:
-    return [messages.add("exchange", key) for key in keys]
+    sent = [Sent("exchange", key, amqp.Message("x")) for key in keys]
+    for each in sent:
+        messages.add(each)
+    return sent
 
 
 def test_an_ack_settles_its_message_only() -> None:
@@ -46,6 +49,36 @@ def test_a_return_belongs_to_the_message_with_its_key() -> None:
     assert first.error is None
     assert isinstance(second.error, MessageReturned)
     assert isinstance(third.error, MessageReturned)
+
+
+def test_a_return_belongs_to_the_message_with_its_content() -> None:
+    messages = SentMessages()
+    bodies: list[str | bytes] = ["x", "x", b"y"]
+    sent = [
+        Sent("exchange", "a", amqp.Message(body, application_headers={"id": number}, reply_to=None))
+        for number, body in enumerate(bodies)
+    ]
+    for each in sent:
+        messages.add(each)
+    # As py-amqp reads it: without what was None, and the body as bytes or as text.
+    back = amqp.Message(b"x", application_headers={"id": 1})
+    messages.returned(AMQPError("NO_ROUTE"), "exchange", "a", back)
+    messages.returned(AMQPError("NO_ROUTE"), "exchange", "a", amqp.Message("y"))
+    assert [each.error is None for each in sent] == [False, False, True]
+
+
+def test_whoever_waits_for_a_message_is_told_once_with_its_error() -> None:
+    messages = SentMessages()
+    told: list[Sent] = []
+    sent = [Sent("exchange", key, amqp.Message("x"), told.append) for key in "abc"]
+    for each in sent:
+        messages.add(each)
+    messages.ack(1, multiple=False)
+    messages.nack(3, multiple=True)
+    messages.ack(3, multiple=True)
+    assert told == sent
+    assert [each.error is None for each in told] == [True, False, False]
+    assert len(messages) == 0
 
 
 def test_a_word_about_a_message_that_is_settled_already_changes_nothing() -> None:

@@ -1,0 +1,166 @@
+"""Many messages in one: the envelope's format, written and read. Pure.
+
+The messages of an envelope share a destination and a due time, and so most of their headers and
+properties. The body of an envelope is, compressed by zlib as one stream (RFC 1950):
+
+* a block with what all share, a JSON object: ``headers`` and ``properties``;
+* for each message two blocks: a JSON object with the ``headers`` and ``properties`` that it has
+  besides or instead, and its body.
+
+A block is its length in bytes, 4 bytes big-endian, and that many bytes. JSON is UTF-8; a header of
+bytes, a date or a decimal has no place in it, and a message that has one is sent by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from celery_rabbitdelay.exceptions import RabbitDelayError
+
+__all__ = ["CONTENT_TYPE", "MAX_BYTES", "MAX_MESSAGES", "Envelope", "InvalidEnvelope", "Item"]
+
+#: What the ``content_type`` property of an envelope says; the number is the format's version.
+CONTENT_TYPE: Final = "application/vnd.rabbitdelay.envelope.1"
+
+#: The most messages that an envelope may hold.
+MAX_MESSAGES: Final = 100_000
+
+#: The most bytes that it may hold, uncompressed.
+MAX_BYTES: Final = 64 * 2**20
+
+_LENGTH: Final = struct.Struct(">I")
+
+
+class InvalidEnvelope(RabbitDelayError, ValueError):
+    """An envelope cannot be read, or holds more than it may."""
+
+
+class Item(NamedTuple):
+    """A message in an envelope.
+
+    Attributes:
+        body: Its body.
+        headers: The headers that it has besides, or instead of, the shared ones.
+        properties: The same of AMQP's message properties.
+    """
+
+    body: bytes
+    headers: Mapping[str, Any] = {}
+    properties: Mapping[str, Any] = {}
+
+
+class Envelope(NamedTuple):
+    """Messages with what they share.
+
+    Attributes:
+        items: The messages.
+        headers: The headers that all of them have.
+        properties: The AMQP message properties that all of them have.
+    """
+
+    items: tuple[Item, ...]
+    headers: Mapping[str, Any] = {}
+    properties: Mapping[str, Any] = {}
+
+    def pack(self, level: int = 6) -> bytes:
+        """Return the body of a message that holds all of these.
+
+        Args:
+            level: How hard to compress, 0 (not at all) to 9.
+
+        Raises:
+            InvalidEnvelope: There are too many, or a header cannot be written as JSON.
+        """
+        if len(self.items) > MAX_MESSAGES:
+            raise InvalidEnvelope(f"{len(self.items)} messages are more than {MAX_MESSAGES}")
+        blocks = b"".join(_framed(self._blocks()))
+        if len(blocks) > MAX_BYTES:
+            raise InvalidEnvelope(f"{len(blocks)} bytes are more than {MAX_BYTES}")
+        return zlib.compress(blocks, level)
+
+    def _blocks(self) -> Iterator[bytes]:
+        yield _to_json(self.headers, self.properties)
+        for item in self.items:
+            yield _to_json(item.headers, item.properties)
+            yield item.body
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Envelope:
+        """Read the body of a message.
+
+        It is read whole before anything of it is used, and no further than it may be large.
+
+        Raises:
+            InvalidEnvelope: It cannot be read, or holds more than it may.
+        """
+        blocks = _blocks_of(_decompressed(body))
+        shared = next(blocks, None)
+        if shared is None:
+            raise InvalidEnvelope("it is empty")
+        items: list[Item] = []
+        for own in blocks:
+            if len(items) == MAX_MESSAGES:
+                raise InvalidEnvelope(f"it holds more than {MAX_MESSAGES} messages")
+            content = next(blocks, None)
+            if content is None:
+                raise InvalidEnvelope("it ends in the middle of a message")
+            items.append(Item(bytes(content), *_from_json(own)))
+        return cls(tuple(items), *_from_json(shared))
+
+
+def _framed(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    for block in blocks:
+        yield _LENGTH.pack(len(block))
+        yield block
+
+
+def _blocks_of(data: bytes) -> Iterator[memoryview]:
+    view, at = memoryview(data), 0
+    while at < len(view):
+        begin = at + _LENGTH.size
+        if begin > len(view):
+            raise InvalidEnvelope("it ends in the middle of a length")
+        at = begin + _LENGTH.unpack_from(view, at)[0]
+        if at > len(view):
+            raise InvalidEnvelope("it ends in the middle of a block")
+        yield view[begin:at]
+
+
+def _decompressed(body: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(body, MAX_BYTES + 1)
+    except zlib.error as error:
+        raise InvalidEnvelope(f"it cannot be decompressed: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise InvalidEnvelope(f"it holds more than {MAX_BYTES} bytes")
+    if not stream.eof:
+        raise InvalidEnvelope("it ends before its compressed stream does")
+    return data
+
+
+def _to_json(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> bytes:
+    parts = {"headers": headers, "properties": properties}
+    written = {name: dict(part) for name, part in parts.items() if part}
+    try:
+        return json.dumps(written, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidEnvelope(f"{written!r} cannot be written as JSON: {error}") from error
+
+
+def _from_json(block: memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        read = json.loads(bytes(block))
+    except ValueError as error:
+        raise InvalidEnvelope(f"a block is no JSON: {error}") from error
+    headers, properties = (
+        (read.get(name, {}) if isinstance(read, dict) else None)
+        for name in ("headers", "properties")
+    )
+    if not isinstance(headers, dict) or not isinstance(properties, dict):
+        raise InvalidEnvelope("a block is no object of headers and properties")
+    return headers, properties

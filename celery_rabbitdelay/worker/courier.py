@@ -1,0 +1,342 @@
+"""A thread that takes messages from a module's queue and publishes what becomes of each."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from threading import Event, Thread
+from typing import Any, Final, cast
+
+import amqp
+from amqp.exceptions import AccessRefused, NotFound
+from celery.utils.log import get_logger
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay.confirms import ConfirmChannel, Sent
+from celery_rabbitdelay.exceptions import ConfirmTimeout, MessageNacked, PublishError
+from celery_rabbitdelay.parcel import (
+    Outgoing,
+    Refused,
+    bare,
+    shortened,
+    undeliverable,
+    unwritable,
+)
+from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.worker.tally import Tally
+
+__all__ = ["Courier"]
+
+logger = get_logger(__name__)
+
+#: Says what becomes of a message.
+Receive = Callable[[amqp.Message], Iterator[Outgoing]]
+
+#: How many messages are opened at once: one may be an envelope, and hold many megabytes.
+OPEN: Final = 4
+
+#: How many messages of one parcel are published before the next one has its turn.
+SLICE: Final = 100
+
+#: How often a message is published that the broker refuses, and seconds between two times: as many
+#: as a leader may be away, and no more, since all others wait for it.
+ATTEMPTS: Final = 10
+PAUSE: Final = 3.0
+
+#: Seconds that the thread waits for the broker before it looks whether it is to stop.
+TURN: Final = 0.2
+
+#: Seconds between two looks at how many messages are waiting.
+LOOK: Final = 2.0
+
+#: Seconds that a worker which stops leaves the thread to finish what it has begun.
+FAREWELL: Final = 10.0
+
+#: Seconds between the loss of a connection and the next attempt, and the longest.
+RECONNECT: Final = (0.5, 10.0)
+
+
+class Courier:
+    """Serves one module, on a connection of its own.
+
+    A message is acknowledged once everything that it became is confirmed. Whatever goes wrong
+    before, the broker delivers it again.
+
+    Args:
+        name: The module's name.
+        connection: Where to; a connection like it is opened.
+        topology: The topology that the queue belongs to.
+        queue: The module's queue.
+        receive: Says what becomes of a message.
+        prepare: Called with each new connection, to declare what is missing.
+        prefetch: How many messages are taken from the queue before they are done.
+        window: How many messages may be in flight, unconfirmed.
+        timeout: Seconds without any confirm until the connection is given up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connection: Connection,
+        topology: Topology,
+        queue: Queue,
+        receive: Receive,
+        prepare: Callable[[Connection], None],
+        prefetch: int,
+        window: int,
+        timeout: float,
+    ) -> None:
+        self.name = name
+        self.tally = Tally()
+        self.topology = topology
+        self.queue = queue
+        self.receive = receive
+        self.prefetch = prefetch
+        self.window = window
+        self.timeout = timeout
+        self.stopping = Event()
+        self._connection = connection
+        self._prepare = prepare
+        self._thread = Thread(target=self._run, name=f"rabbitdelay-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more messages, finish those that were begun, and end."""
+        self.stopping.set()
+        self._thread.join(FAREWELL)
+
+    def _run(self) -> None:
+        shortest, longest = RECONNECT
+        pause = shortest
+        careful = False
+        while not self.stopping.is_set():
+            received = self.tally.finished
+            try:
+                with self._connection.clone() as connection:
+                    connection.ensure_connection(
+                        max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
+                    )
+                    transport: Any = connection.connection
+                    with transport.transport.having_timeout(self.timeout):
+                        self._prepare(connection)
+                    logger.info("%s: serving the queue %s.", self.name, self.queue.name)
+                    _Round(self, connection, careful).serve()
+                    careful, pause = False, shortest
+            except Exception as lost:
+                # One message may be the cause. Taken one at a time, it alone counts as delivered in
+                # vain, until the broker puts it into undeliverable.
+                careful = True
+                if self.tally.finished > received:
+                    pause = shortest
+                expected = (*self._connection.recoverable_connection_errors, PublishError)
+                details = not isinstance(lost, (*expected, *self._connection.channel_errors))
+                logger.warning(
+                    "%s: begins anew in %.1f s: %r", self.name, pause, lost, exc_info=details
+                )
+                self.stopping.wait(pause)
+                pause = min(pause * 2, longest)
+
+
+class _Parcel:
+    """A message that was received, and what has become of it so far."""
+
+    __slots__ = ("message", "outgoing", "pending", "unpacked")
+
+    def __init__(self, message: amqp.Message, outgoing: Iterator[Outgoing]) -> None:
+        self.message = message
+        self.outgoing = outgoing
+        self.pending = 0
+        self.unpacked = False
+
+
+class _Round:
+    """What a courier does on one connection."""
+
+    def __init__(self, courier: Courier, connection: Connection, careful: bool) -> None:
+        self._courier = courier
+        self._careful = careful
+        self._connection = connection
+        self._transport: Any = connection.connection
+        self._publishing = ConfirmChannel(connection)
+        self._taking = cast(Any, connection.channel())
+        # A body stays the bytes that it is.
+        self._taking.auto_decode = False
+        self._waiting: deque[_Parcel] = deque()
+        self._open: deque[_Parcel] = deque()
+        self._again: deque[tuple[float, _Parcel, Outgoing, int]] = deque()
+        self._known = {"", courier.topology.undeliverable.exchange.name}
+        self._unfinished = 0
+        self._progress = time.monotonic()
+        self._looked = 0.0
+
+    def serve(self) -> None:
+        """Take messages until the courier is to stop and has finished what it has begun."""
+        with self._answers():
+            self._taking.basic_qos(0, 1 if self._careful else self._courier.prefetch, False)
+            tag = self._taking.basic_consume(self._courier.queue.name, callback=self._came)
+        taking, begun = True, self._courier.tally.finished
+        while True:
+            if self._courier.stopping.is_set() and taking:
+                with self._answers():
+                    self._taking.basic_cancel(tag)
+                taking = False
+                self._return_what_was_not_begun()
+            # AMQP has no way to let a consumer take more: a careful round ends with its message.
+            through = not taking or (self._careful and self._courier.tally.finished > begun)
+            if through and not self._unfinished:
+                return
+            self._publish()
+            with suppress(TimeoutError):
+                self._transport.drain_events(timeout=0 if self._has_room() else TURN)
+            self._connection.heartbeat_check()
+            self._check_progress()
+            self._look()
+            time.sleep(0)  # gevent and eventlet: the others' turn
+
+    def _answers(self) -> Any:
+        """Bound the wait for an answer, so that a connection that says nothing does not hold us."""
+        return self._publishing.answers_within(self._courier.timeout)
+
+    def _return_what_was_not_begun(self) -> None:
+        while self._waiting:
+            parcel = self._waiting.popleft()
+            self._taking.basic_reject(parcel.message.delivery_tag, requeue=True)
+            self._unfinished -= 1
+
+    def _came(self, message: amqp.Message) -> None:
+        self._unfinished += 1
+        self._courier.tally.received += 1
+        self._waiting.append(_Parcel(message, self._courier.receive(message)))
+
+    def _has_room(self) -> bool:
+        """Whether there is something to publish at once."""
+        publishing = self._publishing
+        return (
+            bool(self._open or self._waiting)
+            and publishing.blocked is None
+            and publishing.in_flight + len(self._again) < self._courier.window
+        )
+
+    def _publish(self) -> None:
+        while self._again and self._again[0][0] <= time.monotonic():
+            if self._publishing.blocked is not None:
+                return
+            _, parcel, outgoing, attempt = self._again.popleft()
+            self._send(parcel, outgoing, attempt)
+            parcel.pending -= 1
+        for _ in range(SLICE):
+            if not self._has_room():
+                return
+            while self._waiting and len(self._open) < OPEN:
+                self._open.append(self._waiting.popleft())
+            self._next(self._open[0])
+        self._open.rotate(-1)
+
+    def _next(self, parcel: _Parcel) -> None:
+        try:
+            outgoing = next(parcel.outgoing)
+        except StopIteration:
+            self._open.remove(parcel)
+            parcel.unpacked = True
+            self._finish(parcel)
+        except Exception as error:
+            if not isinstance(error, Refused):
+                logger.exception("%s: a message cannot be read", self._courier.name)
+            parcel.outgoing = iter(())
+            reason = error.reason if isinstance(error, Refused) else shortened(error)
+            self._refuse(parcel, self._as_it_came(parcel.message), reason)
+        else:
+            self._send(parcel, outgoing)
+
+    @staticmethod
+    def _as_it_came(message: amqp.Message) -> Outgoing:
+        info: Any = message.delivery_info
+        return Outgoing(info["exchange"], info["routing_key"], message)
+
+    def _send(self, parcel: _Parcel, outgoing: Outgoing, attempt: int = 1) -> None:
+        # Counted first: whoever waits for the broker lets other messages of the parcel settle.
+        parcel.pending += 1
+        reason = unwritable(outgoing, self._transport.frame_max)
+        if reason is None and not self._exists(outgoing.exchange):
+            reason = f"there is no exchange {outgoing.exchange!r}"
+        if reason is not None:
+            self._refuse(parcel, outgoing, reason)
+            parcel.pending -= 1
+            return
+        self._publishing.send(
+            outgoing.message,
+            outgoing.exchange,
+            outgoing.routing_key,
+            self._courier.timeout,
+            partial(self._settled, parcel, outgoing, attempt),
+        )
+
+    def _exists(self, exchange: str) -> bool:
+        if exchange in self._known:
+            return True
+        # Publishing to an exchange that does not exist closes the channel, with all in flight.
+        with self._answers(), self._connection.channel() as channel:
+            try:
+                Exchange(exchange)(channel).declare(passive=True)
+            except NotFound:
+                return False
+            except AccessRefused:
+                pass  # it may be there all the same
+        self._known.add(exchange)
+        return True
+
+    def _refuse(self, parcel: _Parcel, outgoing: Outgoing, reason: str) -> None:
+        logger.warning("%s: a message is undeliverable: %s", self._courier.name, reason)
+        self._courier.tally.undeliverable += 1
+        topology = self._courier.topology
+        refused = undeliverable(topology, outgoing, reason)
+        if unwritable(refused, self._transport.frame_max) is not None:
+            refused = bare(topology, outgoing.message, reason)
+        parcel.pending += 1
+        # Not at once: whoever is told what became of a message must not send another one.
+        self._again.appendleft((0.0, parcel, refused, 1))
+
+    def _settled(self, parcel: _Parcel, outgoing: Outgoing, attempt: int, sent: Sent) -> None:
+        self._progress = time.monotonic()
+        if sent.error is None:
+            self._courier.tally.published += 1
+        elif isinstance(sent.error, MessageNacked) and attempt < ATTEMPTS:
+            parcel.pending += 1
+            self._again.append((time.monotonic() + PAUSE, parcel, outgoing, attempt + 1))
+        elif outgoing.exchange == self._courier.topology.undeliverable.exchange.name:
+            raise sent.error
+        elif isinstance(sent.error, MessageNacked):
+            self._refuse(parcel, outgoing, f"the broker refused it {ATTEMPTS} times")
+        else:
+            where = f"the exchange {outgoing.exchange!r}" if outgoing.exchange else "there"
+            key = outgoing.routing_key
+            self._refuse(parcel, outgoing, f"{where} has no queue for the key {key!r}")
+        parcel.pending -= 1
+        self._finish(parcel)
+
+    def _finish(self, parcel: _Parcel) -> None:
+        if parcel.unpacked and not parcel.pending:
+            self._taking.basic_ack(parcel.message.delivery_tag)
+            self._unfinished -= 1
+            self._courier.tally.finished += 1
+
+    def _check_progress(self) -> None:
+        publishing = self._publishing
+        if not publishing.in_flight or publishing.blocked is not None:
+            self._progress = time.monotonic()
+        elif time.monotonic() - self._progress > self._courier.timeout:
+            raise ConfirmTimeout("", "", "the broker did not confirm in time")
+
+    def _look(self) -> None:
+        if time.monotonic() - self._looked >= LOOK:
+            self._looked = time.monotonic()
+            name = self._courier.queue.name
+            with self._answers():
+                answer = self._taking.queue_declare(name, passive=True)
+            self._courier.tally.look(answer.message_count)

@@ -1,0 +1,53 @@
+"""What a module has done, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Final
+
+__all__ = ["Tally"]
+
+#: Seconds over which a rate is taken.
+SPAN: Final = 10.0
+
+
+class Tally:
+    """Counts what a module does.
+
+    Attributes:
+        received: How many messages it has received.
+        finished: How many of these it has acknowledged.
+        published: How many messages it has published, confirmed.
+        undeliverable: How many messages it has put into ``undeliverable``.
+        backlog: How many messages were ready in its queue when it last looked.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.finished = 0
+        self.published = 0
+        self.undeliverable = 0
+        self.backlog = 0
+        self._seen: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
+
+    def look(self, backlog: int) -> None:
+        """Note how many messages are ready; called every few seconds."""
+        self.backlog = backlog
+        now = time.monotonic()
+        self._seen.append((now, self.received, self.published))
+        while len(self._seen) > 2 and now - self._seen[1][0] > SPAN:
+            self._seen.popleft()
+
+    def status(self) -> dict[str, float]:
+        """Return all counts, and what was received and published in a second of late."""
+        (begin, received, published), (end, *_) = self._seen[0], self._seen[-1]
+        seconds = max(time.monotonic() - begin, 0.001) if end > begin else SPAN
+        return {
+            "received": self.received,
+            "published": self.published,
+            "undeliverable": self.undeliverable,
+            "backlog": self.backlog,
+            "received_per_second": round((self.received - received) / seconds, 1),
+            "published_per_second": round((self.published - published) / seconds, 1),
+        }

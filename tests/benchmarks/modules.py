@@ -1,0 +1,184 @@
+# ruff: noqa: T201  # a program at the terminal prints
+"""How fast a worker's modules are, beside raw confirmed publishing, and what the worker feels.
+
+``python -m tests.benchmarks.modules`` starts private servers. Messages wait in the queue of a
+module before a worker is started that serves it; what is measured begins when the first has left.
+All publishing is confirmed, into quorum queues, with as many messages in flight as modules have.
+
+At last an envelope of 100,000 tasks is unpacked, while tasks without a delay are sent to the same
+worker one after the other: how long each takes to start, and whether a connection was lost.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from uuid import uuid4
+
+import amqp
+from kombu import Connection, Queue
+
+from celery_rabbitdelay import headers as names
+from celery_rabbitdelay.confirms import ConfirmChannel
+from celery_rabbitdelay.declaration import declare
+from celery_rabbitdelay.envelope import CONTENT_TYPE, MAX_MESSAGES, Envelope, Item
+from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer, wait_for
+from celery_rabbitdelay.topology import DISTRIBUTION
+from tests.integration.arrivals import count
+from tests.integration.shop import make_app
+from tests.integration.worker import Worker
+
+MESSAGES: Final = 20_000
+WINDOW: Final = 1000
+BODY: Final = b"x" * 200
+ROUNDS: Final = 3
+PATIENCE: Final = 300.0
+
+#: A message to publish: exchange, routing key, message.
+Address = tuple[str, str, amqp.Message]
+
+
+def publish(connection: Connection, messages: Iterable[Address]) -> float:
+    """Publish with a window of confirms; return the seconds that it took."""
+    channel = ConfirmChannel(connection)
+    began = time.monotonic()
+    deadline = began + PATIENCE
+    for exchange, routing_key, message in messages:
+        if channel.in_flight >= WINDOW:
+            assert channel.drain(lambda: channel.in_flight < WINDOW // 2, deadline)
+        channel.send(message, exchange, routing_key, PATIENCE)
+    assert channel.drain(lambda: not channel.in_flight, deadline)
+    taken = time.monotonic() - began
+    channel.close(PATIENCE)
+    return taken
+
+
+def message(**headers: Any) -> amqp.Message:
+    return amqp.Message(BODY, application_headers=headers, delivery_mode=2)
+
+
+class Bench:
+    """An application, its broker, and a queue that everything ends in."""
+
+    def __init__(self, broker: RabbitMQServer, redis: RedisServer) -> None:
+        prefix = f"bench-{uuid4().hex[:8]}"
+        self.configuration = {
+            "prefix": prefix,
+            "broker_url": broker.url,
+            "result_backend": redis.url,
+            "rabbitdelay_prefix": prefix,
+            "rabbitdelay_layout": [("hours", 6, 3600), ("seconds", 10, 360)],
+            "rabbitdelay_checkin_allowed": ["bench-*"],
+        }
+        self.app: Any = make_app(self.configuration)
+        self.topology = self.app.rabbitdelay.topology
+        self.connection = Connection(broker.url)
+        self.end = Queue(f"{prefix}-end", queue_arguments={"x-queue-type": "quorum"})
+        declare(self.connection, self.topology)
+        self.end(self.connection.default_channel).declare()
+
+    @contextmanager
+    def worker(self, modules: str) -> Iterator[Worker]:
+        options = (f"--rabbitdelay-modules={modules}",)
+        with Worker(self.configuration, [self.app.conf.task_default_queue], *options) as worker:
+            yield worker
+
+    def rate(self, modules: str, queue: str, arrived: Callable[[], int], expected: int) -> float:
+        """Start a worker; return how many messages a second arrive from the first on."""
+        with self.worker(modules):
+            before = arrived()
+            wait_for(lambda: arrived() > before, "the first message", PATIENCE, interval=0.02)
+            began, first = time.monotonic(), arrived()
+            wait_for(lambda: arrived() == before + expected, queue, PATIENCE, interval=0.02)
+            return (before + expected - first) / (time.monotonic() - began)
+
+    def ended(self) -> int:
+        return count(self.connection, self.end.name)
+
+    def waiting(self) -> int:
+        return count(self.connection, f"{self.topology.prefix}.hours.5")
+
+    def empty(self) -> None:
+        channel: Any = self.connection.default_channel
+        channel.queue_purge(self.end.name)
+        channel.queue_purge(f"{self.topology.prefix}.hours.5")
+
+
+def one_round(bench: Bench) -> dict[str, float]:
+    """Measure each of them once, in turn."""
+    end, topology = bench.end.name, bench.topology
+    rates = {}
+    plain = (("", end, message()) for _ in range(MESSAGES))
+    rates["raw, confirmed (messages/s)"] = MESSAGES / publish(bench.connection, plain)
+
+    five_hours = {names.X_DELAY: 5 * 3_600_000}
+    checkin = topology.checkin.exchange.name
+    publish(bench.connection, ((checkin, end, message(**five_hours)) for _ in range(MESSAGES)))
+    rates["check-in (messages/s)"] = bench.rate("check-in", "check-in", bench.waiting, MESSAGES)
+
+    exchange, key = topology.address(0, DISTRIBUTION)
+    told = {names.DUE: 0, names.EXCHANGE: "", names.ROUTING_KEY: end}
+    publish(bench.connection, ((exchange, key, message(**told)) for _ in range(MESSAGES)))
+    rates["distribution (messages/s)"] = bench.rate(
+        "distribution", "distribution", bench.ended, MESSAGES
+    )
+
+    held = Envelope(tuple(Item(BODY, {"id": str(each)}) for each in range(1000)))
+    letter = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
+    publish(bench.connection, ((exchange, key, letter) for _ in range(MESSAGES // 1000)))
+    rates["distribution, enveloped (tasks/s)"] = bench.rate(
+        "distribution", "envelopes", bench.ended, MESSAGES
+    )
+    bench.empty()
+    return rates
+
+
+def unpacking(bench: Bench) -> None:
+    """Unpack 100,000 tasks while the worker gets tasks without a delay."""
+    exchange, key = bench.topology.address(0, DISTRIBUTION)
+    told = {names.DUE: 0, names.EXCHANGE: "", names.ROUTING_KEY: bench.end.name}
+    held = Envelope(tuple(Item(b"x" * 50, {"id": str(each)}) for each in range(MAX_MESSAGES)))
+    letter = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
+    look = bench.app.tasks["look"]
+    with bench.worker("distribution") as worker:
+        look.apply_async().get(timeout=30)
+        publish(bench.connection, [(exchange, key, letter)])
+        began = time.monotonic()
+        late = []
+        while bench.ended() < MAX_MESSAGES:
+            sent = time.time()
+            late.append(look.apply_async().get(timeout=30)["at"] - sent)
+            time.sleep(0.05)
+        seconds = time.monotonic() - began
+        lost = worker.log.count("begins anew") + worker.log.count("Connection to broker lost")
+    late.sort()
+    print(
+        f"unpacking {MAX_MESSAGES} tasks took {seconds:.1f} s; {len(late)} tasks without a delay "
+        f"started after p50 {late[len(late) // 2] * 1000:.0f} ms, max {late[-1] * 1000:.0f} ms; "
+        f"connections lost: {lost}"
+    )
+
+
+def main() -> int:
+    with RabbitMQServer() as broker, RedisServer() as redis:
+        bench = Bench(broker, redis)
+        rounds = [one_round(bench) for _ in range(ROUNDS)]
+        raw = next(iter(rounds[0]))
+        for name in rounds[0]:
+            seen = sorted(each[name] for each in rounds)
+            ratios = sorted(each[name] / each[raw] for each in rounds)
+            print(
+                f"{name:36} median {seen[1]:8,.0f}  lowest {seen[0]:8,.0f}  "
+                f"highest {seen[-1]:8,.0f}  of raw {ratios[1]:.2f}"
+            )
+        unpacking(bench)
+        bench.app.close()
+        bench.connection.release()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

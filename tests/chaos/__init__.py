@@ -1,0 +1,1 @@
+"""Long runs in which something is killed, again and again. Not part of ``make test``."""

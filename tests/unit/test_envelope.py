@@ -1,0 +1,99 @@
+"""Envelopes are read as they were written, and no further than they may be large."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import amqp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_rabbitdelay import envelope, headers
+from celery_rabbitdelay.distribution import distribute
+from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, InvalidEnvelope, Item
+from celery_rabbitdelay.parcel import Refused
+
+values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8)
+tables = st.dictionaries(st.text(max_size=8), values, max_size=3)
+items = st.builds(Item, st.binary(max_size=40), tables, tables)
+
+
+@given(st.lists(items, max_size=5), tables, tables, st.integers(0, 9))
+def test_what_was_packed_is_unpacked(
+    held: list[Item], shared: dict[str, Any], properties: dict[str, Any], level: int
+) -> None:
+    packed = Envelope(tuple(held), shared, properties)
+    assert Envelope.unpack(packed.pack(level)) == packed
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "ends before"),
+        (b"not zlib", "cannot be decompressed"),
+        (zlib.compress(b""), "empty"),
+        (zlib.compress(b"\0\0"), "middle of a length"),
+        (zlib.compress(b"\0\0\0\x09{}"), "middle of a block"),
+        (zlib.compress(b"\0\0\0\x02{}" * 2), "middle of a message"),
+        (zlib.compress(b"\0\0\0\x02[]"), "no object"),
+        (zlib.compress(b"\0\0\0\x02{a"), "no JSON"),
+        (zlib.compress(b'\0\0\0\x0d{"headers":1}'), "no object"),
+        (Envelope((Item(b"x"),)).pack()[:-3], "ends before"),
+    ],
+)
+def test_what_is_no_envelope_is_refused(body: bytes, why: str) -> None:
+    with pytest.raises(InvalidEnvelope, match=why):
+        Envelope.unpack(body)
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
+    bomb = zlib.compress(b"\0" * (envelope.MAX_BYTES + 10_000_000), 9)
+    assert len(bomb) < 100_000
+    with pytest.raises(InvalidEnvelope, match="more than 67108864 bytes"):
+        Envelope.unpack(bomb)
+
+
+def test_too_many_messages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = Envelope(tuple(Item(b"") for _ in range(6))).pack()
+    monkeypatch.setattr(envelope, "MAX_MESSAGES", 5)
+    with pytest.raises(InvalidEnvelope, match="more than 5 messages"):
+        Envelope.unpack(body)
+    with pytest.raises(InvalidEnvelope, match="6 messages are more than 5"):
+        Envelope(tuple(Item(b"") for _ in range(6))).pack()
+
+
+def test_what_json_cannot_write_is_refused_where_it_is_packed() -> None:
+    for value in (b"bytes", float("nan"), {1, 2}):
+        with pytest.raises(InvalidEnvelope, match="cannot be written as JSON"):
+            Envelope((Item(b"", {"x": value}),)).pack()
+
+
+def _message(held: Envelope, **own: Any) -> amqp.Message:
+    return amqp.Message(
+        held.pack(), content_type=CONTENT_TYPE, application_headers={headers.DUE: 5, **own}
+    )
+
+
+def test_distribution_gives_each_message_its_own_and_what_all_share() -> None:
+    held = Envelope(
+        (Item(b"one", {"id": "1"}), Item(b"two", {"id": "2"}, {"priority": 2})),
+        {"task": "t"},
+        {"content_type": "application/json", "priority": 0},
+    )
+    where = {headers.EXCHANGE: "office", headers.ROUTING_KEY: "paper"}
+    first, second = distribute(_message(held, **where))
+    assert (first.exchange, first.routing_key) == ("office", "paper")
+    assert (first.message.body, second.message.body) == (b"one", b"two")
+    found = first.message.properties["application_headers"]
+    assert found == {"task": "t", "id": "1", headers.DUE: 5}
+    assert first.message.properties["content_type"] == "application/json"
+    assert [each.message.properties["priority"] for each in (first, second)] == [0, 2]
+
+
+def test_distribution_refuses_what_it_cannot_open_or_send() -> None:
+    with pytest.raises(Refused, match="does not say where it goes"):
+        list(distribute(_message(Envelope((Item(b"one"),)))))
+    with pytest.raises(Refused, match="no envelope that can be opened"):
+        list(distribute(amqp.Message(b"x", content_type=CONTENT_TYPE)))
