@@ -30,23 +30,23 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
         envelope = Envelope.unpack(_bytes(message.body))
     except InvalidEnvelope as invalid:
         raise Refused(f"it is no envelope that can be opened: {invalid}") from invalid
+    shared = {**headers, **envelope.headers}
+    # All before the first is published: an envelope that is refused is refused whole, or what was
+    # delivered already would be in undeliverable as well.
+    for item in envelope.items:
+        _destination({**shared, **item.headers})
     own = {names.DUE: headers.get(names.DUE)}
     for item in envelope.items:
         properties = {**envelope.properties, **item.properties}
         inner = amqp.Message(item.body, **properties)
-        told = {**headers, **envelope.headers, **item.headers}
+        told = {**shared, **item.headers}
         yield _restored(inner, told, {**envelope.headers, **item.headers, **own})
 
 
 def _restored(
     message: amqp.Message, told: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> Outgoing:
-    exchange, routing_key = told.get(names.EXCHANGE), told.get(names.ROUTING_KEY)
-    if not isinstance(exchange, str) or not isinstance(routing_key, str):
-        raise Refused(
-            f"it does not say where it goes: {names.EXCHANGE} is {exchange!r}, "
-            f"{names.ROUTING_KEY} is {routing_key!r}"
-        )
+    exchange, routing_key = _destination(told)
     restored = names.strip(headers)
     if headers.get(names.DUE) is not None:
         restored[names.DUE] = headers[names.DUE]
@@ -54,6 +54,16 @@ def _restored(
     if names.PRIORITY in told:
         properties["priority"] = told[names.PRIORITY]
     return Outgoing(exchange, routing_key, changed(message, restored, **properties))
+
+
+def _destination(told: Mapping[str, Any]) -> tuple[str, str]:
+    exchange, routing_key = told.get(names.EXCHANGE), told.get(names.ROUTING_KEY)
+    if not isinstance(exchange, str) or not isinstance(routing_key, str):
+        raise Refused(
+            f"it does not say where it goes: {names.EXCHANGE} is {exchange!r}, "
+            f"{names.ROUTING_KEY} is {routing_key!r}"
+        )
+    return exchange, routing_key
 
 
 def _bytes(body: str | bytes) -> bytes:
