@@ -46,6 +46,7 @@ class DelayingSignature(Signature):
     """
 
     former: Mapping[str, Any] = {}
+    _type: Any
 
     def set(self, immutable: bool | None = None, **options: Any) -> DelayingSignature:
         """Set options, as in Celery; a new time replaces what was set of the other times."""
@@ -79,9 +80,9 @@ class DelayingSignature(Signature):
     @classmethod
     def of(cls, signature: Any) -> DelayingSignature:
         """Return one with everything that a plain signature has."""
-        ours: Any = cls(signature, app=signature._app)
+        ours: DelayingSignature = cls(signature, app=signature._app)
         ours._type = signature._type
-        return ours  # type: ignore[no-any-return]
+        return ours
 
 
 def _says_when(options: Mapping[str, Any]) -> bool:

@@ -14,7 +14,8 @@ import amqp
 
 from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.envelope import CONTENT_TYPE
-from celery_rabbitdelay.parcel import Outgoing, Refused, changed, headers_of, shortened
+from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.parcel import Outgoing, changed, headers_of, shortened
 from celery_rabbitdelay.producer import MAX_PRIORITY
 from celery_rabbitdelay.topology import DISTRIBUTION, Topology
 
@@ -22,7 +23,6 @@ __all__ = ["CheckIn"]
 
 #: The latest due time that AMQP can write as an integer, in milliseconds since 1970.
 LATEST: Final = 2**63 - 1
-
 
 #: Headers by which RabbitMQ routes a message with further keys, past any check of its key
 #: (https://www.rabbitmq.com/docs/sender-selected).
@@ -45,6 +45,7 @@ class CheckIn:
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self._topology = topology
+        self._meditated = topology.meditated.name
         self._allowed = allowed
         self._now_ms = now_ms
 
@@ -56,7 +57,7 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
-        if info["exchange"] == self._topology.meditated.name:
+        if info["exchange"] == self._meditated:
             # Its due time is the truth, and not the time that it has meditated: it may also have
             # waited for this module.
             due = headers.get(names.DUE)

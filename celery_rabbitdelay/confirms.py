@@ -18,6 +18,7 @@ from amqp.exceptions import AMQPError
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned, PublishError
+from celery_rabbitdelay.parcel import body_of
 
 __all__ = ["ConfirmChannel", "Sent", "SentMessages"]
 
@@ -66,9 +67,10 @@ Then: TypeAlias = Callable[[Sent], None]
 
 
 def _content(message: amqp.Message) -> tuple[bytes, dict[str, Any]]:
-    body = message.body.encode() if isinstance(message.body, str) else message.body
     # What is None was not written.
-    return body, {name: value for name, value in message.properties.items() if value is not None}
+    return body_of(message), {
+        name: value for name, value in message.properties.items() if value is not None
+    }
 
 
 class SentMessages:

@@ -25,6 +25,7 @@ from celery_rabbitdelay.topology import Binding, Topology
 
 __all__ = [
     "bind_destination",
+    "connect",
     "declare",
     "delete",
     "ensure_complete",
@@ -68,7 +69,7 @@ def ensure_declared(connection: Connection, topology: Topology) -> None:
     Raises:
         LayoutConflict: Another layout stands under the same prefix.
     """
-    seen = ("rabbitdelay", topology.prefix, topology.fingerprint)
+    seen = _mark(topology)
     if seen in _seen(connection):
         return
     if not stands(connection, topology):
@@ -92,17 +93,17 @@ def ensure_complete(
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
     """
-    seen = ("rabbitdelay", topology.prefix, topology.fingerprint)
+    seen = _mark(topology)
     if seen not in _seen(connection):
         ours = {topology.guard.name, topology.marker.name}
         absent = tuple(name for name in missing(connection, topology) if name not in ours)
         if absent:
             raise TopologyIncomplete(topology.prefix, absent)
         _seen(connection).add(seen)
-    if destination is not None and (*seen, destination.name) not in _seen(connection):
+    if destination is not None and _mark(topology, destination) not in _seen(connection):
         if not _exists(connection, destination):
             raise TopologyIncomplete(topology.prefix, (destination.name,))
-        _seen(connection).add((*seen, destination.name))
+        _seen(connection).add(_mark(topology, destination))
 
 
 def stands(connection: Connection, topology: Topology) -> bool:
@@ -179,7 +180,7 @@ def ensure_destination(connection: Connection, topology: Topology, queue: Queue)
         queue: The queue with its exchange and arguments. One that says ``no_declare`` is only
             bound.
     """
-    seen = ("rabbitdelay", topology.prefix, topology.fingerprint, queue.name)
+    seen = _mark(topology, queue)
     if seen in _seen(connection):
         return
     ensure_declared(connection, topology)
@@ -211,19 +212,29 @@ def forget(connection: Connection) -> None:
     _seen(connection).clear()
 
 
+def connect(connection: Connection) -> None:
+    """Open a connection unless it is open, to the first broker of its list that answers."""
+    if not connection.connected:
+        # Left to itself, kombu gives up after two brokers of a fail-over list.
+        connection.ensure_connection(
+            max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
+        )
+
+
 def _seen(connection: Connection) -> set[Any]:
     """What is known to stand; kombu empties it when the connection is opened anew."""
     declared: set[Any] = connection.declared_entities  # type: ignore[assignment]
     return declared
 
 
+def _mark(topology: Topology, *queues: Queue) -> tuple[str, ...]:
+    """What is noted on a connection where a topology stands, or a queue that is bound to it."""
+    return ("rabbitdelay", topology.prefix, topology.fingerprint, *(each.name for each in queues))
+
+
 def _channel(connection: Connection) -> Any:
     """A channel of its own: the broker answers what it does not find by closing the channel."""
-    if not connection.connected:
-        # Left to itself, kombu gives up after two brokers of a fail-over list.
-        connection.ensure_connection(
-            max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
-        )
+    connect(connection)
     return connection.channel()
 
 

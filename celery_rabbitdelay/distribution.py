@@ -8,8 +8,9 @@ from typing import Any
 import amqp
 
 from celery_rabbitdelay import headers as names
-from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, InvalidEnvelope
-from celery_rabbitdelay.parcel import Outgoing, Refused, changed, headers_of
+from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.exceptions import InvalidEnvelope, Refused
+from celery_rabbitdelay.parcel import Outgoing, body_of, changed, headers_of
 
 __all__ = ["distribute"]
 
@@ -27,7 +28,7 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
         yield _restored(message, headers, headers)
         return
     try:
-        envelope = Envelope.unpack(_bytes(message.body))
+        envelope = Envelope.unpack(body_of(message))
     except InvalidEnvelope as invalid:
         raise Refused(f"it is no envelope that can be opened: {invalid}") from invalid
     shared = {**headers, **envelope.headers}
@@ -64,7 +65,3 @@ def _destination(told: Mapping[str, Any]) -> tuple[str, str]:
             f"{names.ROUTING_KEY} is {routing_key!r}"
         )
     return exchange, routing_key
-
-
-def _bytes(body: str | bytes) -> bytes:
-    return body.encode() if isinstance(body, str) else body

@@ -19,9 +19,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from celery_rabbitdelay.exceptions import RabbitDelayError
+from celery_rabbitdelay.exceptions import InvalidEnvelope
 
-__all__ = ["CONTENT_TYPE", "MAX_BYTES", "MAX_MESSAGES", "Envelope", "InvalidEnvelope", "Item"]
+__all__ = ["CONTENT_TYPE", "MAX_BYTES", "MAX_MESSAGES", "Envelope", "Item"]
 
 #: What the ``content_type`` property of an envelope says; the number is the format's version.
 CONTENT_TYPE: Final = "application/vnd.rabbitdelay.envelope.1"
@@ -33,10 +33,6 @@ MAX_MESSAGES: Final = 100_000
 MAX_BYTES: Final = 64 * 2**20
 
 _LENGTH: Final = struct.Struct(">I")
-
-
-class InvalidEnvelope(RabbitDelayError, ValueError):
-    """An envelope cannot be read, or holds more than it may."""
 
 
 class Item(NamedTuple):

@@ -19,6 +19,7 @@ __all__ = [
     "DelayTooLong",
     "InvalidDelay",
     "InvalidDelayType",
+    "InvalidEnvelope",
     "InvalidLayout",
     "InvalidSetting",
     "LayoutConflict",
@@ -28,6 +29,7 @@ __all__ = [
     "NoPublisherFree",
     "PublishError",
     "RabbitDelayError",
+    "Refused",
     "TopologyIncomplete",
     "TopologyNotEmpty",
     "UnknownOption",
@@ -278,3 +280,19 @@ class NoPublisherFree(RabbitDelayError, OperationalError):
             f"all {self.limit} publishers were in use for {self.timeout} s: "
             "raise broker_pool_limit, or delay fewer tasks at the same time"
         )
+
+
+class InvalidEnvelope(RabbitDelayError, ValueError):
+    """An envelope cannot be read, or holds more than it may."""
+
+
+class Refused(RabbitDelayError):
+    """A module cannot do anything with a message; it goes to ``undeliverable``.
+
+    Attributes:
+        reason: Why, in words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason

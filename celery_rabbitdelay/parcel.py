@@ -8,14 +8,13 @@ from typing import Any, Final, NamedTuple
 import amqp
 
 from celery_rabbitdelay import headers as names
-from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.topology import Topology
 
 __all__ = [
     "PERSISTENT",
     "Outgoing",
-    "Refused",
     "bare",
+    "body_of",
     "changed",
     "headers_of",
     "shortened",
@@ -29,7 +28,6 @@ PERSISTENT: Final = 2
 #: The properties of a message that are never sent on: ``user_id`` has to be the connection's own
 #: user (https://www.rabbitmq.com/docs/validated-user-id), ``cluster_id`` is out of use.
 DROPPED: Final = ("user_id", "cluster_id", "application_headers")
-
 
 #: AMQP's longest name of an exchange, and its longest routing key, in bytes.
 MAX_WORD: Final = 255
@@ -55,16 +53,10 @@ class Outgoing(NamedTuple):
     message: amqp.Message
 
 
-class Refused(RabbitDelayError):
-    """A module cannot do anything with a message; it goes to ``undeliverable``.
-
-    Attributes:
-        reason: Why, in words.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+def body_of(message: amqp.Message) -> bytes:
+    """Return a message's body as the bytes that are sent."""
+    body: str | bytes = message.body
+    return body.encode() if isinstance(body, str) else body
 
 
 def headers_of(message: amqp.Message) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from kombu import Connection
 from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
-from celery_rabbitdelay.declaration import on_declared
+from celery_rabbitdelay.declaration import declare, ensure_complete, on_declared
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.publisher_pool import PublisherPool
 from celery_rabbitdelay.settings import Settings
@@ -92,6 +92,21 @@ class RabbitDelay:
                 yield publisher
             finally:
                 publisher.close_channel()
+
+    def prepare(self, connection: Connection) -> None:
+        """Make the levels stand on a broker, as a worker does on each new connection.
+
+        In full, which takes a blink where everything stands: what somebody has deleted by hand is
+        put back. Where operators declare, it is only checked.
+
+        Raises:
+            LayoutConflict: Another layout stands under the prefix.
+            TopologyIncomplete: Something is missing, and must not be declared.
+        """
+        if self.settings.declare == "auto":
+            declare(connection, self.topology)
+        else:
+            ensure_complete(connection, self.topology)
 
     def make_ready(self, queue_name: str, message_count: int, consumer_count: int) -> None:
         """Make a queue that was just declared ready for delayed tasks: kombu's ``on_declared``."""

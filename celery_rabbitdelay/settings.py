@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeGuard, get_args
 
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
 from celery_rabbitdelay.layout import Layout, binary, clock, custom, geometric
@@ -132,6 +132,16 @@ class Settings:
         """The topology that the settings describe."""
         return Topology(self.prefix, self._layout(), self.queue_type)
 
+    @property
+    def for_producer(self) -> dict[str, Any]:
+        """What a :class:`~celery_rabbitdelay.producer.DelayedProducer` takes of the settings."""
+        return {
+            "topology": self.topology,
+            "timeout": self.confirm_timeout,
+            "may_declare": self.declare == "auto",
+            "modules": self.modules,
+        }
+
     def _layout(self) -> Layout:
         if isinstance(self.layout, str):
             return _LAYOUTS[self.layout](tick=self.tick)
@@ -185,7 +195,7 @@ class Settings:
 
     @staticmethod
     def _takes_modules(value: object) -> bool:
-        return _is_list_of_words(value) and set(value) <= set(MODULES)  # type: ignore[call-overload]
+        return _is_list_of_words(value) and set(value) <= set(MODULES)
 
     @staticmethod
     def _takes_checkin_allowed(value: object) -> bool:
@@ -198,7 +208,9 @@ def checked_modules(value: Any) -> tuple[str, ...]:
     Raises:
         InvalidSetting: One of them does not exist.
     """
-    modules = tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+    modules = value
+    if isinstance(value, str):
+        modules = [word for word in map(str.strip, value.split(",")) if word]
     if not _is_list_of_words(modules) or not set(modules) <= set(MODULES):
         raise InvalidSetting(f"{PREFIX}modules", value, Settings.TAKES["modules"])
     return tuple(modules)
@@ -225,7 +237,7 @@ def _name(key: object, namespace: str | None) -> str | None:
     return key.removeprefix(PREFIX) if key.startswith(PREFIX) else None
 
 
-def _is_list_of_words(value: object) -> bool:
+def _is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
     return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
 
 

@@ -41,13 +41,7 @@ class DelayedTaskProducer(DelayedProducer):
         is_retry: bool = False,
         came_from: str | None = None,
     ) -> None:
-        super().__init__(
-            publisher,
-            settings.topology,
-            timeout=settings.confirm_timeout,
-            may_declare=settings.declare == "auto",
-            modules=settings.modules,
-        )
+        super().__init__(publisher, **settings.for_producer)
         self._amqp = amqp
         self._due = due
         self._is_retry = is_retry

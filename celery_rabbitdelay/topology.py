@@ -146,11 +146,10 @@ class Topology:
     def route_of_milliseconds(self, delay_ms: int, destination: str) -> Route:
         """The same for a delay in whole milliseconds."""
         digits = self.layout.digits_of_milliseconds(delay_ms)
-        word = destination if destination == DISTRIBUTION else encode_destination(destination)
         first = next((index for index, digit in enumerate(digits) if digit), len(digits))
         return Route(
             exchange=self._exchange_name(first),
-            routing_key=f"{'.'.join(map(str, digits))}.{word}",
+            routing_key=f"{'.'.join(map(str, digits))}.{_word(destination)}",
             stops=tuple(self._stops(digits, first)),
         )
 
@@ -174,7 +173,7 @@ class Topology:
 
     def destination_pattern(self, destination: str) -> str:
         """Return the exact pattern that binds a queue to the delivery exchange."""
-        return f"{'*.' * len(self.layout.levels)}{encode_destination(destination)}"
+        return f"{'*.' * len(self.layout.levels)}{_word(destination)}"
 
     @property
     def delivery(self) -> Exchange:
@@ -267,18 +266,15 @@ class Topology:
     def bindings(self) -> tuple[Binding, ...]:
         """Every binding of the topology; those of destinations come with the destinations."""
         undeliverable, checkin = self.undeliverable.name, self.checkin.name
+        distributed = self.destination_pattern(DISTRIBUTION)
         return (
             Binding(undeliverable, "", undeliverable, False),
             Binding(checkin, "", checkin, False),
             Binding(self.meditation.name, "", self.meditation.name, False),
             Binding(self.meditated.name, "", checkin, False),
-            Binding(self.delivery.name, self._distributed, self.distribution.name, False),
+            Binding(self.delivery.name, distributed, self.distribution.name, False),
             *self._level_bindings(),
         )
-
-    @property
-    def _distributed(self) -> str:
-        return f"{'*.' * len(self.layout.levels)}{DISTRIBUTION}"
 
     def _level_bindings(self) -> Iterator[Binding]:
         for index, level in enumerate(self.layout.levels):
@@ -354,6 +350,10 @@ class Topology:
 
     def _name(self, suffix: str) -> str:
         return f"{self.prefix}.{suffix}"
+
+
+def _word(destination: str) -> str:
+    return destination if destination == DISTRIBUTION else encode_destination(destination)
 
 
 def _pattern(index: int, *digits: int) -> str:

@@ -16,10 +16,10 @@ from celery.utils.log import get_logger
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.confirms import ConfirmChannel, Sent
-from celery_rabbitdelay.exceptions import ConfirmTimeout, MessageNacked, PublishError
+from celery_rabbitdelay.declaration import connect
+from celery_rabbitdelay.exceptions import ConfirmTimeout, MessageNacked, PublishError, Refused
 from celery_rabbitdelay.parcel import (
     Outgoing,
-    Refused,
     bare,
     shortened,
     undeliverable,
@@ -119,9 +119,7 @@ class Courier:
             received = self.tally.finished
             try:
                 with self._connection.clone() as connection:
-                    connection.ensure_connection(
-                        max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
-                    )
+                    connect(connection)
                     transport: Any = connection.connection
                     with transport.transport.having_timeout(self.timeout):
                         self._prepare(connection)
@@ -170,7 +168,8 @@ class _Round:
         self._waiting: deque[_Parcel] = deque()
         self._open: deque[_Parcel] = deque()
         self._again: deque[tuple[float, _Parcel, Outgoing, int]] = deque()
-        self._known = {"", courier.topology.undeliverable.exchange.name}
+        self._undeliverable = courier.topology.undeliverable.exchange.name
+        self._known = {"", self._undeliverable}
         self._unfinished = 0
         self._progress = time.monotonic()
         self._looked = 0.0
@@ -309,7 +308,7 @@ class _Round:
         elif isinstance(sent.error, MessageNacked) and attempt < ATTEMPTS:
             parcel.pending += 1
             self._again.append((time.monotonic() + PAUSE, parcel, outgoing, attempt + 1))
-        elif outgoing.exchange == self._courier.topology.undeliverable.exchange.name:
+        elif outgoing.exchange == self._undeliverable:
             raise sent.error
         elif isinstance(sent.error, MessageNacked):
             self._refuse(parcel, outgoing, f"the broker refused it {ATTEMPTS} times")

@@ -9,10 +9,8 @@ from typing import Any, Final
 from celery import bootsteps
 from celery.worker.components import Pool
 from celery.worker.control import inspect_command
-from kombu import Connection
 
 from celery_rabbitdelay.checkin import CheckIn
-from celery_rabbitdelay.declaration import declare, ensure_complete
 from celery_rabbitdelay.distribution import distribute
 from celery_rabbitdelay.settings import checked_modules
 from celery_rabbitdelay.worker.courier import Courier
@@ -80,12 +78,6 @@ def _courier(app: Any, name: str) -> Courier:
     else:
         queue, receive = topology.distribution, distribute
 
-    def prepare(connection: Connection) -> None:
-        if settings.declare == "auto":
-            declare(connection, topology)
-        else:
-            ensure_complete(connection, topology)
-
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
     return Courier(
         name,
@@ -93,7 +85,7 @@ def _courier(app: Any, name: str) -> Courier:
         topology,
         queue,
         receive,
-        prepare,
+        app.rabbitdelay.prepare,
         prefetch=min(PREFETCH[name], settings.window),
         window=settings.window,
         timeout=settings.confirm_timeout,

@@ -35,7 +35,15 @@ logger = get_logger(__name__)
 
 #: The properties of a message that are sent on. Not ``user_id``, which has to be the connection's
 #: own user (https://www.rabbitmq.com/docs/validated-user-id).
-PROPERTIES: Final = ("priority", "correlation_id", "reply_to", "message_id", "timestamp", "type")
+PROPERTIES: Final = (
+    "priority",
+    "correlation_id",
+    "reply_to",
+    "message_id",
+    "timestamp",
+    "type",
+    "app_id",
+)
 
 #: Seconds between two attempts to publish what the broker does not take at the moment.
 PAUSE: Final = 1.0
@@ -256,13 +264,7 @@ class Relay:
             assert destination.queue is not None
             destination = destination._replace(exchange="", routing_key=destination.queue.name)
         with self._delays.publisher() as publisher:
-            producer = DelayedProducer(
-                publisher,
-                settings.topology,
-                timeout=settings.confirm_timeout,
-                may_declare=settings.declare == "auto",
-                modules=settings.modules,
-            )
+            producer = DelayedProducer(publisher, **settings.for_producer)
             producer.publish_delayed(
                 message.body,
                 destination,

@@ -10,7 +10,7 @@ from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.declaration import declare, ensure_complete, ensure_destination
+from celery_rabbitdelay.declaration import ensure_destination
 from celery_rabbitdelay.worker.gate import GatedStrategies
 from celery_rabbitdelay.worker.relay import Relay
 
@@ -50,15 +50,11 @@ class DelayLevels(bootsteps.StartStopStep):
         """
         delays = consumer.app.rabbitdelay
         with consumer.app.connection_for_write() as connection:
+            delays.prepare(connection)
             if delays.settings.declare == "auto":
-                # In full, which takes a blink where everything stands: what somebody has deleted
-                # by hand is put back.
-                declare(connection, delays.topology)
                 for queue in consumer.app.amqp.queues.consume_from.values():
                     if not isinstance(queue, Broadcast):
                         ensure_destination(connection, delays.topology, queue)
-            else:
-                ensure_complete(connection, delays.topology)
         logger.info(
             "Delay levels %r (%s) are in place.",
             delays.topology.prefix,

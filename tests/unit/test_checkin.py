@@ -11,8 +11,9 @@ import pytest
 from celery_rabbitdelay import headers
 from celery_rabbitdelay.checkin import CheckIn
 from celery_rabbitdelay.envelope import CONTENT_TYPE
+from celery_rabbitdelay.exceptions import Refused
 from celery_rabbitdelay.layout import custom
-from celery_rabbitdelay.parcel import Outgoing, Refused, bare, undeliverable, unwritable
+from celery_rabbitdelay.parcel import Outgoing, bare, undeliverable, unwritable
 from celery_rabbitdelay.topology import Topology
 
 TOPOLOGY = Topology("t", custom([("seconds", 10, 1)]))

@@ -8,7 +8,7 @@ import pytest
 from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.distribution import distribute
 from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, Item
-from celery_rabbitdelay.parcel import Refused
+from celery_rabbitdelay.exceptions import Refused
 
 DUE = 1_800_000_000_000
 
