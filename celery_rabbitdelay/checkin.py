@@ -15,7 +15,7 @@ import amqp
 from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.envelope import CONTENT_TYPE
 from celery_rabbitdelay.exceptions import Refused
-from celery_rabbitdelay.parcel import Outgoing, changed, headers_of, shortened
+from celery_rabbitdelay.parcel import Outgoing, changed, headers_of, shortened, task_id_of
 from celery_rabbitdelay.producer import MAX_PRIORITY
 from celery_rabbitdelay.topology import DISTRIBUTION, Topology
 
@@ -89,7 +89,8 @@ class CheckIn:
         yield self._enter(delay, DISTRIBUTION, prepared)
 
     def _enter(self, left_ms: int, word: str, message: amqp.Message) -> Outgoing:
-        return Outgoing(*self._topology.address(left_ms, word), message)
+        address = self._topology.address(left_ms, word, task_id_of(message))
+        return Outgoing(*address, message)
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:
         if not isinstance(exchange, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +19,7 @@ __all__ = [
     "changed",
     "headers_of",
     "shortened",
+    "task_id_of",
     "undeliverable",
     "unwritable",
 ]
@@ -57,6 +59,13 @@ def body_of(message: amqp.Message) -> bytes:
     """Return a message's body as the bytes that are sent."""
     body: str | bytes = message.body
     return body.encode() if isinstance(body, str) else body
+
+
+def task_id_of(message: amqp.Message) -> str:
+    """Return what tells a message from others: its task's id, or else what its body is."""
+    properties = message.properties
+    given = properties.get("correlation_id") or properties.get("message_id")
+    return str(given or zlib.crc32(body_of(message)))
 
 
 def headers_of(message: amqp.Message) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from celery_rabbitdelay.declaration import (
 from celery_rabbitdelay.destination import Destination
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import MessageReturned, NeedsDistribution
+from celery_rabbitdelay.parcel import task_id_of
 from celery_rabbitdelay.place_value import Delay
 from celery_rabbitdelay.publisher import BACKOFF, RESENDS, Publisher
 from celery_rabbitdelay.topology import DISTRIBUTION, Topology
@@ -146,11 +147,12 @@ class DelayedProducer(Producer):
             application_headers=own_headers,
             **properties,
         )
+        task_id = task_id_of(message)
         further = [entity for entity in declare if entity is not queue]
         publish = partial(
             self.publisher.publish,
             message,
-            lambda: self.topology.address(due.left_ms(), word),
+            lambda: self.topology.address(due.left_ms(), word, task_id),
             timeout=self.timeout,
             resends=resends,
             backoff=backoff,

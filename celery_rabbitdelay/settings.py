@@ -23,6 +23,9 @@ MAX_PREFIX_LENGTH: Final = 100
 #: Seconds; no tick and no timeout is longer.
 A_YEAR: Final = 366 * 86_400
 
+#: With so many, the clock has more queues than RabbitMQ's documentation leaves unremarked (5,000).
+MAX_SHARDS: Final = 32
+
 Declare: TypeAlias = Literal["auto", "never"]
 
 #: The modules around the levels that a worker can serve.
@@ -51,6 +54,8 @@ class Settings:
         tick: The resolution in seconds. A list of levels brings its own: the lowest unit.
         queue_type: The type of the levels' queues: "quorum", or "classic", which can lose a message
             that goes from one level to the next while the broker fails.
+        shards: How many queues each digit has. Each has a leader of its own, on another node of a
+            cluster, so that more can come due in a second.
         takeover: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` always does.
         declare: "auto": whoever first needs the topology declares it. "never": operators do, and
             bind every destination to the delivery exchange as well.
@@ -68,6 +73,7 @@ class Settings:
     queue_type: QueueType = "quorum"
     takeover: bool = True
     declare: Declare = "auto"
+    shards: int = 1
     confirm_timeout: float = 30.0
     window: int = 1000
     modules: Sequence[str] = MODULES
@@ -84,6 +90,7 @@ class Settings:
         ),
         "tick": "takes a positive number of seconds, in whole milliseconds",
         "queue_type": f"takes one of {', '.join(get_args(QueueType))}",
+        "shards": f"takes a whole number from 1 to {MAX_SHARDS}",
         "takeover": "takes True or False",
         "declare": f"takes one of {', '.join(get_args(Declare))}",
         "confirm_timeout": "takes a positive number of seconds",
@@ -130,7 +137,7 @@ class Settings:
     @cached_property
     def topology(self) -> Topology:
         """The topology that the settings describe."""
-        return Topology(self.prefix, self._layout(), self.queue_type)
+        return Topology(self.prefix, self._layout(), self.queue_type, self.shards)
 
     @property
     def for_producer(self) -> dict[str, Any]:
@@ -178,6 +185,10 @@ class Settings:
         return value in get_args(QueueType)
 
     @staticmethod
+    def _takes_shards(value: object) -> bool:
+        return _is_whole(value, MAX_SHARDS)
+
+    @staticmethod
     def _takes_takeover(value: object) -> bool:
         return isinstance(value, bool)
 
@@ -191,7 +202,7 @@ class Settings:
 
     @staticmethod
     def _takes_window(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_WINDOW
+        return _is_whole(value, MAX_WINDOW)
 
     @staticmethod
     def _takes_modules(value: object) -> bool:
@@ -239,6 +250,10 @@ def _name(key: object, namespace: str | None) -> str | None:
 
 def _is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
     return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+
+
+def _is_whole(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
 def _is_positive(value: object) -> bool:

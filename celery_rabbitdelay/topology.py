@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -85,7 +86,8 @@ class Route(NamedTuple):
 
     Attributes:
         exchange: The exchange to publish to: the first non-zero digit's.
-        routing_key: The delay's digits and the destination's word, separated by dots.
+        routing_key: The delay's digits and the destination's word, separated by dots; with several
+            shards, the shard's word before them.
         stops: The names of the queues that the message waits in, in order.
     """
 
@@ -121,13 +123,16 @@ class Topology:
         layout: The levels.
         queue_type: ``quorum`` (nothing is lost between two levels), or ``classic`` (a message can
             be lost when the broker fails while it goes from one level to the next).
+        shards: How many queues each digit has; a message takes one of them by its task's id. Each
+            queue has a leader, and a dead-letter worker, of its own.
     """
 
     prefix: str = "rabbitdelay"
     layout: Layout = field(default_factory=clock)
     queue_type: QueueType = "quorum"
+    shards: int = 1
 
-    def route(self, delay: Delay, destination: str) -> Route:
+    def route(self, delay: Delay, destination: str, task_id: str = "") -> Route:
         """Return how to publish a message that is due after ``delay`` at a queue.
 
         Args:
@@ -135,45 +140,56 @@ class Topology:
                 delivery exchange.
             destination: The name of the queue that gets the message when it is due; or
                 :data:`DISTRIBUTION`, for the module that delivers it.
+            task_id: With several shards, what says which: any text.
 
         Raises:
             DelayTooLong: The delay is above the layout's capacity.
             InvalidDelay: The delay is not a finite number.
             InvalidDelayType: The delay is not a number and not a timedelta.
         """
-        return self.route_of_milliseconds(milliseconds(delay), destination)
+        return self.route_of_milliseconds(milliseconds(delay), destination, task_id)
 
-    def route_of_milliseconds(self, delay_ms: int, destination: str) -> Route:
+    def route_of_milliseconds(self, delay_ms: int, destination: str, task_id: str = "") -> Route:
         """The same for a delay in whole milliseconds."""
         digits = self.layout.digits_of_milliseconds(delay_ms)
+        shard = zlib.crc32(task_id.encode()) % self.shards
+        words = (*self._shard_words(shard), *map(str, digits), _word(destination))
         first = next((index for index, digit in enumerate(digits) if digit), len(digits))
         return Route(
             exchange=self._exchange_name(first),
-            routing_key=f"{'.'.join(map(str, digits))}.{_word(destination)}",
-            stops=tuple(self._stops(digits, first)),
+            routing_key=".".join(words),
+            stops=tuple(self._stops(digits, first, shard)),
         )
 
-    def address(self, left_ms: int, destination: str) -> tuple[str, str]:
+    def address(self, left_ms: int, destination: str, task_id: str = "") -> tuple[str, str]:
         """Return the exchange and the routing key to publish with: a level's, or meditation's.
 
         Args:
             left_ms: Milliseconds until the message is due; above the capacity, it meditates first.
             destination: The name of the queue that gets it, or :data:`DISTRIBUTION`.
+            task_id: With several shards, what says which: any text.
         """
         if left_ms > self.layout.capacity_ms:
             return self.meditation.exchange.name, destination
-        route = self.route_of_milliseconds(left_ms, destination)
+        route = self.route_of_milliseconds(left_ms, destination, task_id)
         return route.exchange, route.routing_key
 
-    def _stops(self, digits: tuple[int, ...], first: int) -> Iterator[str]:
+    def digits_of_key(self, routing_key: str) -> tuple[str, ...] | None:
+        """Return the digits in a routing key; None where it is none of this topology."""
+        shard, digits = self._shard_words(0), routing_key.split(".")[:-1]
+        digits = digits[len(shard) :]
+        return tuple(digits) if len(digits) == len(self.layout.levels) else None
+
+    def _stops(self, digits: tuple[int, ...], first: int, shard: int) -> Iterator[str]:
         stops_at_zero = self.layout.zeros == "queue"
         for level, digit in zip(self.layout.levels[first:], digits[first:], strict=True):
             if digit or stops_at_zero:
-                yield self._name(level.queue_name(digit))
+                yield self._queue_name(level, digit, shard)
 
     def destination_pattern(self, destination: str) -> str:
         """Return the exact pattern that binds a queue to the delivery exchange."""
-        return f"{'*.' * len(self.layout.levels)}{_word(destination)}"
+        words = ["*"] * (len(self._shard_words(0)) + len(self.layout.levels))
+        return ".".join((*words, _word(destination)))
 
     @property
     def delivery(self) -> Exchange:
@@ -187,7 +203,7 @@ class Topology:
         arguments: dict[str, Any] = {"x-queue-type": self.queue_type}
         if self.queue_type == "quorum":
             arguments["x-delivery-limit"] = NO_DELIVERY_LIMIT
-        return self._queue("undeliverable", exchange, arguments)
+        return self._queue(exchange.name, exchange, arguments)
 
     @property
     def checkin(self) -> Queue:
@@ -199,7 +215,7 @@ class Topology:
         """Where a delay above the capacity waits for one capacity; then it is checked in again."""
         ttl = min(self.layout.capacity_ms, MAX_TTL)
         arguments = self._waiting_arguments(ttl, self.meditated.name)
-        return self._queue("meditation", self._fanout("meditation"), arguments)
+        return self._queue(self._name("meditation"), self._fanout("meditation"), arguments)
 
     @property
     def meditated(self) -> Exchange:
@@ -229,7 +245,7 @@ class Topology:
     @cached_property
     def fingerprint(self) -> str:
         """A short word that is the same for two topologies if, and only if, they are the same."""
-        return f"{self.layout.fingerprint}-{self.queue_type}"
+        return "-".join((self.layout.fingerprint, self.queue_type, *self._shard_words(self.shards)))
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -240,11 +256,12 @@ class Topology:
 
     @cached_property
     def digit_queues(self) -> tuple[Queue, ...]:
-        """The queues that messages wait in: one for each non-zero digit of each level."""
+        """The queues that messages wait in: those of each non-zero digit of each level."""
         return tuple(
-            self._digit_queue(index, level, digit)
+            self._digit_queue(index, level, digit, shard)
             for index, level in enumerate(self.layout.levels)
             for digit in range(1, level.base)
+            for shard in range(self.shards)
         )
 
     @cached_property
@@ -253,7 +270,9 @@ class Topology:
         if self.layout.zeros != "queue":
             return ()
         return tuple(
-            self._digit_queue(index, level, 0) for index, level in enumerate(self.layout.levels)
+            self._digit_queue(index, level, 0, shard)
+            for index, level in enumerate(self.layout.levels)
+            for shard in range(self.shards)
         )
 
     @property
@@ -273,38 +292,50 @@ class Topology:
             Binding(self.meditation.name, "", self.meditation.name, False),
             Binding(self.meditated.name, "", checkin, False),
             Binding(self.delivery.name, distributed, self.distribution.name, False),
-            *self._level_bindings(),
+            *(each for shard in range(self.shards) for each in self._level_bindings(shard)),
         )
 
-    def _level_bindings(self) -> Iterator[Binding]:
+    def _level_bindings(self, shard: int) -> Iterator[Binding]:
         for index, level in enumerate(self.layout.levels):
             source = self._name(level.name)
             for digit in range(1, level.base):
-                target = self._name(level.queue_name(digit))
-                yield Binding(source, _pattern(index, digit), target, False)
-            yield from self._zero_bindings(index, level)
+                target = self._queue_name(level, digit, shard)
+                yield Binding(source, self._pattern(shard, index, digit), target, False)
+            yield from self._zero_bindings(index, level, shard)
 
-    def _zero_bindings(self, index: int, level: Level) -> Iterator[Binding]:
+    def _zero_bindings(self, index: int, level: Level, shard: int) -> Iterator[Binding]:
         source = self._name(level.name)
         match self.layout.zeros:
             case "bind":
                 following = self._exchange_name(index + 1)
-                yield Binding(source, _pattern(index, 0), following, True)
+                yield Binding(source, self._pattern(shard, index, 0), following, True)
             case "queue":
-                target = self._name(level.queue_name(0))
-                yield Binding(source, _pattern(index, 0), target, False)
+                target = self._queue_name(level, 0, shard)
+                yield Binding(source, self._pattern(shard, index, 0), target, False)
             case "skip":
                 for zeros, lower in enumerate(self.layout.levels[index + 1 :], start=1):
                     for digit in range(1, lower.base):
-                        pattern = _pattern(index, *[0] * zeros, digit)
-                        yield Binding(source, pattern, self._name(lower.queue_name(digit)), False)
+                        pattern = self._pattern(shard, index, *[0] * zeros, digit)
+                        yield Binding(source, pattern, self._queue_name(lower, digit, shard), False)
                 all_zero = [0] * (len(self.layout.levels) - index)
-                yield Binding(source, _pattern(index, *all_zero), self.delivery.name, True)
+                pattern = self._pattern(shard, index, *all_zero)
+                yield Binding(source, pattern, self.delivery.name, True)
 
-    def _digit_queue(self, index: int, level: Level, digit: int) -> Queue:
+    def _pattern(self, shard: int, index: int, *digits: int) -> str:
+        """The topic pattern of a shard's keys that have ``digits`` from a level on."""
+        return ".".join((*self._shard_words(shard), *"*" * index, *map(str, digits), "#"))
+
+    def _shard_words(self, shard: int) -> tuple[str, ...]:
+        """What names a shard, in keys and in names: nothing where there is only one."""
+        return (f"s{shard}",) if self.shards > 1 else ()
+
+    def _queue_name(self, level: Level, digit: int, shard: int) -> str:
+        return ".".join((self._name(level.queue_name(digit)), *self._shard_words(shard)))
+
+    def _digit_queue(self, index: int, level: Level, digit: int, shard: int) -> Queue:
         ttl = digit * level.place_ms or PASS_THROUGH_TTL
         arguments = self._waiting_arguments(ttl, self._exchange_name(index + 1))
-        return self._queue(level.queue_name(digit), None, arguments)
+        return self._queue(self._queue_name(level, digit, shard), None, arguments)
 
     def _waiting_arguments(self, ttl: int, following: str) -> dict[str, Any]:
         """The arguments of a queue in which a message waits ``ttl`` ms before it goes on."""
@@ -314,7 +345,7 @@ class Topology:
         arguments = self._dead_letter_arguments(self._name("undeliverable"))
         if self.queue_type == "quorum":
             arguments["x-delivery-limit"] = POISON_LIMIT
-        return self._queue(name, exchange, arguments)
+        return self._queue(self._name(name), exchange, arguments)
 
     def _dead_letter_arguments(self, following: str) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -329,9 +360,11 @@ class Topology:
         return arguments
 
     def _queue(self, name: str, exchange: Exchange | None, arguments: Mapping[str, Any]) -> Queue:
-        return Queue(
-            self._name(name), exchange=exchange, durable=True, queue_arguments=dict(arguments)
-        )
+        if self.queue_type == "quorum":
+            # Over the nodes of a cluster; else all leaders are where the declaring process is
+            # connected to: https://www.rabbitmq.com/docs/clustering#replica-placement
+            arguments = {**arguments, "x-queue-leader-locator": "balanced"}
+        return Queue(name, exchange=exchange, durable=True, queue_arguments=dict(arguments))
 
     def _topic(self, name: str) -> Exchange:
         return self._exchange(name, "topic")
@@ -354,8 +387,3 @@ class Topology:
 
 def _word(destination: str) -> str:
     return destination if destination == DISTRIBUTION else encode_destination(destination)
-
-
-def _pattern(index: int, *digits: int) -> str:
-    """The topic pattern of keys that have ``digits`` from position ``index`` on."""
-    return f"{'*.' * index}{'.'.join(map(str, digits))}.#"

@@ -94,8 +94,8 @@ def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: s
 
 def _entrance(topology: Topology, key: str) -> str | None:
     """The exchange that a message is published to: of its first digit that is not zero."""
-    digits = key.split(".")[:-1]
-    if len(digits) != len(topology.layout.levels):
+    digits = topology.digits_of_key(key)
+    if digits is None:
         return None
     levels = zip(topology.layout.levels, digits, strict=True)
     first = next((level.name for level, digit in levels if digit != "0"), None)
@@ -118,5 +118,5 @@ def _way(topology: Topology, exchange: str, key: str) -> Iterator[Binding]:
 
 
 def _digits(binding: Binding) -> str:
-    digits = binding.pattern.strip("*.#")
+    digits = ".".join(word for word in binding.pattern.split(".") if word.isdigit())
     return f"digits {digits}" if "." in digits else f"digit {digits}"

@@ -105,6 +105,29 @@ def test_a_queue_gets_its_own_messages_only_though_its_name_ends_another_s(
     assert all(arrival.queue == arrival.body for arrival in arrivals)
 
 
+@pytest.mark.parametrize("zeros", ["bind", "skip", "queue"])
+def test_each_shard_delivers_its_own_messages_once(
+    connection: Connection,
+    make_topology: Callable[..., Topology],
+    queue: Queue,
+    send: Callable[..., float],
+    zeros: Any,
+) -> None:
+    topology = make_topology(custom(BITS, zeros=zeros), shards=3)
+    numbers = range(12)
+    not_before = [send(topology, queue, 1.1, body=n, correlation_id=f"task-{n}") for n in numbers]
+
+    arrivals = take(connection, [queue], len(numbers))
+
+    assert sorted(arrival.body for arrival in arrivals) == list(numbers)
+    assert all(0 <= arrival.at - not_before[arrival.body] < GENEROUS for arrival in arrivals)
+    deaths = [death for arrival in arrivals for death in arrival.message.headers["x-death"]]
+    stops = {death["queue"] for death in deaths}
+    shards = {stop.rsplit(".", 1)[1] for stop in stops}
+    assert shards == {"s0", "s1", "s2"}
+    assert count(connection, topology.undeliverable.name) == 0
+
+
 def test_undeliverable_messages_hold_up_none_of_the_others(
     connection: Connection,
     topology: Topology,

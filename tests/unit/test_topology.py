@@ -25,8 +25,9 @@ def test_every_delay_ends_at_its_destination_after_exactly_its_ticks(
     layout: Layout, destination: str, data: st.DataObject
 ) -> None:
     delay_ms = data.draw(st.integers(1, layout.capacity_ms))
-    topology = Topology(layout=layout)
-    route = topology.route(timedelta(milliseconds=delay_ms), destination)
+    topology = Topology(layout=layout, shards=data.draw(st.integers(1, 3)))
+    task_id = data.draw(st.text())
+    route = topology.route(timedelta(milliseconds=delay_ms), destination, task_id)
 
     walk = BrokerModel(topology, (destination, "other")).walk(route)
 
@@ -75,6 +76,21 @@ def test_three_days_and_some_on_the_clock() -> None:
     )
 
 
+def test_a_message_stays_in_the_shard_of_its_task_and_the_tasks_use_all() -> None:
+    topology = Topology(shards=4)
+    routes = [topology.route(7 * 3600 + 30, "q", f"task-{number}") for number in range(100)]
+    shards = {route.routing_key.split(".")[0]: route.stops for route in routes}
+    assert shards == {
+        f"s{shard}": (f"rabbitdelay.hours.7.s{shard}", f"rabbitdelay.seconds.30.s{shard}")
+        for shard in range(4)
+    }
+    assert topology.route(60, "q", "task-1") == topology.route(60, "q", "task-1")
+
+
+def test_two_numbers_of_shards_are_two_topologies() -> None:
+    assert Topology(shards=2).fingerprint != Topology(shards=3).fingerprint
+
+
 def test_eleven_seconds_on_four_bits() -> None:
     layout = custom([("s8", 2, 8), ("s4", 2, 4), ("s2", 2, 2), ("s1", 2, 1)])
     assert Topology(layout=layout).route(11, "my-key").routing_key == "1.0.1.1.my-key"
@@ -104,7 +120,7 @@ def test_a_long_name_is_hashed(name: str) -> None:
 
 @given(layouts)
 def test_routing_keys_and_names_fit_into_amqp_s_255_bytes(layout: Layout) -> None:
-    topology = Topology("p" * 100, layout)
+    topology = Topology("p" * 100, layout, shards=32)
     longest = topology.route_of_milliseconds(layout.capacity_ms, "q" * 255)
     names = [queue.name for queue in topology.queues] + [e.name for e in topology.exchanges]
     for text in (longest.routing_key, topology.marker.name, *names):
