@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from amqp.exceptions import NotFound, PreconditionFailed
 from kombu import Connection, Exchange, Queue
@@ -24,6 +24,7 @@ from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, To
 from celery_rabbitdelay.topology import Binding, Topology
 
 __all__ = [
+    "Counts",
     "bind_destination",
     "connect",
     "declare",
@@ -32,10 +33,23 @@ __all__ = [
     "ensure_declared",
     "ensure_destination",
     "forget",
+    "look_at",
     "missing",
     "on_declared",
     "stands",
 ]
+
+
+class Counts(NamedTuple):
+    """What RabbitMQ tells of a queue.
+
+    Attributes:
+        messages: How many messages are ready.
+        consumers: How many consumers it has.
+    """
+
+    messages: int
+    consumers: int
 
 
 def declare(connection: Connection, topology: Topology) -> None:
@@ -101,7 +115,7 @@ def ensure_complete(
             raise TopologyIncomplete(topology.prefix, absent)
         _seen(connection).add(seen)
     if destination is not None and _mark(topology, destination) not in _seen(connection):
-        if not _exists(connection, destination):
+        if look_at(connection, destination) is None:
             raise TopologyIncomplete(topology.prefix, (destination.name,))
         _seen(connection).add(_mark(topology, destination))
 
@@ -118,7 +132,7 @@ def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
     """
     exchanges = [topology.guard, *topology.exchanges, topology.marker]
     absent = [exchange.name for exchange in exchanges if not _exists(connection, exchange)]
-    absent += [queue.name for queue in topology.queues if not _exists(connection, queue)]
+    absent += [queue.name for queue in topology.queues if look_at(connection, queue) is None]
     return tuple(absent)
 
 
@@ -139,7 +153,9 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
         TopologyNotEmpty: Messages still wait, and ``force`` is False.
     """
     if not force:
-        waiting = dict(_waiting(connection, topology))
+        counts = {queue.name: look_at(connection, queue) for queue in topology.queues}
+        waiting = {name: found.messages for name, found in counts.items() if found}
+        waiting = {name: messages for name, messages in waiting.items() if messages}
         if waiting:
             raise TopologyNotEmpty(topology.prefix, waiting)
     with _channel(connection) as channel:
@@ -150,6 +166,16 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
         for exchange in (*reversed(topology.exchanges), topology.guard):
             exchange(channel).delete()
     forget(connection)
+
+
+def look_at(connection: Connection, queue: Queue) -> Counts | None:
+    """Return what is in a queue now, None where there is no such queue."""
+    with _channel(connection) as channel:
+        try:
+            _, messages, consumers = channel.queue_declare(queue.name, passive=True)
+        except NotFound:
+            return None
+    return Counts(messages, consumers)
 
 
 def bind_destination(connection: Connection, topology: Topology, queue_name: str) -> None:
@@ -245,27 +271,13 @@ def _bind(channel: Any, binding: Binding) -> None:
         channel.queue_bind(binding.target, binding.source, binding.pattern)
 
 
-def _exists(connection: Connection, entity: Exchange | Queue) -> bool:
+def _exists(connection: Connection, exchange: Exchange) -> bool:
     with _channel(connection) as channel:
         try:
-            if isinstance(entity, Queue):
-                entity(channel).queue_declare(passive=True)
-            else:
-                entity(channel).declare(passive=True)
+            exchange(channel).declare(passive=True)
         except NotFound:
             return False
     return True
-
-
-def _waiting(connection: Connection, topology: Topology) -> Iterator[tuple[str, int]]:
-    for queue in topology.queues:
-        with _channel(connection) as channel:
-            try:
-                _, count, _ = channel.queue_declare(queue.name, passive=True)
-            except NotFound:
-                continue
-            if count:
-                yield queue.name, count
 
 
 @contextmanager

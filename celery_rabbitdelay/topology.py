@@ -257,12 +257,19 @@ class Topology:
     @cached_property
     def digit_queues(self) -> tuple[Queue, ...]:
         """The queues that messages wait in: those of each non-zero digit of each level."""
-        return tuple(
-            self._digit_queue(index, level, digit, shard)
+        return tuple(queue for queues in self.level_queues.values() for queue in queues)
+
+    @cached_property
+    def level_queues(self) -> Mapping[str, tuple[Queue, ...]]:
+        """The same by the level's name without prefix, ``hours.x1``; the highest level first."""
+        return {
+            level.name: tuple(
+                self._digit_queue(index, level, digit, shard)
+                for digit in range(1, level.base)
+                for shard in range(self.shards)
+            )
             for index, level in enumerate(self.layout.levels)
-            for digit in range(1, level.base)
-            for shard in range(self.shards)
-        )
+        }
 
     @cached_property
     def pass_through_queues(self) -> tuple[Queue, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,28 @@ from typing import Any
 from celery_rabbitdelay.testing.servers import Server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def _celery(command: str) -> list[str]:
+    return [sys.executable, *f"-m celery -A tests.integration.shop {command}".split()]
+
+
+def _environment(configuration: dict[str, Any]) -> dict[str, str]:
+    coverage = {key: value for key, value in os.environ.items() if key.startswith("COV")}
+    return {
+        **coverage,
+        "PYTHONPATH": str(REPOSITORY),
+        "SHOP": json.dumps(configuration),
+        "C_FORCE_ROOT": "1",
+    }
+
+
+def run_celery(configuration: dict[str, Any], command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of ``celery`` for that application to its end."""
+    environment = {**os.environ, **_environment(configuration)}
+    return subprocess.run(
+        _celery(command), env=environment, capture_output=True, text=True, check=False
+    )
 
 
 class ShopProcess(Server):
@@ -26,25 +49,15 @@ class ShopProcess(Server):
         super().__init__()
         self._configuration = configuration
 
-    def _celery(self, command: str) -> list[str]:
-        return [sys.executable, *f"-m celery -A tests.integration.shop {command}".split()]
-
     def _environment(self) -> dict[str, str]:
-        coverage = {key: value for key, value in os.environ.items() if key.startswith("COV")}
-        return {
-            **super()._environment(),
-            **coverage,
-            "PYTHONPATH": str(REPOSITORY),
-            "SHOP": json.dumps(self._configuration),
-            "C_FORCE_ROOT": "1",
-        }
+        return {**super()._environment(), **_environment(self._configuration)}
 
 
 class Beat(ShopProcess):
     """``celery -A tests.integration.shop beat``."""
 
     def _command(self) -> list[str]:
-        return self._celery(f"beat -l INFO -s {self.folder}/schedule")
+        return _celery(f"beat -l INFO -s {self.folder}/schedule")
 
     def _ready(self) -> bool:
         return "beat: Starting" in self.log
@@ -77,7 +90,7 @@ class Worker(ShopProcess):
         super().start()
 
     def _command(self) -> list[str]:
-        return [*self._celery(f"worker -c 1 -l INFO -n {self.name}"), *self._options]
+        return [*_celery(f"worker -c 1 -l INFO -n {self.name}"), *self._options]
 
     def _ready(self) -> bool:
         return " ready." in self.log[self._log_before :]
