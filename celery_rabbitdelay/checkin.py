@@ -6,6 +6,7 @@ A delay above the levels' capacity meditates first: it waits one capacity and is
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -27,6 +28,9 @@ LATEST: Final = 2**63 - 1
 #: Headers by which RabbitMQ routes a message with further keys, past any check of its key
 #: (https://www.rabbitmq.com/docs/sender-selected).
 COPIES: Final = ("CC", "BCC")
+
+
+_INTEGER: Final = re.compile("-?[0-9]+")
 
 
 class CheckIn:
@@ -121,6 +125,9 @@ def _for_distribution(
 def _milliseconds(delay: Any) -> int:
     reason = f"{names.X_DELAY} is {shortened(delay)}, and not a number of milliseconds"
     if isinstance(delay, bool) or not isinstance(delay, int | float | str):
+        raise Refused(reason)
+    if isinstance(delay, str) and _INTEGER.fullmatch(delay) is None:
+        # int() takes more: blanks, underscores, digits of any script.
         raise Refused(reason)
     try:
         number = math.ceil(delay) if isinstance(delay, float) else int(delay)
