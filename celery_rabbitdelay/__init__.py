@@ -12,7 +12,8 @@ dead-letters to the next one. Nothing waits in a worker::
 from __future__ import annotations
 
 from celery_rabbitdelay.app import Celery, install
+from celery_rabbitdelay.bulk import Report, Row
 
-__all__ = ["Celery", "__version__", "install"]
+__all__ = ["Celery", "Report", "Row", "__version__", "install"]
 
 __version__ = "0.1.0"

@@ -19,7 +19,6 @@ from celery.canvas import Signature
 from celery.result import AsyncResult
 from celery.utils.imports import symbol_by_name
 from celery.utils.quorum_queues import detect_quorum_queues
-from celery.utils.time import make_aware
 from kombu import Connection, Producer
 from kombu.utils.objects import cached_property
 from kombu.utils.uuid import uuid
@@ -32,17 +31,15 @@ from celery_rabbitdelay.canvas import (
     portable,
     settled,
 )
-from celery_rabbitdelay.due import Due
+from celery_rabbitdelay.due import refuse_two
 from celery_rabbitdelay.exceptions import (
-    InvalidDelay,
-    InvalidDelayType,
     UnknownOption,
 )
 from celery_rabbitdelay.mixing import mixed
-from celery_rabbitdelay.place_value import Delay, milliseconds
+from celery_rabbitdelay.place_value import Delay, milliseconds, tolerated
 from celery_rabbitdelay.queues import DelayingAMQP
 from celery_rabbitdelay.rabbitdelay import RabbitDelay, speaks_amqp
-from celery_rabbitdelay.task import DelayingTask, refuse_two
+from celery_rabbitdelay.task import DelayingTask
 from celery_rabbitdelay.task_producer import DelayedTaskProducer, HoldingProducer
 
 __all__ = ["Celery", "install"]
@@ -59,7 +56,7 @@ WORKER_STEPS = (
 MODULES_STEP = "celery_rabbitdelay.worker.modules:Modules"
 
 #: Options of a delayed task that are taken by a later version; Celery would drop them in silence.
-NOT_YET = frozenset({"key", "tolerance"})
+NOT_YET = frozenset({"key"})
 
 
 #: The option of ``celery worker`` that says which modules it serves.
@@ -122,6 +119,7 @@ class Celery(celery.Celery):
         connection: Connection | None = None,
         *more: Any,
         delay: Delay | None = None,
+        tolerance: Delay = 0,
         **options: Any,
     ) -> AsyncResult[Any]:
         """Send a task by name, as :meth:`celery.Celery.send_task`, which takes ``delay`` as well.
@@ -137,6 +135,7 @@ class Celery(celery.Celery):
             connection: The caller's connection.
             *more: Whatever else Celery takes by position.
             delay: Seconds, or a timedelta, until it may start; zero or less sends it at once.
+            tolerance: Seconds, or a timedelta, that the task may start later if that saves stops.
             **options: Everything else that Celery takes.
 
         Raises:
@@ -156,6 +155,7 @@ class Celery(celery.Celery):
             options = portable(options, "countdown" if takeover else "delay")
         if delay is not None:
             refuse_two(delay, countdown, eta)
+        tolerance_ms = tolerated(tolerance)
 
         def send(
             countdown: Any, eta: Any, producer: Any = producer, connection: Any = connection
@@ -185,7 +185,7 @@ class Celery(celery.Celery):
                 held = HoldingProducer(acquired, countdown, eta)
                 return send(None, None, producer=held, connection=None)
         _refuse_unknown(options)
-        due = self._due(delay, countdown, eta)
+        due = self.rabbitdelay.due(delay, countdown, eta, tolerance_ms)
         if due.is_over:
             return send(None, None)
         settings = self.rabbitdelay.settings
@@ -213,24 +213,6 @@ class Celery(celery.Celery):
         if not getattr(task, "rabbitdelay", True):
             return False
         return delay is not None or self.rabbitdelay.settings.takeover
-
-    def _due(self, delay: Delay | None, countdown: float | None, eta: datetime | str | None) -> Due:
-        if delay is not None:
-            return Due.after(delay)
-        if countdown:
-            return Due.after(countdown)
-        return Due.at(self._instant(eta))
-
-    def _instant(self, eta: datetime | str | None) -> datetime:
-        try:
-            instant = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
-        except ValueError as wrong:
-            raise InvalidDelay(eta, f"takes an instant: {wrong}", "eta") from wrong
-        if not isinstance(instant, datetime):
-            raise InvalidDelayType(eta, "takes an aware datetime", "eta")
-        if instant.tzinfo is None and self.conf.timezone:
-            return make_aware(instant, self.timezone)
-        return instant
 
 
 def install(app: AppT) -> AppT:

@@ -7,20 +7,29 @@ else tells.
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import amqp
 from amqp.exceptions import AMQPError
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned, PublishError
-from celery_rabbitdelay.parcel import body_of
+from celery_rabbitdelay.frames import METHOD, Content, publishing
 
 __all__ = ["ConfirmChannel", "Sent", "SentMessages"]
+
+#: How many bytes are written at once: enough that writing costs little, and few enough that the
+#: broker begins at once.
+WRITE_SIZE: Final = 65_536
+
+#: How the method ``basic.ack`` begins; then the tag, and whether it means all up to it.
+ACK: Final = struct.pack(">HH", 60, 80)
+_ACKED: Final = struct.Struct(">Q?")
 
 
 class Sent:
@@ -29,21 +38,28 @@ class Sent:
     Attributes:
         exchange: The exchange that it was sent to.
         routing_key: Its routing key.
-        message: What was sent.
+        content: What was sent.
+        subject: Whatever the sender wants to find again.
         settled: Whether the broker has said its last word about it.
         error: What that word was, None where it is a confirm.
         then: Called with this once it is settled; None for nothing.
     """
 
-    __slots__ = ("error", "exchange", "message", "routing_key", "settled", "then")
+    __slots__ = ("content", "error", "exchange", "routing_key", "settled", "subject", "then")
 
     def __init__(
-        self, exchange: str, routing_key: str, message: amqp.Message, then: Then | None = None
+        self,
+        exchange: str,
+        routing_key: str,
+        content: Content,
+        then: Then | None = None,
+        subject: Any = None,
     ) -> None:
         self.exchange = exchange
         self.routing_key = routing_key
-        self.message = message
+        self.content = content
         self.then = then
+        self.subject = subject
         self.settled = False
         self.error: PublishError | None = None
 
@@ -57,20 +73,9 @@ class Sent:
         """Return whether it was sent to this exchange with this key."""
         return (self.exchange, self.routing_key) == (exchange, routing_key)
 
-    def equals(self, message: amqp.Message) -> bool:
-        """Return whether a message that the broker has sent back has the same content."""
-        return _content(self.message) == _content(message)
-
 
 #: What is called with a message that is settled.
 Then: TypeAlias = Callable[[Sent], None]
-
-
-def _content(message: amqp.Message) -> tuple[bytes, dict[str, Any]]:
-    # What is None was not written.
-    return body_of(message), {
-        name: value for name, value in message.properties.items() if value is not None
-    }
 
 
 class SentMessages:
@@ -87,6 +92,16 @@ class SentMessages:
         """Note a message; the broker counts them in the order of sending, from 1."""
         self._last_tag += 1
         self._unsettled[self._last_tag] = sent
+
+    def subjects(self) -> list[Any]:
+        """Return the subjects of those that are not settled, in the order of sending."""
+        return [sent.subject for sent in self._unsettled.values()]
+
+    def forget(self, subjects: Collection[Any]) -> None:
+        """Wait for some of them no more; what the broker still says of them is passed over."""
+        gone = [tag for tag, sent in self._unsettled.items() if sent.subject in subjects]
+        for tag in gone:
+            del self._unsettled[tag]
 
     def ack(self, tag: int, multiple: bool) -> None:
         """The broker has confirmed a message, or all up to it."""
@@ -113,7 +128,9 @@ class SentMessages:
             for sent in self._unsettled.values()
             if sent.error is None and sent.has_address(exchange, routing_key)
         ]
-        returned = next((sent for sent in there if sent.equals(message)), next(iter(there), None))
+        content = Content.of(message)
+        same = (sent for sent in there if sent.content == content)
+        returned = next(same, next(iter(there), None))
         if returned is not None:
             returned.error = MessageReturned(exchange, routing_key, str(reply))
 
@@ -126,24 +143,31 @@ class SentMessages:
 class ConfirmChannel:
     """A channel in confirm mode.
 
+    Messages are collected and written many at a time. After any exception the broker may count
+    otherwise than we do: use the channel no more.
+
     Args:
         connection: Where to open it; the connection is opened if it is not.
 
     Attributes:
         blocked: Why the broker takes no messages at the moment; None where it does.
+        unsettled: The messages that it has not said its last word about.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.blocked: str | None = None
+        self.unsettled = SentMessages()
         transport: Any = connection.connection
         self._transport = transport
-        self._sent = SentMessages()
+        self._collected: list[bytes] = []
+        self._collected_bytes = 0
         channel: Any = connection.channel()
         channel.confirm_select()
-        channel.events["basic_ack"].add(self._sent.ack)
-        channel.events["basic_nack"].add(self._sent.nack)
-        channel.events["basic_return"].add(self._sent.returned)
+        channel.events["basic_ack"].add(self.unsettled.ack)
+        channel.events["basic_nack"].add(self.unsettled.nack)
+        channel.events["basic_return"].add(self.unsettled.returned)
         self._channel = channel
+        self._number: int = channel.channel_id
         self._callers_callbacks = (self._transport.on_blocked, self._transport.on_unblocked)
         self._transport.on_blocked = self._on_blocked
         self._transport.on_unblocked = self._on_unblocked
@@ -156,54 +180,85 @@ class ConfirmChannel:
     @property
     def in_flight(self) -> int:
         """How many messages are not settled."""
-        return len(self._sent)
+        return len(self.unsettled)
 
     def send(
         self,
-        message: amqp.Message,
+        content: Content,
         exchange: str,
         routing_key: str,
         timeout: float,
         then: Then | None = None,
+        subject: Any = None,
     ) -> Sent:
-        """Write a message to the socket; what becomes of it is told while :meth:`drain` runs.
-
-        After any exception the broker may count otherwise than we do: use the channel no more.
+        """Send a message; what becomes of it is told while :meth:`drain` runs.
 
         Args:
-            message: The message.
+            content: The message.
             exchange: Where to.
             routing_key: With which key.
             timeout: Seconds that writing may take.
             then: Called with what is returned once it is settled, inside of :meth:`drain`.
+            subject: Whatever the caller wants to find again.
+
+        Raises:
+            struct.error: Exchange or routing key are too long. The channel can still be used.
         """
-        sent = Sent(exchange, routing_key, message, then)
-        # The class's own method: where a connection asks for confirm_publish, the instance's
-        # would wait for any ack, which may be another message's.
-        amqp.Channel.basic_publish(
-            self._channel, message, exchange, routing_key, mandatory=True, timeout=timeout
-        )
-        # Counted once it is written. Before writing, py-amqp looks what the broker says, and
-        # whoever is told of that may send something else, which then is the earlier one.
-        self._sent.add(sent)
+        frames = publishing(self._number, exchange, routing_key, content, self._transport.frame_max)
+        sent = Sent(exchange, routing_key, content, then, subject)
+        self.unsettled.add(sent)
+        self._collected.append(frames)
+        self._collected_bytes += len(frames)
+        if self._collected_bytes >= WRITE_SIZE:
+            self.flush(timeout)
         return sent
 
+    def flush(self, timeout: float) -> None:
+        """Write what was collected, unless the broker takes nothing at the moment."""
+        if not self._collected or self.blocked is not None:
+            return
+        frames, self._collected, self._collected_bytes = b"".join(self._collected), [], 0
+        with self.answers_within(timeout):
+            self._transport.transport.write(frames)
+        self._transport.bytes_sent += 1  # py-amqp counts writes, for its heartbeat
+
     def drain(self, until: Callable[[], bool], deadline: float) -> bool:
-        """Take in what the broker says until ``until()``; return False when time ran out.
+        """Write what was sent, and take in what the broker says until ``until()``.
 
         Args:
             until: Asked after every frame.
             deadline: On the clock of :func:`time.monotonic`.
+
+        Returns:
+            False when time ran out.
         """
         while not until():
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return False
+            self.flush(remaining)
             try:
-                self._transport.drain_events(timeout=remaining)
+                self.take_in(remaining)
             except TimeoutError:
                 return until()
         return True
+
+    def take_in(self, timeout: float) -> None:
+        """Take in one frame of the connection, also of another channel.
+
+        Raises:
+            TimeoutError: None came.
+        """
+        transport = self._transport
+        with transport.transport.having_timeout(timeout):
+            frame = transport.transport.read_frame()
+        kind, channel, payload = frame
+        if kind == METHOD and channel == self._number and payload[:4] == ACK:
+            # What nearly every frame is, handled without py-amqp's way through callbacks.
+            transport.bytes_recv += 1
+            self.unsettled.ack(*_ACKED.unpack_from(payload, 4))
+        else:
+            transport.on_inbound_frame(frame)
 
     @contextmanager
     def answers_within(self, seconds: float) -> Iterator[None]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
+from celery_rabbitdelay.exceptions import InvalidDelayType
 from celery_rabbitdelay.place_value import Delay, milliseconds, milliseconds_until
 
-__all__ = ["Due"]
+__all__ = ["Due", "refuse_two"]
 
 _NS_PER_MS: Final = 1_000_000
 
@@ -26,33 +27,44 @@ class Due:
         at_ns: The instant, in nanoseconds since 1970-01-01 UTC.
         delay_ms: How far ahead it was when the caller asked, in milliseconds, rounded up.
         is_instant: Whether the caller named the instant and not the length.
+        tolerance_ms: How many milliseconds later is early enough.
     """
 
     at_ns: int
     delay_ms: int
     is_instant: bool = False
+    tolerance_ms: int = 0
 
     @classmethod
-    def after(cls, delay: Delay) -> Due:
+    def after(cls, delay: Delay, tolerance_ms: int = 0) -> Due:
         """Due after a length of time, in seconds or as a timedelta, from now on.
+
+        Args:
+            delay: The length of time.
+            tolerance_ms: How many milliseconds later is early enough.
 
         Raises:
             InvalidDelay: It is not finite.
             InvalidDelayType: It is not a length of time.
         """
         delay_ms = milliseconds(delay)
-        return cls(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms)
+        return cls(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms, tolerance_ms=tolerance_ms)
 
     @classmethod
-    def at(cls, instant: datetime) -> Due:
+    def at(cls, instant: datetime, tolerance_ms: int = 0) -> Due:
         """Due at an instant.
+
+        Args:
+            instant: The instant.
+            tolerance_ms: How many milliseconds later is early enough.
 
         Raises:
             InvalidDelay: The datetime is naive.
             InvalidDelayType: It is no datetime.
         """
         delay_ms = milliseconds_until(instant, datetime.now(UTC))
-        return cls(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms, is_instant=True)
+        at_ns = time.time_ns() + delay_ms * _NS_PER_MS
+        return cls(at_ns, delay_ms, is_instant=True, tolerance_ms=tolerance_ms)
 
     @property
     def at_ms(self) -> int:
@@ -75,3 +87,14 @@ class Due:
         if not self.is_instant and lost * NEGLIGIBLE <= self.delay_ms:
             return self.delay_ms
         return left
+
+
+def refuse_two(delay: Delay, countdown: float | None, eta: datetime | str | None) -> None:
+    """Refuse a delay together with a countdown or an eta.
+
+    Raises:
+        InvalidDelayType: Both were given.
+    """
+    for name, value in (("countdown", countdown), ("eta", eta)):
+        if value is not None:
+            raise InvalidDelayType(delay, f"cannot be combined with {name} = {value!r}")

@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 
-__all__ = ["CONTENT_TYPE", "MAX_BYTES", "MAX_MESSAGES", "Envelope", "Item"]
+__all__ = ["CONTENT_TYPE", "MAX_BYTES", "MAX_MESSAGES", "Envelope", "Item", "framed", "sealed"]
 
 #: What the ``content_type`` property of an envelope says; the number is the format's version.
 CONTENT_TYPE: Final = "application/vnd.rabbitdelay.envelope.1"
@@ -48,6 +48,14 @@ class Item(NamedTuple):
     headers: Mapping[str, Any] = {}
     properties: Mapping[str, Any] = {}
 
+    def framed(self) -> bytes:
+        """Return the two blocks of the message.
+
+        Raises:
+            InvalidEnvelope: A header cannot be written as JSON.
+        """
+        return framed(_to_json(self.headers, self.properties)) + framed(self.body)
+
 
 class Envelope(NamedTuple):
     """Messages with what they share.
@@ -73,16 +81,8 @@ class Envelope(NamedTuple):
         """
         if len(self.items) > MAX_MESSAGES:
             raise InvalidEnvelope(f"{len(self.items)} messages are more than {MAX_MESSAGES}")
-        blocks = b"".join(_framed(self._blocks()))
-        if len(blocks) > MAX_BYTES:
-            raise InvalidEnvelope(f"{len(blocks)} bytes are more than {MAX_BYTES}")
-        return zlib.compress(blocks, level)
-
-    def _blocks(self) -> Iterator[bytes]:
-        yield _to_json(self.headers, self.properties)
-        for item in self.items:
-            yield _to_json(item.headers, item.properties)
-            yield item.body
+        blocks = b"".join(item.framed() for item in self.items)
+        return sealed(self.headers, self.properties, blocks, level)
 
     @classmethod
     def unpack(cls, body: bytes) -> Envelope:
@@ -108,10 +108,29 @@ class Envelope(NamedTuple):
         return cls(tuple(items), *_from_json(shared))
 
 
-def _framed(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    for block in blocks:
-        yield _LENGTH.pack(len(block))
-        yield block
+def framed(block: bytes) -> bytes:
+    """Return a block as it stands in an envelope."""
+    return _LENGTH.pack(len(block)) + block
+
+
+def sealed(
+    headers: Mapping[str, Any], properties: Mapping[str, Any], blocks: bytes, level: int
+) -> bytes:
+    """Return the body of a message that holds messages whose blocks are written already.
+
+    Args:
+        headers: The headers that all of them have.
+        properties: The AMQP message properties that all of them have.
+        blocks: The two blocks of each message, :func:`framed`, behind each other.
+        level: How hard to compress, 0 (not at all) to 9.
+
+    Raises:
+        InvalidEnvelope: There are too many bytes, or a header cannot be written as JSON.
+    """
+    whole = framed(_to_json(headers, properties)) + blocks
+    if len(whole) > MAX_BYTES:
+        raise InvalidEnvelope(f"{len(whole)} bytes are more than {MAX_BYTES}")
+    return zlib.compress(whole, level)
 
 
 def _blocks_of(data: bytes) -> Iterator[memoryview]:

@@ -8,6 +8,7 @@ publish is a :class:`kombu.exceptions.OperationalError`, as ``apply_async`` docu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kombu.exceptions import OperationalError
 
@@ -21,6 +22,7 @@ __all__ = [
     "InvalidDelayType",
     "InvalidEnvelope",
     "InvalidLayout",
+    "InvalidRow",
     "InvalidSetting",
     "LayoutConflict",
     "MessageNacked",
@@ -30,6 +32,7 @@ __all__ = [
     "PublishError",
     "RabbitDelayError",
     "Refused",
+    "RowsNotConfirmed",
     "TopologyIncomplete",
     "TopologyNotEmpty",
     "UnknownOption",
@@ -296,3 +299,42 @@ class Refused(RabbitDelayError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class RowsNotConfirmed(RabbitDelayError, OperationalError):
+    """Some rows of a ``send_many`` were not confirmed; all others are.
+
+    Attributes:
+        report: What was sent; see :class:`celery_rabbitdelay.bulk.Report`.
+        errors: The error of each row that was taken and not confirmed, by the row's number, from 0.
+            After a timeout or a lost connection the broker may have the row all the same.
+        rest: The number of the first row that was not taken any more; None where all were.
+    """
+
+    def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
+        super().__init__(report, errors, rest)
+        self.report = report
+        self.errors = errors
+        self.rest = rest
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"row {row}: {error}" for row, error in list(self.errors.items())[:3])
+        more = f"; those from row {self.rest} on were not taken" if self.rest is not None else ""
+        return f"{len(self.errors)} rows were not confirmed ({shown}){more}"
+
+
+class InvalidRow(RabbitDelayError, TypeError):
+    """A row of a ``send_many`` is none.
+
+    Attributes:
+        row: The row.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, row: object, reason: str) -> None:
+        super().__init__(row, reason)
+        self.row = row
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"row {self.row!r}: {self.reason}"

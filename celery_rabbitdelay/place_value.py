@@ -9,18 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from decimal import Decimal
+from decimal import Context, Decimal
 from fractions import Fraction
+from functools import cache
 from math import ceil, isfinite, prod
 from numbers import Rational, Real
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 
-__all__ = ["Delay", "digits", "milliseconds", "milliseconds_until", "place_values"]
+__all__ = [
+    "Delay",
+    "digits",
+    "fewest_digits",
+    "milliseconds",
+    "milliseconds_until",
+    "place_values",
+    "tolerated",
+]
 
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
+
+
+#: A float prints as at most 17 digits; no rounding, whatever the caller's own context is.
+_EXACT: Final = Context(prec=50)
 
 
 def milliseconds(delay: Delay) -> int:
@@ -44,10 +57,28 @@ def milliseconds(delay: Delay) -> int:
         raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
     if not isfinite(delay):
         raise InvalidDelay(delay, "takes a finite number of seconds")
-    exact = (
-        Fraction(delay) if isinstance(delay, Decimal | Rational) else Fraction(repr(float(delay)))
-    )
-    return ceil(exact * 1000)
+    if isinstance(delay, Decimal | Rational):
+        return ceil(Fraction(delay) * 1000)
+    return ceil(_EXACT.scaleb(Decimal(repr(float(delay))), 3))
+
+
+def tolerated(tolerance: Delay) -> int:
+    """Return a tolerance in milliseconds, rounded down: never later than was said.
+
+    Args:
+        tolerance: Seconds, as any real number, or a timedelta; not negative.
+
+    Raises:
+        InvalidDelayType: Not a number and not a timedelta.
+        InvalidDelay: Negative, not a number (NaN) or infinite.
+    """
+    try:
+        if milliseconds(tolerance) < 0:
+            raise InvalidDelay(tolerance, "takes a length of time that is not negative")
+    except InvalidDelay as invalid:
+        raise type(invalid)(tolerance, invalid.reason, "tolerance") from None
+    negative: Any = -tolerance
+    return -milliseconds(negative)
 
 
 def milliseconds_until(instant: datetime, now: datetime) -> int:
@@ -78,7 +109,45 @@ def place_values(bases: Sequence[int]) -> tuple[int, ...]:
 
     With the bases ``(24, 60, 60)``: ``(3600, 60, 1)``.
     """
+    return _place_values(tuple(bases))
+
+
+@cache
+def _place_values(bases: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(bases[index + 1 :]) for index in range(len(bases)))
+
+
+def fewest_digits(lowest: int, highest: int, bases: Sequence[int]) -> int:
+    """Return the number in a range that has the fewest non-zero digits; the lowest of those.
+
+    It is the lowest number rounded up to a multiple of what one of the digits is worth: of all that
+    end in the same zeros, none is lower, and the digit that is raised costs no more than the digits
+    behind it that vanish. So the higher that digit, the fewer the digits, but the higher the
+    number.
+
+    Args:
+        lowest: The least that it may be.
+        highest: The most that it may be.
+        bases: The number of values that each digit can take, highest digit first.
+
+    Raises:
+        OverflowError: ``lowest`` has more digits than there are bases.
+    """
+    most = min(highest, prod(bases) - 1)
+    rounded = (-(-lowest // place) * place for place in place_values(bases))
+    fitting = [number for number in rounded if number <= most] or [lowest]
+    best, *others = fitting
+    fewest = _stops(best, bases)
+    for other in others:
+        if other != best:
+            if _stops(other, bases) > fewest:
+                break
+            best = other
+    return best
+
+
+def _stops(value: int, bases: Sequence[int]) -> int:
+    return sum(map(bool, digits(value, bases)))
 
 
 def digits(value: int, bases: Sequence[int]) -> tuple[int, ...]:

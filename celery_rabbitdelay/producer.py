@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import amqp
 from kombu import Connection, Exchange, Producer, Queue
@@ -20,17 +20,34 @@ from celery_rabbitdelay.declaration import (
 )
 from celery_rabbitdelay.destination import Destination
 from celery_rabbitdelay.due import Due
-from celery_rabbitdelay.exceptions import MessageReturned, NeedsDistribution
+from celery_rabbitdelay.exceptions import NeedsDistribution
 from celery_rabbitdelay.parcel import task_id_of
 from celery_rabbitdelay.place_value import Delay
-from celery_rabbitdelay.publisher import BACKOFF, RESENDS, Publisher
+from celery_rabbitdelay.posting import BACKOFF, RESENDS
+from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.topology import DISTRIBUTION, Topology
 
-__all__ = ["DelayedProducer"]
+__all__ = ["Delayed", "DelayedProducer"]
 
 #: The highest priority that quorum queues do not serve first. Up to 4.2 a message above it would
 #: hold up the others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
 MAX_PRIORITY: Final = 4
+
+
+class Delayed(NamedTuple):
+    """A message that is ready to be published into the levels.
+
+    Attributes:
+        message: The message.
+        word: The name of the queue that gets it when it is due, or :data:`DISTRIBUTION`.
+        task_id: What says its shard.
+        queue: The queue that it is for; None where the exchange decides.
+    """
+
+    message: amqp.Message
+    word: str
+    task_id: str
+    queue: Queue | None
 
 
 class DelayedProducer(Producer):
@@ -75,15 +92,10 @@ class DelayedProducer(Producer):
         destination: Destination,
         due: Due | Delay,
         *,
-        headers: Mapping[str, Any] | None = None,
-        serializer: str | None = None,
-        compression: str | None = None,
-        content_type: str | None = None,
-        content_encoding: str | None = None,
         declare: Iterable[Exchange | Queue] = (),
         resends: int | None = RESENDS,
         backoff: tuple[float, float, float] = BACKOFF,
-        **properties: Any,
+        **options: Any,
     ) -> None:
         """Publish a message that reaches ``destination`` when it is due, never before.
 
@@ -93,16 +105,15 @@ class DelayedProducer(Producer):
             body: What to send, as for :meth:`kombu.Producer.publish`.
             destination: The queue, and the exchange and key that the consumer is to see.
             due: A delay in seconds or as a timedelta, rounded up to ticks; or a :class:`Due`.
-            headers: Message headers; those that a broker or a former delay left are dropped.
-            serializer: The name of kombu's serializer.
-            compression: The name of kombu's compression.
-            content_type: Of a body that is serialized already.
-            content_encoding: Of a body that is serialized already.
             declare: What else to declare first.
-            resends: How often to send again after a lost connection; None for as the time allows.
+            resends: How often to send again what the broker refuses, or after a lost connection;
+                None for as the time allows.
             backoff: Seconds before the first resend, step and maximum.
-            **properties: AMQP's message properties. ``expiration`` is dropped: RabbitMQ would
-                apply it to the wait in each level.
+            **options: ``headers``, of which those that a broker or a former delay left are dropped;
+                kombu's ``serializer`` and ``compression``; ``content_type`` and
+                ``content_encoding`` of a body that is serialized already; AMQP's message
+                properties. ``expiration`` is dropped: RabbitMQ would apply it to the wait in each
+                level.
 
         Raises:
             DelayTooLong: The delay is above the layout's capacity, and nobody serves check-in.
@@ -112,6 +123,57 @@ class DelayedProducer(Producer):
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
         due = due if isinstance(due, Due) else Due.after(due)
+        delayed = self.prepared(body, destination, due, **options)
+        self.publisher.publish(
+            delayed.message,
+            partial(self.address, delayed, due),
+            timeout=self.timeout,
+            resends=resends,
+            backoff=backoff,
+            **self.declaring(delayed.queue, declare),
+        )
+
+    def address(self, delayed: Delayed, due: Due) -> tuple[str, str]:
+        """Return the exchange and the routing key to publish a message with, now."""
+        left = due.left_ms()
+        return self.topology.address(left, delayed.word, delayed.task_id, due.tolerance_ms)
+
+    def declaring(
+        self, queue: Queue | None, declare: Iterable[Exchange | Queue]
+    ) -> dict[str, Callable[[Connection], None] | None]:
+        """Return what a :class:`Publisher` calls to declare what messages need, and to repair it.
+
+        Args:
+            queue: The queue that they are for; None where the exchange decides.
+            declare: What else they need.
+        """
+        further = [entity for entity in declare if entity is not queue]
+        # Somebody may have deleted an exchange of the topology although its marker still stands.
+        repair = partial(self._repair, queue=queue, further=further) if self.may_declare else None
+        return {
+            "prepare": partial(self._ready, queue=queue, further=further),
+            "repair": repair,
+        }
+
+    def prepared(
+        self,
+        body: Any,
+        destination: Destination,
+        due: Due,
+        *,
+        headers: Mapping[str, Any] | None = None,
+        serializer: str | None = None,
+        compression: str | None = None,
+        content_type: str | None = None,
+        content_encoding: str | None = None,
+        **properties: Any,
+    ) -> Delayed:
+        """Return the message that :meth:`publish_delayed` publishes, which takes the same.
+
+        Raises:
+            DelayTooLong: The delay is above the layout's capacity, and nobody serves check-in.
+            NeedsDistribution: Nobody serves distribution, which it needs.
+        """
         if "check-in" not in self.modules:
             self.topology.layout.check(due.delay_ms)
         properties.pop("expiration", None)
@@ -147,23 +209,7 @@ class DelayedProducer(Producer):
             application_headers=own_headers,
             **properties,
         )
-        task_id = task_id_of(message)
-        further = [entity for entity in declare if entity is not queue]
-        publish = partial(
-            self.publisher.publish,
-            message,
-            lambda: self.topology.address(due.left_ms(), word, task_id),
-            timeout=self.timeout,
-            resends=resends,
-            backoff=backoff,
-        )
-        try:
-            publish(prepare=lambda connection: self._ready(connection, queue, further))
-        except MessageReturned:
-            # Somebody deleted an exchange of the topology although its marker still stands.
-            if not self.may_declare:
-                raise
-            publish(prepare=lambda connection: self._repair(connection, queue, further))
+        return Delayed(message, word, task_id_of(message), queue)
 
     def _ready(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]

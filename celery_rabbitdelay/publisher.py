@@ -1,10 +1,16 @@
-"""Publishing that returns only once the broker has confirmed."""
+"""Publishing that ends only once the broker has confirmed: one message, or a million.
+
+Messages are written without waiting for the confirm of the one before, up to a window of them. Each
+has its own outcome. What the broker refuses is sent again after a pause; what was in flight when a
+connection was lost is sent again on the next one.
+"""
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Final, TypeAlias
 
@@ -17,7 +23,7 @@ from amqp.exceptions import (
 )
 from kombu import Connection
 
-from celery_rabbitdelay.confirms import ConfirmChannel
+from celery_rabbitdelay.confirms import ConfirmChannel, Sent
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
@@ -27,15 +33,19 @@ from celery_rabbitdelay.exceptions import (
     MessageReturned,
     PublishError,
 )
+from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.parcel import PERSISTENT
+from celery_rabbitdelay.posting import (
+    BACKOFF,
+    PATIENCE,
+    RESENDS,
+    TIMEOUT,
+    Address,
+    Patience,
+    Posting,
+)
 
 __all__ = ["Publisher"]
-
-#: How often a message is sent again after the connection was lost, unless the caller says.
-RESENDS: Final = 3
-
-#: Seconds before the first resend, and how many more before each further one, up to the maximum.
-BACKOFF: Final = (0.0, 0.2, 1.0)
 
 #: Seconds that opening a connection may take where the connection sets no bound of its own.
 CONNECT_TIMEOUT: Final = 5.0
@@ -43,12 +53,12 @@ CONNECT_TIMEOUT: Final = 5.0
 #: Seconds that closing a channel may take; nothing depends on it any more.
 CLOSE_TIMEOUT: Final = 2.0
 
-#: Returns the exchange and the routing key of a message.
-Address: TypeAlias = Callable[[], tuple[str, str]]
+#: Called with a connection, to declare what is missing.
+Prepare: TypeAlias = Callable[[Connection], None]
 
 
 class Publisher:
-    """Publishes over one connection, and waits for the broker's confirm. For one thread at a time.
+    """Publishes over one connection, and waits for the confirms. For one thread at a time.
 
     Args:
         connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
@@ -64,10 +74,11 @@ class Publisher:
         message: amqp.Message,
         address: Address,
         *,
-        timeout: float = 30.0,
+        timeout: float = TIMEOUT,
         resends: int | None = RESENDS,
         backoff: tuple[float, float, float] = BACKOFF,
-        prepare: Callable[[Connection], None] | None = None,
+        prepare: Prepare | None = None,
+        repair: Prepare | None = None,
     ) -> None:
         """Publish a message and return once the broker has it on disk.
 
@@ -77,16 +88,17 @@ class Publisher:
 
         Args:
             message: The message with its properties; sent persistent and mandatory.
-            address: Returns the exchange and the routing key. Asked at each attempt, since those
-                of a delayed message depend on the time that is left.
+            address: Returns the exchange and the routing key; asked at each attempt.
             timeout: Seconds for everything, from connecting over resends to the confirm.
-            resends: How often the message is sent again after the connection was lost; None for
-                as often as the time allows.
+            resends: How often the message is sent again after the broker has refused it, or the
+                connection was lost; None for as often as the time allows.
             backoff: Seconds before the first resend, the step by which they grow, their maximum.
-            prepare: Called with the connection before each attempt, to declare what is missing.
+            prepare: Called with each new connection, and at least once, to declare what is missing.
+            repair: Called once where no queue takes the message or its exchange does not exist;
+                it is then sent once more.
 
         Raises:
-            MessageNacked: The broker refused the message.
+            MessageNacked: The broker refused the message, also each time it was sent again.
             MessageReturned: No queue takes it, or the exchange does not exist.
             DeclarationRefused: The broker refused what ``prepare`` declares.
             ConfirmTimeout: No confirm within ``timeout``.
@@ -95,113 +107,74 @@ class Publisher:
             PublishError: AMQP has no way to write one of the message's headers or properties.
         """
         message.properties["delivery_mode"] = PERSISTENT
-        deadline = time.monotonic() + timeout
-        first_address = address()
-        attempts = 0
-        pause, step, longest = backoff
-        while True:
-            attempts += 1
-            try:
-                return self._attempt(message, address, prepare, deadline)
-            except PublishError:
-                raise
-            except NotAllowed as refused:
-                # The virtual host does not exist, or is not the user's: so it is the next time.
-                self.discard()
-                raise self._lost(first_address, attempts, refused) from refused
-            except self._connection_errors as lost:
-                self.discard()
-                self.connection.maybe_switch_next()
-                exhausted = resends is not None and attempts > resends
-                if exhausted or time.monotonic() + pause >= deadline:
-                    raise self._lost(first_address, attempts, lost) from lost
-            except BaseException:
-                # Also an interrupt or a time limit: nobody knows what is on its way, and the next
-                # message must not be taken for this one.
-                self.discard()
-                raise
-            time.sleep(pause)
-            pause = min(pause + step, longest)
+        try:
+            content = Content.of(message)
+        except (FrameSyntaxError, struct.error) as unwritable:
+            raise PublishError(*address(), f"cannot be written in AMQP: {unwritable}") from (
+                unwritable
+            )
+        posting = Posting(content, address)
+        patience = Patience(timeout, resends, backoff)
+        self.publish_all([posting], patience, prepare=prepare, repair=repair)
+        if posting.error is not None:
+            raise posting.error
 
-    def _lost(
-        self, address: tuple[str, str], attempts: int, cause: BaseException
-    ) -> ConnectionLost:
-        broker = self.connection.as_uri()
-        return ConnectionLost(*address, f"no connection to {broker}, attempt {attempts}: {cause!r}")
+    def publish_all(
+        self,
+        postings: Iterable[Posting],
+        patience: Patience = PATIENCE,
+        *,
+        prepare: Prepare | None = None,
+        repair: Prepare | None = None,
+        done: Callable[[Posting], None] | None = None,
+    ) -> None:
+        """Publish messages, many of them in flight, and return once each has its outcome.
+
+        Args:
+            postings: The messages. No more of them are taken than may be in flight.
+            patience: How long and how often each is tried.
+            prepare: Called with each new connection, and at least once, to declare what is missing.
+            repair: Called where no queue takes a message or an exchange does not exist; the message
+                is then sent once more.
+            done: Called with each message that is confirmed, or has an error.
+
+        Raises:
+            PublishError: Nothing can be published any more. All messages that were taken and have
+                no outcome have this error; further ones were not taken.
+        """
+        _Batch(self, iter(postings), patience, prepare, repair, done).run()
 
     @property
-    def _connection_errors(self) -> tuple[type[BaseException], ...]:
+    def connection_errors(self) -> tuple[type[BaseException], ...]:
+        """The errors that mean that the connection is lost."""
         errors: tuple[type[BaseException], ...] = self.connection.connection_errors
         return errors
 
-    def _attempt(
-        self,
-        message: amqp.Message,
-        address: Address,
-        prepare: Callable[[Connection], None] | None,
-        deadline: float,
-    ) -> None:
-        try:
-            confirming = self._open(deadline)
-        except AccessRefused as refused:
-            raise self._lost(address(), 1, refused) from refused
-        if prepare is not None:
-            try:
-                with confirming.answers_within(_remaining(deadline)):
-                    prepare(self.connection)
-            except self.connection.channel_errors as refused:
-                raise DeclarationRefused(*address(), str(refused)) from refused
-        if not confirming.drain(lambda: confirming.blocked is None, deadline):
-            raise self._gave_up(confirming, address())
-        self._send(confirming, message, address(), deadline)
+    @property
+    def channel_errors(self) -> tuple[type[BaseException], ...]:
+        """The errors with which the broker closes a channel."""
+        errors: tuple[type[BaseException], ...] = self.connection.channel_errors
+        return errors
 
-    def _send(
-        self,
-        confirming: ConfirmChannel,
-        message: amqp.Message,
-        address: tuple[str, str],
-        deadline: float,
-    ) -> None:
-        try:
-            sent = confirming.send(message, *address, _remaining(deadline))
-            if not confirming.drain(lambda: sent.settled, deadline):
-                raise self._gave_up(confirming, address)
-        except (FrameSyntaxError, struct.error) as unwritable:
-            self.discard()
-            raise PublishError(*address, f"cannot be written in AMQP: {unwritable}") from unwritable
-        except self.connection.channel_errors as closed:
-            # py-amqp opens a channel that the broker closed again, but not in confirm mode.
-            self.close_channel()
-            error = MessageReturned if isinstance(closed, NotFound) else MessageNacked
-            raise error(*address, str(closed)) from closed
-        if sent.error is not None:
-            raise sent.error
-
-    def _open(self, deadline: float) -> ConfirmChannel:
+    def open(self, deadline: float) -> ConfirmChannel:
+        """Return a channel that can be used, on a connection that is opened if need be."""
         if self._confirming is None or not self._confirming.open:
             own_timeout = self.connection.connect_timeout
             self.connection.connect_timeout = min(
-                own_timeout or CONNECT_TIMEOUT, _remaining(deadline)
+                own_timeout or CONNECT_TIMEOUT, remaining(deadline)
             )
             try:
                 # Each broker of a fail-over list once: nothing was sent yet, so that this is no
                 # resend. Left to itself, kombu waits two seconds and tries again.
                 self.connection.ensure_connection(
                     max_retries=max(len(self.connection.alt) - 1, 0),
-                    timeout=_remaining(deadline),  # type: ignore[arg-type]
+                    timeout=remaining(deadline),  # type: ignore[arg-type]
                     reraise_as_library_errors=False,
                 )
                 self._confirming = ConfirmChannel(self.connection)
             finally:
                 self.connection.connect_timeout = own_timeout
         return self._confirming
-
-    def _gave_up(self, confirming: ConfirmChannel, address: tuple[str, str]) -> PublishError:
-        # What the broker says about this message later must not be taken for the next one's.
-        self.discard()
-        if confirming.blocked is not None:
-            return ConnectionBlocked(*address, confirming.blocked)
-        return ConfirmTimeout(*address, "the broker did not confirm in time")
 
     def discard(self) -> None:
         """Drop the connection without a word to the broker; the next publish opens a new one."""
@@ -213,7 +186,7 @@ class Publisher:
         confirming, self._confirming = self._confirming, None
         if confirming is not None:
             # What was published is confirmed; a close that fails changes nothing about that.
-            with suppress(*self._connection_errors, *self.connection.channel_errors):
+            with suppress(*self.connection_errors, *self.channel_errors):
                 confirming.close(CLOSE_TIMEOUT)
 
     def close(self) -> None:
@@ -222,6 +195,231 @@ class Publisher:
         self.connection.release()
 
 
-def _remaining(deadline: float) -> float:
+class _Batch:
+    """The messages of one call, in whatever order the broker settles them."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        source: Iterator[Posting],
+        patience: Patience,
+        prepare: Prepare | None,
+        repair: Prepare | None,
+        done: Callable[[Posting], None] | None,
+    ) -> None:
+        self._publisher = publisher
+        self._source: Iterator[Posting] | None = source
+        self._patience = patience
+        self._prepare = prepare
+        self._repair = repair
+        self._needs_repair = False
+        self._done = done
+        #: What is to be sent before anything new, and when, on the clock of time.monotonic.
+        self._again: deque[tuple[float, Posting]] = deque()
+        self._losses = 0
+        self._progress = time.monotonic()
+
+    def run(self) -> None:
+        while self._has_more():
+            try:
+                self._serve(self._ready())
+            except PublishError as error:
+                self._end_with(error, error.__cause__)
+            except NotAllowed as refused:
+                # The virtual host does not exist, or is not the user's: so it is the next time.
+                self._end_with(self._lost(refused), refused)
+            except self._publisher.connection_errors as lost:
+                self._after_loss(lost)
+            except BaseException:
+                # Also an interrupt or a time limit: nobody knows what is on its way, and the next
+                # message must not be taken for this one.
+                self._publisher.discard()
+                raise
+
+    def _has_more(self) -> bool:
+        """Whether there is a message to send; takes one where none is waiting."""
+        if not self._again and (posting := self._take()) is not None:
+            self._again.append((0.0, posting))
+        return bool(self._again)
+
+    def _take(self) -> Posting | None:
+        posting = next(self._source, None) if self._source is not None else None
+        if posting is None:
+            self._source = None
+        else:
+            posting.deadline = time.monotonic() + self._patience.timeout
+        return posting
+
+    def _next(self) -> Posting | None:
+        if self._again and self._again[0][0] <= time.monotonic():
+            return self._again.popleft()[1]
+        return self._take() if self._may_take else None
+
+    @property
+    def _may_take(self) -> bool:
+        """Whether new messages are taken: not while too many are waiting to be sent again."""
+        return self._source is not None and len(self._again) < self._patience.window
+
+    def _ready(self) -> ConfirmChannel:
+        """A channel on a connection where everything is declared."""
+        deadline = self._again[0][1].deadline
+        try:
+            confirming = self._publisher.open(deadline)
+        except AccessRefused as refused:
+            raise self._lost(refused) from refused
+        if self._prepare is not None:
+            self._declare(confirming, self._prepare, deadline)
+        return confirming
+
+    def _declare(self, confirming: ConfirmChannel, declare: Prepare, deadline: float) -> None:
+        try:
+            with confirming.answers_within(remaining(deadline)):
+                declare(self._publisher.connection)
+        except self._publisher.channel_errors as refused:
+            raise DeclarationRefused(*self._again[0][1].address(), str(refused)) from refused
+
+    def _serve(self, confirming: ConfirmChannel) -> None:
+        """Publish all there is on one channel."""
+        try:
+            while self._has_more() or confirming.in_flight:
+                self._send(confirming)
+                self._wait(confirming)
+        except PublishError:
+            self._take_back(confirming)
+            # What the broker says about these later must not be taken for the next ones'.
+            self._publisher.discard()
+            raise
+        except self._publisher.channel_errors as closed:
+            self._after_close(confirming, closed)
+        except self._publisher.connection_errors:
+            self._take_back(confirming)
+            raise
+
+    def _send(self, confirming: ConfirmChannel) -> None:
+        if self._needs_repair and self._repair is not None:
+            self._needs_repair = False
+            self._declare(confirming, self._repair, self._again[0][1].deadline)
+        timeout = self._patience.timeout
+        while confirming.blocked is None and confirming.in_flight < self._patience.window:
+            posting = self._next()
+            if posting is None:
+                return
+            exchange, routing_key = posting.address()
+            try:
+                confirming.send(
+                    posting.content, exchange, routing_key, timeout, self._settled, posting
+                )
+            except struct.error as unwritable:
+                reason = f"cannot be written in AMQP: {unwritable}"
+                self._finish(posting, PublishError(exchange, routing_key, reason))
+
+    def _wait(self, confirming: ConfirmChannel) -> None:
+        """Take in confirms until more can be sent, or time is up for a message."""
+        oldest: Posting = next(iter(confirming.unsettled.subjects()), None) or self._again[0][1]
+        now = time.monotonic()
+        again_at = min((at for at, _ in self._again), default=oldest.deadline)
+        has_more = self._may_take or again_at <= now
+        enough = self._patience.window * 3 // 4 if has_more else 0
+        was_blocked, was_in_flight = confirming.blocked is not None, confirming.in_flight > 0
+
+        def can_go_on() -> bool:
+            if was_blocked or confirming.blocked is not None:
+                return was_blocked != (confirming.blocked is not None)
+            return was_in_flight and confirming.in_flight <= enough
+
+        wake = again_at if now < again_at < oldest.deadline else oldest.deadline
+        if not confirming.drain(can_go_on, wake) and time.monotonic() >= oldest.deadline:
+            self._give_up(confirming, oldest)
+
+    def _give_up(self, confirming: ConfirmChannel, oldest: Posting) -> None:
+        """Time is up for one message, at least."""
+        now, address = time.monotonic(), oldest.address()
+        if confirming.blocked is not None:
+            raise ConnectionBlocked(*address, confirming.blocked)
+        if now - self._progress >= self._patience.timeout or not confirming.in_flight:
+            raise ConfirmTimeout(*address, "the broker did not confirm in time")
+        over = [each for each in confirming.unsettled.subjects() if each.deadline <= now]
+        confirming.unsettled.forget(over)
+        posting: Posting
+        for posting in over:
+            reason = "the broker did not confirm in time, though it did confirm others"
+            self._finish(posting, ConfirmTimeout(*posting.address(), reason))
+
+    def _settled(self, sent: Sent) -> None:
+        posting: Posting = sent.subject
+        self._progress = time.monotonic()
+        self._losses = 0
+        error = sent.error
+        if isinstance(error, MessageNacked):
+            attempt = posting.resent + 1
+            at = self._progress + self._patience.pause(attempt)
+            if not self._patience.is_over(attempt) and at < posting.deadline:
+                self._send_again(posting, at)
+                return
+        elif isinstance(error, MessageReturned) and self._repair and not posting.returned:
+            posting.returned = self._needs_repair = True
+            self._send_again(posting, 0.0)
+            return
+        self._finish(posting, error)
+
+    def _send_again(self, posting: Posting, at: float) -> None:
+        posting.resent += 1
+        self._again.append((at, posting))
+
+    def _finish(self, posting: Posting, error: PublishError | None) -> None:
+        posting.error = error
+        if self._done is not None:
+            self._done(posting)
+
+    def _take_back(self, confirming: ConfirmChannel) -> None:
+        """What is in flight is to be sent again, in its order, before everything else."""
+        in_flight = confirming.unsettled.subjects()
+        self._again.extendleft((0.0, posting) for posting in reversed(in_flight))
+
+    def _after_close(self, confirming: ConfirmChannel, closed: BaseException) -> None:
+        """The broker has closed the channel: it tells why, but not because of which message."""
+        self._take_back(confirming)
+        # py-amqp opens a channel that the broker closed again, but not in confirm mode.
+        self._publisher.close_channel()
+        address = self._again[0][1].address()
+        if not isinstance(closed, NotFound):
+            raise MessageNacked(*address, str(closed)) from closed
+        first = self._again[0][1]
+        if self._repair is None or first.returned:
+            raise MessageReturned(*address, str(closed)) from closed
+        for _, posting in self._again:
+            posting.returned = True
+            posting.resent += 1
+        self._needs_repair = True
+
+    def _after_loss(self, lost: BaseException) -> None:
+        publisher = self._publisher
+        publisher.discard()
+        publisher.connection.maybe_switch_next()
+        self._losses += 1
+        pause = self._patience.pause(self._losses)
+        late = time.monotonic() + pause >= self._again[0][1].deadline
+        if self._patience.is_over(self._losses) or late:
+            self._end_with(self._lost(lost), lost)
+        for _, posting in self._again:
+            posting.resent += 1
+        time.sleep(pause)
+
+    def _lost(self, cause: BaseException) -> ConnectionLost:
+        broker = self._publisher.connection.as_uri()
+        reason = f"no connection to {broker}, attempt {max(self._losses, 1)}: {cause!r}"
+        return ConnectionLost(*self._again[0][1].address(), reason)
+
+    def _end_with(self, error: PublishError, cause: BaseException | None) -> None:
+        """Nothing can be published any more."""
+        if not isinstance(error, MessageNacked | MessageReturned | DeclarationRefused):
+            self._publisher.discard()
+        for _, posting in self._again:
+            self._finish(posting, error)
+        self._again.clear()
+        raise error from cause
+
+
+def remaining(deadline: float) -> float:
     """Seconds until the deadline, but enough for one look at the socket."""
     return max(deadline - time.monotonic(), 0.001)

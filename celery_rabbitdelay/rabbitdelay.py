@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
 
 import celery
+from celery.utils.time import make_aware
 from kombu import Connection
 from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
+from celery_rabbitdelay.bulk import Bulk, Report, Row, send_one_by_one
 from celery_rabbitdelay.declaration import declare, ensure_complete, on_declared
+from celery_rabbitdelay.due import Due, refuse_two
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
+from celery_rabbitdelay.place_value import Delay, tolerated
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.publisher_pool import PublisherPool
 from celery_rabbitdelay.settings import Settings
@@ -107,6 +114,98 @@ class RabbitDelay:
             declare(connection, self.topology)
         else:
             ensure_complete(connection, self.topology)
+
+    def send_many(
+        self,
+        task: celery.Task[Any, Any] | str,
+        rows: Iterable[Row | Mapping[str, Any]],
+        *,
+        tolerance: Delay = 0,
+        envelopes: bool | None = None,
+        progress: Callable[[Report], None] | None = None,
+        connection: Connection | None = None,
+        **options: Any,
+    ) -> Report:
+        """Send a task many times, with as many messages in flight as ``rabbitdelay_window`` allows.
+
+        Every row is confirmed when this returns. Rows that are due in the same tick travel in one
+        message, which distribution unpacks. What is not to wait in the levels (``rabbitdelay =
+        False``, another broker, ``task_always_eager``) is sent one by one with ``apply_async``.
+
+        Args:
+            task: The task, or its name.
+            rows: A :class:`~celery_rabbitdelay.bulk.Row`, or a mapping of its fields, for each
+                call; a generator is taken as it is needed, never as a whole. A delay counts from
+                when its row is taken.
+            tolerance: Seconds, or a timedelta, that each may start later if that saves stops or
+                fills envelopes.
+            envelopes: Whether rows share messages. None: where ``rabbitdelay_modules`` has
+                distribution.
+            progress: Called now and then, and at the end, with the report as it is.
+            connection: The caller's own connection, to be used instead of the pool's.
+            **options: What ``apply_async`` takes besides, for all rows: ``queue``, ``priority``,
+                ``headers``, ``expires``, ...
+
+        Returns:
+            What was sent.
+
+        Raises:
+            RowsNotConfirmed: Some rows are not confirmed, and which. After 1,000 of them, or when
+                the broker cannot be reached, no further ones are taken.
+            NeedsDistribution: Envelopes, or what the options say, need distribution, which is not
+                served.
+        """
+        if envelopes is None:
+            envelopes = "distribution" in self.settings.modules
+        tolerance_ms = tolerated(tolerance)
+        registered: Any = self.app.tasks.get(task) if isinstance(task, str) else task
+        if (
+            not self.available
+            or self.app.conf.task_always_eager
+            or not getattr(registered, "rabbitdelay", True)
+        ):
+            return send_one_by_one(self.app, task, rows, progress, options)
+
+        def due_of(row: Row) -> Due:
+            if row.delay is not None:
+                refuse_two(row.delay, None, row.eta)
+            return self.due(row.delay, None, row.eta, tolerance_ms)
+
+        with self.publisher(connection) as publisher:
+            bulk = Bulk(
+                self.app, self.settings, publisher, task, due_of, envelopes, progress, options
+            )
+            return bulk.send(rows)
+
+    def due(
+        self,
+        delay: Delay | None,
+        countdown: float | None,
+        eta: datetime | str | None,
+        tolerance_ms: int = 0,
+    ) -> Due:
+        """Return when a task is due of which at most one of the three is given.
+
+        Raises:
+            InvalidDelay: It is not finite, or a naive ``eta`` without Celery's ``timezone``.
+            InvalidDelayType: It is no length of time, or no instant.
+        """
+        if delay is not None:
+            return Due.after(delay, tolerance_ms)
+        if countdown or eta is None:
+            return Due.after(countdown or 0, tolerance_ms)
+        return Due.at(self._instant(eta), tolerance_ms)
+
+    def _instant(self, eta: datetime | str) -> datetime:
+        try:
+            instant = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
+        except ValueError as wrong:
+            raise InvalidDelay(eta, f"takes an instant: {wrong}", "eta") from wrong
+        if not isinstance(instant, datetime):
+            raise InvalidDelayType(eta, "takes an aware datetime", "eta")
+        if instant.tzinfo is None and self.app.conf.timezone:
+            return make_aware(instant, self.app.timezone)
+        return instant
 
     def make_ready(self, queue_name: str, message_count: int, consumer_count: int) -> None:
         """Make a queue that was just declared ready for delayed tasks: kombu's ``on_declared``."""

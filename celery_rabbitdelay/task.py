@@ -13,17 +13,17 @@ import celery
 from celery.exceptions import Reject
 
 from celery_rabbitdelay.canvas import DelayingSignature
+from celery_rabbitdelay.due import refuse_two
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
     ConnectionLost,
-    InvalidDelayType,
     MessageNacked,
     NoPublisherFree,
 )
 from celery_rabbitdelay.place_value import Delay, milliseconds
 
-__all__ = ["DelayingTask", "refuse_two"]
+__all__ = ["DelayingTask"]
 
 #: Errors of sending that the next attempt may not meet.
 MAY_PASS: Final = (
@@ -138,14 +138,3 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
                 time.sleep(min(max(countdown or 0.0, 1.0), LONGEST_PAUSE))
                 raise Reject(unsent, requeue=True) from unsent
             raise unsent from None
-
-
-def refuse_two(delay: Delay, countdown: float | None, eta: datetime | str | None) -> None:
-    """Refuse a delay together with a countdown or an eta.
-
-    Raises:
-        InvalidDelayType: Both were given.
-    """
-    for name, value in (("countdown", countdown), ("eta", eta)):
-        if value is not None:
-            raise InvalidDelayType(delay, f"cannot be combined with {name} = {value!r}")

@@ -10,8 +10,9 @@ from kombu import Exchange, Producer, Queue
 
 from celery_rabbitdelay.destination import Destination, resolve
 from celery_rabbitdelay.due import Due
+from celery_rabbitdelay.posting import RESENDS
 from celery_rabbitdelay.producer import DelayedProducer
-from celery_rabbitdelay.publisher import RESENDS, Publisher
+from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.settings import Settings, checked_seconds
 
 __all__ = ["DelayedTaskProducer", "HoldingProducer"]
@@ -42,7 +43,7 @@ class DelayedTaskProducer(DelayedProducer):
         came_from: str | None = None,
     ) -> None:
         super().__init__(publisher, **settings.for_producer)
-        self._amqp = amqp
+        self.amqp = amqp
         self._due = due
         self._is_retry = is_retry
         self._came_from = came_from
@@ -87,7 +88,7 @@ class DelayedTaskProducer(DelayedProducer):
         self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any]
     ) -> Destination:
         name = exchange.name if isinstance(exchange, Exchange) else exchange or ""
-        queues = self._amqp.queues
+        queues = self.amqp.queues
         routed_to = [entity for entity in declare if isinstance(entity, Queue)]
         known = [*routed_to, *queues.values()]
         consumed = queues.consume_from if self._is_retry else ()

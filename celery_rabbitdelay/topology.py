@@ -22,7 +22,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -96,6 +96,7 @@ class Route(NamedTuple):
     stops: tuple[str, ...]
 
 
+@lru_cache(maxsize=10_000)
 def encode_destination(name: str) -> str:
     """Return a queue's name as one word of a routing key, different for different names.
 
@@ -151,28 +152,38 @@ class Topology:
 
     def route_of_milliseconds(self, delay_ms: int, destination: str, task_id: str = "") -> Route:
         """The same for a delay in whole milliseconds."""
-        digits = self.layout.digits_of_milliseconds(delay_ms)
-        shard = zlib.crc32(task_id.encode()) % self.shards
-        words = (*self._shard_words(shard), *map(str, digits), _word(destination))
-        first = next((index for index, digit in enumerate(digits) if digit), len(digits))
-        return Route(
-            exchange=self._exchange_name(first),
-            routing_key=".".join(words),
-            stops=tuple(self._stops(digits, first, shard)),
-        )
+        digits, shard = self.layout.digits_of_milliseconds(delay_ms), self._shard(task_id)
+        first, exchange, routing_key = self._address(digits, destination, shard)
+        return Route(exchange, routing_key, tuple(self._stops(digits, first, shard)))
 
-    def address(self, left_ms: int, destination: str, task_id: str = "") -> tuple[str, str]:
+    def address(
+        self, left_ms: int, destination: str, task_id: str = "", tolerance_ms: int = 0
+    ) -> tuple[str, str]:
         """Return the exchange and the routing key to publish with: a level's, or meditation's.
 
         Args:
             left_ms: Milliseconds until the message is due; above the capacity, it meditates first.
             destination: The name of the queue that gets it, or :data:`DISTRIBUTION`.
             task_id: With several shards, what says which: any text.
+            tolerance_ms: How many milliseconds later is early enough, if that saves stops.
         """
         if left_ms > self.layout.capacity_ms:
             return self.meditation.exchange.name, destination
-        route = self.route_of_milliseconds(left_ms, destination, task_id)
-        return route.exchange, route.routing_key
+        eased = self.layout.eased(left_ms, tolerance_ms) if tolerance_ms else left_ms
+        digits = self.layout.digits_of_milliseconds(eased)
+        _, exchange, routing_key = self._address(digits, destination, self._shard(task_id))
+        return exchange, routing_key
+
+    def _address(
+        self, digits: tuple[int, ...], destination: str, shard: int
+    ) -> tuple[int, str, str]:
+        """The index of the first level, its exchange, and the routing key."""
+        first = next((index for index, digit in enumerate(digits) if digit), len(digits))
+        words = (*self._shard_words(shard), *map(str, digits), _word(destination))
+        return first, self._exchange_names[first], ".".join(words)
+
+    def _shard(self, task_id: str) -> int:
+        return zlib.crc32(task_id.encode()) % self.shards if self.shards > 1 else 0
 
     def digits_of_key(self, routing_key: str) -> tuple[str, ...] | None:
         """Return the digits in a routing key; None where it is none of this topology."""
@@ -385,8 +396,12 @@ class Topology:
 
     def _exchange_name(self, index: int) -> str:
         """The exchange of a level, or the delivery exchange behind the last one."""
-        levels = self.layout.levels
-        return self._name(levels[index].name if index < len(levels) else "delivery")
+        return self._exchange_names[index]
+
+    @cached_property
+    def _exchange_names(self) -> tuple[str, ...]:
+        suffixes = (*(level.name for level in self.layout.levels), "delivery")
+        return tuple(map(self._name, suffixes))
 
     def _name(self, suffix: str) -> str:
         return f"{self.prefix}.{suffix}"

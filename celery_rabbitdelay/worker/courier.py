@@ -18,6 +18,7 @@ from kombu import Connection, Exchange, Queue
 from celery_rabbitdelay.confirms import ConfirmChannel, Sent
 from celery_rabbitdelay.declaration import connect
 from celery_rabbitdelay.exceptions import ConfirmTimeout, MessageNacked, PublishError, Refused
+from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.parcel import (
     Outgoing,
     bare,
@@ -191,8 +192,9 @@ class _Round:
             if through and not self._unfinished:
                 return
             self._publish()
+            self._publishing.flush(self._courier.timeout)
             with suppress(TimeoutError):
-                self._transport.drain_events(timeout=0 if self._has_room() else TURN)
+                self._publishing.take_in(timeout=0 if self._has_room() else TURN)
             self._connection.heartbeat_check()
             self._check_progress()
             self._look()
@@ -269,7 +271,7 @@ class _Round:
             parcel.pending -= 1
             return
         self._publishing.send(
-            outgoing.message,
+            Content.of(outgoing.message),
             outgoing.exchange,
             outgoing.routing_key,
             self._courier.timeout,

@@ -25,6 +25,7 @@ from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.confirms import ConfirmChannel
 from celery_rabbitdelay.declaration import declare
 from celery_rabbitdelay.envelope import CONTENT_TYPE, MAX_MESSAGES, Envelope, Item
+from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.topology import DISTRIBUTION
 from tests.integration.arrivals import count
@@ -49,7 +50,7 @@ def publish(connection: Connection, messages: Iterable[Address]) -> float:
     for exchange, routing_key, message in messages:
         if channel.in_flight >= WINDOW:
             assert channel.drain(lambda: channel.in_flight < WINDOW // 2, deadline)
-        channel.send(message, exchange, routing_key, PATIENCE)
+        channel.send(Content.of(message), exchange, routing_key, PATIENCE)
     assert channel.drain(lambda: not channel.in_flight, deadline)
     taken = time.monotonic() - began
     channel.close(PATIENCE)

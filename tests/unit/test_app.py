@@ -105,7 +105,7 @@ def test_a_timeout_of_one_call_is_checked_as_the_setting_is(remind: Any, timeout
         remind.apply_async(delay=5, confirm_timeout=timeout)
 
 
-@pytest.mark.parametrize("option", ["tolerance", "key"])
+@pytest.mark.parametrize("option", ["key"])
 def test_an_option_that_does_not_exist_yet_is_refused(remind: Any, option: str) -> None:
     with pytest.raises(UnknownOption, match=option):
         remind.apply_async(delay=5, **{option: 60})

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import amqp
 from amqp.exceptions import AMQPError
 
 from celery_rabbitdelay.confirms import Sent, SentMessages
 from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
+from celery_rabbitdelay.frames import Content
+
+
+def content(body: str | bytes, **properties: Any) -> Content:
+    return Content.of(amqp.Message(body, **properties))
 
 
 def send(messages: SentMessages, *keys: str) -> list[Sent]:
-    sent = [Sent("exchange", key, amqp.Message("x")) for key in keys]
+    sent = [Sent("exchange", key, content("x")) for key in keys]
     for each in sent:
         messages.add(each)
     return sent
@@ -55,13 +62,13 @@ def test_a_return_belongs_to_the_message_with_its_content() -> None:
     messages = SentMessages()
     bodies: list[str | bytes] = ["x", "x", b"y"]
     sent = [
-        Sent("exchange", "a", amqp.Message(body, application_headers={"id": number}, reply_to=None))
+        Sent("exchange", "a", content(body, application_headers={"id": number}, reply_to=None))
         for number, body in enumerate(bodies)
     ]
     for each in sent:
         messages.add(each)
     # As py-amqp reads it: without what was None, and the body as bytes or as text.
-    back = amqp.Message(b"x", application_headers={"id": 1})
+    back = amqp.Message(b"x", application_headers={"id": 1}, content_encoding="utf-8")
     messages.returned(AMQPError("NO_ROUTE"), "exchange", "a", back)
     messages.returned(AMQPError("NO_ROUTE"), "exchange", "a", amqp.Message("y"))
     assert [each.error is None for each in sent] == [False, False, True]
@@ -70,7 +77,7 @@ def test_a_return_belongs_to_the_message_with_its_content() -> None:
 def test_whoever_waits_for_a_message_is_told_once_with_its_error() -> None:
     messages = SentMessages()
     told: list[Sent] = []
-    sent = [Sent("exchange", key, amqp.Message("x"), told.append) for key in "abc"]
+    sent = [Sent("exchange", key, content("x"), told.append) for key in "abc"]
     for each in sent:
         messages.add(each)
     messages.ack(1, multiple=False)

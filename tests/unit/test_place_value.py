@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.place_value import (
     digits,
+    fewest_digits,
     milliseconds,
     milliseconds_until,
     place_values,
+    tolerated,
 )
 
 bases = st.lists(st.integers(2, 100), min_size=1, max_size=10)
@@ -34,6 +37,40 @@ def test_a_number_is_the_sum_of_its_digits_times_their_place_values(
     assert all(0 <= digit < base for digit, base in zip(written, bases, strict=True))
     pairs = zip(written, place_values(bases), strict=True)
     assert sum(digit * place for digit, place in pairs) == value
+
+
+@given(st.lists(st.integers(2, 12), min_size=1, max_size=3), st.data())
+def test_of_a_range_the_number_of_the_fewest_digits_is_found(
+    bases: list[int], data: st.DataObject
+) -> None:
+    lowest = data.draw(st.integers(0, prod(bases) - 1))
+    highest = data.draw(st.integers(lowest, prod(bases) + 10))
+
+    found = fewest_digits(lowest, highest, bases)
+
+    every = range(lowest, min(highest + 1, prod(bases)))
+    assert found == min(every, key=lambda value: (sum(map(bool, digits(value, bases))), value))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(0, 0), (60, 60_000), (0.0015, 1), (timedelta(seconds=1.5), 1500)]
+)
+def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
+    assert tolerated(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (-1, InvalidDelay),
+        ("60", InvalidDelayType),
+        (True, InvalidDelayType),
+        (float("nan"), InvalidDelay),
+    ],
+)
+def test_what_is_no_tolerance_is_refused_by_that_name(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="tolerance"):
+        tolerated(given)
 
 
 @given(bases, st.integers(0))

@@ -1,0 +1,132 @@
+"""Sorting messages into bags: those that are due in the same tick can travel in one envelope. Pure.
+
+What a message may be late by (its tolerance) is used twice: most of it to choose a tick that others
+share, and that is written with few digits; the rest to wait for those others.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from celery_rabbitdelay.due import Due
+from celery_rabbitdelay.layout import Layout
+
+__all__ = ["Bag", "Sorter"]
+
+#: The most messages in one bag: more would save little, and each waits for those before it.
+MAX_MESSAGES: Final = 1000
+
+#: The most bytes in one bag.
+MAX_BYTES: Final = 2**20
+
+#: The most bytes in all bags together.
+MAX_HELD: Final = 48 * 2**20
+
+#: What a message in a bag takes besides its own bytes.
+OVERHEAD: Final = 64
+
+#: How many percent of the tolerance the choice of the tick may use.
+CHOICE: Final = 90
+
+_NS_PER_MS: Final = 1_000_000
+
+
+class Bag:
+    """Messages that are due in the same tick.
+
+    Attributes:
+        first: The first of them, as it was added.
+        items: All of them, written.
+        rows: Their numbers.
+    """
+
+    __slots__ = ("_at_ns", "_delay_ms", "_is_instant", "_latest_ns", "first", "items", "rows")
+
+    def __init__(self, at_ns: int, delay_ms: int, first: Any) -> None:
+        self.first = first
+        self.items = bytearray()
+        self.rows = array("Q")
+        self._at_ns = at_ns
+        self._delay_ms = delay_ms
+        self._latest_ns = at_ns + 2**63
+        self._is_instant = False
+
+    @property
+    def due(self) -> Due:
+        """When all of them are due; its tolerance is what is left of the least of theirs."""
+        tolerance_ms = max(self._latest_ns - self._at_ns, 0) // _NS_PER_MS
+        return Due(self._at_ns, self._delay_ms, self._is_instant, tolerance_ms)
+
+    def add(self, row: int, item: bytes, due: Due) -> None:
+        """Put a message in."""
+        self.rows.append(row)
+        self.items += item
+        self._latest_ns = min(self._latest_ns, due.at_ns + due.tolerance_ms * _NS_PER_MS)
+        # A length of time keeps its digits if little of it is lost; with a tolerance, that says
+        # how much may be.
+        self._is_instant |= due.is_instant or due.tolerance_ms > 0
+
+
+class Sorter:
+    """Sorts messages into bags.
+
+    Args:
+        layout: The levels that they wait in.
+        write: Returns a message as it stands in an envelope.
+        now_ns: The time, in nanoseconds since 1970.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        write: Callable[[Any], bytes],
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._layout = layout
+        self._write = write
+        self._now_ns = now_ns
+        self._bags: dict[int, Bag] = {}
+        self._held = 0
+        self._reference_ns = 0
+        self._until_ns = 0
+
+    def add(self, row: int, message: Any, due: Due) -> list[Bag]:
+        """Put a message into its bag; return the bags that wait no longer.
+
+        Args:
+            row: Its number.
+            message: The message, as ``write`` takes it.
+            due: When it is due.
+        """
+        item = self._write(message)
+        waited_enough: list[Bag] = []
+        now_ns = self._now_ns()
+        if now_ns >= self._until_ns or self._held >= MAX_HELD:
+            waited_enough = list(self.flush())
+        if not self._bags:
+            self._reference_ns, self._until_ns = now_ns, now_ns + 2**63
+        tick_ms, tolerance_ms = self._layout.tick_ms, due.tolerance_ms
+        choice_ms = tolerance_ms * CHOICE // 100
+        wait_ms = max(tick_ms, tolerance_ms - choice_ms)
+        self._until_ns = min(self._until_ns, now_ns + wait_ms * _NS_PER_MS)
+        ahead_ms = max(-((self._reference_ns - due.at_ns) // _NS_PER_MS), 0)
+        ticks = -(-self._layout.eased(ahead_ms, choice_ms) // tick_ms)
+        bag = self._bags.get(ticks)
+        if bag is None:
+            delay_ms = ticks * tick_ms
+            at_ns = self._reference_ns + delay_ms * _NS_PER_MS
+            bag = self._bags[ticks] = Bag(at_ns, delay_ms, message)
+        bag.add(row, item, due)
+        self._held += len(item) + OVERHEAD
+        if len(bag.rows) >= MAX_MESSAGES or len(bag.items) >= MAX_BYTES:
+            waited_enough.append(self._bags.pop(ticks))
+        return waited_enough
+
+    def flush(self) -> Iterator[Bag]:
+        """Return all bags, and begin anew."""
+        bags, self._bags, self._held = self._bags, {}, 0
+        while bags:
+            yield bags.popitem()[1]
