@@ -283,7 +283,7 @@ class RabbitMQServer(Server):
         self.root = root
         self.settings = settings
         self.cluster_with = cluster_with
-        self._mapper_port = cluster_with._mapper_port if cluster_with else free_port()
+        self._mapper_port: int = cluster_with._mapper_port if cluster_with else free_port()
         self._distribution_port = free_port()
         self._mapper: subprocess.Popen[bytes] | None = None
         if root is not None:
