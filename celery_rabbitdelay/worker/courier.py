@@ -5,28 +5,31 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from threading import Event, Thread
 from typing import Any, Final, cast
 
 import amqp
-from amqp.exceptions import AccessRefused, NotFound
+from amqp import spec
+from amqp.exceptions import AccessRefused, ChannelError, NotFound
 from celery.utils.log import get_logger
 from kombu import Connection, Exchange, Queue
 
+from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.confirms import ConfirmChannel, Sent
 from celery_rabbitdelay.declaration import connect
 from celery_rabbitdelay.exceptions import ConfirmTimeout, MessageNacked, PublishError, Refused
 from celery_rabbitdelay.parcel import (
     Outgoing,
     bare,
+    headers_of,
     shortened,
     undeliverable,
     unwritable,
 )
 from celery_rabbitdelay.topology import Topology
 from celery_rabbitdelay.worker.tally import Tally
+from celery_rabbitdelay.worker.unreadable import frame_handler
 
 __all__ = ["Courier"]
 
@@ -114,23 +117,20 @@ class Courier:
     def _run(self) -> None:
         shortest, longest = RECONNECT
         pause = shortest
-        careful = False
         while not self.stopping.is_set():
-            received = self.tally.finished
+            finished = self.tally.finished
             try:
                 with self._connection.clone() as connection:
+                    options = connection.transport_options or {}
+                    connection.transport_options = {**options, "frame_handler": frame_handler}
                     connect(connection)
                     transport: Any = connection.connection
                     with transport.transport.having_timeout(self.timeout):
                         self._prepare(connection)
                     logger.info("%s: serving the queue %s.", self.name, self.queue.name)
-                    _Round(self, connection, careful).serve()
-                    careful, pause = False, shortest
+                    _Round(self, connection).serve()
             except Exception as lost:
-                # One message may be the cause. Taken one at a time, it alone counts as delivered in
-                # vain, until the broker puts it into undeliverable.
-                careful = True
-                if self.tally.finished > received:
+                if self.tally.finished > finished:
                     pause = shortest
                 expected = (*self._connection.recoverable_connection_errors, PublishError)
                 details = not isinstance(lost, (*expected, *self._connection.channel_errors))
@@ -154,11 +154,19 @@ class _Parcel:
 
 
 class _Round:
-    """What a courier does on one connection."""
+    """What a courier does on one connection.
 
-    def __init__(self, courier: Courier, connection: Connection, careful: bool) -> None:
+    It begins carefully, since one message may be why the last connection was lost, or the last
+    process: what was delivered before is taken one at a time, and what becomes of it published one
+    at a time. So only that message counts as delivered in vain, until the broker puts it into
+    ``undeliverable``; and what the broker closes the channel for is known.
+    """
+
+    def __init__(self, courier: Courier, connection: Connection) -> None:
         self._courier = courier
-        self._careful = careful
+        self._careful = True
+        self._last: tuple[_Parcel, Outgoing] | None = None
+        self._tag = ""
         self._connection = connection
         self._transport: Any = connection.connection
         self._publishing = ConfirmChannel(connection)
@@ -176,27 +184,62 @@ class _Round:
 
     def serve(self) -> None:
         """Take messages until the courier is to stop and has finished what it has begun."""
-        with self._answers():
-            self._taking.basic_qos(0, 1 if self._careful else self._courier.prefetch, False)
-            tag = self._taking.basic_consume(self._courier.queue.name, callback=self._came)
-        taking, begun = True, self._courier.tally.finished
+        self._consume(1)
+        careful = taking = True
         while True:
             if self._courier.stopping.is_set() and taking:
-                with self._answers():
-                    self._taking.basic_cancel(tag)
+                self._cancel()
                 taking = False
                 self._return_what_was_not_begun()
-            # AMQP has no way to let a consumer take more: a careful round ends with its message.
-            through = not taking or (self._careful and self._courier.tally.finished > begun)
-            if through and not self._unfinished:
+            if not taking and not self._unfinished:
                 return
-            self._publish()
-            with suppress(TimeoutError):
-                self._transport.drain_events(timeout=0 if self._has_room() else TURN)
-            self._connection.heartbeat_check()
-            self._check_progress()
-            self._look()
+            if taking and careful and not self._careful:
+                # AMQP has no way to let a consumer take more.
+                careful = False
+                self._cancel()
+                self._consume(self._courier.prefetch)
+            try:
+                self._turn()
+            except ChannelError as closed:
+                self._blame(closed)
             time.sleep(0)  # gevent and eventlet: the others' turn
+
+    def _turn(self) -> None:
+        self._publish()
+        try:
+            self._transport.drain_events(timeout=0 if self._has_room() else TURN)
+        except TimeoutError:
+            # py-amqp may run out of time while it opens a channel that the broker has closed; then
+            # nobody is told that it was.
+            if not (self._publishing.open and self._taking.is_open):
+                raise
+        self._connection.heartbeat_check()
+        self._check_progress()
+        self._look()
+
+    def _blame(self, closed: ChannelError) -> None:
+        """Refuse the message that the broker has closed the channel for, where it is known."""
+        if self._last is None or not self._careful or self._publishing.in_flight != 1:
+            raise closed
+        parcel, outgoing = self._last
+        if closed.method_sig != spec.Basic.Publish or outgoing.exchange == self._undeliverable:
+            raise closed
+        blocked = self._publishing.blocked
+        self._publishing.close(self._courier.timeout)
+        with self._answers():
+            self._publishing = ConfirmChannel(self._connection)
+        self._publishing.blocked = blocked
+        self._refuse(parcel, outgoing, f"the broker does not take it: {closed}")
+        parcel.pending -= 1
+
+    def _consume(self, prefetch: int) -> None:
+        with self._answers():
+            self._taking.basic_qos(0, prefetch, False)
+            self._tag = self._taking.basic_consume(self._courier.queue.name, callback=self._came)
+
+    def _cancel(self) -> None:
+        with self._answers():
+            self._taking.basic_cancel(self._tag)
 
     def _answers(self) -> Any:
         """Bound the wait for an answer, so that a connection that says nothing does not hold us."""
@@ -211,15 +254,22 @@ class _Round:
     def _came(self, message: amqp.Message) -> None:
         self._unfinished += 1
         self._courier.tally.received += 1
-        self._waiting.append(_Parcel(message, self._courier.receive(message)))
+        self._careful = self._careful and message.delivery_info["redelivered"]
+        self._waiting.append(_Parcel(message, self._receive(message)))
+
+    def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
+        unreadable = headers_of(message).get(names.UNREADABLE)
+        if unreadable is not None:
+            raise Refused(f"its properties cannot be read: {unreadable}")
+        yield from self._courier.receive(message)
 
     def _has_room(self) -> bool:
         """Whether there is something to publish at once."""
-        publishing = self._publishing
+        publishing, window = self._publishing, self._courier.window
         return (
             bool(self._open or self._waiting)
             and publishing.blocked is None
-            and publishing.in_flight + len(self._again) < self._courier.window
+            and publishing.in_flight + len(self._again) < (1 if self._careful else window)
         )
 
     def _publish(self) -> None:
@@ -268,6 +318,7 @@ class _Round:
             self._refuse(parcel, outgoing, reason)
             parcel.pending -= 1
             return
+        self._last = parcel, outgoing
         self._publishing.send(
             outgoing.message,
             outgoing.exchange,
