@@ -121,14 +121,7 @@ class Courier:
             finished = self.tally.finished
             try:
                 with self._connection.clone() as connection:
-                    options = connection.transport_options or {}
-                    connection.transport_options = {**options, "frame_handler": frame_handler}
-                    connect(connection)
-                    transport: Any = connection.connection
-                    with transport.transport.having_timeout(self.timeout):
-                        self._prepare(connection)
-                    logger.info("%s: serving the queue %s.", self.name, self.queue.name)
-                    _Round(self, connection).serve()
+                    self._serve(connection)
             except Exception as lost:
                 if self.tally.finished > finished:
                     pause = shortest
@@ -139,6 +132,24 @@ class Courier:
                 )
                 self.stopping.wait(pause)
                 pause = min(pause * 2, longest)
+
+    def _serve(self, connection: Connection) -> None:
+        options = connection.transport_options or {}
+        connection.transport_options = {**options, "frame_handler": frame_handler}
+        try:
+            connect(connection)
+            transport: Any = connection.connection
+            with transport.transport.having_timeout(self.timeout):
+                self._prepare(connection)
+            logger.info("%s: serving the queue %s.", self.name, self.queue.name)
+            served = _Round(self, connection).serve()
+        except Exception:
+            served = False
+            raise
+        finally:
+            if not served:
+                # Without a word to the broker, which may not be listening.
+                connection.collect(socket_timeout=0.1)
 
 
 class _Parcel:
@@ -182,17 +193,24 @@ class _Round:
         self._progress = time.monotonic()
         self._looked = 0.0
 
-    def serve(self) -> None:
-        """Take messages until the courier is to stop and has finished what it has begun."""
+    def serve(self) -> bool:
+        """Take messages until the courier is to stop; return whether all begun are finished.
+
+        A broker that has blocked the connection answers nothing, and for how long, nobody knows:
+        what is not finished then is delivered to another worker.
+        """
         self._consume(1)
         careful = taking = True
         while True:
-            if self._courier.stopping.is_set() and taking:
+            stopping = self._courier.stopping.is_set()
+            if stopping and self._publishing.blocked is not None:
+                return False
+            if stopping and taking:
                 self._cancel()
                 taking = False
                 self._return_what_was_not_begun()
             if not taking and not self._unfinished:
-                return
+                return True
             if taking and careful and not self._careful:
                 # AMQP has no way to let a consumer take more.
                 careful = False
@@ -384,9 +402,14 @@ class _Round:
             raise ConfirmTimeout("", "", "the broker did not confirm in time")
 
     def _look(self) -> None:
-        if time.monotonic() - self._looked >= LOOK:
+        if self._publishing.blocked is None and time.monotonic() - self._looked >= LOOK:
             self._looked = time.monotonic()
             name = self._courier.queue.name
-            with self._answers():
-                answer = self._taking.queue_declare(name, passive=True)
-            self._courier.tally.look(answer.message_count)
+            try:
+                with self._answers():
+                    answer = self._taking.queue_declare(name, passive=True)
+            except TimeoutError:
+                if self._publishing.blocked is None:
+                    raise
+            else:
+                self._courier.tally.look(answer.message_count)
