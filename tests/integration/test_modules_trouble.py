@@ -14,6 +14,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.declaration import declare, delete, missing
 from celery_rabbitdelay.testing.servers import RabbitMQServer, ServerNotStarted, wait_for
+from celery_rabbitdelay.worker.courier import FAREWELL
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.shop import PATIENCE, named
 from tests.integration.test_modules import check_in
@@ -24,10 +25,6 @@ OPEN = {"rabbitdelay_checkin_allowed": ["test-*"]}
 
 #: Messages that are on their way when the broker is in trouble.
 MESSAGES = 200
-
-#: Seconds within which a worker has to end that was told to: the couriers' own farewell, and what
-#: Celery needs besides.
-BOUND = 30
 
 
 @contextmanager
@@ -109,7 +106,8 @@ def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
         with alarm(private_rabbitmq):
             wait_until_blocked(private_rabbitmq)
             os.kill(worker.pid, signal.SIGTERM)
-            wait_for(lambda: not worker.running, "the worker's end", timeout=BOUND)
+            # Sooner than the modules' threads have to finish what they can finish.
+            wait_for(lambda: not worker.running, "the worker's end", timeout=FAREWELL)
             assert count(connection, target.name) < MESSAGES
         came: set[int] = set()
 
