@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidDelayType
 from celery_rabbitdelay.place_value import Delay, milliseconds, milliseconds_until
@@ -19,8 +18,7 @@ _NS_PER_MS: Final = 1_000_000
 NEGLIGIBLE: Final = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
+class Due(NamedTuple):
     """When a message may reach its destination, fixed when the caller asked.
 
     Attributes:

@@ -21,7 +21,16 @@ from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 
-__all__ = ["CONTENT_TYPE", "MAX_BYTES", "MAX_MESSAGES", "Envelope", "Item", "framed", "sealed"]
+__all__ = [
+    "CONTENT_TYPE",
+    "MAX_BYTES",
+    "MAX_MESSAGES",
+    "Envelope",
+    "Item",
+    "framed",
+    "sealed",
+    "shared_block",
+]
 
 #: What the ``content_type`` property of an envelope says; the number is the format's version.
 CONTENT_TYPE: Final = "application/vnd.rabbitdelay.envelope.1"
@@ -81,8 +90,9 @@ class Envelope(NamedTuple):
         """
         if len(self.items) > MAX_MESSAGES:
             raise InvalidEnvelope(f"{len(self.items)} messages are more than {MAX_MESSAGES}")
-        blocks = b"".join(item.framed() for item in self.items)
-        return sealed(self.headers, self.properties, blocks, level)
+        blocks = [shared_block(self.headers, self.properties)]
+        blocks += [item.framed() for item in self.items]
+        return sealed(b"".join(blocks), level)
 
     @classmethod
     def unpack(cls, body: bytes) -> Envelope:
@@ -113,24 +123,32 @@ def framed(block: bytes) -> bytes:
     return _LENGTH.pack(len(block)) + block
 
 
-def sealed(
-    headers: Mapping[str, Any], properties: Mapping[str, Any], blocks: bytes, level: int
-) -> bytes:
-    """Return the body of a message that holds messages whose blocks are written already.
+def shared_block(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> bytes:
+    """Return the block with what all messages share.
 
     Args:
         headers: The headers that all of them have.
         properties: The AMQP message properties that all of them have.
-        blocks: The two blocks of each message, :func:`framed`, behind each other.
+
+    Raises:
+        InvalidEnvelope: One of them cannot be written as JSON.
+    """
+    return framed(_to_json(headers, properties))
+
+
+def sealed(blocks: bytes, level: int) -> bytes:
+    """Return the body of a message that holds messages whose blocks are written already.
+
+    Args:
+        blocks: What all share, and the two blocks of each message, behind each other.
         level: How hard to compress, 0 (not at all) to 9.
 
     Raises:
-        InvalidEnvelope: There are too many bytes, or a header cannot be written as JSON.
+        InvalidEnvelope: There are too many bytes.
     """
-    whole = framed(_to_json(headers, properties)) + blocks
-    if len(whole) > MAX_BYTES:
-        raise InvalidEnvelope(f"{len(whole)} bytes are more than {MAX_BYTES}")
-    return zlib.compress(whole, level)
+    if len(blocks) > MAX_BYTES:
+        raise InvalidEnvelope(f"{len(blocks)} bytes are more than {MAX_BYTES}")
+    return zlib.compress(blocks, level)
 
 
 def _blocks_of(data: bytes) -> Iterator[memoryview]:

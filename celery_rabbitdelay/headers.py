@@ -11,11 +11,13 @@ __all__ = [
     "EXPIRATION",
     "NESTED",
     "PRIORITY",
+    "PROPERTIES",
     "QUEUE",
     "REASON",
     "RESTORABLE",
     "ROUTING_KEY",
     "SENTRY_ENQUEUED",
+    "UNREADABLE",
     "X_DELAY",
     "strip",
 ]
@@ -44,6 +46,11 @@ X_DELAY: Final = "x-delay"
 
 #: Why a module of ours put the message into ``undeliverable``, in words. The broker writes none.
 REASON: Final = "rabbitdelay-reason"
+
+#: Why the properties of a message cannot be read, in words, and the bytes that they are, as AMQP
+#: writes them. Such a message lies in ``undeliverable`` and has no other headers.
+UNREADABLE: Final = "rabbitdelay-unreadable"
+PROPERTIES: Final = "rabbitdelay-properties"
 
 #: What every message that comes out of the levels has.
 RESTORABLE: Final = frozenset({DUE, EXCHANGE, ROUTING_KEY, QUEUE})

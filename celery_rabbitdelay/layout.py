@@ -134,7 +134,7 @@ class Layout:
         """The base of each level, highest first."""
         return tuple(level.base for level in self.levels)
 
-    @property
+    @cached_property
     def tick_ms(self) -> int:
         """The resolution in milliseconds: what one count of the lowest level is worth."""
         return self.levels[-1].place_ms

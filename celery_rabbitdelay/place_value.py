@@ -50,6 +50,8 @@ def milliseconds(delay: Delay) -> int:
     """
     if type(delay) is int:
         return delay * 1000
+    if type(delay) is float and isfinite(delay):
+        return ceil(_EXACT.scaleb(Decimal(repr(delay)), 3))
     if isinstance(delay, timedelta):
         microseconds = (delay.days * 86_400 + delay.seconds) * 1_000_000 + delay.microseconds
         return -(-microseconds // 1000)
@@ -59,7 +61,7 @@ def milliseconds(delay: Delay) -> int:
         raise InvalidDelay(delay, "takes a finite number of seconds")
     if isinstance(delay, Decimal | Rational):
         return ceil(Fraction(delay) * 1000)
-    return ceil(_EXACT.scaleb(Decimal(repr(float(delay))), 3))
+    return milliseconds(float(delay))
 
 
 def tolerated(tolerance: Delay) -> int:
@@ -133,21 +135,21 @@ def fewest_digits(lowest: int, highest: int, bases: Sequence[int]) -> int:
     Raises:
         OverflowError: ``lowest`` has more digits than there are bases.
     """
-    most = min(highest, prod(bases) - 1)
-    rounded = (-(-lowest // place) * place for place in place_values(bases))
-    fitting = [number for number in rounded if number <= most] or [lowest]
-    best, *others = fitting
-    fewest = _stops(best, bases)
-    for other in others:
-        if other != best:
-            if _stops(other, bases) > fewest:
+    places = place_values(bases)
+    most = min(highest, places[0] * bases[0] - 1)
+    rounded = [-(-lowest // place) * place for place in places]
+    highest_place = next((at for at, number in enumerate(rounded) if number <= most), None)
+    if highest_place is None:
+        return lowest
+    best = rounded[highest_place]
+    # A lower number of as many digits is found where rounding it up has raised a zero.
+    for above in range(highest_place, len(places) - 1):
+        number = rounded[above + 1]
+        if number != best:
+            if number // places[above] % bases[above]:
                 break
-            best = other
+            best = number
     return best
-
-
-def _stops(value: int, bases: Sequence[int]) -> int:
-    return sum(map(bool, digits(value, bases)))
 
 
 def digits(value: int, bases: Sequence[int]) -> tuple[int, ...]:

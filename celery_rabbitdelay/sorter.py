@@ -1,7 +1,7 @@
 """Sorting messages into bags: those that are due in the same tick can travel in one envelope. Pure.
 
-What a message may be late by (its tolerance) is used twice: most of it to choose a tick that others
-share, and that is written with few digits; the rest to wait for those others.
+With a tolerance, that is the tick within it that is written with the fewest digits, which others
+choose as well. It is an instant: while messages wait for others, it comes no later.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ MAX_MESSAGES: Final = 1000
 MAX_BYTES: Final = 2**20
 
 #: The most bytes in all bags together.
-MAX_HELD: Final = 48 * 2**20
+MAX_HELD: Final = 80 * 2**20
 
 #: What a message in a bag takes besides its own bytes.
 OVERHEAD: Final = 64
 
-#: How many percent of the tolerance the choice of the tick may use.
-CHOICE: Final = 90
+#: The most milliseconds that a message waits for others, and which part of its delay at the most.
+MAX_WAIT: Final = 10_000
+PART: Final = 10
 
 _NS_PER_MS: Final = 1_000_000
 
@@ -65,8 +66,8 @@ class Bag:
         self.rows.append(row)
         self.items += item
         self._latest_ns = min(self._latest_ns, due.at_ns + due.tolerance_ms * _NS_PER_MS)
-        # A length of time keeps its digits if little of it is lost; with a tolerance, that says
-        # how much may be.
+        # A length of time may keep its digits where little of it is lost; but where there is a
+        # tolerance, the tick has used it.
         self._is_instant |= due.is_instant or due.tolerance_ms > 0
 
 
@@ -86,6 +87,7 @@ class Sorter:
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._layout = layout
+        self._tick_ms = layout.tick_ms
         self._write = write
         self._now_ns = now_ns
         self._bags: dict[int, Bag] = {}
@@ -108,12 +110,12 @@ class Sorter:
             waited_enough = list(self.flush())
         if not self._bags:
             self._reference_ns, self._until_ns = now_ns, now_ns + 2**63
-        tick_ms, tolerance_ms = self._layout.tick_ms, due.tolerance_ms
-        choice_ms = tolerance_ms * CHOICE // 100
-        wait_ms = max(tick_ms, tolerance_ms - choice_ms)
+        tick_ms = wait_ms = self._tick_ms
+        if due.is_instant or due.tolerance_ms:
+            wait_ms = max(wait_ms, min(due.delay_ms // PART, MAX_WAIT))
         self._until_ns = min(self._until_ns, now_ns + wait_ms * _NS_PER_MS)
         ahead_ms = max(-((self._reference_ns - due.at_ns) // _NS_PER_MS), 0)
-        ticks = -(-self._layout.eased(ahead_ms, choice_ms) // tick_ms)
+        ticks = -(-self._layout.eased(ahead_ms, due.tolerance_ms) // tick_ms)
         bag = self._bags.get(ticks)
         if bag is None:
             delay_ms = ticks * tick_ms

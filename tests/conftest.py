@@ -19,11 +19,17 @@ from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer
 
 
 @pytest.fixture(scope="session")
-def session_rabbitmq() -> Iterator[RabbitMQServer]:
-    """The RabbitMQ node of this session."""
+def broker_root() -> Path | None:
+    """The system whose RabbitMQ is run; None for the machine's own."""
     root = os.environ.get("RABBITDELAY_BROKER_ROOT")
+    return Path(root) if root else None
+
+
+@pytest.fixture(scope="session")
+def session_rabbitmq(broker_root: Path | None) -> Iterator[RabbitMQServer]:
+    """The RabbitMQ node of this session."""
     quiet = ("log.queue.level = error", "log.ra.level = error")
-    with RabbitMQServer(Path(root) if root else None, settings=quiet) as server:
+    with RabbitMQServer(broker_root, settings=quiet) as server:
         yield server
 
 

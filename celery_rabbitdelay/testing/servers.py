@@ -264,6 +264,8 @@ class RabbitMQServer(Server):
             instead of the machine's own; the node is then started inside it with ``chroot``,
             which only root may do.
         settings: Lines for the node's ``rabbitmq.conf``.
+        cluster_with: A node that runs already, whose cluster this one joins at its first start. It
+            shares that node's port mapper and cookie: stop it before that one.
     """
 
     package = "rabbitmq-server"
@@ -271,11 +273,17 @@ class RabbitMQServer(Server):
     #: Debian's start script; the one in /usr/sbin insists on running as the user rabbitmq.
     program: ClassVar[str] = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
-    def __init__(self, root: Path | None = None, settings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        root: Path | None = None,
+        settings: Sequence[str] = (),
+        cluster_with: RabbitMQServer | None = None,
+    ) -> None:
         super().__init__()
         self.root = root
         self.settings = settings
-        self._mapper_port = free_port()
+        self.cluster_with = cluster_with
+        self._mapper_port: int = cluster_with._mapper_port if cluster_with else free_port()
         self._distribution_port = free_port()
         self._mapper: subprocess.Popen[bytes] | None = None
         if root is not None:
@@ -287,11 +295,17 @@ class RabbitMQServer(Server):
         """``amqp://`` URL of the virtual host ``/``."""
         return f"amqp://guest:guest@127.0.0.1:{self.port}//"
 
+    @property
+    def node(self) -> str:
+        """The name by which the nodes of a cluster know this one."""
+        return f"rabbitdelay{self.port}@localhost"
+
     def start(self) -> None:
         """Start the port mapper, then the node, and wait until it takes AMQP connections."""
         self.folder.mkdir(exist_ok=True)
         self._write_configuration()
-        self._start_mapper()
+        if self.cluster_with is None:
+            self._start_mapper()
         super().start()
 
     def stop(self) -> None:
@@ -334,6 +348,14 @@ class RabbitMQServer(Server):
             "disk_free_limit.absolute = 50MB",
             *self.settings,
         ]
+        if self.cluster_with is not None:
+            lines += [
+                "cluster_formation.peer_discovery_backend = classic_config",
+                f"cluster_formation.classic_config.nodes.1 = {self.cluster_with.node}",
+            ]
+            cookie = self.folder / ".erlang.cookie"
+            if not cookie.exists():
+                shutil.copy(self.cluster_with.folder / cookie.name, cookie)
         (self.folder / "rabbitmq.conf").write_text("\n".join(lines) + "\n")
         (self.folder / "enabled_plugins").write_text("[].\n")
 
@@ -365,7 +387,7 @@ class RabbitMQServer(Server):
             "TMPDIR": home,
             "ERL_EPMD_PORT": str(self._mapper_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
-            "RABBITMQ_NODENAME": f"rabbitdelay{self.port}@localhost",
+            "RABBITMQ_NODENAME": self.node,
             "RABBITMQ_NODE_PORT": str(self.port),
             "RABBITMQ_DIST_PORT": str(self._distribution_port),
             "RABBITMQ_MNESIA_BASE": f"{home}/data",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from threading import Event, Thread
 from typing import Any, Final, cast
 
 import amqp
-from amqp.exceptions import AccessRefused, NotFound
+from amqp import spec
+from amqp.exceptions import AccessRefused, ChannelError, NotFound
 from celery.utils.log import get_logger
 from kombu import Connection, Exchange, Queue
 
+from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.confirms import ConfirmChannel, Sent
 from celery_rabbitdelay.declaration import connect
 from celery_rabbitdelay.exceptions import ConfirmTimeout, MessageNacked, PublishError, Refused
@@ -22,12 +23,14 @@ from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.parcel import (
     Outgoing,
     bare,
+    headers_of,
     shortened,
     undeliverable,
     unwritable,
 )
 from celery_rabbitdelay.topology import Topology
 from celery_rabbitdelay.worker.tally import Tally
+from celery_rabbitdelay.worker.unreadable import frame_handler
 
 __all__ = ["Courier"]
 
@@ -115,23 +118,13 @@ class Courier:
     def _run(self) -> None:
         shortest, longest = RECONNECT
         pause = shortest
-        careful = False
         while not self.stopping.is_set():
-            received = self.tally.finished
+            finished = self.tally.finished
             try:
                 with self._connection.clone() as connection:
-                    connect(connection)
-                    transport: Any = connection.connection
-                    with transport.transport.having_timeout(self.timeout):
-                        self._prepare(connection)
-                    logger.info("%s: serving the queue %s.", self.name, self.queue.name)
-                    _Round(self, connection, careful).serve()
-                    careful, pause = False, shortest
+                    self._serve(connection)
             except Exception as lost:
-                # One message may be the cause. Taken one at a time, it alone counts as delivered in
-                # vain, until the broker puts it into undeliverable.
-                careful = True
-                if self.tally.finished > received:
+                if self.tally.finished > finished:
                     pause = shortest
                 expected = (*self._connection.recoverable_connection_errors, PublishError)
                 details = not isinstance(lost, (*expected, *self._connection.channel_errors))
@@ -140,6 +133,24 @@ class Courier:
                 )
                 self.stopping.wait(pause)
                 pause = min(pause * 2, longest)
+
+    def _serve(self, connection: Connection) -> None:
+        options = connection.transport_options or {}
+        connection.transport_options = {**options, "frame_handler": frame_handler}
+        try:
+            connect(connection)
+            transport: Any = connection.connection
+            with transport.transport.having_timeout(self.timeout):
+                self._prepare(connection)
+            logger.info("%s: serving the queue %s.", self.name, self.queue.name)
+            served = _Round(self, connection).serve()
+        except Exception:
+            served = False
+            raise
+        finally:
+            if not served:
+                # Without a word to the broker, which may not be listening.
+                connection.collect(socket_timeout=0.1)
 
 
 class _Parcel:
@@ -155,11 +166,19 @@ class _Parcel:
 
 
 class _Round:
-    """What a courier does on one connection."""
+    """What a courier does on one connection.
 
-    def __init__(self, courier: Courier, connection: Connection, careful: bool) -> None:
+    It begins carefully, since one message may be why the last connection was lost, or the last
+    process: what was delivered before is taken one at a time, and what becomes of it published one
+    at a time. So only that message counts as delivered in vain, until the broker puts it into
+    ``undeliverable``; and what the broker closes the channel for is known.
+    """
+
+    def __init__(self, courier: Courier, connection: Connection) -> None:
         self._courier = courier
-        self._careful = careful
+        self._careful = True
+        self._last: tuple[_Parcel, Outgoing] | None = None
+        self._tag = ""
         self._connection = connection
         self._transport: Any = connection.connection
         self._publishing = ConfirmChannel(connection)
@@ -175,30 +194,72 @@ class _Round:
         self._progress = time.monotonic()
         self._looked = 0.0
 
-    def serve(self) -> None:
-        """Take messages until the courier is to stop and has finished what it has begun."""
-        with self._answers():
-            self._taking.basic_qos(0, 1 if self._careful else self._courier.prefetch, False)
-            tag = self._taking.basic_consume(self._courier.queue.name, callback=self._came)
-        taking, begun = True, self._courier.tally.finished
+    def serve(self) -> bool:
+        """Take messages until the courier is to stop; return whether all begun are finished.
+
+        A broker that has blocked the connection answers nothing, and for how long, nobody knows:
+        what is not finished then is delivered to another worker.
+        """
+        self._consume(1)
+        careful = taking = True
         while True:
-            if self._courier.stopping.is_set() and taking:
-                with self._answers():
-                    self._taking.basic_cancel(tag)
+            stopping = self._courier.stopping.is_set()
+            if stopping and self._publishing.blocked is not None:
+                return False
+            if stopping and taking:
+                self._cancel()
                 taking = False
                 self._return_what_was_not_begun()
-            # AMQP has no way to let a consumer take more: a careful round ends with its message.
-            through = not taking or (self._careful and self._courier.tally.finished > begun)
-            if through and not self._unfinished:
-                return
-            self._publish()
-            self._publishing.flush(self._courier.timeout)
-            with suppress(TimeoutError):
-                self._publishing.take_in(timeout=0 if self._has_room() else TURN)
-            self._connection.heartbeat_check()
-            self._check_progress()
-            self._look()
+            if not taking and not self._unfinished:
+                return True
+            if taking and careful and not self._careful:
+                # AMQP has no way to let a consumer take more.
+                careful = False
+                self._cancel()
+                self._consume(self._courier.prefetch)
+            try:
+                self._turn()
+            except ChannelError as closed:
+                self._blame(closed)
             time.sleep(0)  # gevent and eventlet: the others' turn
+
+    def _turn(self) -> None:
+        self._publish()
+        self._publishing.flush(self._courier.timeout)
+        try:
+            self._publishing.take_in(timeout=0 if self._has_room() else TURN)
+        except TimeoutError:
+            # py-amqp may run out of time while it opens a channel that the broker has closed; then
+            # nobody is told that it was.
+            if not (self._publishing.open and self._taking.is_open):
+                raise
+        self._connection.heartbeat_check()
+        self._check_progress()
+        self._look()
+
+    def _blame(self, closed: ChannelError) -> None:
+        """Refuse the message that the broker has closed the channel for, where it is known."""
+        if self._last is None or not self._careful or self._publishing.in_flight != 1:
+            raise closed
+        parcel, outgoing = self._last
+        if closed.method_sig != spec.Basic.Publish or outgoing.exchange == self._undeliverable:
+            raise closed
+        blocked = self._publishing.blocked
+        self._publishing.close(self._courier.timeout)
+        with self._answers():
+            self._publishing = ConfirmChannel(self._connection)
+        self._publishing.blocked = blocked
+        self._refuse(parcel, outgoing, f"the broker does not take it: {closed}")
+        parcel.pending -= 1
+
+    def _consume(self, prefetch: int) -> None:
+        with self._answers():
+            self._taking.basic_qos(0, prefetch, False)
+            self._tag = self._taking.basic_consume(self._courier.queue.name, callback=self._came)
+
+    def _cancel(self) -> None:
+        with self._answers():
+            self._taking.basic_cancel(self._tag)
 
     def _answers(self) -> Any:
         """Bound the wait for an answer, so that a connection that says nothing does not hold us."""
@@ -213,15 +274,22 @@ class _Round:
     def _came(self, message: amqp.Message) -> None:
         self._unfinished += 1
         self._courier.tally.received += 1
-        self._waiting.append(_Parcel(message, self._courier.receive(message)))
+        self._careful = self._careful and message.delivery_info["redelivered"]
+        self._waiting.append(_Parcel(message, self._receive(message)))
+
+    def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
+        unreadable = headers_of(message).get(names.UNREADABLE)
+        if unreadable is not None:
+            raise Refused(f"its properties cannot be read: {unreadable}")
+        yield from self._courier.receive(message)
 
     def _has_room(self) -> bool:
         """Whether there is something to publish at once."""
-        publishing = self._publishing
+        publishing, window = self._publishing, self._courier.window
         return (
             bool(self._open or self._waiting)
             and publishing.blocked is None
-            and publishing.in_flight + len(self._again) < self._courier.window
+            and publishing.in_flight + len(self._again) < (1 if self._careful else window)
         )
 
     def _publish(self) -> None:
@@ -270,6 +338,7 @@ class _Round:
             self._refuse(parcel, outgoing, reason)
             parcel.pending -= 1
             return
+        self._last = parcel, outgoing
         self._publishing.send(
             Content.of(outgoing.message),
             outgoing.exchange,
@@ -335,9 +404,14 @@ class _Round:
             raise ConfirmTimeout("", "", "the broker did not confirm in time")
 
     def _look(self) -> None:
-        if time.monotonic() - self._looked >= LOOK:
+        if self._publishing.blocked is None and time.monotonic() - self._looked >= LOOK:
             self._looked = time.monotonic()
             name = self._courier.queue.name
-            with self._answers():
-                answer = self._taking.queue_declare(name, passive=True)
-            self._courier.tally.look(answer.message_count)
+            try:
+                with self._answers():
+                    answer = self._taking.queue_declare(name, passive=True)
+            except TimeoutError:
+                if self._publishing.blocked is None:
+                    raise
+            else:
+                self._courier.tally.look(answer.message_count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Final
 
 from celery import bootsteps
@@ -14,6 +15,7 @@ from celery_rabbitdelay.checkin import CheckIn
 from celery_rabbitdelay.distribution import distribute
 from celery_rabbitdelay.settings import checked_modules
 from celery_rabbitdelay.worker.courier import Courier
+from celery_rabbitdelay.worker.step import prepare
 
 __all__ = ["Modules"]
 
@@ -85,7 +87,7 @@ def _courier(app: Any, name: str) -> Courier:
         topology,
         queue,
         receive,
-        app.rabbitdelay.prepare,
+        partial(prepare, app),
         prefetch=min(PREFETCH[name], settings.window),
         window=settings.window,
         timeout=settings.confirm_timeout,

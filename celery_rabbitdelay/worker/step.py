@@ -8,15 +8,33 @@ from typing import Any
 from celery import bootsteps
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
+from kombu import Connection
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.declaration import ensure_destination
 from celery_rabbitdelay.worker.gate import GatedStrategies
 from celery_rabbitdelay.worker.relay import Relay
 
-__all__ = ["DelayLevels", "Gate"]
+__all__ = ["DelayLevels", "Gate", "prepare"]
 
 logger = logging.getLogger(__name__)
+
+
+def prepare(app: Any, connection: Connection) -> None:
+    """Make a broker ready for a worker: the levels, and the worker's queues bound to them.
+
+    Where operators declare, it is only looked whether the levels stand.
+
+    Raises:
+        LayoutConflict: Another layout stands under the prefix.
+        TopologyIncomplete: Something is missing, and must not be declared.
+    """
+    delays = app.rabbitdelay
+    delays.prepare(connection)
+    if delays.settings.declare == "auto":
+        for queue in app.amqp.queues.consume_from.values():
+            if not isinstance(queue, Broadcast):
+                ensure_destination(connection, delays.topology, queue)
 
 
 class DelayLevels(bootsteps.StartStopStep):
@@ -50,11 +68,7 @@ class DelayLevels(bootsteps.StartStopStep):
         """
         delays = consumer.app.rabbitdelay
         with consumer.app.connection_for_write() as connection:
-            delays.prepare(connection)
-            if delays.settings.declare == "auto":
-                for queue in consumer.app.amqp.queues.consume_from.values():
-                    if not isinstance(queue, Broadcast):
-                        ensure_destination(connection, delays.topology, queue)
+            prepare(consumer.app, connection)
         logger.info(
             "Delay levels %r (%s) are in place.",
             delays.topology.prefix,

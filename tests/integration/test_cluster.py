@@ -1,0 +1,106 @@
+"""Three nodes: where the leaders of the queues are, and what becomes of delays when one dies."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.declaration import declare
+from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.topology import Topology
+from tests.integration.arrivals import count, take
+from tests.integration.conftest import LEVELS, SHORT
+from tests.integration.shop import make_app, named
+from tests.integration.test_modules import check_in
+from tests.integration.worker import Worker
+
+#: Messages that are checked in before a node dies, and as many after it.
+MESSAGES = 40
+
+#: Milliseconds; the node dies while the messages wait in the levels.
+DELAY_MS = 3000
+
+
+@pytest.fixture(scope="module")
+def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
+    """Three nodes of one cluster."""
+    with ExitStack() as stack:
+        first = stack.enter_context(RabbitMQServer(broker_root))
+        joining = [RabbitMQServer(broker_root, cluster_with=first) for _ in range(2)]
+        yield [first, *(stack.enter_context(node) for node in joining)]
+
+
+def leaders(node: RabbitMQServer) -> dict[str, str]:
+    """Return the node that leads each quorum queue."""
+    lines = node.ctl("list_queues", "name", "type", "leader").splitlines()
+    rows = [line.split("\t") for line in lines]
+    return {row[0]: row[2] for row in rows if row[1:2] == ["quorum"]}
+
+
+def test_the_leaders_are_spread_over_all_nodes(cluster: list[RabbitMQServer]) -> None:
+    topology = Topology("spread", SHORT, shards=4)
+    with Connection(cluster[0].url) as connection:
+        declare(connection, topology)
+    led = leaders(cluster[0])
+    assert led.keys() == {queue.name for queue in topology.queues}
+    levels = Counter(led[queue.name] for queue in topology.digit_queues)
+    assert levels.keys() == {node.node for node in cluster}
+    # Evenly: the broker counts leaders at each declaration.
+    assert min(levels.values()) >= len(topology.digit_queues) / 3 / 2
+
+
+def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
+    cluster: list[RabbitMQServer], redis_url: str
+) -> None:
+    topology = Topology("dies", SHORT)
+    with Connection(cluster[0].url) as connection:
+        declare(connection, topology)
+    led = leaders(cluster[0])
+    (victim,) = (node for node in cluster if node.node == led[topology.distribution.name])
+    others = [node for node in cluster if node is not victim]
+    configuration = {
+        "prefix": "dies",
+        # The worker is connected to the node that dies.
+        "broker_url": ";".join(node.url for node in (victim, *others)),
+        "result_backend": redis_url,
+        "rabbitdelay_prefix": "dies",
+        "rabbitdelay_layout": LEVELS,
+        "rabbitdelay_checkin_allowed": ["dies-*"],
+    }
+    shop = make_app(configuration)
+    target = Queue("dies-target", queue_arguments={"x-queue-type": "quorum"})
+    published: dict[int, float] = {}
+    came: dict[int, float] = {}
+
+    def publish(numbers: range) -> None:
+        for number in numbers:
+            published[number] = time.time()
+            check_in(producing, shop, target.name, headers={"x-delay": DELAY_MS, "id": number})
+
+    def all_came() -> bool:
+        waiting = min(count(producing, target.name), MESSAGES)
+        for arrival in take(producing, [target], waiting):
+            came.setdefault(arrival.message.headers["id"], arrival.at)
+        return came.keys() == published.keys()
+
+    with Connection(others[0].url, transport_options={"confirm_publish": True}) as producing:
+        target(producing.default_channel).declare()
+        with Worker(configuration, [named(shop, "default")]) as worker:
+            served = [f"{name}: serving" for name in ("check-in", "distribution")]
+            wait_for(lambda: all(line in worker.log for line in served), "the modules")
+            publish(range(MESSAGES))
+            wait_for(lambda: count(producing, topology.checkin.name) == 0, "check-in")
+            victim.kill()
+            publish(range(MESSAGES, 2 * MESSAGES))
+            wait_for(all_came, "all messages", timeout=60)
+            assert worker.log.count("check-in: begins anew") >= 1
+    shop.close()
+    assert [n for n, at in came.items() if at < published[n] + DELAY_MS / 1000] == []
+    with Connection(others[0].url) as connection:
+        assert count(connection, topology.undeliverable.name) == 0

@@ -1,0 +1,246 @@
+"""Messages that no worker can finish go to ``undeliverable``, and take no others with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import pack
+from typing import Any
+
+import amqp
+import pytest
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.declaration import declare
+from celery_rabbitdelay.envelope import Item
+from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.topology import POISON_LIMIT, Topology
+from celery_rabbitdelay.undeliverable import examine
+from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.shop import named
+from tests.integration.test_modules import check_in, put_in_envelope
+from tests.integration.worker import Worker
+
+#: Good messages before the bad one, and behind it.
+AROUND = 10
+
+
+#: The arguments of a queue that refuses every message.
+FULL = {"x-max-length": 0, "x-overflow": "reject-publish"}
+
+
+class Raw(amqp.Message):
+    """A message with these bytes for properties, as another client may write them."""
+
+    def __init__(self, body: str, properties: bytes) -> None:
+        super().__init__(body)
+        self._raw = properties
+
+    def _serialize_properties(self) -> bytes:
+        return self._raw
+
+
+def headers_only(table: bytes) -> bytes:
+    """The properties of a message that has nothing but these headers, in AMQP's own bytes."""
+    return pack(">HI", 0x2000, len(table)) + table
+
+
+#: A timestamp in milliseconds, as if it were seconds: the year 55,840.
+FAR_TIMESTAMP = headers_only(b"\x07sent-atT" + pack(">Q", 1_700_000_000_000))
+
+#: A message id in Latin-1.
+LATIN_ID = pack(">H", 0x0080) + b"\x04caf\xe9"
+
+
+@pytest.fixture
+def serving(served_shop: Any) -> Any:
+    """An application whose worker serves the modules, and lets check-in reach the tests' queues."""
+    return served_shop
+
+
+@pytest.fixture
+def target(make_queue: Callable[..., Queue], connection: Connection) -> Queue:
+    """A queue that the good messages are for; declared."""
+    queue = make_queue("plain", queue_arguments={"x-queue-type": "quorum"})
+    queue(connection.default_channel).declare()
+    return queue
+
+
+def check_in_around(
+    connection: Connection, shop: Any, target: Queue, bad: Callable[[], Any]
+) -> None:
+    """Check in good messages, a bad one amid them."""
+    for number in range(2 * AROUND):
+        if number == AROUND:
+            bad()
+        check_in(connection, shop, target.name, headers={"x-delay": 100, "id": number})
+
+
+def assert_all_good_ones_arrive(connection: Connection, target: Queue) -> None:
+    """Assert that each good message arrived; a connection that was lost may have doubled some."""
+    came: set[int] = set()
+
+    def all_came() -> bool:
+        came.update(
+            arrival.message.headers["id"]
+            for arrival in take(connection, [target], min(count(connection, target.name), 1))
+        )
+        return came == set(range(2 * AROUND))
+
+    wait_for(all_came, "the good messages")
+
+
+def the_undeliverable(connection: Connection, topology: Topology) -> Any:
+    """Take the only message that is undeliverable."""
+    (arrival,) = take(connection, [topology.undeliverable], 1)
+    assert count(connection, topology.undeliverable.name) == 0
+    return arrival
+
+
+@pytest.mark.parametrize(
+    ("properties", "reason"),
+    [(FAR_TIMESTAMP, "year 5"), (LATIN_ID, "UnicodeDecodeError")],
+    ids=["timestamp", "latin-1"],
+)
+def test_a_message_whose_properties_python_cannot_read_is_undeliverable_at_once(
+    serving: Any, connection: Connection, target: Queue, properties: bytes, reason: str
+) -> None:
+    topology = serving.rabbitdelay.topology
+    channel: Any = connection.default_channel
+
+    def publish() -> None:
+        channel.basic_publish(Raw("bad", properties), topology.checkin.exchange.name, target.name)
+
+    check_in_around(connection, serving, target, publish)
+    assert_all_good_ones_arrive(connection, target)
+    arrival = the_undeliverable(connection, topology)
+    assert arrival.body == "bad"
+    assert reason in examine(arrival.message.headers, topology).reason
+    assert arrival.message.headers[headers.PROPERTIES] == properties
+
+
+def test_an_unreadable_message_without_a_body_is_undeliverable_too(
+    serving: Any, connection: Connection
+) -> None:
+    topology = serving.rabbitdelay.topology
+    channel: Any = connection.default_channel
+    channel.basic_publish(Raw("", LATIN_ID), topology.checkin.exchange.name, "test-nobody")
+    arrival = the_undeliverable(connection, topology)
+    assert "UnicodeDecodeError" in examine(arrival.message.headers, topology).reason
+
+
+def test_a_message_for_an_exchange_that_clients_may_not_publish_to_is_undeliverable(
+    serving: Any, connection: Connection, target: Queue, prefix: str
+) -> None:
+    """The broker closes the channel on which it is published, with all that is in flight."""
+    topology = serving.rabbitdelay.topology
+    channel: Any = connection.default_channel
+    internal = f"{prefix}-internal"
+    # kombu has no word for it.
+    channel.send_method(
+        (40, 10),
+        "BssbbbbbF",
+        (0, internal, "fanout", False, True, False, True, False, {}),
+        wait=(40, 11),
+    )
+    told = {"x-delay": 100, headers.EXCHANGE: internal}
+    check_in_around(
+        connection,
+        serving,
+        target,
+        lambda: check_in(connection, serving, target.name, headers={**told, "mine": 1}),
+    )
+    assert_all_good_ones_arrive(connection, target)
+    arrival = the_undeliverable(connection, topology)
+    Exchange(internal)(channel).delete()
+    assert arrival.message.headers["mine"] == 1
+    assert "internal exchange" in examine(arrival.message.headers, topology).reason
+
+
+def test_of_an_envelope_only_the_message_that_the_broker_does_not_take_is_undeliverable(
+    serving: Any, connection: Connection, target: Queue
+) -> None:
+    topology = serving.rabbitdelay.topology
+    wrong = Item(b"x", {"id": AROUND, headers.EXPIRATION: "soon"})
+    good = [Item(b"x", {"id": number}) for number in range(2 * AROUND)]
+    told = {headers.EXCHANGE: "", headers.ROUTING_KEY: target.name}
+    put_in_envelope(connection, serving, [*good[:AROUND], wrong, *good[AROUND:]], **told)
+    assert_all_good_ones_arrive(connection, target)
+    arrival = the_undeliverable(connection, topology)
+    assert arrival.message.headers["id"] == AROUND
+    assert "expiration" in examine(arrival.message.headers, topology).reason
+
+
+def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    target: Queue,
+) -> None:
+    """Delivered and never acknowledged, as by a worker whose process dies of it each time."""
+    settings = {"rabbitdelay_checkin_allowed": ["test-*"]}
+    shop = make_shop(**settings)
+    topology = shop.rabbitdelay.topology
+    declare(connection, topology)
+    check_in_around(
+        connection,
+        shop,
+        target,
+        lambda: check_in(connection, shop, target.name, headers={"x-delay": 100, "mine": 1}),
+    )
+    channel: Any = connection.default_channel
+    for number in range(AROUND):
+        good = channel.basic_get(topology.checkin.name)
+        assert good.headers["id"] == number
+        channel.basic_ack(good.delivery_tag)
+        check_in(connection, shop, target.name, headers={"x-delay": 100, "id": number})
+    for _ in range(POISON_LIMIT + 1):
+        dying: Any
+        with connection.channel() as dying:
+            while (taken := dying.basic_get(topology.checkin.name)) is None:
+                pass
+            assert taken.headers["mine"] == 1
+    wait_for(lambda: count(connection, topology.undeliverable.name) == 1, "the message")
+    with Worker({**configuration, **settings}, [named(shop, "default")]):
+        assert_all_good_ones_arrive(connection, target)
+    arrival = the_undeliverable(connection, topology)
+    assert arrival.message.headers["mine"] == 1
+    (death,) = arrival.message.headers["x-death"]
+    assert (death["queue"], death["reason"]) == (topology.checkin.name, "delivery_limit")
+    reason = examine(arrival.message.headers, topology).reason
+    assert f"took it from {topology.checkin.name} never finished it" in reason
+
+
+def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    target: Queue,
+) -> None:
+    settings = {"rabbitdelay_checkin_allowed": ["test-*"]}
+    shop = make_shop(**settings)
+    topology = shop.rabbitdelay.topology
+    declare(connection, topology)
+    channel: Any = connection.default_channel
+    # The worker stands still before a message that it cannot get rid of.
+    full = Queue(f"{target.name}-full", queue_arguments=FULL)
+    full(channel).declare()
+    for number in range(2 * AROUND):
+        key = full.name if number == AROUND else target.name
+        check_in(connection, shop, key, headers={"id": number})
+    with Connection(connection.as_uri(include_password=True)) as dying:
+        had: list[Any] = []
+        channel_of_dying: Any = dying.default_channel
+        channel_of_dying.basic_consume(topology.checkin.name, callback=had.append)
+        while len(had) < 2 * AROUND:
+            dying.drain_events(timeout=30)
+    wait_until_waiting(connection, topology.checkin.name, 2 * AROUND)
+    with Worker({**configuration, **settings}, [named(shop, "default")]) as worker:
+        take(connection, [target], AROUND)
+        wait_until_waiting(connection, topology.checkin.name, AROUND - 1)
+        worker.kill()
+    wait_until_waiting(connection, topology.checkin.name, AROUND)
+    left = [channel.basic_get(topology.checkin.name, no_ack=True) for _ in range(AROUND)]
+    full(channel).delete()
+    counts = {message.headers["id"]: message.headers["x-delivery-count"] for message in left}
+    assert counts == {number: 2 if number == AROUND else 1 for number in range(AROUND, 2 * AROUND)}

@@ -1,0 +1,218 @@
+"""The modules beside a broker in trouble, and a topology that is incomplete or taken away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.declaration import declare, delete, missing
+from celery_rabbitdelay.testing.servers import RabbitMQServer, ServerNotStarted, wait_for
+from celery_rabbitdelay.worker.courier import FAREWELL
+from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.shop import PATIENCE, named
+from tests.integration.test_modules import check_in
+from tests.integration.worker import Worker
+
+#: What lets check-in reach the tests' queues.
+OPEN = {"rabbitdelay_checkin_allowed": ["test-*"]}
+
+#: Messages that are on their way when the broker is in trouble.
+MESSAGES = 200
+
+
+@contextmanager
+def alarm(broker: RabbitMQServer) -> Iterator[None]:
+    """A memory alarm: the broker takes no messages, and blocks who publishes."""
+    broker.ctl("set_vm_memory_high_watermark", "0.0001")
+    try:
+        yield
+    finally:
+        broker.ctl("set_vm_memory_high_watermark", "0.6")
+
+
+def wait_until_served(worker: Worker, *names: str) -> None:
+    """Wait until the worker serves the modules of these names."""
+    for name in names:
+        line = f"{name}: serving"
+        wait_for(lambda line=line: line in worker.log, line)  # type: ignore[misc]
+
+
+def declared(connection: Connection, queue: Queue) -> Queue:
+    """Declare a queue and return it."""
+    queue(connection.default_channel).declare()
+    return queue
+
+
+def wait_until_blocked(broker: RabbitMQServer) -> None:
+    """Wait until the broker has blocked the connection of a module that publishes."""
+    wait_for(lambda: "blocked" in broker.ctl("list_connections", "state"), "a blocked connection")
+
+
+def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+) -> None:
+    """And no connection is given up, which would count as one delivery in vain each time."""
+    settings = {**OPEN, "rabbitdelay_confirm_timeout": 1}
+    shop = make_shop(**settings)
+    target = declared(connection, make_queue("plain"))
+    topology = shop.rabbitdelay.topology
+    with Worker({**configuration, **settings}, [named(shop, "default")]) as worker:
+        wait_until_served(worker, "check-in", "distribution")
+        published = time.time()
+        for number in range(MESSAGES):
+            check_in(connection, shop, target.name, headers={"x-delay": 4000, "id": number})
+        wait_until_waiting(connection, topology.checkin.name, 0)
+        with alarm(private_rabbitmq):
+            wait_until_blocked(private_rabbitmq)
+            blocked = time.time()
+            # Longer than the timeout, and than the time between two looks at the backlog.
+            wait_for(lambda: time.time() > blocked + 4, "some time")
+            assert count(connection, target.name) < MESSAGES
+        arrivals = take(connection, [target], MESSAGES)
+        assert "begins anew" not in worker.log
+    assert {arrival.message.headers["id"] for arrival in arrivals} == set(range(MESSAGES))
+    assert min(arrival.at for arrival in arrivals) >= published + 4
+
+
+def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+) -> None:
+    shop = make_shop(**OPEN)
+    target = declared(connection, make_queue("plain"))
+    topology = shop.rabbitdelay.topology
+    # Celery itself waits without a bound when it closes a blocked connection, which is that of its
+    # own events.
+    silent = ("--without-gossip", "--without-mingle", "--without-heartbeat")
+    with Worker({**configuration, **OPEN}, [named(shop, "default")], *silent) as worker:
+        wait_until_served(worker, "check-in", "distribution")
+        for number in range(MESSAGES):
+            check_in(connection, shop, target.name, headers={"x-delay": 3000, "id": number})
+        wait_until_waiting(connection, topology.checkin.name, 0)
+        with alarm(private_rabbitmq):
+            wait_until_blocked(private_rabbitmq)
+            os.kill(worker.pid, signal.SIGTERM)
+            # Sooner than the modules' threads have to finish what they can finish.
+            wait_for(lambda: not worker.running, "the worker's end", timeout=FAREWELL)
+            assert count(connection, target.name) < MESSAGES
+        came: set[int] = set()
+
+        def all_came() -> bool:
+            for arrival in take(connection, [target], count(connection, target.name)):
+                came.add(arrival.message.headers["id"])
+            return came == set(range(MESSAGES))
+
+        worker.start()
+        wait_for(all_came, "all messages")
+
+
+def test_where_operators_declare_the_modules_serve_what_stands(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+) -> None:
+    settings = {**OPEN, "rabbitdelay_declare": "never"}
+    shop = make_shop(**settings)
+    topology = shop.rabbitdelay.topology
+    declare(connection, topology)
+    declared(connection, shop.amqp.queues[named(shop, "default")])
+    target = declared(connection, make_queue("plain"))
+    # As operators do, who know neither guard nor marker.
+    for own in (topology.guard, topology.marker):
+        own(connection.default_channel).delete()
+    with Worker({**configuration, **settings}, [named(shop, "default")]):
+        published = time.time()
+        check_in(connection, shop, target.name, headers={"x-delay": 300})
+        (arrival,) = take(connection, [target], 1)
+    assert arrival.at >= published + 0.3
+    assert set(missing(connection, topology)) == {topology.guard.name, topology.marker.name}
+
+
+def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_what(
+    make_shop: Callable[..., Any], configuration: dict[str, Any], connection: Connection
+) -> None:
+    settings = {**OPEN, "rabbitdelay_declare": "never"}
+    shop = make_shop(**settings)
+    topology = shop.rabbitdelay.topology
+    declare(connection, topology)
+    distribution = topology.distribution
+    distribution(connection.default_channel).delete()
+    worker = Worker({**configuration, **settings}, [named(shop, "default")])
+    try:
+        with pytest.raises(ServerNotStarted):
+            worker.start()
+        assert "TopologyIncomplete" in worker.log
+        assert distribution.name in worker.log
+    finally:
+        worker.stop()
+    assert missing(connection, topology) == (distribution.name,)
+
+
+def test_where_operators_declare_the_modules_name_what_was_deleted_and_wait_for_it(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+) -> None:
+    settings = {**OPEN, "rabbitdelay_declare": "never"}
+    shop = make_shop(**settings)
+    topology = shop.rabbitdelay.topology
+    declare(connection, topology)
+    declared(connection, shop.amqp.queues[named(shop, "default")])
+    target = declared(connection, make_queue("plain"))
+    distribution = topology.distribution
+    with Worker({**configuration, **settings}, [named(shop, "default")]) as worker:
+        wait_until_served(worker, "check-in", "distribution")
+        distribution(connection.default_channel).delete()
+        said = "distribution: begins anew in 1.0 s: TopologyIncomplete("
+        wait_for(lambda: said in worker.log, "the second attempt")
+        assert distribution.name in worker.log[worker.log.index(said) :].splitlines()[0]
+        assert missing(connection, topology) == (distribution.name,)
+        declare(connection, topology)
+        published = time.time()
+        check_in(connection, shop, target.name, headers={"x-delay": 300})
+        (arrival,) = take(connection, [target], 1)
+    assert arrival.at >= published + 0.3
+
+
+def test_a_topology_that_is_deleted_beside_its_worker_is_declared_again_as_a_whole(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+) -> None:
+    shop = make_shop(**OPEN)
+    topology = shop.rabbitdelay.topology
+    target = declared(connection, make_queue("plain"))
+    look = shop.tasks["look"]
+    with Worker({**configuration, **OPEN}, [named(shop, "default")]) as worker:
+        wait_until_served(worker, "check-in", "distribution")
+        # From here on, the shop takes levels and queue for given.
+        look.apply_async(delay=0.2).get(timeout=PATIENCE)
+        delete(connection, topology, force=True)
+        served = [f"{name}: serving" for name in ("check-in", "distribution")]
+        wait_for(lambda: all(worker.log.count(line) == 2 for line in served), "the modules")
+        assert missing(connection, topology) == ()
+        published = time.time()
+        check_in(connection, shop, target.name, headers={"x-delay": 300})
+        (arrival,) = take(connection, [target], 1)
+        assert arrival.at >= published + 0.3
+        look.apply_async(delay=0.3).get(timeout=PATIENCE)
+        # No loop: each began anew once, or twice if it did so amid the deletion.
+        assert worker.log.count("begins anew") <= 4
+        assert "Traceback" not in worker.log
