@@ -3,7 +3,9 @@
 The messages of an envelope share a destination and a due time, and so most of their headers and
 properties. The body of an envelope is, compressed by zlib as one stream (RFC 1950):
 
-* a block with what all share, a JSON object: ``headers`` and ``properties``;
+* a block with what all share, a JSON object: ``headers`` and ``properties``, and ``copies``, whose
+  ``headers`` and ``properties`` name those of each message that are the same as one of its headers,
+  and which;
 * for each message two blocks: a JSON object with the ``headers`` and ``properties`` that it has
   besides or instead, and its body.
 
@@ -107,6 +109,9 @@ class Envelope(NamedTuple):
         shared = next(blocks, None)
         if shared is None:
             raise InvalidEnvelope("it is empty")
+        told = _from_json(shared)
+        shared_headers, shared_properties = _parts(told)
+        copies = _parts(told.get("copies", {}))
         items: list[Item] = []
         for own in blocks:
             if len(items) == MAX_MESSAGES:
@@ -114,8 +119,11 @@ class Envelope(NamedTuple):
             content = next(blocks, None)
             if content is None:
                 raise InvalidEnvelope("it ends in the middle of a message")
-            items.append(Item(bytes(content), *_from_json(own)))
-        return cls(tuple(items), *_from_json(shared))
+            headers, properties = _parts(_from_json(own))
+            headers |= _copied(copies[0], headers)
+            properties |= _copied(copies[1], headers)
+            items.append(Item(bytes(content), headers, properties))
+        return cls(tuple(items), shared_headers, shared_properties)
 
 
 def framed(block: bytes) -> bytes:
@@ -123,17 +131,25 @@ def framed(block: bytes) -> bytes:
     return _LENGTH.pack(len(block)) + block
 
 
-def shared_block(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> bytes:
+def shared_block(
+    headers: Mapping[str, Any],
+    properties: Mapping[str, Any],
+    copied_headers: Mapping[str, str] = {},
+    copied_properties: Mapping[str, str] = {},
+) -> bytes:
     """Return the block with what all messages share.
 
     Args:
         headers: The headers that all of them have.
         properties: The AMQP message properties that all of them have.
+        copied_headers: The headers that each has, and which of its own headers is the same.
+        copied_properties: The same of its properties.
 
     Raises:
         InvalidEnvelope: One of them cannot be written as JSON.
     """
-    return framed(_to_json(headers, properties))
+    copies = _written(copied_headers, copied_properties)
+    return framed(_to_json(headers, properties, **({"copies": copies} if copies else {})))
 
 
 def sealed(blocks: bytes, level: int) -> bytes:
@@ -176,20 +192,27 @@ def _decompressed(body: bytes) -> bytes:
     return data
 
 
-def _to_json(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> bytes:
+def _written(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
     parts = {"headers": headers, "properties": properties}
-    written = {name: dict(part) for name, part in parts.items() if part}
+    return {name: dict(part) for name, part in parts.items() if part}
+
+
+def _to_json(headers: Mapping[str, Any], properties: Mapping[str, Any], **more: Any) -> bytes:
+    written = {**_written(headers, properties), **more}
     try:
         return json.dumps(written, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise InvalidEnvelope(f"{written!r} cannot be written as JSON: {error}") from error
 
 
-def _from_json(block: memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
+def _from_json(block: memoryview) -> Any:
     try:
-        read = json.loads(bytes(block))
+        return json.loads(bytes(block))
     except ValueError as error:
         raise InvalidEnvelope(f"a block is no JSON: {error}") from error
+
+
+def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     headers, properties = (
         (read.get(name, {}) if isinstance(read, dict) else None)
         for name in ("headers", "properties")
@@ -197,3 +220,11 @@ def _from_json(block: memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(headers, dict) or not isinstance(properties, dict):
         raise InvalidEnvelope("a block is no object of headers and properties")
     return headers, properties
+
+
+def _copied(copies: Mapping[str, Any], headers: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: headers[source]
+        for name, source in copies.items()
+        if isinstance(source, str) and source in headers
+    }

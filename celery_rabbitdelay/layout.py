@@ -21,7 +21,14 @@ from functools import cached_property
 from typing import Final, Literal, TypeAlias, get_args
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
-from celery_rabbitdelay.place_value import Delay, digits, fewest_digits, milliseconds, place_values
+from celery_rabbitdelay.place_value import (
+    Delay,
+    digits,
+    fewest_digits,
+    milliseconds,
+    place_values,
+    roundest,
+)
 
 __all__ = ["Layout", "Level", "Zeros", "binary", "clock", "custom", "geometric"]
 
@@ -167,18 +174,21 @@ class Layout:
         self.check(delay_ms)
         return digits(-(-max(delay_ms, 0) // self.tick_ms), self.bases)
 
-    def eased(self, delay_ms: int, tolerance_ms: int) -> int:
+    def eased(self, delay_ms: int, tolerance_ms: int, *, shared: bool = False) -> int:
         """Return the delay with the fewest stops, of those that are at most so much longer.
 
         Args:
             delay_ms: A delay in milliseconds; one that is negative or above the capacity stays.
             tolerance_ms: How much longer it may be, in milliseconds.
+            shared: Whether, of several, it is the one that most other delays become as well, and
+                not the shortest.
         """
         lowest = -(-delay_ms // self.tick_ms)
         highest = (delay_ms + tolerance_ms) // self.tick_ms
         if highest <= lowest or not 0 < delay_ms <= self.capacity_ms:
             return delay_ms
-        return fewest_digits(lowest, highest, self.bases) * self.tick_ms
+        choose = roundest if shared else fewest_digits
+        return choose(lowest, highest, self.bases) * self.tick_ms
 
     def check(self, delay_ms: int) -> None:
         """Refuse a delay that does not fit.

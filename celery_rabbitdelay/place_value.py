@@ -25,6 +25,7 @@ __all__ = [
     "milliseconds",
     "milliseconds_until",
     "place_values",
+    "roundest",
     "tolerated",
 ]
 
@@ -34,6 +35,10 @@ Delay: TypeAlias = "float | Decimal | Rational | timedelta"
 
 #: A float prints as at most 17 digits; no rounding, whatever the caller's own context is.
 _EXACT: Final = Context(prec=50)
+
+
+#: Nearer to a whole number than this part of it, a product of floats may stand on its wrong side.
+_ROUNDED: Final = 1e-15
 
 
 def milliseconds(delay: Delay) -> int:
@@ -51,6 +56,9 @@ def milliseconds(delay: Delay) -> int:
     if type(delay) is int:
         return delay * 1000
     if type(delay) is float and isfinite(delay):
+        product = delay * 1000
+        if abs(product - round(product)) > abs(product) * _ROUNDED:
+            return ceil(product)
         return ceil(_EXACT.scaleb(Decimal(repr(delay)), 3))
     if isinstance(delay, timedelta):
         microseconds = (delay.days * 86_400 + delay.seconds) * 1_000_000 + delay.microseconds
@@ -119,33 +127,38 @@ def _place_values(bases: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(bases[index + 1 :]) for index in range(len(bases)))
 
 
-def fewest_digits(lowest: int, highest: int, bases: Sequence[int]) -> int:
-    """Return the number in a range that has the fewest non-zero digits; the lowest of those.
+def roundest(lowest: int, highest: int, bases: Sequence[int]) -> int:
+    """Return the number in a range that ends in the most zeros; the lowest of those.
 
-    It is the lowest number rounded up to a multiple of what one of the digits is worth: of all that
-    end in the same zeros, none is lower, and the digit that is raised costs no more than the digits
-    behind it that vanish. So the higher that digit, the fewer the digits, but the higher the
-    number.
+    None in the range has fewer non-zero digits: it is the lowest number rounded up to a multiple of
+    what one of the digits is worth, and the digit that is raised costs no more than the digits
+    behind it that vanish.
 
     Args:
         lowest: The least that it may be.
         highest: The most that it may be.
         bases: The number of values that each digit can take, highest digit first.
-
-    Raises:
-        OverflowError: ``lowest`` has more digits than there are bases.
     """
     places = place_values(bases)
     most = min(highest, places[0] * bases[0] - 1)
-    rounded = [-(-lowest // place) * place for place in places]
-    highest_place = next((at for at, number in enumerate(rounded) if number <= most), None)
-    if highest_place is None:
-        return lowest
-    best = rounded[highest_place]
-    # A lower number of as many digits is found where rounding it up has raised a zero.
-    for above in range(highest_place, len(places) - 1):
-        number = rounded[above + 1]
-        if number != best:
+    for place in places:
+        rounded = -(-lowest // place) * place
+        if rounded <= most:
+            return rounded
+    return lowest
+
+
+def fewest_digits(lowest: int, highest: int, bases: Sequence[int]) -> int:
+    """Return the number in a range that has the fewest non-zero digits; the lowest of those.
+
+    Takes what :func:`roundest` takes. A lower number of as many digits is one that becomes the
+    roundest by raising a zero.
+    """
+    best = roundest(lowest, highest, bases)
+    places = place_values(bases)
+    for above, place in enumerate(places[1:]):
+        number = -(-lowest // place) * place
+        if number < best:
             if number // places[above] % bases[above]:
                 break
             best = number

@@ -39,36 +39,19 @@ class Bag:
     """Messages that are due in the same tick.
 
     Attributes:
+        due: When all of them are due.
         first: The first of them, as it was added.
         items: All of them, written.
         rows: Their numbers.
     """
 
-    __slots__ = ("_at_ns", "_delay_ms", "_is_instant", "_latest_ns", "first", "items", "rows")
+    __slots__ = ("due", "first", "items", "rows")
 
-    def __init__(self, at_ns: int, delay_ms: int, first: Any) -> None:
+    def __init__(self, due: Due, first: Any) -> None:
         self.first = first
         self.items = bytearray()
         self.rows = array("Q")
-        self._at_ns = at_ns
-        self._delay_ms = delay_ms
-        self._latest_ns = at_ns + 2**63
-        self._is_instant = False
-
-    @property
-    def due(self) -> Due:
-        """When all of them are due; its tolerance is what is left of the least of theirs."""
-        tolerance_ms = max(self._latest_ns - self._at_ns, 0) // _NS_PER_MS
-        return Due(self._at_ns, self._delay_ms, self._is_instant, tolerance_ms)
-
-    def add(self, row: int, item: bytes, due: Due) -> None:
-        """Put a message in."""
-        self.rows.append(row)
-        self.items += item
-        self._latest_ns = min(self._latest_ns, due.at_ns + due.tolerance_ms * _NS_PER_MS)
-        # A length of time may keep its digits where little of it is lost; but where there is a
-        # tolerance, the tick has used it.
-        self._is_instant |= due.is_instant or due.tolerance_ms > 0
+        self.due = due
 
 
 class Sorter:
@@ -111,17 +94,23 @@ class Sorter:
         if not self._bags:
             self._reference_ns, self._until_ns = now_ns, now_ns + 2**63
         tick_ms = wait_ms = self._tick_ms
-        if due.is_instant or due.tolerance_ms:
+        # A length of time may keep its digits where little of it is lost while it waits. But where
+        # there is a tolerance, the choice of the tick has used that.
+        is_instant = due.is_instant or due.tolerance_ms > 0
+        if is_instant:
             wait_ms = max(wait_ms, min(due.delay_ms // PART, MAX_WAIT))
         self._until_ns = min(self._until_ns, now_ns + wait_ms * _NS_PER_MS)
         ahead_ms = max(-((self._reference_ns - due.at_ns) // _NS_PER_MS), 0)
-        ticks = -(-self._layout.eased(ahead_ms, due.tolerance_ms) // tick_ms)
+        ticks = -(-self._layout.eased(ahead_ms, due.tolerance_ms, shared=True) // tick_ms)
         bag = self._bags.get(ticks)
         if bag is None:
             delay_ms = ticks * tick_ms
             at_ns = self._reference_ns + delay_ms * _NS_PER_MS
-            bag = self._bags[ticks] = Bag(at_ns, delay_ms, message)
-        bag.add(row, item, due)
+            bag = self._bags[ticks] = Bag(Due(at_ns, delay_ms, is_instant), message)
+        elif is_instant and not bag.due.is_instant:
+            bag.due = bag.due._replace(is_instant=True)
+        bag.rows.append(row)
+        bag.items += item
         self._held += len(item) + OVERHEAD
         if len(bag.rows) >= MAX_MESSAGES or len(bag.items) >= MAX_BYTES:
             waited_enough.append(self._bags.pop(ticks))

@@ -160,9 +160,9 @@ class Template:
     def item(self, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
         """Return the two blocks of a task in an envelope."""
         own = self._own(task_id, args, kwargs)
+        own.pop("root_id", None)  # a copy of the id
         headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own.items()])
-        first = f'{{"headers":{{{headers}}},"properties":{{"correlation_id":{quoted(task_id)}}}}}'
-        return framed(first.encode()) + framed(self.body(args, kwargs))
+        return framed(f'{{"headers":{{{headers}}}}}'.encode()) + framed(self.body(args, kwargs))
 
     def envelope(self, items: bytes, due_ms: int) -> Content:
         """Return a message that holds tasks.
@@ -188,7 +188,9 @@ class Template:
             delivery_mode=PERSISTENT,
             priority=self.properties.get("priority", 0),
         )
-        return shared_block(shared, self.properties), Mould(message, {names.DUE})
+        copied = {"root_id": "id"} if self._has_root else {}
+        block = shared_block(shared, self.properties, copied, {"correlation_id": "id"})
+        return block, Mould(message, {names.DUE})
 
 
 def _brief(value: Any, most: int) -> str:

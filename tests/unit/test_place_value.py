@@ -19,6 +19,7 @@ from celery_rabbitdelay.place_value import (
     milliseconds,
     milliseconds_until,
     place_values,
+    roundest,
     tolerated,
 )
 
@@ -49,7 +50,12 @@ def test_of_a_range_the_number_of_the_fewest_digits_is_found(
     found = fewest_digits(lowest, highest, bases)
 
     every = range(lowest, min(highest + 1, prod(bases)))
-    assert found == min(every, key=lambda value: (sum(map(bool, digits(value, bases))), value))
+
+    def stops(value: int) -> int:
+        return sum(map(bool, digits(value, bases)))
+
+    assert found == min(every, key=lambda value: (stops(value), value))
+    assert stops(roundest(lowest, highest, bases)) == stops(found)
 
 
 @pytest.mark.parametrize(
