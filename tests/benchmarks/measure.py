@@ -1,0 +1,105 @@
+# ruff: noqa: T201  # a program at the terminal prints
+"""What all benchmarks share: contestants in turn, medians and ratios, results and pictures.
+
+A figure of one machine says little; so every one stands beside a peer's, measured in the same run on
+the same broker, the contestants in turn, round by round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from celery_rabbitdelay.testing.servers import RabbitMQServer
+
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
+
+#: Where results and pictures are written to.
+RESULTS: Final = REPOSITORY / "build" / "benchmarks"
+
+LIBRARIES: Final = ("celery", "kombu", "amqp", "celery-rabbitdelay")
+
+
+def environment(broker: RabbitMQServer) -> dict[str, Any]:
+    """The machine and the versions that figures belong to."""
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "rabbitmq": broker.ctl("version").strip(),
+        **{name: version(name) for name in LIBRARIES},
+    }
+
+
+def in_turn(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Measure each contestant once a round; return their figures, a list for each."""
+    figures: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds):
+        for name, measure in contestants.items():
+            figures[name].append(measure())
+            print(f"  round {number + 1}, {name}: {figures[name][-1]:,.1f}", flush=True)
+    return figures
+
+
+def ratios(figures: Mapping[str, Sequence[float]], peer: str) -> dict[str, float]:
+    """The median of each contestant's figure as a multiple of the peer's of the same round."""
+    return {
+        name: median(own / other for own, other in zip(rounds, figures[peer], strict=True))
+        for name, rounds in figures.items()
+    }
+
+
+def show(title: str, unit: str, figures: Mapping[str, Sequence[float]], peer: str) -> None:
+    """Print medians, spread and ratios."""
+    print(f"\n{title} ({unit})")
+    for name, ratio in ratios(figures, peer).items():
+        rounds = figures[name]
+        print(
+            f"  {name:44} median {median(rounds):12,.1f}  from {min(rounds):12,.1f} "
+            f"to {max(rounds):12,.1f}  {ratio:8.2f} x {peer}"
+        )
+
+
+def save(name: str, broker: RabbitMQServer, results: Mapping[str, Any]) -> Path:
+    """Write results as JSON, with the machine and the versions; return the file."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(broker), **results}, indent=2) + "\n")
+    print(f"written: {path.relative_to(REPOSITORY)}")
+    return path
+
+
+def bars(
+    name: str, title: str, unit: str, figures: Mapping[str, Sequence[float]], footnote: str
+) -> Path:
+    """Draw the medians as bars, with their spread; return the picture."""
+    import matplotlib.pyplot as plt
+
+    names = list(figures)
+    medians = [median(figures[each]) for each in names]
+    spread = [
+        [middle - min(figures[each]) for each, middle in zip(names, medians, strict=True)],
+        [max(figures[each]) - middle for each, middle in zip(names, medians, strict=True)],
+    ]
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.5 * len(names)))
+    drawn = axes.barh(names, medians, xerr=spread, color="#4c72b0")
+    axes.bar_label(drawn, labels=[f"{middle:,.0f}" for middle in medians], padding=6)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=unit)
+    axes.margins(x=0.15)
+    figure.text(0.01, 0.01, footnote, fontsize=7, color="#555555")
+    figure.tight_layout()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
