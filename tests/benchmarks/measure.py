@@ -1,8 +1,8 @@
 # ruff: noqa: T201  # a program at the terminal prints
 """What all benchmarks share: contestants in turn, medians and ratios, results and pictures.
 
-A figure of one machine says little; so every one stands beside a peer's, measured in the same run on
-the same broker, the contestants in turn, round by round.
+A figure of one machine says little; so every one stands beside a peer's, measured in the same run
+on the same broker, the contestants in turn, round by round.
 """
 
 from __future__ import annotations
