@@ -202,7 +202,8 @@ class ConfirmChannel:
             subject: Whatever the caller wants to find again.
 
         Raises:
-            struct.error: Exchange or routing key are too long. The channel can still be used.
+            amqp.exceptions.FrameSyntaxError: Headers and properties are too long for a frame.
+            struct.error: Exchange or routing key are too long. In both cases, nothing is sent.
         """
         frames = publishing(self._number, exchange, routing_key, content, self._transport.frame_max)
         sent = Sent(exchange, routing_key, content, then, subject)

@@ -10,6 +10,7 @@ import struct
 from typing import Any, Final, NamedTuple
 
 import amqp
+from amqp.exceptions import FrameSyntaxError
 
 __all__ = ["METHOD", "Content", "publishing"]
 
@@ -18,6 +19,9 @@ METHOD: Final = 1
 
 #: The bytes of a frame besides what it holds: type, channel, size, and the byte at its end.
 OVERHEAD: Final = 8
+
+#: The bytes of a header frame before the properties.
+HEADER_OVERHEAD: Final = 12
 
 _END: Final = b"\xce"
 _PUBLISH: Final = struct.Struct(">HHHB")
@@ -65,9 +69,14 @@ def publishing(
         frame_max: The bytes that a frame of the connection may have.
 
     Raises:
+        amqp.exceptions.FrameSyntaxError: Headers and properties do not fit into a frame.
         struct.error: The exchange's name or the routing key has more than 255 bytes.
     """
     properties, body = content
+    if len(properties) > frame_max - OVERHEAD - HEADER_OVERHEAD:
+        raise FrameSyntaxError(
+            f"headers and properties have {len(properties)} bytes, a frame {frame_max}"
+        )
     name, key = exchange.encode(), routing_key.encode()
     parts = [
         _FRAME.pack(METHOD, channel, 9 + len(name) + len(key)),

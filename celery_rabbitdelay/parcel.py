@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple
 import amqp
 
 from celery_rabbitdelay import headers as names
+from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.topology import Topology
 
 __all__ = [
@@ -21,7 +23,7 @@ __all__ = [
     "shortened",
     "task_id_of",
     "undeliverable",
-    "unwritable",
+    "written",
 ]
 
 #: ``delivery_mode`` of a message that RabbitMQ writes to disk.
@@ -86,24 +88,31 @@ def changed(message: amqp.Message, headers: Mapping[str, Any], **properties: Any
     return amqp.Message(message.body, application_headers=dict(headers), **kept)
 
 
-def unwritable(outgoing: Outgoing, frame_max: int) -> str | None:
-    """Return why AMQP cannot carry a message; None where it can.
+def written(outgoing: Outgoing, frame_max: int) -> Content:
+    """Return a message as AMQP writes it.
 
     Args:
         outgoing: The message, and where it goes.
         frame_max: The bytes of a frame, which headers and properties have to fit into.
+
+    Raises:
+        Refused: AMQP cannot carry it.
     """
     for what, word in (("exchange", outgoing.exchange), ("routing key", outgoing.routing_key)):
         if len(word.encode(errors="surrogatepass")) > MAX_WORD:
-            return f"the {what} {shortened(word)} has more than {MAX_WORD} bytes"
+            raise Refused(f"the {what} {shortened(word)} has more than {MAX_WORD} bytes")
     try:
-        message: Any = outgoing.message
-        size = len(message._serialize_properties())
-    except Exception as error:  # noqa: BLE001 - whatever a value of the wrong type makes of it
-        return f"a header or property cannot be written: {shortened(error)}"
+        content = Content.of(outgoing.message)
+    except Exception as error:
+        # Whatever a value of the wrong type makes of it.
+        reason = f"a header or property cannot be written: {shortened(error)}"
+        raise Refused(reason) from error
+    size = len(content.properties)
     if size > frame_max - FRAME_RESERVE:
-        return f"its headers have {size} bytes, which do not fit into a frame of {frame_max}"
-    return None
+        raise Refused(
+            f"its headers have {size} bytes, which do not fit into a frame of {frame_max}"
+        )
+    return content
 
 
 def shortened(value: object) -> str:

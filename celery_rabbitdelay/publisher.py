@@ -309,7 +309,7 @@ class _Batch:
                 confirming.send(
                     posting.content, exchange, routing_key, timeout, self._settled, posting
                 )
-            except struct.error as unwritable:
+            except (FrameSyntaxError, struct.error) as unwritable:
                 reason = f"cannot be written in AMQP: {unwritable}"
                 self._finish(posting, PublishError(exchange, routing_key, reason))
 

@@ -19,14 +19,13 @@ from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.confirms import ConfirmChannel, Sent
 from celery_rabbitdelay.declaration import connect
 from celery_rabbitdelay.exceptions import ConfirmTimeout, MessageNacked, PublishError, Refused
-from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.parcel import (
     Outgoing,
     bare,
     headers_of,
     shortened,
     undeliverable,
-    unwritable,
+    written,
 )
 from celery_rabbitdelay.topology import Topology
 from celery_rabbitdelay.worker.tally import Tally
@@ -331,16 +330,17 @@ class _Round:
     def _send(self, parcel: _Parcel, outgoing: Outgoing, attempt: int = 1) -> None:
         # Counted first: whoever waits for the broker lets other messages of the parcel settle.
         parcel.pending += 1
-        reason = unwritable(outgoing, self._transport.frame_max)
-        if reason is None and not self._exists(outgoing.exchange):
-            reason = f"there is no exchange {outgoing.exchange!r}"
-        if reason is not None:
-            self._refuse(parcel, outgoing, reason)
+        try:
+            content = written(outgoing, self._transport.frame_max)
+            if not self._exists(outgoing.exchange):
+                raise Refused(f"there is no exchange {outgoing.exchange!r}")
+        except Refused as refused:
+            self._refuse(parcel, outgoing, refused.reason)
             parcel.pending -= 1
             return
         self._last = parcel, outgoing
         self._publishing.send(
-            Content.of(outgoing.message),
+            content,
             outgoing.exchange,
             outgoing.routing_key,
             self._courier.timeout,
@@ -366,7 +366,9 @@ class _Round:
         self._courier.tally.undeliverable += 1
         topology = self._courier.topology
         refused = undeliverable(topology, outgoing, reason)
-        if unwritable(refused, self._transport.frame_max) is not None:
+        try:
+            written(refused, self._transport.frame_max)
+        except Refused:
             refused = bare(topology, outgoing.message, reason)
         parcel.pending += 1
         # Not at once: whoever is told what became of a message must not send another one.

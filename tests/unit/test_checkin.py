@@ -13,7 +13,7 @@ from celery_rabbitdelay.checkin import CheckIn
 from celery_rabbitdelay.envelope import CONTENT_TYPE
 from celery_rabbitdelay.exceptions import Refused
 from celery_rabbitdelay.layout import custom
-from celery_rabbitdelay.parcel import Outgoing, bare, undeliverable, unwritable
+from celery_rabbitdelay.parcel import Outgoing, bare, undeliverable, written
 from celery_rabbitdelay.topology import Topology
 
 TOPOLOGY = Topology("t", custom([("seconds", 10, 1)]))
@@ -107,10 +107,11 @@ def test_what_is_hostile_is_refused_in_few_words(
     ],
 )
 def test_what_amqp_cannot_carry_is_known_before_it_is_sent(outgoing: Outgoing) -> None:
-    reason = unwritable(outgoing, 131_072)
-    assert reason is not None
+    with pytest.raises(Refused) as caught:
+        written(outgoing, 131_072)
+    reason = caught.value.reason
     assert len(reason) < 500
     left = bare(TOPOLOGY, outgoing.message, reason)
-    assert unwritable(left, 131_072) is None
+    assert written(left, 131_072)
     told = undeliverable(TOPOLOGY, Outgoing("x", "k", amqp.Message(b"")), reason)
-    assert unwritable(told, 131_072) is None
+    assert written(told, 131_072)
