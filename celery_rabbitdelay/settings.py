@@ -60,7 +60,8 @@ class Settings:
         declare: "auto": whoever first needs the topology declares it. "never": operators do, and
             bind every destination to the delivery exchange as well.
         confirm_timeout: Seconds until a missing confirm becomes an error.
-        window: How many messages a module has in flight, unconfirmed, at the most.
+        window: How many messages a module, or ``send_many``, has in flight, unconfirmed, at the
+            most.
         modules: Which modules the workers serve, of "check-in" and "distribution". A producer whose
             setting lacks one refuses what only that one could deliver.
         checkin_allowed: The names of the queues and exchanges that check-in may reach; ``*`` and
