@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import Any, Final, TypeAlias
 
@@ -244,12 +244,22 @@ class ConfirmChannel:
                 return until()
         return True
 
-    def take_in(self, timeout: float) -> None:
-        """Take in one frame of the connection, also of another channel.
+    def take_in(self, timeout: float, most: int = 1) -> None:
+        """Take in a frame of the connection, also of another channel, and those behind it.
+
+        Args:
+            timeout: Seconds to wait for the first one.
+            most: How many frames at the most; the further ones are not waited for.
 
         Raises:
             TimeoutError: None came.
         """
+        self._take_in_one(timeout)
+        with suppress(TimeoutError):
+            for _ in range(most - 1):
+                self._take_in_one(0)
+
+    def _take_in_one(self, timeout: float) -> None:
         transport = self._transport
         with transport.transport.having_timeout(timeout):
             frame = transport.transport.read_frame()

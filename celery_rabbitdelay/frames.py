@@ -7,12 +7,13 @@ The format is that of AMQP 0-9-1 (https://www.rabbitmq.com/resources/specs/amqp0
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import amqp
 from amqp.exceptions import FrameSyntaxError
 
-__all__ = ["METHOD", "Content", "publishing"]
+__all__ = ["METHOD", "Content", "acknowledging", "publishing"]
 
 #: The type of a frame that holds a method.
 METHOD: Final = 1
@@ -27,6 +28,7 @@ _END: Final = b"\xce"
 _PUBLISH: Final = struct.Struct(">HHHB")
 _WORD: Final = struct.Struct(">B")
 _FRAME: Final = struct.Struct(">BHI")
+_ACK: Final = struct.Struct(">BHIHHQB")
 _HEADER: Final = struct.Struct(">BHIHHQ")
 
 
@@ -54,6 +56,16 @@ class Content(NamedTuple):
         if isinstance(body, str):
             body = body.encode(written.properties.setdefault("content_encoding", "utf-8"))
         return cls(written._serialize_properties(), body)
+
+
+def acknowledging(channel: int, tags: Iterable[int]) -> bytes:
+    """Return the frames that acknowledge messages.
+
+    Args:
+        channel: The number of the channel that they came by.
+        tags: Their delivery tags.
+    """
+    return b"".join([_ACK.pack(METHOD, channel, 13, 60, 80, tag, 0) + _END for tag in tags])
 
 
 def publishing(

@@ -19,6 +19,7 @@ from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.confirms import ConfirmChannel, Sent
 from celery_rabbitdelay.declaration import connect
 from celery_rabbitdelay.exceptions import ConfirmTimeout, MessageNacked, PublishError, Refused
+from celery_rabbitdelay.frames import acknowledging
 from celery_rabbitdelay.parcel import (
     Outgoing,
     bare,
@@ -48,6 +49,9 @@ SLICE: Final = 100
 #: as a leader may be away, and no more, since all others wait for it.
 ATTEMPTS: Final = 10
 PAUSE: Final = 3.0
+
+#: How many frames are taken in before what they have brought is published; a message is three.
+FRAMES: Final = 300
 
 #: Seconds that the thread waits for the broker before it looks whether it is to stop.
 TURN: Final = 0.2
@@ -190,6 +194,7 @@ class _Round:
         self._undeliverable = courier.topology.undeliverable.exchange.name
         self._known = {"", self._undeliverable}
         self._unfinished = 0
+        self._finished: list[int] = []
         self._progress = time.monotonic()
         self._looked = 0.0
 
@@ -225,13 +230,15 @@ class _Round:
     def _turn(self) -> None:
         self._publish()
         self._publishing.flush(self._courier.timeout)
+        self._acknowledge()
         try:
-            self._publishing.take_in(timeout=0 if self._has_room() else TURN)
+            self._publishing.take_in(0 if self._has_room() else TURN, FRAMES)
         except TimeoutError:
             # py-amqp may run out of time while it opens a channel that the broker has closed; then
             # nobody is told that it was.
             if not (self._publishing.open and self._taking.is_open):
                 raise
+        self._acknowledge()
         self._connection.heartbeat_check()
         self._check_progress()
         self._look()
@@ -394,9 +401,17 @@ class _Round:
 
     def _finish(self, parcel: _Parcel) -> None:
         if parcel.unpacked and not parcel.pending:
-            self._taking.basic_ack(parcel.message.delivery_tag)
+            self._finished.append(cast(int, parcel.message.delivery_tag))
             self._unfinished -= 1
             self._courier.tally.finished += 1
+
+    def _acknowledge(self) -> None:
+        if self._finished:
+            frames = acknowledging(self._taking.channel_id, self._finished)
+            self._finished.clear()
+            with self._answers():
+                self._transport.transport.write(frames)
+            self._transport.bytes_sent += 1
 
     def _check_progress(self) -> None:
         publishing = self._publishing

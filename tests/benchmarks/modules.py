@@ -67,10 +67,11 @@ class Bench:
     """An application, its broker, and a queue that everything ends in."""
 
     def __init__(self, broker: RabbitMQServer, redis: RedisServer) -> None:
+        self._url = broker.url
         prefix = f"bench-{uuid4().hex[:8]}"
         self.configuration = {
             "prefix": prefix,
-            "broker_url": broker.url,
+            "broker_url": self._url,
             "result_backend": redis.url,
             "rabbitdelay_prefix": prefix,
             "rabbitdelay_layout": [("hours", 6, 3600), ("seconds", 10, 360)],
@@ -99,7 +100,7 @@ class Bench:
         seen: list[tuple[float, int]] = []
 
         def has_all() -> bool:
-            with Connection(self.configuration["broker_url"]) as connection:
+            with Connection(self._url) as connection:
                 while not seen or seen[-1][1] < before + expected:
                     seen.append((time.monotonic(), count(connection, queue)))
                     if self._ends.wait(0.02):
