@@ -5,8 +5,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit integration acceptance test-brokers chaos bench-memory bench-modules lint types docs tox coverage \
-        clean
+.PHONY: help demo test unit integration acceptance test-brokers chaos bench-memory bench-modules bench-sends bench-levels \
+        bench-growth lint types docs tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -49,6 +49,15 @@ bench-memory: $(VENV)/test.done  ## A worker's memory while 20,000 tasks wait, b
 
 bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing
 	$(BIN)/python -m tests.benchmarks.modules
+
+bench-sends: $(VENV)/test.done  ## Confirmed delayed sends, beside Celery's own and raw py-amqp
+	$(BIN)/python -m tests.benchmarks.sends
+
+bench-levels: $(VENV)/test.done  ## Confirmed sends into the clock, beside Celery's 28 levels
+	$(BIN)/python -m tests.benchmarks.levels
+
+bench-growth: $(VENV)/test.done  ## What sends and lateness cost while ever more messages wait
+	$(BIN)/python -m tests.benchmarks.growth
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.testing.servers import RabbitMQServer
 
@@ -25,6 +25,38 @@ REPOSITORY: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = REPOSITORY / "build" / "benchmarks"
 
 LIBRARIES: Final = ("celery", "kombu", "amqp", "celery-rabbitdelay")
+
+
+class Target(NamedTuple):
+    """A figure, and what it is meant to be at least, or at most."""
+
+    claim: str
+    figure: float
+    bound: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Whether the figure is what it is meant to be."""
+        return self.figure <= self.bound if self.at_most else self.figure >= self.bound
+
+
+def judge(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Print which targets are met; return them for :func:`save`."""
+    print("\ntargets")
+    for target in targets:
+        sign, verdict = "<=" if target.at_most else ">=", "met" if target.met else "NOT MET"
+        print(f"  {target.claim}: {target.figure:,.2f} {sign} {target.bound:,g}: {verdict}")
+    return [{**target._asdict(), "met": target.met} for target in targets]
+
+
+def private_broker() -> RabbitMQServer:
+    """A RabbitMQ of our own, not started: that of ``RABBITDELAY_BROKER_ROOT``, if there is one."""
+    root = os.environ.get("RABBITDELAY_BROKER_ROOT")
+    # It wins over every broker that an application names.
+    os.environ.pop("CELERY_BROKER_URL", None)
+    quiet = ("log.queue.level = error", "log.ra.level = error")
+    return RabbitMQServer(Path(root) if root else None, settings=quiet)
 
 
 def environment(broker: RabbitMQServer) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""What the layout costs: confirmed sends into the clock, beside Celery's chain of 28 levels.
+
+``python -m tests.benchmarks.levels`` starts a private RabbitMQ. The same publisher publishes the
+same small message, with the same window of confirms and the same random delays (an hour to a week,
+in whole seconds), into quorum queues; the messages and their routing keys are made beforehand. Only
+exchange and routing key differ:
+
+- the clock, which a message enters at its first digit that is not zero;
+- our binary layout of 28 levels, which it enters at its first bit that is one;
+- Celery's native delayed delivery, whose 28 levels it enters at the highest.
+
+Nothing comes due while it is measured: this is the cost of the first stop alone, on one node.
+Afterwards all that was sent is counted as it is purged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import amqp
+from kombu import Connection
+from kombu.transport.native_delayed_delivery import calculate_routing_key
+
+from celery_rabbitdelay.declaration import declare, ensure_destination
+from celery_rabbitdelay.frames import Content
+from celery_rabbitdelay.layout import binary, clock
+from celery_rabbitdelay.posting import Patience, Posting
+from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.testing.servers import RabbitMQServer
+from celery_rabbitdelay.topology import Topology
+from tests.benchmarks import measure
+from tests.benchmarks.measure import Target
+from tests.benchmarks.waiting import (
+    NATIVE_ENTRANCE,
+    NATIVE_QUEUES,
+    PATIENCE,
+    WEEK,
+    declare_native,
+    purge,
+    quorum_queue,
+)
+
+#: Bytes of the message's body.
+SIZE: Final = 200
+
+#: The queue that all levels lead to.
+END: Final = "end"
+
+CLOCK: Final = "clock"
+BINARY: Final = "binary, entered at its first bit"
+NATIVE: Final = "Celery's 28 levels"
+
+#: The prefixes of our two layouts on the broker.
+LAYOUTS: Final = {CLOCK: Topology("clock", clock()), BINARY: Topology("binary", binary())}
+
+
+class Contestant(NamedTuple):
+    """Where messages are published to, and the queues that they then wait in."""
+
+    addresses: Sequence[tuple[str, str]]
+    queues: Sequence[str]
+
+
+def contestants(delays: Sequence[int]) -> dict[str, Contestant]:
+    """Make the addresses of messages with these delays, in seconds."""
+    return {
+        **{
+            name: Contestant(
+                [topology.address(delay * 1000, END) for delay in delays],
+                [queue.name for queue in topology.queues],
+            )
+            for name, topology in LAYOUTS.items()
+        },
+        NATIVE: Contestant(
+            [(NATIVE_ENTRANCE, calculate_routing_key(delay, END)) for delay in delays],
+            NATIVE_QUEUES,
+        ),
+    }
+
+
+def postings(addresses: Sequence[tuple[str, str]], content: Content) -> list[Posting]:
+    """Make one message for each address."""
+
+    def posting(address: tuple[str, str]) -> Posting:
+        return Posting(content, lambda: address)
+
+    return [posting(address) for address in addresses]
+
+
+def rate(
+    connection: Connection, publisher: Publisher, window: int, contestant: Contestant
+) -> float:
+    """Publish all messages; return how many a second were confirmed. Then remove them."""
+    content = Content.of(amqp.Message(b"x" * SIZE, delivery_mode=2))
+    made = postings(contestant.addresses, content)
+    began = time.monotonic()
+    publisher.publish_all(made, Patience(timeout=PATIENCE, window=window))
+    taken = time.monotonic() - began
+    assert not any(posting.error for posting in made)
+    purge(connection, contestant.queues, len(made))
+    return len(made) / taken
+
+
+def compare(broker: RabbitMQServer, messages: int, rounds: int, window: int) -> None:
+    """Measure all contestants, and write the results."""
+    generator = random.Random(1)
+    delays = [generator.randint(3600, WEEK) for _ in range(messages)]
+    with Connection(broker.url) as connection:
+        declare_native(connection, quorum_queue(END))
+        for topology in LAYOUTS.values():
+            declare(connection, topology)
+            ensure_destination(connection, topology, quorum_queue(END))
+        publisher = Publisher(Connection(broker.url))
+        rating = partial(rate, connection, publisher, window)
+        for each in contestants(delays[:100]).values():
+            rating(each)
+        measures: dict[str, Callable[[], float]] = {
+            name: partial(rating, each) for name, each in contestants(delays).items()
+        }
+        figures = measure.in_turn(measures, rounds)
+        publisher.close()
+    title, unit = "Confirmed sends into delay levels", "messages/s"
+    measure.show(title, unit, figures, NATIVE)
+    targets = [Target(f"{CLOCK} / {NATIVE}", measure.ratios(figures, NATIVE)[CLOCK], 5)]
+    results = {
+        "unit": unit,
+        "messages": messages,
+        "window": window,
+        "body_bytes": SIZE,
+        "figures": figures,
+        "targets": measure.judge(targets),
+    }
+    measure.save("levels", broker, results)
+    footnote = (
+        f"RabbitMQ {broker.ctl('version').strip()}, quorum queues, a window of {window}; medians "
+        f"of {rounds} rounds of {messages:,} messages."
+    )
+    measure.bars("levels", title, unit, figures, footnote)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.levels")
+    parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    parser.add_argument("--messages", type=int, default=10_000, help="a round (10000)")
+    parser.add_argument("--window", type=int, default=1000, help="messages in flight (1000)")
+    options = parser.parse_args(arguments)
+    with measure.private_broker() as broker:
+        compare(broker, options.messages, options.rounds, options.window)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

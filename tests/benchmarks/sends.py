@@ -1,0 +1,322 @@
+# ruff: noqa: T201  # a program at the terminal prints
+"""How many delayed tasks one process sends in a second, beside Celery's own and raw py-amqp.
+
+``python -m tests.benchmarks.sends`` starts a private RabbitMQ. Tasks with small JSON arguments and
+random delays, from a minute to a week, are sent by one thread to a quorum queue; nothing comes due
+meanwhile. Ours are confirmed. Celery's own ``countdown`` takes its native delayed delivery (28
+quorum levels, declared beforehand). Raw py-amqp publishes, to the very exchanges and routing keys
+that ours go to, one message again and again: as many bytes as one of our tasks' takes, without a
+header; and once more with all of a task's headers, which py-amqp writes anew for each message.
+
+The rate is that of the calls: it ends when the last has returned. Without confirms, that is before
+the broker has everything; so the rate until it has is printed beside, and measured by counting the
+queues, to about 0.1 s. Before the next contestant, everything that was sent is counted as it is
+purged: what is missing is an error.
+
+``--memory`` measures something else: the most memory of a process that sends a generator's rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import amqp
+import celery
+from kombu import Connection
+
+from celery_rabbitdelay import Celery, Row
+from celery_rabbitdelay.frames import Content
+from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from tests.benchmarks import measure
+from tests.benchmarks.measure import Target
+from tests.benchmarks.waiting import (
+    NATIVE_QUEUES,
+    PATIENCE,
+    WEEK,
+    count,
+    declare_native,
+    purge,
+    quorum_queue,
+)
+
+TEXT: Final = "Your order is waiting for you."
+
+#: Seconds that a task in an envelope may start later.
+TOLERANCE: Final = 60
+
+ONE: Final = "apply_async(delay=)"
+MANY: Final = "send_many, no envelopes"
+ENVELOPED: Final = f"send_many, envelopes, tolerance {TOLERANCE} s"
+NATIVE: Final = "apply_async(countdown=), confirm_publish"
+NATIVE_UNCONFIRMED: Final = "apply_async(countdown=), unconfirmed"
+RAW_CONFIRMED: Final = "raw, confirmed one by one"
+RAW: Final = "raw, unconfirmed"
+RAW_HEADERS: Final = "raw, unconfirmed, a task's headers"
+
+#: Bytes.
+MEGABYTE: Final = 1_000_000
+
+
+def make_app(cls: type[celery.Celery], url: str, queue: str, confirms: bool = False) -> Any:
+    """An application of a class, with one task and one quorum queue."""
+    app = cls("bench", broker=url, set_as_current=False)
+    app.conf.update(
+        task_default_queue=queue,
+        task_queues=[quorum_queue(queue)],
+        task_ignore_result=True,
+        broker_transport_options={"confirm_publish": True} if confirms else {},
+    )
+
+    @app.task(name="remind", shared=False)
+    def remind(order: int, text: str) -> None: ...
+
+    return app
+
+
+def random_delays(seed: int = 1) -> Iterator[float]:
+    """Seconds, from a minute to a week."""
+    generator = random.Random(seed)
+    while True:
+        yield generator.uniform(60, WEEK)
+
+
+class Bench:
+    """The contestants, and the queues that what they send lies in.
+
+    Args:
+        broker: Where to.
+        slow: How many tasks those send that wait for each confirm.
+        fast: How many the others send.
+        enveloped: How many are sent in envelopes.
+    """
+
+    def __init__(self, broker: RabbitMQServer, slow: int, fast: int, enveloped: int) -> None:
+        self.slow, self.fast, self.enveloped = slow, fast, enveloped
+        #: Tasks a second until the broker has them all, of those who do not wait for confirms.
+        self.landed: dict[str, list[float]] = {}
+        self.delays = list(islice(random_delays(), max(slow, fast, enveloped)))
+        self.connection = Connection(broker.url)
+        self.ours = make_app(Celery, broker.url, "ours")
+        self.native = make_app(celery.Celery, broker.url, "native")
+        self.native_confirmed = make_app(celery.Celery, broker.url, "native", confirms=True)
+        self.topology = self.ours.rabbitdelay.topology
+        self.our_queues = [queue.name for queue in self.topology.queues] + ["ours"]
+        self.native_queues = [*NATIVE_QUEUES, "native"]
+        self.raw_connection = Connection(broker.url)
+        self.raw_confirmed = Connection(broker.url, transport_options={"confirm_publish": True})
+        declare_native(self.connection, quorum_queue("native"))
+        self.task_message = self._warm_up()
+        written = Content.of(self.task_message)
+        self.plain_message = amqp.Message(b"x" * sum(map(len, written)), delivery_mode=2)
+
+    def _warm_up(self) -> amqp.Message:
+        """Connect and declare; return one of our tasks' messages."""
+        self.one_by_one(self.ours, "delay", 1)
+        (queue,) = (name for name in self.our_queues if count(self.connection, [name]))
+        channel: Any = self.connection.default_channel
+        message = channel.basic_get(queue, no_ack=True)
+        own = {name: message.properties[name] for name in message.properties}
+        for app in (self.native, self.native_confirmed):
+            self.one_by_one(app, "countdown", 1)
+        purge(self.connection, self.native_queues, 2)
+        return amqp.Message(message.body, **own)
+
+    def one_by_one(self, app: Any, option: str, tasks: int) -> int:
+        """Send tasks by ``apply_async``; return how many messages that makes."""
+        remind = app.tasks["remind"]
+        for order, delay in enumerate(self.delays[:tasks]):
+            remind.apply_async((order, TEXT), **{option: delay})
+        return tasks
+
+    def many(self, tasks: int, **options: Any) -> int:
+        """Send tasks by ``send_many``; return how many messages that makes."""
+        report = self.ours.rabbitdelay.send_many(
+            self.ours.tasks["remind"],
+            (Row((order, TEXT), delay=delay) for order, delay in enumerate(self.delays[:tasks])),
+            **options,
+        )
+        messages: int = report.messages
+        return messages
+
+    def raw(self, connection: Connection, message: amqp.Message, addresses: Any) -> int:
+        """Publish one message to many addresses, by py-amqp alone."""
+        channel: Any = connection.default_channel
+        for exchange, routing_key in addresses:
+            channel.basic_publish(message, exchange=exchange, routing_key=routing_key)
+        return len(addresses)
+
+    def contestants(self) -> dict[str, Callable[[], float]]:
+        """What is measured, by its name."""
+        slow, fast = self.slow, self.fast
+        addresses = [
+            self.topology.address(int(delay * 1000), "ours") for delay in self.delays[:fast]
+        ]
+        plain, task = self.plain_message, self.task_message
+        confirmed, unconfirmed = self.raw_confirmed, self.raw_connection
+        ours, native = self.our_queues, self.native_queues
+        of: dict[str, tuple[int, list[str], Callable[[], int]]] = {
+            ONE: (slow, ours, partial(self.one_by_one, self.ours, "delay", slow)),
+            MANY: (fast, ours, partial(self.many, fast, envelopes=False)),
+            ENVELOPED: (
+                self.enveloped,
+                ours,
+                partial(self.many, self.enveloped, envelopes=True, tolerance=TOLERANCE),
+            ),
+            NATIVE: (
+                slow,
+                native,
+                partial(self.one_by_one, self.native_confirmed, "countdown", slow),
+            ),
+            NATIVE_UNCONFIRMED: (
+                slow,
+                native,
+                partial(self.one_by_one, self.native, "countdown", slow),
+            ),
+            RAW_CONFIRMED: (slow, ours, partial(self.raw, confirmed, plain, addresses[:slow])),
+            RAW: (fast, ours, partial(self.raw, unconfirmed, plain, addresses)),
+            RAW_HEADERS: (fast, ours, partial(self.raw, unconfirmed, task, addresses)),
+        }
+        return {name: partial(self.rate, name, *each) for name, each in of.items()}
+
+    def rate(self, name: str, tasks: int, queues: Sequence[str], send: Callable[[], int]) -> float:
+        """Send; return tasks a second. Then count what arrived, and remove it."""
+        gc.collect()
+        began = time.monotonic()
+        messages = send()
+        taken = time.monotonic() - began
+        if "unconfirmed" in name:
+            wait_for(
+                lambda: count(self.connection, queues) >= messages, name, PATIENCE, interval=0.0
+            )
+            self.landed.setdefault(name, []).append(tasks / (time.monotonic() - began))
+        purge(self.connection, queues, messages)
+        return tasks / taken
+
+    def close(self) -> None:
+        """Close all connections."""
+        for app in (self.ours, self.native, self.native_confirmed):
+            app.close()
+        for connection in (self.connection, self.raw_connection, self.raw_confirmed):
+            connection.release()
+
+
+def rates(broker: RabbitMQServer, rounds: int, slow: int, fast: int, enveloped: int) -> None:
+    """Measure all contestants, and write the results."""
+    bench = Bench(broker, slow, fast, enveloped)
+    figures = measure.in_turn(bench.contestants(), rounds)
+    bench.close()
+    title, unit = "Delayed tasks sent by one process", "tasks/s"
+    measure.show(title, unit, figures, NATIVE)
+    measure.show(title, unit, figures, RAW)
+    landed = bench.landed | {MANY: figures[MANY]}
+    measure.show("Until the broker had everything", unit, landed, MANY)
+    by_native, by_raw = measure.ratios(figures, NATIVE), measure.ratios(figures, RAW)
+    targets = [
+        Target(f"{ONE} / {NATIVE}", by_native[ONE], 1),
+        Target(f"{MANY} / {NATIVE}", by_native[MANY], 10),
+        Target(f"{MANY} / {RAW}", by_raw[MANY], 0.7),
+        Target(f"{ENVELOPED} (tasks/s)", median(figures[ENVELOPED]), 40_000),
+    ]
+    results = {
+        "unit": unit,
+        "tasks": {"one by one, and Celery's": slow, "others": fast, "in envelopes": enveloped},
+        "message_bytes": sum(map(len, Content.of(bench.task_message))),
+        "figures": figures,
+        "until_the_broker_has_everything": bench.landed,
+        "targets": measure.judge(targets),
+    }
+    measure.save("sends", broker, results)
+    footnote = (
+        f"RabbitMQ {broker.ctl('version').strip()}, Celery {celery.__version__}, quorum queues; "
+        f"medians of {rounds} rounds. Without confirms: until the calls have returned."
+    )
+    measure.bars("sends", title, unit, figures, footnote)
+
+
+def most_memory() -> int:
+    """The most memory that this process has had so far, in bytes.
+
+    Not ``ru_maxrss``, in which Linux counts what the parent had when it started this process.
+    """
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def send_generator(url: str, tasks: int, envelopes: bool) -> tuple[int, int, int, float]:
+    """In a process of its own, send the rows of a generator.
+
+    Returns:
+        How many messages that makes, bytes of memory at the start and at the most, seconds.
+    """
+    app = make_app(Celery, url, "ours")
+    app.tasks["remind"].apply_async((0, TEXT), delay=WEEK)
+    before = most_memory()
+    report = app.rabbitdelay.send_many(
+        app.tasks["remind"],
+        (
+            Row((order, TEXT), delay=delay)
+            for order, delay in enumerate(islice(random_delays(), tasks))
+        ),
+        envelopes=envelopes,
+        tolerance=TOLERANCE if envelopes else 0,
+    )
+    app.close()
+    return report.messages + 1, before, most_memory(), report.seconds
+
+
+def memory(broker: RabbitMQServer, cases: dict[str, tuple[int, bool]]) -> None:
+    """Measure the memory of a process that sends; write the results."""
+    figures, targets = {}, []
+    topology = make_app(Celery, broker.url, "ours").rabbitdelay.topology
+    queues = [queue.name for queue in topology.queues] + ["ours"]
+    for name, (tasks, envelopes) in cases.items():
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as child:
+            sent = child.submit(send_generator, broker.url, tasks, envelopes).result()
+        messages, before, most, seconds = sent
+        print(
+            f"{tasks:,} rows, {name}: {messages - 1:,} messages in {seconds:.1f} s; memory "
+            f"{before / MEGABYTE:.0f} MB after the first task, {most / MEGABYTE:.0f} MB at the most"
+        )
+        figures[name] = {"rows": tasks, "messages": messages - 1, "seconds": seconds}
+        figures[name] |= {"bytes_before": before, "bytes_most": most}
+        targets.append(Target(f"{tasks:,} rows, {name} (MB)", most / MEGABYTE, 200, at_most=True))
+        with Connection(broker.url) as connection:
+            purge(connection, queues, messages)
+    measure.save("sends_memory", broker, {"figures": figures, "targets": measure.judge(targets)})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.sends")
+    parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    parser.add_argument("--slow", type=int, default=2_000, help="tasks one by one (2000)")
+    parser.add_argument("--fast", type=int, default=20_000, help="tasks many at a time (20000)")
+    parser.add_argument("--enveloped", type=int, default=200_000, help="in envelopes (200000)")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="for memory (1000000)")
+    options = parser.parse_args(arguments)
+    with measure.private_broker() as broker:
+        if options.memory:
+            rows = options.rows
+            memory(broker, {"envelopes": (rows, True), "no envelopes": (rows // 10, False)})
+        else:
+            rates(broker, options.rounds, options.slow, options.fast, options.enveloped)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
