@@ -68,7 +68,8 @@ def publishing(
         struct.error: The exchange's name or the routing key has more than 255 bytes.
     """
     properties, body = content
-    name, key = exchange.encode(), routing_key.encode()
+    # Half a character is no UTF-8, but py-amqp writes it all the same.
+    name, key = (word.encode("utf-8", "surrogatepass") for word in (exchange, routing_key))
     parts = [
         _FRAME.pack(METHOD, channel, 9 + len(name) + len(key)),
         _PUBLISH.pack(60, 40, 0, len(name)),
