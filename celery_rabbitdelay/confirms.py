@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import Any, Final, TypeAlias
 
@@ -26,6 +26,9 @@ __all__ = ["ConfirmChannel", "Sent", "SentMessages"]
 #: How many bytes are written at once: enough that writing costs little, and few enough that the
 #: broker begins at once.
 WRITE_SIZE: Final = 65_536
+
+#: Seconds that one look at the socket takes where there is nothing.
+LOOK: Final = 0.001
 
 #: How the method ``basic.ack`` begins; then the tag, and whether it means all up to it.
 ACK: Final = struct.pack(">HH", 60, 80)
@@ -242,6 +245,17 @@ class ConfirmChannel:
             except TimeoutError:
                 return until()
         return True
+
+    def look(self, timeout: float) -> None:
+        """Write what was sent, and take in what the broker has said already.
+
+        Args:
+            timeout: Seconds that writing may take.
+        """
+        self.flush(timeout)
+        with suppress(TimeoutError):
+            while True:
+                self.take_in(LOOK)
 
     def take_in(self, timeout: float) -> None:
         """Take in one frame of the connection, also of another channel.
