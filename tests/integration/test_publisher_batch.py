@@ -77,9 +77,7 @@ def make_full(connection: Connection, make_queue: Callable[..., Queue]) -> Calla
     """Makes a queue that refuses messages once it holds so many."""
 
     def make(most: int) -> Queue:
-        full = make_queue(
-            "full", max_length=most, queue_arguments={"x-overflow": "reject-publish"}
-        )
+        full = make_queue("full", max_length=most, queue_arguments={"x-overflow": "reject-publish"})
         full(connection.default_channel).declare()
         return full
 
