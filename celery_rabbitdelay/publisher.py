@@ -146,8 +146,9 @@ class Publisher:
                 is then sent once more.
             done: Called with each message that is confirmed, or has an error.
 
-        What ``postings`` or ``done`` raise is raised as it is; what is in flight then has no outcome
-        and may have been taken by the broker. The time that ``postings`` takes is nobody's.
+        What ``postings`` or ``done`` raise is raised as it is; what is in flight then has no
+        outcome, and may have been taken by the broker. The time that ``postings`` takes counts for
+        no message.
 
         Raises:
             PublishError: Nothing can be published any more. All messages that were taken and have

@@ -162,6 +162,8 @@ class _Alike:
                 first.body[2],
                 encode,
                 (celerys.argsrepr_maxsize, celerys.kwargsrepr_maxsize),
+                # A setting since Celery 5.7.
+                getattr(celerys.app.conf, "task_repr_maxlevels", 3),
                 [name for name in ("argsrepr", "kwargsrepr") if options.get(name)],
             )
 

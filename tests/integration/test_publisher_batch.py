@@ -325,15 +325,17 @@ def test_an_iterator_may_take_its_time(
     """The broker is not late when the caller is; and what was given does not wait for the rest."""
     seen: list[int] = []
 
+    def work(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        wait_for(lambda: time.monotonic() > until, "the caller's own work")
+
     def source() -> Iterator[Posting]:
         sent = postings(declared.name, 60)
         yield from sent[:20]
-        began = time.monotonic()
-        wait_for(lambda: time.monotonic() > began + 2.5, "more time than a message has")
+        work(2.5)
         for each in sent[20:]:
             yield each
-            began = time.monotonic()
-            wait_for(lambda: time.monotonic() > began + 0.06, "a slow source")
+            work(0.06)
             seen.append(count(connection, declared.name))
 
     sent = source()

@@ -53,8 +53,7 @@ def publisher(broker: RabbitMQServer) -> Iterator[Publisher]:
 
 def then(sent: list[Posting], number: int, event: Callable[[], Any]) -> Iterator[Posting]:
     """All of these, and before the one of this number, something happens."""
-    for each in sent[:number]:
-        yield each
+    yield from sent[:number]
     event()
     yield from sent[number:]
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.frames import Content, publishing
 
-#: The least that a peer may ask for (https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 4.2.3).
+#: The least that a peer may ask for: frame-min-size of AMQP 0-9-1.
 FRAME_MIN = 4096
 
 
