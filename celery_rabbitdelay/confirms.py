@@ -277,8 +277,20 @@ class ConfirmChannel:
     @contextmanager
     def answers_within(self, seconds: float) -> Iterator[None]:
         """Bound every wait for an answer on this connection; without it there is none."""
-        with self._transport.transport.having_timeout(seconds):
-            yield
+        told: AMQPError | None = None
+        try:
+            with self._transport.transport.having_timeout(seconds):
+                try:
+                    yield
+                except AMQPError as error:
+                    told = error
+                    raise
+        except OSError:
+            if told is not None:
+                # The broker has said why it closes the connection; py-amqp then fails to set the
+                # time limit of a socket that is closed.
+                raise told from told.__cause__
+            raise
 
     def close(self, timeout: float) -> None:
         """Close the channel, and give the connection back as it was."""

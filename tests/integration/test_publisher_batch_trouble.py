@@ -213,3 +213,15 @@ def test_a_memory_alarm_that_stays_is_an_error_of_its_own(
     taken = sent[: len(sent) - len(list(source))]
     assert {each.error for each in taken} == {None, caught.value}
     wait_for(lambda: all_published(publisher, queue.name), "the broker")
+
+
+def test_why_the_broker_closed_the_connection_is_told(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    def prepare(connection: Connection) -> None:
+        broker.ctl("close_all_connections", "an operator was here")
+        queue(connection.default_channel).queue_declare()
+
+    with pytest.raises(ConnectionLost, match="an operator was here"):
+        publisher.publish_all([posting(queue.name)], Patience(resends=0), prepare=prepare)
+    publisher.publish_all([posting(queue.name)])
