@@ -23,17 +23,22 @@ from celery_rabbitdelay.envelope import CONTENT_TYPE, framed, sealed, shared_blo
 from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.parcel import PERSISTENT
 
-__all__ = ["ADDRESS", "Template"]
+__all__ = ["PLACE", "Template"]
 
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
 
 #: The headers that say where a message goes when it is due.
-ADDRESS: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE, names.PRIORITY)
+PLACE: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
+
+#: These, and what distribution restores besides.
+ADDRESS: Final = (*PLACE, names.PRIORITY)
 
 #: What shows that Python may represent a value otherwise than Celery does: quotes and what is
 #: escaped, and objects.
 _ODD: Final = re.compile(r'[\\"<]|\w\(')
+
+_NOTHING_SHARED: Final = shared_block({}, {})
 
 _LENGTH: Final = struct.Struct(">I")
 _TEXT: Final = struct.Struct(">cI")
@@ -177,33 +182,42 @@ class Template:
         headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own.items()])
         return framed(f'{{"headers":{{{headers}}}}}'.encode()) + framed(self.body(args, kwargs))
 
-    def envelope(self, items: bytes, due_ms: int) -> Content:
+    def envelope(self, items: bytes, due_ms: int, *, shares: bool = True) -> Content:
         """Return a message that holds tasks.
 
         Args:
             items: What :meth:`item` has returned for each, behind each other.
             due_ms: When all of them are due, in milliseconds since 1970.
+            shares: Whether they share what the given message has, but for where it goes. Else each
+                item says all that its message has.
 
         Raises:
             InvalidEnvelope: A header that all share cannot be written as JSON.
         """
-        shared, mould = self._envelopes
+        mould = self._envelope
+        shared = self._shared if shares else _NOTHING_SHARED
         return Content(mould.cast({}, due_ms, None), sealed(shared + items, COMPRESSION))
 
     @cached_property
-    def _envelopes(self) -> tuple[bytes, Mould]:
+    def _envelope(self) -> Mould:
+        """Writes the properties of envelopes."""
         address = {name: self.headers[name] for name in ADDRESS if name in self.headers}
-        shared = {name: value for name, value in self.headers.items() if name not in ADDRESS}
         message = amqp.Message(
             b"",
             content_type=CONTENT_TYPE,
+            content_encoding="binary",
             application_headers={**address, names.DUE: 0},
             delivery_mode=PERSISTENT,
             priority=self.properties.get("priority", 0),
         )
+        return Mould(message, {names.DUE})
+
+    @cached_property
+    def _shared(self) -> bytes:
+        """The block with what all tasks of an envelope share."""
+        shared = {name: value for name, value in self.headers.items() if name not in ADDRESS}
         copied = {"root_id": "id"} if self._has_root else {}
-        block = shared_block(shared, self.properties, copied, {"correlation_id": "id"})
-        return block, Mould(message, {names.DUE})
+        return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
 
 
 def _brief(value: Any, most: int, levels: int | None) -> str:
@@ -214,4 +228,4 @@ def _brief(value: Any, most: int, levels: int | None) -> str:
         and _ODD.search(text) is None
         and (not levels or sum(map(text.count, "[({")) <= levels)
     )
-    return text if is_python_s else saferepr(value, most, levels)
+    return text if is_python_s else saferepr(value, most, levels)  # type: ignore[arg-type]

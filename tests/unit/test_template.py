@@ -40,7 +40,9 @@ def make_app(**settings: Any) -> Any:
     app.conf.update(
         task_queues=[
             Queue("celery"),
-            Queue("quorum", Exchange("office"), "paper", queue_arguments={"x-queue-type": "quorum"}),
+            Queue(
+                "quorum", Exchange("office"), "paper", queue_arguments={"x-queue-type": "quorum"}
+            ),
         ],
         **settings,
     )
@@ -134,7 +136,9 @@ leaves = (
     | st.integers()
     | st.floats(allow_nan=False)
     | texts
-    | st.sampled_from(["it's", 'say "no"', "both ' and \"", "line\nbreak", "\\", "é", "日本", "(", "<"])
+    | st.sampled_from(
+        ["it's", 'say "no"', "both ' and \"", "line\nbreak", "\\", "é", "日本", "(", "<"]
+    )
     | st.decimals(allow_nan=False)
     | st.uuids()
     | st.dates()
@@ -244,7 +248,8 @@ def test_inside_of_a_task_the_root_is_shared_and_without_one_it_is_each_its_own(
 
 
 def test_the_first_call_is_no_pattern_for_what_is_each_call_s_own() -> None:
-    for first in (((), {}), (("x" * 5000,), {"k": "é" * 5000}), (([],), {"": None})):
+    firsts: list[Any] = [((), {}), (("x" * 5000,), {"k": "é" * 5000}), (([],), {"": None})]
+    for first in firsts:
         maker = Maker({}, first=first)
         maker.check(call(("it's",), {"other": 1.5}, "ключ-" + "k" * 200))
 
