@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import amqp
@@ -187,22 +188,32 @@ def test_what_a_full_queue_goes_on_to_refuse_is_an_error_after_so_many_resends(
 
 
 def test_a_resend_that_is_due_later_holds_up_none_that_is_due_now(
-    connection: Connection,
     publisher: Publisher,
     declared: Queue,
+    make_queue: Callable[..., Queue],
     make_full: Callable[[int], Queue],
 ) -> None:
-    """The first is refused twice, and waits, while others are refused for the first time."""
-    full = make_full(1)
+    full, late = make_full(1), make_queue("late")
     publisher.publish_all([posting(full.name)])
-    keys = [full.name, declared.name, full.name, full.name]
-    sent = [posting(key) for key in keys]
+    refused, repaired = posting(full.name), posting(late.name)
+
+    def source() -> Iterator[Posting]:
+        yield refused
+        while refused.resent < 2:
+            yield posting(declared.name)
+        yield repaired
+
+    def repair(connection: Connection) -> None:
+        late(connection.default_channel).declare()
+
+    finished: list[Posting] = []
+    patience = Patience(20.0, resends=2, backoff=(0.0, 1.0, 1.0), window=4)
     began = time.monotonic()
-    publisher.publish_all(sent, Patience(20.0, resends=2, backoff=(0.0, 0.3, 0.3), window=2))
+    publisher.publish_all(source(), patience, repair=repair, done=finished.append)
     assert time.monotonic() - began < GRACE
-    refused = [each for each, key in zip(sent, keys, strict=True) if key == full.name]
-    assert {type(each.error) for each in refused} == {MessageNacked}
-    assert sent[1].error is None
+    assert isinstance(refused.error, MessageNacked)
+    assert repaired.error is None
+    assert finished.index(repaired) < finished.index(refused)
 
 
 def test_an_exchange_that_does_not_exist_is_an_error_of_all_that_are_not_confirmed(
@@ -323,30 +334,29 @@ def test_an_iterator_may_take_its_time(
     connection: Connection, publisher: Publisher, declared: Queue
 ) -> None:
     """The broker is not late when the caller is; and what was given does not wait for the rest."""
-    seen: list[int] = []
 
     def work(seconds: float) -> None:
         until = time.monotonic() + seconds
         wait_for(lambda: time.monotonic() > until, "the caller's own work")
 
+    def holds(number: int) -> bool:
+        return count(connection, declared.name) == number
+
     def source() -> Iterator[Posting]:
-        sent = postings(declared.name, 60)
+        sent = postings(declared.name, 40)
         yield from sent[:20]
         work(2.5)
-        for each in sent[20:]:
+        for number, each in enumerate(sent[20:], start=21):
             yield each
-            work(0.06)
-            seen.append(count(connection, declared.name))
+            work(0.02)
+            wait_for(partial(holds, number), "all that were given")
+        work(2.5)
 
-    sent = source()
     outcomes: list[Posting] = []
-    publisher.publish_all(sent, Patience(1.0, window=1000), done=outcomes.append)
-    assert len(outcomes) == 60
+    publisher.publish_all(source(), Patience(1.0, window=1000), done=outcomes.append)
+    assert len(outcomes) == 40
     assert {each.error for each in outcomes} == {None}
-    # Each was on its way while the caller made the next one.
-    assert seen[-1] >= 59
-    assert seen[10] >= 25
-    assert bodies(connection, declared, 60) == Counter(map(str, range(60)))
+    assert bodies(connection, declared, 40) == Counter(map(str, range(40)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 131_064, 131_065, 300_000])
