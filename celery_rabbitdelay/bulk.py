@@ -17,6 +17,7 @@ from kombu.exceptions import EncodeError, OperationalError
 
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import (
+    InvalidEnvelope,
     InvalidRow,
     NeedsDistribution,
     PublishError,
@@ -24,6 +25,7 @@ from celery_rabbitdelay.exceptions import (
     RowsNotConfirmed,
     UnknownOption,
 )
+from celery_rabbitdelay.parcel import MAX_WORD
 from celery_rabbitdelay.place_value import Delay
 from celery_rabbitdelay.posting import Posting
 from celery_rabbitdelay.publisher import Publisher
@@ -103,6 +105,10 @@ class Bulk:
     for what is a row's own. Where somebody listens to the signals of publishing, each row goes
     through all of Celery.
 
+    What is wrong with one row is an error of that row. What ``rows`` raise is raised once all that
+    were taken are confirmed or have an error; where some have, its cause is a
+    :class:`~celery_rabbitdelay.exceptions.RowsNotConfirmed`.
+
     Args:
         app: The application.
         settings: Its settings.
@@ -152,19 +158,19 @@ class Bulk:
         Raises:
             RowsNotConfirmed: At least one row is not confirmed.
         """
-        calls = self._calls(rows)
-        first = next(calls, None)
-        if first is not None:
-            self._send(first[1], chain([first], calls))
+        self._send(self._calls(rows))
         self._tell()
-        if self._broken is not None:
-            raise self._broken
+        not_confirmed = None
         if self._errors:
-            rest = self._taken if self._is_cut_off else None
-            raise RowsNotConfirmed(self._report, self._errors, rest)
+            rest = self._taken if self._is_cut_off or self._broken else None
+            not_confirmed = RowsNotConfirmed(self._report, self._errors, rest)
+        if self._broken is not None:
+            raise self._broken from not_confirmed
+        if not_confirmed is not None:
+            raise not_confirmed
         return self._report
 
-    def _send(self, first: Call, calls: Iterator[tuple[int, Call]]) -> None:
+    def _send(self, calls: Iterator[tuple[int, Call]]) -> None:
         capture = partial(
             captured,
             self._app,
@@ -173,8 +179,23 @@ class Bulk:
             self._task,
             options=self._options,
         )
-        made = capture(first)
+        for number, first in calls:
+            try:
+                made = capture(first)
+            except EncodeError as error:
+                self._fail([number], error)
+            else:
+                break
+        else:
+            return
         writer = writer_for(made, first, self._options, capture)
+        if self._envelopes:
+            try:
+                writer.envelope(b"", 0)
+            except InvalidEnvelope:
+                # All have a header that JSON has no place for: each travels by itself.
+                self._envelopes = False
+        calls = chain([(number, first)], calls)
         posted = self._postings(made, writer, calls)
         patience = made.patience._replace(window=self._settings.window)
         try:
@@ -210,9 +231,16 @@ class Bulk:
         due = self._due_of(row)
         if "check-in" not in self._settings.modules:
             self._settings.topology.layout.check(due.delay_ms)
+        args, kwargs = row.args or (), row.kwargs or {}
+        if not isinstance(args, list | tuple):
+            raise InvalidRow(row, "takes a list or a tuple of arguments")
+        if not isinstance(kwargs, Mapping):
+            raise InvalidRow(row, "takes a mapping of keyword arguments")
+        if row.task_id is not None and not _is_id(row.task_id):
+            raise InvalidRow(row, f"takes a task_id of up to {MAX_WORD} bytes")
         if self._check is not None:
-            self._check(*row.args, **row.kwargs)
-        return Call(row.task_id or next(self._ids), row.args, row.kwargs, due)
+            self._check(*args, **kwargs)
+        return Call(row.task_id or next(self._ids), args, kwargs, due)
 
     def _postings(
         self, made: Capture, writer: Writer, calls: Iterator[tuple[int, Call]]
@@ -225,7 +253,10 @@ class Bulk:
         for number, call in calls:
             try:
                 bags = sorter.add(number, call, call.due)
-            except ROW_ERRORS as error:
+            except InvalidEnvelope:
+                yield from self._alone(made, writer, [number], call)
+                continue
+            except Exception as error:  # noqa: BLE001 - whatever an argument's own code raises
                 self._fail([number], error)
                 continue
             for bag in bags:
@@ -238,7 +269,7 @@ class Bulk:
     ) -> Iterator[Posting]:
         try:
             content = writer.content(call)
-        except ROW_ERRORS as error:
+        except Exception as error:  # noqa: BLE001 - whatever an argument's own code raises
             self._fail(rows, error)
             return
         self._report.sent += len(rows)
@@ -249,9 +280,13 @@ class Bulk:
         if len(bag.rows) == 1 and writer.writes_twice:
             yield from self._alone(made, writer, bag.rows, bag.first)
             return
-        self._report.sent += len(bag.rows)
         due = bag.due
-        content = writer.envelope(bytes(bag.items), due.at_ms)
+        try:
+            content = writer.envelope(bytes(bag.items), due.at_ms)
+        except InvalidEnvelope as too_large:
+            self._fail(bag.rows, too_large)
+            return
+        self._report.sent += len(bag.rows)
         delayed = made.delayed._replace(word=DISTRIBUTION, task_id=bag.first.task_id)
         yield Posting(content, partial(made.address, delayed, due), bag.rows)
 
@@ -324,6 +359,10 @@ def _random_ids() -> Iterator[str]:
             d = digits[begin : begin + 32]
             variant = "89ab"[int(d[16], 16) % 4]
             yield f"{d[:8]}-{d[8:12]}-4{d[13:16]}-{variant}{d[17:20]}-{d[20:]}"
+
+
+def _is_id(given: object) -> bool:
+    return isinstance(given, str) and len(given.encode("utf-8", "surrogatepass")) <= MAX_WORD
 
 
 def _row(given: Row | Mapping[str, Any]) -> Row:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import amqp
 
 from celery_rabbitdelay import headers as names
+from celery_rabbitdelay.due import LATEST
 from celery_rabbitdelay.envelope import CONTENT_TYPE
 from celery_rabbitdelay.exceptions import Refused
 from celery_rabbitdelay.parcel import Outgoing, changed, headers_of, shortened, task_id_of
@@ -21,9 +22,6 @@ from celery_rabbitdelay.producer import MAX_PRIORITY
 from celery_rabbitdelay.topology import DISTRIBUTION, Topology
 
 __all__ = ["CheckIn"]
-
-#: The latest due time that AMQP can write as an integer, in milliseconds since 1970.
-LATEST: Final = 2**63 - 1
 
 #: Headers by which RabbitMQ routes a message with further keys, past any check of its key
 #: (https://www.rabbitmq.com/docs/sender-selected).

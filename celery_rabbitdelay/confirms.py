@@ -27,6 +27,9 @@ __all__ = ["ConfirmChannel", "Sent", "SentMessages"]
 #: broker begins at once.
 WRITE_SIZE: Final = 65_536
 
+#: Seconds that one look at the socket takes where there is nothing.
+LOOK: Final = 0.001
+
 #: How the method ``basic.ack`` begins; then the tag, and whether it means all up to it.
 ACK: Final = struct.pack(">HH", 60, 80)
 _ACKED: Final = struct.Struct(">Q?")
@@ -244,6 +247,17 @@ class ConfirmChannel:
                 return until()
         return True
 
+    def look(self, timeout: float) -> None:
+        """Write what was sent, and take in what the broker has said already.
+
+        Args:
+            timeout: Seconds that writing may take.
+        """
+        self.flush(timeout)
+        with suppress(TimeoutError):
+            while True:
+                self.take_in(LOOK)
+
     def take_in(self, timeout: float, most: int = 1) -> None:
         """Take in a frame of the connection, also of another channel, and those behind it.
 
@@ -274,8 +288,20 @@ class ConfirmChannel:
     @contextmanager
     def answers_within(self, seconds: float) -> Iterator[None]:
         """Bound every wait for an answer on this connection; without it there is none."""
-        with self._transport.transport.having_timeout(seconds):
-            yield
+        told: AMQPError | None = None
+        try:
+            with self._transport.transport.having_timeout(seconds):
+                try:
+                    yield
+                except AMQPError as error:
+                    told = error
+                    raise
+        except OSError:
+            if told is not None:
+                # The broker has said why it closes the connection; py-amqp then fails to set the
+                # time limit of a socket that is closed.
+                raise told from told.__cause__
+            raise
 
     def close(self, timeout: float) -> None:
         """Close the channel, and give the connection back as it was."""

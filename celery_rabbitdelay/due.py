@@ -6,12 +6,15 @@ import time
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
-from celery_rabbitdelay.exceptions import InvalidDelayType
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.place_value import Delay, milliseconds, milliseconds_until
 
 __all__ = ["Due", "refuse_two"]
 
 _NS_PER_MS: Final = 1_000_000
+
+#: The latest instant that AMQP can write as an integer, in milliseconds since 1970.
+LATEST: Final = 2**63 - 1
 
 #: A length of time keeps its digits while less than one in so many of it was lost on the way to the
 #: broker: an hour stays one stop although connecting took a moment.
@@ -42,11 +45,16 @@ class Due(NamedTuple):
             tolerance_ms: How many milliseconds later is early enough.
 
         Raises:
-            InvalidDelay: It is not finite.
+            InvalidDelay: It is not finite, or ends later than 64 bits can count.
             InvalidDelayType: It is not a length of time.
         """
         delay_ms = milliseconds(delay)
-        return cls(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms, tolerance_ms=tolerance_ms)
+        due = cls(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms, tolerance_ms=tolerance_ms)
+        if due.at_ms > LATEST:
+            raise InvalidDelay(
+                delay, "takes what ends before 64 bits of milliseconds since 1970 do"
+            )
+        return due
 
     @classmethod
     def at(cls, instant: datetime, tolerance_ms: int = 0) -> Due:

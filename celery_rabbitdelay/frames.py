@@ -89,7 +89,8 @@ def publishing(
         raise FrameSyntaxError(
             f"headers and properties have {len(properties)} bytes, a frame {frame_max}"
         )
-    name, key = exchange.encode(), routing_key.encode()
+    # Half a character is no UTF-8, but py-amqp writes it all the same.
+    name, key = (word.encode("utf-8", "surrogatepass") for word in (exchange, routing_key))
     parts = [
         _FRAME.pack(METHOD, channel, 9 + len(name) + len(key)),
         _PUBLISH.pack(60, 40, 0, len(name)),

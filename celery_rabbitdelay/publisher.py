@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import struct
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from operator import itemgetter
 from typing import Final, TypeAlias
 
 import amqp
@@ -52,6 +54,12 @@ CONNECT_TIMEOUT: Final = 5.0
 
 #: Seconds that closing a channel may take; nothing depends on it any more.
 CLOSE_TIMEOUT: Final = 2.0
+
+#: Seconds that the caller's iterator takes for one message without being called slow.
+SLOW: Final = 0.005
+
+#: Seconds that may pass, while messages are taken, without a look at what the broker says.
+LOOK_EVERY: Final = 0.05
 
 #: Called with a connection, to declare what is missing.
 Prepare: TypeAlias = Callable[[Connection], None]
@@ -138,6 +146,10 @@ class Publisher:
                 is then sent once more.
             done: Called with each message that is confirmed, or has an error.
 
+        What ``postings`` or ``done`` raise is raised as it is; what is in flight then has no
+        outcome, and may have been taken by the broker. The time that ``postings`` takes counts for
+        no message.
+
         Raises:
             PublishError: Nothing can be published any more. All messages that were taken and have
                 no outcome have this error; further ones were not taken.
@@ -195,6 +207,14 @@ class Publisher:
         self.connection.release()
 
 
+class _CallersError(BaseException):
+    """What the caller's own code has raised; its type must not be taken for the connection's."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class _Batch:
     """The messages of one call, in whatever order the broker settles them."""
 
@@ -214,12 +234,22 @@ class _Batch:
         self._repair = repair
         self._needs_repair = False
         self._done = done
-        #: What is to be sent before anything new, and when, on the clock of time.monotonic.
+        self._confirming: ConfirmChannel | None = None
+        #: Seconds that the caller's iterator took for the last message; unknown before the first.
+        self._took = SLOW
+        #: What is to be sent before anything new, and when, on the clock of time.monotonic: the
+        #: earliest first.
         self._again: deque[tuple[float, Posting]] = deque()
         self._losses = 0
         self._progress = time.monotonic()
 
     def run(self) -> None:
+        try:
+            self._run()
+        except _CallersError as callers:
+            raise callers.error from callers.error.__cause__
+
+    def _run(self) -> None:
         while self._has_more():
             try:
                 self._serve(self._ready())
@@ -243,12 +273,30 @@ class _Batch:
         return bool(self._again)
 
     def _take(self) -> Posting | None:
-        posting = next(self._source, None) if self._source is not None else None
+        if self._source is None:
+            return None
+        began = time.monotonic()
+        try:
+            posting = next(self._source, None)
+        except Exception as error:
+            raise _CallersError(error) from error
+        now = time.monotonic()
+        self._took = now - began
+        if self._took >= LOOK_EVERY:
+            self._excuse(self._took)
         if posting is None:
             self._source = None
         else:
-            posting.deadline = time.monotonic() + self._patience.timeout
+            posting.deadline = now + self._patience.timeout
         return posting
+
+    def _excuse(self, seconds: float) -> None:
+        """The caller was busy for so long, and the broker's answers were not listened to."""
+        self._progress += seconds
+        in_flight = self._confirming.unsettled.subjects() if self._confirming else []
+        posting: Posting
+        for posting in (*in_flight, *(posting for _, posting in self._again)):
+            posting.deadline += seconds
 
     def _next(self) -> Posting | None:
         if self._again and self._again[0][0] <= time.monotonic():
@@ -280,10 +328,12 @@ class _Batch:
 
     def _serve(self, confirming: ConfirmChannel) -> None:
         """Publish all there is on one channel."""
+        self._confirming = confirming
         try:
             while self._has_more() or confirming.in_flight:
                 self._send(confirming)
-                self._wait(confirming)
+                if self._again or confirming.in_flight:
+                    self._wait(confirming)
         except PublishError:
             self._take_back(confirming)
             # What the broker says about these later must not be taken for the next ones'.
@@ -294,12 +344,14 @@ class _Batch:
         except self._publisher.connection_errors:
             self._take_back(confirming)
             raise
+        finally:
+            self._confirming = None
 
     def _send(self, confirming: ConfirmChannel) -> None:
         if self._needs_repair and self._repair is not None:
             self._needs_repair = False
             self._declare(confirming, self._repair, self._again[0][1].deadline)
-        timeout = self._patience.timeout
+        timeout, look_at = self._patience.timeout, time.monotonic() + LOOK_EVERY
         while confirming.blocked is None and confirming.in_flight < self._patience.window:
             posting = self._next()
             if posting is None:
@@ -312,12 +364,18 @@ class _Batch:
             except (FrameSyntaxError, struct.error) as unwritable:
                 reason = f"cannot be written in AMQP: {unwritable}"
                 self._finish(posting, PublishError(exchange, routing_key, reason))
+            if self._took >= SLOW:
+                # It does not wait for the next one.
+                confirming.flush(timeout)
+            if confirming.in_flight and time.monotonic() >= look_at:
+                confirming.look(timeout)
+                look_at = time.monotonic() + LOOK_EVERY
 
     def _wait(self, confirming: ConfirmChannel) -> None:
         """Take in confirms until more can be sent, or time is up for a message."""
         oldest: Posting = next(iter(confirming.unsettled.subjects()), None) or self._again[0][1]
         now = time.monotonic()
-        again_at = min((at for at, _ in self._again), default=oldest.deadline)
+        again_at = self._again[0][0] if self._again else oldest.deadline
         has_more = self._may_take or again_at <= now
         enough = self._patience.window * 3 // 4 if has_more else 0
         was_blocked, was_in_flight = confirming.blocked is not None, confirming.in_flight > 0
@@ -364,12 +422,16 @@ class _Batch:
 
     def _send_again(self, posting: Posting, at: float) -> None:
         posting.resent += 1
-        self._again.append((at, posting))
+        insort(self._again, (at, posting), key=itemgetter(0))
 
     def _finish(self, posting: Posting, error: PublishError | None) -> None:
         posting.error = error
-        if self._done is not None:
+        if self._done is None:
+            return
+        try:
             self._done(posting)
+        except Exception as callers:
+            raise _CallersError(callers) from callers
 
     def _take_back(self, confirming: ConfirmChannel) -> None:
         """What is in flight is to be sent again, in its order, before everything else."""

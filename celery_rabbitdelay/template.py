@@ -6,6 +6,7 @@ Everything else is written once.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -22,13 +23,22 @@ from celery_rabbitdelay.envelope import CONTENT_TYPE, framed, sealed, shared_blo
 from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.parcel import PERSISTENT
 
-__all__ = ["ADDRESS", "Template"]
+__all__ = ["PLACE", "Template"]
 
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
 
 #: The headers that say where a message goes when it is due.
-ADDRESS: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE, names.PRIORITY)
+PLACE: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
+
+#: These, and what distribution restores besides.
+ADDRESS: Final = (*PLACE, names.PRIORITY)
+
+#: What shows that Python may represent a value otherwise than Celery does: quotes and what is
+#: escaped, and objects.
+_ODD: Final = re.compile(r'[\\"<]|\w\(')
+
+_NOTHING_SHARED: Final = shared_block({}, {})
 
 _LENGTH: Final = struct.Struct(">I")
 _TEXT: Final = struct.Struct(">cI")
@@ -48,10 +58,15 @@ class Mould:
         headers = properties.pop("application_headers")
         #: What all messages share.
         self.headers = {name: value for name, value in headers.items() if name not in own}
-        self.properties = {n: v for n, v in properties.items() if n != "correlation_id"}
+        # Celery leaves options among them that AMQP has no property for.
+        order = [name for name, _ in amqp.Message.PROPERTIES]
+        self.properties = {
+            name: value
+            for name, value in properties.items()
+            if name in order and name != "correlation_id"
+        }
         self._table: bytes = dumps("F", (self.headers,))[_LENGTH.size :]
         self._names = {name: bytes((len(name),)) + name.encode() for name in own}
-        order = [name for name, _ in amqp.Message.PROPERTIES]
         before, after = order.index("application_headers"), order.index("correlation_id")
         self._flags = Content.of(message).properties[:2]
         self._before = self._written(order[:before])
@@ -93,6 +108,7 @@ class Template:
         embedded: The third part of its body: callbacks, errbacks, chain, chord.
         encode: Serializes a body; None for JSON, which is then written faster.
         reprs: The longest representation of the arguments and the keyword arguments in a header.
+        levels: How deep these go into nested values; None for to the end.
         told: Which of those headers the caller has given, the same for all.
     """
 
@@ -103,6 +119,7 @@ class Template:
         embedded: Mapping[str, Any],
         encode: Callable[[Any], bytes] | None,
         reprs: tuple[int, int],
+        levels: int | None = 3,
         told: Collection[str] = (),
     ) -> None:
         headers = message.properties["application_headers"]
@@ -112,6 +129,7 @@ class Template:
             for name, most in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
             if name not in told
         }
+        self._levels = levels
         own = {"id", names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
         self._mould = Mould(message, own)
         self._embedded = embedded
@@ -140,7 +158,7 @@ class Template:
         if self._has_root:
             own["root_id"] = task_id
         for name, most in self._reprs.items():
-            own[name] = _brief(args if name == "argsrepr" else kwargs, most)
+            own[name] = _brief(args if name == "argsrepr" else kwargs, most, self._levels)
         return own
 
     def content(
@@ -164,35 +182,50 @@ class Template:
         headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own.items()])
         return framed(f'{{"headers":{{{headers}}}}}'.encode()) + framed(self.body(args, kwargs))
 
-    def envelope(self, items: bytes, due_ms: int) -> Content:
+    def envelope(self, items: bytes, due_ms: int, *, shares: bool = True) -> Content:
         """Return a message that holds tasks.
 
         Args:
             items: What :meth:`item` has returned for each, behind each other.
             due_ms: When all of them are due, in milliseconds since 1970.
+            shares: Whether they share what the given message has, but for where it goes. Else each
+                item says all that its message has.
 
         Raises:
             InvalidEnvelope: A header that all share cannot be written as JSON.
         """
-        shared, mould = self._envelopes
+        mould = self._envelope
+        shared = self._shared if shares else _NOTHING_SHARED
         return Content(mould.cast({}, due_ms, None), sealed(shared + items, COMPRESSION))
 
     @cached_property
-    def _envelopes(self) -> tuple[bytes, Mould]:
+    def _envelope(self) -> Mould:
+        """Writes the properties of envelopes."""
         address = {name: self.headers[name] for name in ADDRESS if name in self.headers}
-        shared = {name: value for name, value in self.headers.items() if name not in ADDRESS}
         message = amqp.Message(
             b"",
             content_type=CONTENT_TYPE,
+            content_encoding="binary",
             application_headers={**address, names.DUE: 0},
             delivery_mode=PERSISTENT,
             priority=self.properties.get("priority", 0),
         )
+        return Mould(message, {names.DUE})
+
+    @cached_property
+    def _shared(self) -> bytes:
+        """The block with what all tasks of an envelope share."""
+        shared = {name: value for name, value in self.headers.items() if name not in ADDRESS}
         copied = {"root_id": "id"} if self._has_root else {}
-        block = shared_block(shared, self.properties, copied, {"correlation_id": "id"})
-        return block, Mould(message, {names.DUE})
+        return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
 
 
-def _brief(value: Any, most: int) -> str:
+def _brief(value: Any, most: int, levels: int | None) -> str:
+    """Return what Celery's ``saferepr`` returns; where it is Python's own, that is faster."""
     text = repr(value)
-    return text if len(text) <= most else saferepr(value, most)
+    is_python_s = (
+        len(text) <= most
+        and _ODD.search(text) is None
+        and (not levels or sum(map(text.count, "[({")) <= levels)
+    )
+    return text if is_python_s else saferepr(value, most, levels)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from celery import signals
 from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.envelope import Item
+from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.parcel import PERSISTENT, body_of
 from celery_rabbitdelay.posting import Patience
@@ -20,7 +21,7 @@ from celery_rabbitdelay.producer import Delayed
 from celery_rabbitdelay.publisher import Prepare, Publisher
 from celery_rabbitdelay.settings import Settings
 from celery_rabbitdelay.task_producer import DelayedTaskProducer
-from celery_rabbitdelay.template import ADDRESS, Template
+from celery_rabbitdelay.template import PLACE, Template
 
 __all__ = ["Call", "Capture", "Writer", "captured", "sending", "writer_for"]
 
@@ -54,10 +55,18 @@ class Writer(Protocol):
         """Return the message of a call."""
 
     def item(self, call: Call) -> bytes:
-        """Return a call as it stands in an envelope."""
+        """Return a call as it stands in an envelope.
+
+        Raises:
+            InvalidEnvelope: It has no place there. As a message it can be written all the same.
+        """
 
     def envelope(self, items: bytes, due_ms: int) -> Content:
-        """Return a message that holds calls, which :meth:`item` has returned."""
+        """Return a message that holds calls, which :meth:`item` has returned.
+
+        Raises:
+            InvalidEnvelope: What all calls share has no place there.
+        """
 
 
 class Capture(DelayedTaskProducer):
@@ -131,7 +140,8 @@ def writer_for(
 ) -> Writer:
     """Return what writes further calls.
 
-    Where somebody listens to the signals of publishing, each call goes through all of Celery.
+    Where somebody listens to the signals of publishing, or to the event that a task was sent, each
+    call goes through all of Celery.
 
     Args:
         first: The message of one call.
@@ -141,7 +151,8 @@ def writer_for(
     """
     listened = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
     alike = _Alike(first, call, options)
-    if any(signal.receivers for signal in listened):
+    sends_event = first.amqp.app.conf.task_send_sent_event
+    if sends_event or any(signal.receivers for signal in listened):
         return _Exact(alike, first, call, capture)
     return alike
 
@@ -162,6 +173,8 @@ class _Alike:
                 first.body[2],
                 encode,
                 (celerys.argsrepr_maxsize, celerys.kwargsrepr_maxsize),
+                # A setting since Celery 5.7.
+                getattr(celerys.app.conf, "task_repr_maxlevels", 3),
                 [name for name in ("argsrepr", "kwargsrepr") if options.get(name)],
             )
 
@@ -196,13 +209,12 @@ class _Exact:
         self._template = alike.template
         self._capture = capture
         # Celery has sent it already, and told its signals.
-        self._first = {call.task_id: first}
+        self._made = {call.task_id: first.delayed.message}
 
     def _message(self, call: Call) -> amqp.Message:
-        made = self._first.pop(call.task_id, None) or self._capture(call)
-        message = made.delayed.message
+        message = self._made.pop(call.task_id, None) or self._capture(call).delayed.message
         headers = message.properties["application_headers"]
-        headers.update({n: value for n, value in self._template.headers.items() if n in ADDRESS})
+        headers.update({n: value for n, value in self._template.headers.items() if n in PLACE})
         return message
 
     def content(self, call: Call) -> Content:
@@ -210,17 +222,21 @@ class _Exact:
 
     def item(self, call: Call) -> bytes:
         message = self._message(call)
+        # Receivers of signals may have given the first call what others do not have: nothing is
+        # shared but where they go and, of the envelope, when they are due.
+        shared = {*PLACE, names.DUE}
         properties = dict(message.properties)
         headers = properties.pop("application_headers")
-        del headers[names.DUE]  # it is the envelope's
-        own_headers = _others(headers, self._template.headers)
-        own_properties = _others(properties, self._template.properties)
-        return Item(body_of(message), own_headers, own_properties).framed()
+        own = {name: value for name, value in headers.items() if name not in shared}
+        if names.PRIORITY in self._template.headers:
+            own.setdefault(names.PRIORITY, properties.get("priority"))
+        written = {name for name, _ in amqp.Message.PROPERTIES}
+        properties = {name: value for name, value in properties.items() if name in written}
+        try:
+            return Item(body_of(message), own, properties).framed()
+        except InvalidEnvelope:
+            self._made[call.task_id] = message
+            raise
 
     def envelope(self, items: bytes, due_ms: int) -> Content:
-        return self._template.envelope(items, due_ms)
-
-
-def _others(own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """What a message has besides, or instead of, what all have."""
-    return {name: value for name, value in own.items() if shared.get(name, own) != value}
+        return self._template.envelope(items, due_ms, shares=False)

@@ -91,6 +91,45 @@ def test_three_days_and_some_lie_in_their_queue_under_their_key(
     assert key == f"0.0.0.3.7.45.30.0.{prefix}%2Edefault"
 
 
+def test_with_a_tolerance_a_delay_lies_in_the_queue_of_a_rounder_one(
+    make_shop: Callable[..., Any], connection: Connection, prefix: str
+) -> None:
+    """The last one shows what the others would be without a tolerance."""
+    shop = make_shop(rabbitdelay_layout="clock")
+    look = shop.tasks["look"]
+    due = datetime.now(UTC) + timedelta(seconds=3570)
+    for options in (
+        {"delay": 3570, "tolerance": 60},
+        {"countdown": 3570, "tolerance": timedelta(minutes=1)},
+        {"eta": due, "tolerance": 60.5},
+    ):
+        look.apply_async(**options)
+    shop.send_task("look", delay=3570, tolerance=60)
+    look.s().set(delay=3570, tolerance=60).apply_async()
+    for arrival in take(connection, [Queue(f"{prefix}.hours.1")], 5):
+        key = arrival.message.delivery_info["routing_key"]
+        assert key == f"0.0.0.0.1.0.0.0.{prefix}%2Edefault"
+        # It is due when it was said to be: the tolerance is not a longer delay.
+        told = arrival.message.headers[headers.DUE]
+        assert due.timestamp() * 1000 <= told + 1 <= (due.timestamp() + 20) * 1000
+    look.apply_async(delay=3570, tolerance=20)
+    look.apply_async(delay=3570)
+    assert len(take(connection, [Queue(f"{prefix}.minutes.59")], 2)) == 2
+
+
+def test_with_a_tolerance_a_task_is_never_early_and_no_later_than_that(
+    shop: Any, connection: Connection, prefix: str
+) -> None:
+    look = shop.tasks["look"]
+    look.apply_async(delay=0.1)
+    before = time.time()
+    due = datetime.now(UTC) + timedelta(seconds=0.73)
+    for options in ({"delay": 0.73}, {"countdown": 0.73}, {"eta": due}):
+        look.apply_async(**options, tolerance=1.5)
+    arrivals = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 4)[1:]
+    assert all(before + 0.73 <= arrival.at <= before + 0.73 + 1.5 + 20 for arrival in arrivals)
+
+
 def test_a_task_that_keeps_celery_s_own_behavior_has_an_eta(
     shop: Any, connection: Connection, prefix: str
 ) -> None:

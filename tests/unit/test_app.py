@@ -56,6 +56,20 @@ def test_a_delay_that_is_not_finite_is_refused(remind: Any, delay: float) -> Non
         remind.apply_async(delay=delay)
 
 
+@pytest.mark.parametrize("tolerance", [-1, "60", True, float("nan"), timedelta(seconds=-1)])
+@pytest.mark.parametrize("time", [{"delay": 5}, {"countdown": 5}, {}])
+def test_a_wrong_tolerance_is_refused_by_that_name(remind: Any, time: Any, tolerance: Any) -> None:
+    with pytest.raises(InvalidDelay, match="tolerance") as caught:
+        remind.apply_async(**time, tolerance=tolerance)
+    assert caught.value.value is tolerance
+    assert caught.value.what == "tolerance"
+
+
+def test_a_delay_that_ends_beyond_all_counting_is_refused(remind: Any) -> None:
+    with pytest.raises((InvalidDelay, DelayTooLong)):
+        remind.apply_async(delay=10**18)
+
+
 @pytest.mark.parametrize("other", [{"countdown": 5}, {"countdown": 0}, {"eta": datetime.now(UTC)}])
 def test_delay_together_with_countdown_or_eta_is_refused(remind: Any, other: Any) -> None:
     with pytest.raises(TypeError, match="cannot be combined"):

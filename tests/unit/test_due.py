@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay import due as due_module
 from celery_rabbitdelay.due import Due
+from celery_rabbitdelay.exceptions import InvalidDelay
 
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000
@@ -59,6 +60,14 @@ def test_what_is_past_is_over(clock: Clock) -> None:
     assert Due.at(datetime.now(UTC) - timedelta(seconds=1)).is_over
     assert Due.after(0).is_over
     assert not Due.after(0.001).is_over
+
+
+def test_what_amqp_cannot_count_any_more_is_refused(clock: Clock) -> None:
+    latest = 2**63 - 1 - START_NS // 1_000_000
+    assert Due.after(10**12).at_ms > 10**15
+    assert Due.after(latest // 1000).at_ms <= 2**63 - 1
+    with pytest.raises(InvalidDelay, match="64 bits"):
+        Due.after(latest // 1000 + 1)
 
 
 @given(st.floats(0.001, 1e7), st.integers(0, 10**13))

@@ -1,0 +1,227 @@
+"""Many messages in flight, and a broker that goes away, falls silent or takes nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.exceptions import (
+    ConfirmTimeout,
+    ConnectionBlocked,
+    ConnectionLost,
+    PublishError,
+)
+from celery_rabbitdelay.posting import Patience, Posting
+from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from tests.integration.arrivals import count
+from tests.integration.test_publisher_batch import GRACE, bodies, posting, postings
+
+#: Seconds of patience where the broker is made to be silent.
+TIMEOUT = 2.0
+
+
+@pytest.fixture
+def broker(private_rabbitmq: RabbitMQServer) -> RabbitMQServer:
+    """A broker that the test may maltreat."""
+    return private_rabbitmq
+
+
+@pytest.fixture
+def queue(broker: RabbitMQServer, prefix: str) -> Iterator[Queue]:
+    """A queue that is on the broker, and stays while the broker is killed."""
+    queue = Queue(f"{prefix}-batch", queue_arguments={"x-queue-type": "quorum"})
+    with Connection(broker.url) as connection:
+        queue(connection.default_channel).declare()
+        yield queue
+    with Connection(broker.url) as connection:
+        queue(connection.default_channel).delete()
+
+
+@pytest.fixture
+def publisher(broker: RabbitMQServer) -> Iterator[Publisher]:
+    publisher = Publisher(Connection(broker.url))
+    yield publisher
+    publisher.discard()
+
+
+def then(sent: list[Posting], number: int, event: Callable[[], Any]) -> Iterator[Posting]:
+    """All of these, and before the one of this number, something happens."""
+    yield from sent[:number]
+    event()
+    yield from sent[number:]
+
+
+def all_published(publisher: Publisher, key: str) -> bool:
+    sent = postings(key, 20)
+    try:
+        publisher.publish_all(sent, Patience(TIMEOUT))
+    except PublishError:
+        return False
+    return not any(each.error for each in sent)
+
+
+def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    sent = postings(queue.name, 3000)
+    finished: list[Posting] = []
+    prepared: list[Connection] = []
+    closings = 0
+
+    def close() -> None:
+        nonlocal closings
+        closings += 1
+        broker.ctl("close_all_connections", "testing")
+
+    def source() -> Iterator[Posting]:
+        for number, each in enumerate(sent):
+            if number in (700, 1900):
+                close()
+            yield each
+
+    publisher.publish_all(
+        source(), Patience(window=300), prepare=prepared.append, done=finished.append
+    )
+    assert closings == 2
+    assert len(prepared) == 3
+    assert Counter(map(id, finished)) == Counter(map(id, sent))
+    assert {each.error for each in sent} == {None}
+    with Connection(broker.url) as connection:
+        held = count(connection, queue.name)
+        arrived = bodies(connection, queue, held)
+    assert set(arrived) == {str(number) for number in range(3000)}
+    # At least once; more often only what was in flight.
+    assert {body for body, times in arrived.items() if times > 1} <= {
+        each.subject for each in sent if each.resent
+    }
+
+
+def test_a_broker_that_is_killed_is_an_error_of_all_that_were_taken_and_of_no_other(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    # Up to 4.0, RabbitMQ writes down that a quorum queue exists half a second after it was made.
+    enough = time.monotonic() + 2
+    first = 0
+    while time.monotonic() < enough:
+        publisher.publish_all([posting(queue.name, "before")])
+        first += 1
+    sent = postings(queue.name, 1000)
+    finished: list[Posting] = []
+    source = then(sent, 500, broker.kill)
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match=f"{broker.port}//, attempt 3") as caught:
+        publisher.publish_all(source, Patience(resends=2, window=100), done=finished.append)
+    assert time.monotonic() - began < 30
+    rest = list(source)
+    taken = sent[: len(sent) - len(rest)]
+    assert Counter(map(id, finished)) == Counter(map(id, taken))
+    assert 500 <= len(taken) <= 500 + 2 * 100
+    lost = [each for each in taken if each.error is not None]
+    assert lost
+    assert {each.error for each in lost} == {caught.value}
+    assert not [each for each in rest if each.error is not None]
+    broker.start()
+    wait_for(lambda: all_published(publisher, queue.name), "the queue's leader", timeout=60)
+    with Connection(broker.url) as connection:
+        arrived = bodies(connection, queue, count(connection, queue.name))
+    assert arrived["before"] >= first
+    assert {each.subject for each in taken if each.error is None} <= set(arrived)
+
+
+def test_a_broker_that_falls_silent_is_a_timeout_in_time(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    sent = postings(queue.name, 1000)
+    source = then(sent, 500, broker.suspend)
+    began = time.monotonic()
+    try:
+        with pytest.raises(PublishError) as caught:
+            publisher.publish_all(source, Patience(TIMEOUT, window=100))
+        assert time.monotonic() - began < TIMEOUT + GRACE
+    finally:
+        broker.resume()
+    assert isinstance(caught.value, ConfirmTimeout)
+    rest = list(source)
+    without = [each for each in sent[: len(sent) - len(rest)] if each.error is not None]
+    # Those that were given up while the last confirms of others had just come were replaced once.
+    assert 0 < len(without) <= 2 * 100
+    assert {type(each.error) for each in without} == {ConfirmTimeout}
+    wait_for(lambda: all_published(publisher, queue.name), "the broker")
+
+
+def test_a_broker_that_is_silent_takes_no_more_than_fits_into_its_socket(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    """Writing itself does not end: an error in time as well."""
+    sent = [posting(queue.name, b"x" * 1_000_000) for _ in range(100)]
+    source = then(sent, 3, broker.suspend)
+    began = time.monotonic()
+    try:
+        with pytest.raises(PublishError):
+            publisher.publish_all(source, Patience(TIMEOUT, window=100))
+        assert time.monotonic() - began < 2 * TIMEOUT + GRACE
+    finally:
+        broker.resume()
+    assert len(list(source)) < 100
+    wait_for(lambda: all_published(publisher, queue.name), "the broker")
+
+
+def test_a_memory_alarm_is_waited_out(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def alarm() -> None:
+        broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+        calm = threading.Thread(target=broker.ctl, args=("set_vm_memory_high_watermark", "0.4"))
+        calm.start()
+        threads.append(calm)
+
+    sent = postings(queue.name, 1000)
+    try:
+        publisher.publish_all(then(sent, 500, alarm), Patience(60.0, window=100))
+    finally:
+        for thread in threads:
+            thread.join()
+        broker.ctl("set_vm_memory_high_watermark", "0.4")
+    assert {each.error for each in sent} == {None}
+    with Connection(broker.url) as connection:
+        held = bodies(connection, queue, count(connection, queue.name))
+    assert set(held) == {str(number) for number in range(1000)}
+
+
+def test_a_memory_alarm_that_stays_is_an_error_of_its_own(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    def alarm() -> None:
+        broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+
+    sent = postings(queue.name, 1000)
+    source = then(sent, 500, alarm)
+    try:
+        with pytest.raises(ConnectionBlocked) as caught:
+            publisher.publish_all(source, Patience(TIMEOUT, window=100))
+    finally:
+        broker.ctl("set_vm_memory_high_watermark", "0.4")
+    taken = sent[: len(sent) - len(list(source))]
+    assert {each.error for each in taken} == {None, caught.value}
+    wait_for(lambda: all_published(publisher, queue.name), "the broker")
+
+
+def test_why_the_broker_closed_the_connection_is_told(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    def prepare(connection: Connection) -> None:
+        broker.ctl("close_all_connections", "an operator was here")
+        queue(connection.default_channel).queue_declare()
+
+    with pytest.raises(ConnectionLost, match="an operator was here"):
+        publisher.publish_all([posting(queue.name)], Patience(resends=0), prepare=prepare)
+    publisher.publish_all([posting(queue.name)])

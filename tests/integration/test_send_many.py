@@ -1,0 +1,359 @@
+"""Many rows of one task: each runs once, not before it is due, as if it had been sent alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import signals
+from kombu import Connection, Queue
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.bulk import Report, Row
+from celery_rabbitdelay.testing.servers import wait_for
+from tests.integration.arrivals import take
+from tests.integration.shop import PATIENCE, named
+from tests.integration.worker import Worker
+
+#: Seconds that a busy machine may add to what is due.
+GRACE = 20.0
+
+both_ways = pytest.mark.parametrize("envelopes", [True, False], ids=["envelopes", "one-by-one"])
+
+
+class Notes:
+    """What tasks have noted in Redis, under a key of the test's own.
+
+    Args:
+        shop: The application.
+    """
+
+    def __init__(self, shop: Any) -> None:
+        self.shop = shop
+        self.key = f"notes-{uuid4()}"
+        self.redis = shop.backend.client
+
+    def row(self, number: int, **more: Any) -> dict[str, Any]:
+        return {"args": (number,), "kwargs": {"key": self.key}, **more}
+
+    def wait(self, number: int, timeout: float = 40.0) -> list[dict[str, Any]]:
+        """Wait for so many notes, and until the worker has nothing left to run."""
+        wait_for(lambda: self.redis.llen(self.key) >= number, f"{number} notes", timeout)
+        self.shop.tasks["look"].apply_async().get(timeout=PATIENCE)
+        return [json.loads(note) for note in self.redis.lrange(self.key, 0, -1)]
+
+
+@pytest.fixture
+def notes(served_shop: Any) -> Iterator[Notes]:
+    notes = Notes(served_shop)
+    yield notes
+    notes.redis.delete(notes.key)
+
+
+def numbers(noted: list[dict[str, Any]]) -> list[int]:
+    return sorted(note["given"][0] for note in noted)
+
+
+def mixed_rows(notes: Notes, not_before: list[float], count: int) -> Iterator[Any]:
+    """Rows of every kind, and when each may run at the earliest."""
+    for number in range(count):
+        now = time.time()
+        wait = (0.0, 0.7, 1.5, 1.23, 2.0)[number % 5]
+        times: list[dict[str, Any]] = [
+            {},
+            {"delay": wait},
+            {"eta": datetime.fromtimestamp(now + wait, UTC)},
+            {"delay": timedelta(seconds=wait)},
+            {"eta": datetime.fromtimestamp(now + wait, UTC).isoformat()},
+        ]
+        not_before.append(now + wait)
+        row = notes.row(number, **times[number % 5])
+        yield row if number % 2 else Row(**row)
+
+
+@both_ways
+def test_each_row_of_any_kind_runs_once_and_none_is_early(
+    served_shop: Any, notes: Notes, envelopes: bool
+) -> None:
+    not_before: list[float] = []
+    report = served_shop.rabbitdelay.send_many(
+        served_shop.tasks["note"], mixed_rows(notes, not_before, 400), envelopes=envelopes
+    )
+    noted = notes.wait(400)
+    assert numbers(noted) == list(range(400))
+    assert all(note["at"] >= not_before[note["given"][0]] for note in noted)
+    assert {note["routing_key"] for note in noted} == {named(served_shop, "default")}
+    assert all(headers.DUE in note["headers"] for note in noted)
+    assert (report.sent, report.confirmed, report.resent) == (400, 400, 0)
+    assert not report.errors
+    assert report.rate > 0
+    if envelopes:
+        assert 0 < report.envelopes <= report.messages < 400
+    else:
+        assert (report.envelopes, report.messages) == (0, 400)
+
+
+@both_ways
+@pytest.mark.parametrize("by_name", [True, False], ids=["name", "task"])
+def test_results_come_back_under_the_rows_own_ids(
+    served_shop: Any, envelopes: bool, by_name: bool
+) -> None:
+    ids = [str(uuid4()) for _ in range(30)]
+    given: list[Any] = ["it's", {"é": [1, None]}, 1.5]
+    rows = [
+        {"args": (number, *given), "delay": 0.3, "task_id": ids[number]} for number in range(30)
+    ]
+    task = "look" if by_name else served_shop.tasks["look"]
+    before = time.time()
+    served_shop.rabbitdelay.send_many(task, rows, envelopes=envelopes)
+    for number, task_id in enumerate(ids):
+        seen = served_shop.AsyncResult(task_id).get(timeout=PATIENCE)
+        assert seen["given"] == [number, *given]
+        assert seen["correlation_id"] == task_id
+        assert seen["at"] >= before + 0.3
+
+
+def test_a_task_of_an_envelope_can_be_retried(served_shop: Any) -> None:
+    ids = [str(uuid4()) for _ in range(5)]
+    rows = [{"args": ([], 2, {"delay": 0.3}), "delay": 0.2, "task_id": each} for each in ids]
+    report = served_shop.rabbitdelay.send_many(served_shop.tasks["retry"], rows)
+    assert report.envelopes >= 1
+    for each in ids:
+        past = served_shop.AsyncResult(each).get(timeout=PATIENCE)
+        assert [attempt["retries"] for attempt in past] == [0, 1, 2]
+        assert {attempt["correlation_id"] for attempt in past} == {each}
+        assert {attempt["routing_key"] for attempt in past} == {named(served_shop, "default")}
+        assert all(b["at"] >= a["at"] + 0.3 for a, b in pairwise(past))
+
+
+@both_ways
+def test_every_row_has_what_the_options_say(
+    served_shop: Any, notes: Notes, envelopes: bool
+) -> None:
+    ids = [str(uuid4()) for _ in range(6)]
+    served_shop.rabbitdelay.send_many(
+        served_shop.tasks["look"],
+        [{"args": (number,), "delay": 0.3, "task_id": each} for number, each in enumerate(ids)],
+        envelopes=envelopes,
+        queue=named(served_shop, "second"),
+        priority=9,
+        headers={"tenant": "é", "list": [1, 2]},
+        expires=3600,
+        link=served_shop.tasks["note"].s(key=notes.key),
+    )
+    for each in ids:
+        seen = served_shop.AsyncResult(each).get(timeout=PATIENCE)
+        assert seen["exchange"] == ""  # as Celery has it where the exchange is direct
+        assert seen["routing_key"] == named(served_shop, "second")
+        assert seen["priority"] == 9
+        assert seen["headers"]["tenant"] == "é"
+        assert seen["headers"]["list"] == [1, 2]
+    linked = notes.wait(6)
+    assert sorted(note["given"][0]["given"][0] for note in linked) == list(range(6))
+
+
+def has_expired(result: Any) -> bool:
+    return bool(result.state == "REVOKED")
+
+
+@both_ways
+def test_what_has_expired_when_it_is_due_does_not_run(
+    served_shop: Any, notes: Notes, envelopes: bool
+) -> None:
+    rows = [notes.row(number, delay=1.0, task_id=str(uuid4())) for number in range(4)]
+    served_shop.rabbitdelay.send_many(
+        served_shop.tasks["note"], rows, envelopes=envelopes, expires=0.2
+    )
+    for row in rows:
+        wait_for(partial(has_expired, served_shop.AsyncResult(row["task_id"])), "its expiry")
+    assert notes.wait(0) == []
+
+
+@both_ways
+def test_every_queue_of_a_fanout_exchange_gets_each_row(
+    served_shop: Any,
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+    envelopes: bool,
+) -> None:
+    mirror = served_shop.amqp.queues[named(served_shop, "mirror")]
+    unknown = make_queue("unknown", mirror.exchange)
+    unknown(connection.default_channel).declare()
+    ids = [str(uuid4()) for _ in range(40)]
+    before = time.time()
+    served_shop.rabbitdelay.send_many(
+        served_shop.tasks["look"],
+        [{"args": (1,), "delay": 0.4, "task_id": each} for each in ids],
+        envelopes=envelopes,
+        queue=mirror.name,
+    )
+    arrivals = take(connection, [unknown], 40)
+    assert sorted(a.message.headers["id"] for a in arrivals) == sorted(ids)
+    assert all(arrival.at >= before + 0.4 for arrival in arrivals)
+    for each in ids:
+        seen = served_shop.AsyncResult(each).get(timeout=PATIENCE)
+        assert seen["exchange"] == mirror.exchange.name
+    unknown(connection.default_channel).delete()
+
+
+@contextmanager
+def listening(signal: Any, receiver: Callable[..., None]) -> Iterator[None]:
+    signal.connect(receiver, weak=False)
+    try:
+        yield
+    finally:
+        signal.disconnect(receiver)
+
+
+@both_ways
+def test_the_signals_of_publishing_are_told_of_each_row_and_may_add_to_it(
+    served_shop: Any, envelopes: bool
+) -> None:
+    told: list[str] = []
+    after: list[str] = []
+
+    def before_publish(
+        headers: dict[str, Any], body: Any, properties: dict[str, Any], **_: Any
+    ) -> None:
+        number = body[0][0]
+        told.append(headers["id"])
+        headers["number"] = number
+        if number == 0:
+            headers["first"] = "only"
+        if number == 3:
+            headers["third"] = [3]
+            properties["priority"] = 9
+        if number == 4:
+            # JSON has no place for it: the row travels by itself.
+            headers["when"] = datetime(2030, 1, 2, tzinfo=UTC)
+
+    def after_publish(headers: dict[str, Any], **_: Any) -> None:
+        after.append(headers["id"])
+
+    ids = [str(uuid4()) for _ in range(8)]
+    with (
+        listening(signals.before_task_publish, before_publish),
+        listening(signals.after_task_publish, after_publish),
+    ):
+        report = served_shop.rabbitdelay.send_many(
+            served_shop.tasks["look"],
+            [{"args": (number,), "delay": 0.4, "task_id": ids[number]} for number in range(8)],
+            envelopes=envelopes,
+        )
+    assert told == ids
+    assert after == ids
+    assert bool(report.envelopes) == envelopes
+    for number, each in enumerate(ids):
+        seen = served_shop.AsyncResult(each).get(timeout=PATIENCE)
+        assert seen["given"] == [number]
+        assert seen["headers"]["number"] == number
+        assert seen["headers"].get("first") == ("only" if number == 0 else None)
+        assert seen["headers"].get("third") == ([3] if number == 3 else None)
+        assert ("when" in seen["headers"]) == (number == 4)
+        if envelopes:
+            assert seen["priority"] == (9 if number == 3 else 0)
+
+
+def test_monitors_are_told_of_each_row_where_they_are_told_of_tasks(
+    served_shop: Any, connection: Connection
+) -> None:
+    served_shop.conf.task_send_sent_event = True
+    ids = [str(uuid4()) for _ in range(12)]
+    told: list[str] = []
+    receiver = served_shop.events.Receiver(
+        connection, handlers={"task-sent": lambda event: told.append(event["uuid"])}
+    )
+    with receiver.consumer_context() as (own, *_):
+        served_shop.rabbitdelay.send_many(
+            served_shop.tasks["look"], [{"delay": 0.2, "task_id": each} for each in ids]
+        )
+
+        def came() -> bool:
+            with suppress(TimeoutError):
+                own.drain_events(timeout=0.2)
+            return len(told) >= len(ids)
+
+        wait_for(came, "the events")
+    assert told == ids
+
+
+def test_progress_is_told_with_growing_numbers_and_at_the_end(served_shop: Any) -> None:
+    told: list[tuple[int, int, float]] = []
+
+    def progress(report: Report) -> None:
+        told.append((report.sent, report.confirmed, report.seconds))
+
+    def work(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        wait_for(lambda: time.monotonic() > until, "the caller's own work")
+
+    def slow_rows() -> Iterator[Row]:
+        for number in range(60):
+            work(0.03)
+            yield Row((number,))
+
+    report = served_shop.rabbitdelay.send_many(
+        served_shop.tasks["look"], slow_rows(), progress=progress, envelopes=False
+    )
+    assert len(told) >= 2
+    assert told == sorted(told)
+    assert told[-1] == (60, 60, report.seconds)
+    assert served_shop.rabbitdelay.send_many(served_shop.tasks["look"], [], progress=progress)
+    assert told[-1][:2] == (0, 0)
+
+
+@both_ways
+def test_with_a_tolerance_none_is_early_and_none_later_than_that(
+    served_shop: Any, notes: Notes, envelopes: bool
+) -> None:
+    not_before: list[float] = []
+
+    def rows() -> Iterator[Row]:
+        for number in range(200):
+            delay = 1.03 + (number % 90) / 100
+            not_before.append(time.time() + delay)
+            yield Row(**notes.row(number, delay=delay))
+
+    report = served_shop.rabbitdelay.send_many(
+        served_shop.tasks["note"], rows(), tolerance=timedelta(seconds=1), envelopes=envelopes
+    )
+    noted = notes.wait(200)
+    assert numbers(noted) == list(range(200))
+    for note in noted:
+        due = not_before[note["given"][0]]
+        assert due <= note["at"] <= due + 1 + GRACE
+    if envelopes:
+        # All are due at 2 s, but for what was taken while a tick went by.
+        assert report.messages <= 20
+
+
+@pytest.mark.parametrize(("queue_type", "shards"), [("quorum", 3), ("classic", 1)])
+def test_whatever_the_levels_are_made_of(
+    make_shop: Callable[..., Any], configuration: dict[str, Any], queue_type: str, shards: int
+) -> None:
+    settings = {
+        "queue_type": queue_type,
+        "rabbitdelay_queue_type": queue_type,
+        "rabbitdelay_shards": shards,
+    }
+    shop = make_shop(**settings)
+    notes = Notes(shop)
+    with Worker({**configuration, **settings}):
+        before = time.time()
+        for envelopes in (True, False):
+            rows = [notes.row(number, delay=0.3 + number % 10 / 10) for number in range(200)]
+            report = shop.rabbitdelay.send_many("note", rows, envelopes=envelopes, priority=9)
+            assert report.confirmed == 200
+        noted = notes.wait(400)
+    assert numbers(noted) == sorted([*range(200)] * 2)
+    assert {note["priority"] for note in noted} == {9}
+    assert all(note["at"] >= before + 0.3 + note["given"][0] % 10 / 10 for note in noted)
+    notes.redis.delete(notes.key)

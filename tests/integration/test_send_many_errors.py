@@ -1,0 +1,233 @@
+"""Rows that cannot be sent, and brokers that cannot be reached: exactly these rows are named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from kombu import Connection
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.bulk import MAX_ERRORS, Report, Row
+from celery_rabbitdelay.exceptions import (
+    InvalidDelay,
+    NeedsDistribution,
+    RowsNotConfirmed,
+)
+from tests.integration.arrivals import take
+from tests.integration.shop import PATIENCE, named
+from tests.integration.test_send_many import Notes, both_ways, notes, numbers
+from tests.integration.worker import REPOSITORY
+
+__all__ = ["notes"]
+
+
+class Nasty:
+    """Fails in a way of its own when JSON asks for it."""
+
+    def __json__(self) -> Any:
+        raise RuntimeError("the database is gone")
+
+
+def deep(levels: int) -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(levels):
+        nested = [nested]
+    return nested
+
+
+NOW = datetime.now(UTC)
+BAD: dict[str, Any] = {
+    "a wrong key": {"argz": (1,)},
+    "no row": 5,
+    "a delay of text": {"delay": "x"},
+    "two times": {"delay": 1, "eta": NOW},
+    "a naive eta": {"eta": datetime(2100, 1, 1)},
+    "no instant": {"eta": "tomorrow"},
+    "an endless delay": {"delay": float("inf")},
+    "a delay beyond all counting": {"delay": 10**18},
+    "what JSON cannot write": {"args": (object(),)},
+    "what JSON must not write": {"args": (deep(100_000),)},
+    "what fails by itself": {"args": (Nasty(),)},
+    "arguments of text": {"args": "abc"},
+    "arguments of a mapping": {"args": {"a": 1}},
+    "keyword arguments of a list": {"kwargs": [1]},
+    "an id of a number": {"task_id": 5},
+    "an id that is too long": {"task_id": "k" * 256},
+    "a key": {"key": "order:7"},
+}
+
+
+@both_ways
+@pytest.mark.parametrize("what", BAD)
+def test_a_row_that_cannot_be_sent_is_an_error_of_its_own_wherever_it_stands(
+    served_shop: Any, notes: Notes, what: str, envelopes: bool
+) -> None:
+    rows: list[Any] = [notes.row(number, delay=0.2) for number in range(12)]
+    bad = (0, 1, 6, 11)
+    for number in bad:
+        rows[number] = BAD[what]
+    with pytest.raises(RowsNotConfirmed) as caught:
+        # By name: nobody knows the signature.
+        served_shop.rabbitdelay.send_many("note", iter(rows), envelopes=envelopes)
+    assert tuple(sorted(caught.value.errors)) == bad
+    assert caught.value.rest is None
+    report = caught.value.report
+    assert sum(report.errors.values()) == 4
+    assert (report.sent, report.confirmed) == (8, 8)
+    assert numbers(notes.wait(8)) == [each for each in range(12) if each not in bad]
+
+
+def test_a_row_that_does_not_fit_the_task_s_signature_is_an_error_of_its_own(
+    served_shop: Any, notes: Notes
+) -> None:
+    rows = [notes.row(0), {"args": (1,)}, {"kwargs": {"key": "k", "more": 1}}, notes.row(3)]
+    with pytest.raises(RowsNotConfirmed) as caught:
+        served_shop.rabbitdelay.send_many(served_shop.tasks["note"], rows)
+    assert sorted(caught.value.errors) == [1, 2]
+    assert "row 1" in str(caught.value)
+    assert numbers(notes.wait(2)) == [0, 3]
+
+
+@both_ways
+def test_after_so_many_errors_no_further_rows_are_taken(
+    served_shop: Any, notes: Notes, envelopes: bool
+) -> None:
+    taken = 0
+
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal taken
+        for number in range(10 * MAX_ERRORS):
+            taken += 1
+            yield notes.row(number, delay=0.2) if number % 50 == 0 else {"delay": "x"}
+
+    with pytest.raises(RowsNotConfirmed) as caught:
+        served_shop.rabbitdelay.send_many("note", rows(), envelopes=envelopes)
+    assert len(caught.value.errors) == MAX_ERRORS
+    assert caught.value.rest == taken < 1.1 * MAX_ERRORS
+    good = [number for number in range(taken) if number % 50 == 0]
+    assert not set(good) & set(caught.value.errors)
+    assert numbers(notes.wait(len(good))) == good
+
+
+@both_ways
+@pytest.mark.parametrize("error", [ValueError, ConnectionResetError, StopAsyncIteration])
+def test_what_the_rows_raise_is_raised_once_all_before_it_are_confirmed(
+    served_shop: Any, notes: Notes, error: type[Exception], envelopes: bool
+) -> None:
+    broken = error("the database is gone")
+
+    def rows() -> Iterator[Any]:
+        for number in range(30):
+            yield notes.row(number, delay=0.2) if number != 7 else {"delay": "x"}
+        raise broken
+
+    with pytest.raises(error) as caught:
+        served_shop.rabbitdelay.send_many("note", rows(), envelopes=envelopes)
+    assert caught.value is broken
+    cause = caught.value.__cause__
+    assert isinstance(cause, RowsNotConfirmed)
+    assert (list(cause.errors), cause.rest) == ([7], 30)
+    assert numbers(notes.wait(29)) == [number for number in range(30) if number != 7]
+
+
+def test_what_progress_raises_is_raised_and_the_next_ones_go_through(
+    served_shop: Any, notes: Notes
+) -> None:
+    def progress(_: Report) -> None:
+        raise BrokenPipeError("nobody reads it")
+
+    with pytest.raises(BrokenPipeError):
+        served_shop.rabbitdelay.send_many("note", [notes.row(0)], progress=progress)
+    served_shop.rabbitdelay.send_many("note", [notes.row(1)])
+    assert numbers(notes.wait(2)) == [0, 1]
+
+
+def test_a_header_that_has_no_place_in_an_envelope_is_no_obstacle(served_shop: Any) -> None:
+    ids = [str(uuid4()) for _ in range(5)]
+    report = served_shop.rabbitdelay.send_many(
+        served_shop.tasks["look"],
+        [{"delay": 0.2, "task_id": each} for each in ids],
+        headers={"when": datetime(2030, 1, 2, tzinfo=UTC)},
+        envelopes=True,
+    )
+    assert (report.confirmed, report.envelopes) == (5, 0)
+    for each in ids:
+        assert "when" in served_shop.AsyncResult(each).get(timeout=PATIENCE)["headers"]
+
+
+def test_options_that_no_row_could_be_sent_with_are_an_error_at_once(served_shop: Any) -> None:
+    note = served_shop.tasks["note"]
+    with pytest.raises(InvalidDelay, match="tolerance"):
+        served_shop.rabbitdelay.send_many(note, [Row()], tolerance=-1)
+    with pytest.raises(NeedsDistribution):
+        _without_distribution(served_shop).send_many("note", [Row((1,))], envelopes=True)
+    with pytest.raises(NeedsDistribution):
+        _without_distribution(served_shop).send_many("note", [Row((1,))], priority=9)
+
+
+def _without_distribution(shop: Any) -> Any:
+    shop.rabbitdelay.__dict__.pop("settings", None)
+    shop.conf.rabbitdelay_modules = []
+    return shop.rabbitdelay
+
+
+def test_without_distribution_every_row_is_a_message(
+    make_shop: Callable[..., Any], connection: Connection
+) -> None:
+    shop = make_shop(rabbitdelay_modules=[])
+    report = shop.rabbitdelay.send_many("look", [Row((n,), delay=0.3) for n in range(50)])
+    assert (report.messages, report.envelopes) == (50, 0)
+    arrivals = take(connection, [shop.amqp.queues[named(shop, "default")]], 50)
+    assert sorted(arrival.body[0][0] for arrival in arrivals) == list(range(50))
+    # Without check-in as well, what is above the capacity of 5.9 s is refused.
+    with pytest.raises(RowsNotConfirmed) as caught:
+        shop.rabbitdelay.send_many("look", [Row(delay=5), Row(delay=50)])
+    assert list(caught.value.errors) == [1]
+
+
+def test_what_keeps_celery_s_own_behavior_is_sent_one_by_one(
+    make_shop: Callable[..., Any], connection: Connection
+) -> None:
+    shop = make_shop()
+    told: list[int] = []
+    rows = [{"delay": 50}, {"delay": "x"}, {}, {"eta": datetime(2100, 1, 1, tzinfo=UTC)}]
+    for task in (shop.tasks["celery-own"], "celery-own"):
+        with pytest.raises(RowsNotConfirmed) as caught:
+            shop.rabbitdelay.send_many(task, rows, progress=lambda r: told.append(r.confirmed))
+        assert list(caught.value.errors) == [1]
+    assert told == [3, 3]
+    arrivals = take(connection, [shop.amqp.queues[named(shop, "default")]], 6)
+    assert Counter(bool(a.message.headers["eta"]) for a in arrivals) == {True: 4, False: 2}
+    assert not [arrival for arrival in arrivals if headers.DUE in arrival.message.headers]
+
+
+def test_eager_tasks_run_at_once(make_shop: Callable[..., Any]) -> None:
+    shop = make_shop(task_always_eager=True)
+    ran: list[int] = []
+
+    @shop.task(name="run", shared=False)
+    def run(number: int) -> None:
+        ran.append(number)
+
+    report = shop.rabbitdelay.send_many(run, [Row((n,), delay=n) for n in range(5)], tolerance=5)
+    assert ran == list(range(5))
+    assert report.confirmed == 5
+
+
+def test_another_broker_takes_them_one_by_one() -> None:
+    program = """
+from tests.integration.shop import make_app
+app = make_app({"prefix": "p", "broker_url": "memory://", "result_backend": "cache+memory://"})
+report = app.rabbitdelay.send_many("look", [{"args": (n,), "delay": 50} for n in range(5)])
+print(report.confirmed, app.connection().default_channel.queue_declare("p.default").message_count)
+"""
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["5", "5"]

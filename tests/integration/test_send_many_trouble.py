@@ -1,0 +1,122 @@
+"""Many rows, and a broker that goes away: every row that is not named is there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.bulk import Row
+from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.exceptions import RowsNotConfirmed
+from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from tests.integration.arrivals import count, take
+from tests.integration.shop import named
+from tests.integration.test_send_many import both_ways
+
+
+@both_ways
+def test_a_broker_that_goes_away_has_all_rows_that_are_not_named(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], envelopes: bool
+) -> None:
+    shop = make_shop(
+        broker_url=private_rabbitmq.url, rabbitdelay_confirm_timeout=4, rabbitdelay_window=20
+    )
+    default, topology = shop.amqp.queues[named(shop, "default")], shop.rabbitdelay.topology
+    shop.rabbitdelay.send_many("look", [Row(("before",), delay=0.1)], envelopes=False)
+    number_of_rows, taken = 20_000, 0
+    stop_at = 9000 if envelopes else 1500
+
+    def rows() -> Iterator[Row]:
+        nonlocal taken
+        for number in range(number_of_rows):
+            if number == stop_at:
+                private_rabbitmq.ctl("stop_app")
+            taken += 1
+            yield Row((number,), delay=(0.2, 0.9, 1.7)[number % 3])
+
+    try:
+        with pytest.raises(RowsNotConfirmed) as caught:
+            shop.rabbitdelay.send_many("look", rows(), envelopes=envelopes)
+    finally:
+        private_rabbitmq.ctl("start_app")
+        wait_for(lambda: _takes_queues(private_rabbitmq), "a broker that is whole", interval=0.2)
+    lost = caught.value
+    assert lost.rest == taken < number_of_rows
+    assert 0 < len(lost.errors) <= taken
+    assert set(lost.errors) <= set(range(taken))
+    assert {type(error).__name__ for error in lost.errors.values()} == set(lost.report.errors)
+    assert lost.report.confirmed == taken - len(lost.errors)
+    assert f"those from row {taken} on were not taken" in str(lost)
+    confirmed = set(range(taken)) - set(lost.errors)
+    assert confirmed
+
+    arrived: Counter[int] = Counter()
+    with Connection(private_rabbitmq.url) as connection:
+        queues = [default, topology.distribution]
+
+        def all_came() -> bool:
+            for queue in queues:
+                for arrival in take(connection, [queue], count(connection, queue.name)):
+                    arrived.update(_rows_of(arrival.message))
+            return confirmed <= set(arrived)
+
+        wait_for(all_came, "all rows that were confirmed", timeout=60, interval=0.2)
+    # A row that is named may be there all the same, and one that was sent again may be there twice.
+    assert set(arrived) <= set(range(taken))
+
+
+def _takes_queues(broker: RabbitMQServer) -> bool:
+    """Whether a quorum queue can be declared; for a moment, a node that starts closes instead."""
+    queue = Queue("test-whole", queue_arguments={"x-queue-type": "quorum"})
+    with Connection(broker.url) as connection:
+        try:
+            queue(connection.default_channel).declare()
+            queue(connection.default_channel).delete()
+        except connection.connection_errors + connection.channel_errors:
+            return False
+    return True
+
+
+def _rows_of(message: Any) -> list[int]:
+    body = message.body
+    data: bytes = body.encode() if isinstance(body, str) else bytes(body)
+    if message.content_type == CONTENT_TYPE:
+        bodies = [item.body for item in Envelope.unpack(data).items]
+    else:
+        bodies = [data]
+    firsts = [json.loads(each)[0][0] for each in bodies]
+    return [first for first in firsts if first != "before"]
+
+
+@both_ways
+def test_rows_that_were_in_flight_when_the_connection_was_closed_are_sent_again(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], envelopes: bool
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_window=20)
+    default, topology = shop.amqp.queues[named(shop, "default")], shop.rabbitdelay.topology
+
+    rows_in_all = 6000 if envelopes else 1500
+
+    def rows() -> Iterator[Row]:
+        for number in range(rows_in_all):
+            if number in (rows_in_all // 3, rows_in_all // 2):
+                private_rabbitmq.ctl("close_all_connections", "testing")
+            yield Row((number,), delay=(0.2, 0.9, 1.7)[number % 3])
+
+    report = shop.rabbitdelay.send_many("look", rows(), envelopes=envelopes)
+    assert (report.sent, report.confirmed) == (rows_in_all, rows_in_all)
+    arrived: set[int] = set()
+    with Connection(private_rabbitmq.url) as connection:
+
+        def all_came() -> bool:
+            for queue in (default, topology.distribution):
+                for arrival in take(connection, [queue], count(connection, queue.name)):
+                    arrived.update(_rows_of(arrival.message))
+            return len(arrived) == rows_in_all
+
+        wait_for(all_came, "all rows", timeout=60, interval=0.2)

@@ -1,0 +1,163 @@
+"""The frames of a message are those that py-amqp itself writes."""
+
+from __future__ import annotations
+
+import struct
+from datetime import UTC, datetime
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any, cast
+
+import amqp
+import pytest
+from amqp import spec
+from amqp.exceptions import FrameSyntaxError
+from amqp.method_framing import frame_writer
+from amqp.serialization import dumps
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.frames import Content, publishing
+
+#: The least that a peer may ask for: frame-min-size of AMQP 0-9-1.
+FRAME_MIN = 4096
+
+
+class Transport:
+    """Keeps what is written, in place of a socket: nothing else can tell where a write ends."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+
+def by_pyamqp(
+    channel: int, exchange: str, routing_key: str, message: amqp.Message, frame_max: int
+) -> bytes:
+    """What :meth:`amqp.Channel.basic_publish` puts on the wire, mandatory."""
+    transport = Transport()
+    connection = SimpleNamespace(frame_max=frame_max, bytes_sent=0)
+    arguments = dumps("Bssbb", (0, exchange, routing_key, True, False))
+    write: Any = frame_writer(connection, transport)
+    write(1, channel, spec.Basic.Publish, arguments, message)
+    return transport.written
+
+
+# AMQP's short strings have at most 255 bytes, and a character up to four.
+words = st.text(max_size=63)
+any_text = st.text(st.characters(), max_size=40)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats()
+    | any_text
+    | st.binary(max_size=20)
+    | st.decimals(-(10**6), 10**6, places=3)
+    | st.datetimes(datetime(1970, 1, 2), datetime(2100, 1, 1)).map(
+        lambda instant: instant.replace(tzinfo=UTC)
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=8,
+)
+properties = st.fixed_dictionaries(
+    {},
+    optional={
+        "content_type": words,
+        "content_encoding": st.sampled_from(["utf-8", "binary", "utf-16"]),
+        "application_headers": st.dictionaries(words, values, max_size=5),
+        "delivery_mode": st.sampled_from([1, 2]),
+        "priority": st.integers(0, 255),
+        "correlation_id": words,
+        "reply_to": words,
+        "expiration": words,
+        "message_id": words,
+        "timestamp": st.integers(0, 2**63 - 1),
+        "type": words,
+        "user_id": words,
+        "app_id": words,
+        "cluster_id": words,
+    },
+)
+bodies = (
+    st.binary(max_size=200)
+    | st.text(max_size=200)
+    | st.integers(FRAME_MIN - 60, 3 * FRAME_MIN).map(lambda size: b"x" * size)
+)
+
+
+@given(
+    st.integers(1, 65_535),
+    words,
+    words,
+    properties,
+    bodies,
+    st.integers(FRAME_MIN, 3 * FRAME_MIN) | st.just(131_072),
+)
+def test_the_frames_of_a_message_are_those_of_py_amqp(
+    channel: int,
+    exchange: str,
+    routing_key: str,
+    told: dict[str, Any],
+    body: bytes | str,
+    frame_max: int,
+) -> None:
+    if isinstance(body, str) and told.get("content_encoding") == "binary":
+        del told["content_encoding"]
+    content = Content.of(amqp.Message(body, **told))
+    ours = publishing(channel, exchange, routing_key, content, frame_max)
+    assert ours == by_pyamqp(channel, exchange, routing_key, amqp.Message(body, **told), frame_max)
+
+
+@pytest.mark.parametrize("size", range(4085, 4093))
+def test_a_body_at_the_frame_s_edge_takes_no_empty_frame(size: int) -> None:
+    content = Content.of(amqp.Message(b"x" * size))
+    ours = publishing(1, "", "key", content, FRAME_MIN)
+    assert ours == by_pyamqp(1, "", "key", amqp.Message(b"x" * size), FRAME_MIN)
+    sizes = []
+    while ours:
+        _, _, held = struct.unpack_from(">BHI", ours)
+        assert held + 8 <= FRAME_MIN
+        sizes.append(held)
+        ours = ours[held + 8 :]
+    assert sizes[2:] == ([size] if size <= 4088 else [4088, size - 4088])
+
+
+@pytest.mark.parametrize("where", ["exchange", "routing_key"])
+@pytest.mark.parametrize("name", ["k" * 256, "é" * 128])
+def test_a_name_above_255_bytes_cannot_be_written(where: str, name: str) -> None:
+    names = {"exchange": "", "routing_key": "", where: name}
+    with pytest.raises(struct.error):
+        publishing(1, **names, content=Content(b"\0\0", b""), frame_max=FRAME_MIN)
+
+
+def test_half_a_character_is_written_as_py_amqp_writes_it() -> None:
+    content = Content.of(amqp.Message(b"x"))
+    ours = publishing(1, "\ud800", "\udfff", content, FRAME_MIN)
+    assert ours == by_pyamqp(1, "\ud800", "\udfff", amqp.Message(b"x"), FRAME_MIN)
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, 1j])
+def test_a_header_that_amqp_has_no_type_for_cannot_be_written(value: object) -> None:
+    with pytest.raises(FrameSyntaxError):
+        Content.of(amqp.Message(b"x", application_headers={"x": value}))
+
+
+def test_a_body_of_text_is_written_in_the_encoding_that_the_message_says() -> None:
+    message = amqp.Message("größe", content_encoding="utf-16")
+    assert Content.of(message).body == "größe".encode("utf-16")
+    silent = amqp.Message("größe")
+    content = Content.of(silent)
+    assert content.body == "größe".encode()
+    back: Any = amqp.Message()
+    cast("Any", back)._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
+    assert back.properties == {"content_encoding": "utf-8"}
+
+
+def test_a_header_of_a_decimal_keeps_its_digits() -> None:
+    content = Content.of(amqp.Message(b"", application_headers={"price": Decimal("-1.25")}))
+    back: Any = amqp.Message()
+    back._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
+    assert back.properties["application_headers"] == {"price": Decimal("-1.25")}
