@@ -34,9 +34,9 @@ PLACE: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
 #: These, and what distribution restores besides.
 ADDRESS: Final = (*PLACE, names.PRIORITY)
 
-#: What shows that Python may represent a value otherwise than Celery does: quotes and what is
-#: escaped, and objects.
-_ODD: Final = re.compile(r'[\\"<]|\w\(')
+#: What shows that Python may represent a value otherwise than Celery does, behind its first
+#: character: quotes and what is escaped, objects, values in values.
+_ODD: Final = re.compile(r'[\\"<\[({]')
 
 _NOTHING_SHARED: Final = shared_block({}, {})
 
@@ -223,9 +223,6 @@ class Template:
 def _brief(value: Any, most: int, levels: int | None) -> str:
     """Return what Celery's ``saferepr`` returns; where it is Python's own, that is faster."""
     text = repr(value)
-    is_python_s = (
-        len(text) <= most
-        and _ODD.search(text) is None
-        and (not levels or sum(map(text.count, "[({")) <= levels)
-    )
-    return text if is_python_s else saferepr(value, most, levels)  # type: ignore[arg-type]
+    if len(text) <= most and _ODD.search(text, 1) is None:
+        return text
+    return saferepr(value, most, levels)  # type: ignore[arg-type]

@@ -119,6 +119,7 @@ def test_a_long_name_is_hashed(name: str) -> None:
 
 
 @given(layouts)
+@settings(max_examples=20, deadline=None)
 def test_routing_keys_and_names_fit_into_amqp_s_255_bytes(layout: Layout) -> None:
     topology = Topology("p" * 100, layout, shards=32)
     longest = topology.route_of_milliseconds(layout.capacity_ms, "q" * 255)
