@@ -254,6 +254,10 @@ class ConfirmChannel:
             timeout: Seconds that writing may take.
         """
         self.flush(timeout)
+        self.hear()
+
+    def hear(self) -> None:
+        """Take in what the broker has said already."""
         with suppress(TimeoutError):
             while True:
                 self.take_in(LOOK)

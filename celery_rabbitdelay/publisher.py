@@ -376,7 +376,7 @@ class _Batch:
         oldest: Posting = next(iter(confirming.unsettled.subjects()), None) or self._again[0][1]
         now = time.monotonic()
         again_at = self._again[0][0] if self._again else oldest.deadline
-        has_more = self._may_take or again_at <= now
+        has_more = self._may_take or (bool(self._again) and again_at <= now)
         enough = self._patience.window * 3 // 4 if has_more else 0
         was_blocked, was_in_flight = confirming.blocked is not None, confirming.in_flight > 0
 
@@ -391,6 +391,11 @@ class _Batch:
 
     def _give_up(self, confirming: ConfirmChannel, oldest: Posting) -> None:
         """Time is up for one message, at least."""
+        was_in_flight = oldest in confirming.unsettled.subjects()
+        # This process may have been busy or suspended while the broker spoke.
+        confirming.hear()
+        if was_in_flight and oldest not in confirming.unsettled.subjects():
+            return
         now, address = time.monotonic(), oldest.address()
         if confirming.blocked is not None:
             raise ConnectionBlocked(*address, confirming.blocked)
