@@ -27,6 +27,13 @@ RESULTS: Final = REPOSITORY / "build" / "benchmarks"
 LIBRARIES: Final = ("celery", "kombu", "amqp", "celery-rabbitdelay")
 
 
+def private_broker() -> RabbitMQServer:
+    """A private node, of the system that ``RABBITDELAY_BROKER_ROOT`` names where it is set."""
+    root = os.environ.get("RABBITDELAY_BROKER_ROOT")
+    quiet = ("log.queue.level = error", "log.ra.level = error")
+    return RabbitMQServer(Path(root) if root else None, settings=quiet)
+
+
 def environment(broker: RabbitMQServer) -> dict[str, Any]:
     """The machine and the versions that figures belong to."""
     return {
