@@ -5,8 +5,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit integration acceptance test-brokers chaos bench-memory bench-modules lint types docs tox coverage \
-        clean
+.PHONY: help demo test unit integration acceptance test-brokers chaos bench-burst bench-lateness \
+        bench-memory bench-modules bench-pending lint types docs tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -44,11 +44,20 @@ test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10,
 chaos: $(VENV)/test.done  ## Kill the worker that distributes 20 times, under 20,000 messages
 	$(BIN)/python -m tests.chaos.kill_distribution
 
+bench-burst: $(VENV)/test.done  ## 20,000 tasks due at one instant, with envelopes and shards
+	$(BIN)/python -m tests.benchmarks.burst
+
+bench-lateness: $(VENV)/test.done  ## How late messages come, beside Celery's native delayed delivery
+	$(BIN)/python -m tests.benchmarks.lateness
+
 bench-memory: $(VENV)/test.done  ## A worker's memory while 20,000 tasks wait, beside Celery's own eta
 	$(BIN)/python -m tests.benchmarks.worker_memory
 
 bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing
 	$(BIN)/python -m tests.benchmarks.modules
+
+bench-pending: $(VENV)/test.done  ## The broker's memory and disk for 100,000 tasks that wait
+	$(BIN)/python -m tests.benchmarks.pending
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
 	$(BIN)/ruff check .

@@ -45,7 +45,7 @@ def _file(folder: str, process: int) -> int:
 
 def make_app(
     broker_url: str, queue: str, settings: dict[str, Any], ours: bool = True, folder: str = ""
-) -> celery.Celery:
+) -> Any:
     """Create an application with one quorum queue and the task ``note``.
 
     Args:
