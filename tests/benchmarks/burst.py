@@ -12,7 +12,8 @@ and the same ``eta``, and are confirmed before it; then the time from the eta on
   worker serves distribution too.
 
 Each with and without envelopes, with one shard and with four. Their peer is ``Celery alone``: the
-same worker, from the first start of a task to the last, with all tasks in its queue before.
+same worker, from the first start of a task to the last, with all tasks in its queue before; it is
+measured beside each case.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from statistics import median
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -140,29 +142,41 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     reached: dict[str, list[float]] = defaultdict(list)
     started: dict[str, list[float]] = defaultdict(list)
+    alone: dict[str, list[float]] = defaultdict(list)
     with private_broker() as broker:
         for number in range(options.rounds):
             for case in CASES:
                 bench = Bench(broker, case, options.tasks, options.lead)
                 reached[str(case)].append(bench.reached())
                 # What has just reached the queue is what Celery alone has before it.
-                started[PEER].append(bench.alone())
+                alone[str(case)].append(bench.alone())
                 started[str(case)].append(bench.started())
                 bench.close()
                 print(
                     f"  round {number + 1}, {case}: reached {reached[str(case)][-1]:.1f} s, "
-                    f"Celery alone {started[PEER][-1]:.1f} s, "
+                    f"Celery alone {alone[str(case)][-1]:.1f} s, "
                     f"started {started[str(case)][-1]:.1f} s",
                     flush=True,
                 )
-        # Celery alone was measured beside each case: its figure in a round is their mean.
-        alone = started.pop(PEER)
-        each = len(CASES)
-        means = [sum(alone[at : at + each]) / each for at in range(0, len(alone), each)]
-        figures = {PEER: means, **started}
         show(f"the last of {options.tasks:,} has reached its queue", "s", reached, str(CASES[0]))
-        show(f"the last of {options.tasks:,} has started", "s", figures, PEER)
-        save("burst", broker, {"tasks": options.tasks, "reached_s": reached, "started_s": figures})
+        # Beside each case Celery alone was measured anew, a moment before.
+        pairs = {
+            name: [own / peer for own, peer in zip(seen, alone[name], strict=True)]
+            for name, seen in started.items()
+        }
+        print(f"\nthe last of {options.tasks:,} has started (s)")
+        for name, seen in started.items():
+            print(
+                f"  {name:24} median {median(seen):8.1f}  from {min(seen):8.1f} to "
+                f"{max(seen):8.1f}  {median(pairs[name]):6.2f} x {PEER} "
+                f"({median(alone[name]):.1f})"
+            )
+        figures = {PEER: [each for seen in alone.values() for each in seen], **started}
+        save(
+            "burst",
+            broker,
+            {"tasks": options.tasks, "reached_s": reached, "started_s": started, "alone_s": alone},
+        )
         footnote = f"RabbitMQ {broker.ctl('version').strip()}, quorum queues; prefork, 2 processes"
     drawn = {f"{name}: reached": seen for name, seen in reached.items()}
     drawn |= {f"{name}: started" if name != PEER else name: seen for name, seen in figures.items()}
