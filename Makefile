@@ -5,11 +5,11 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit integration acceptance test-brokers chaos bench-memory bench-modules bench-sends bench-levels \
-        bench-growth lint types docs tox coverage clean
+.PHONY: help demo test unit integration acceptance test-brokers chaos bench bench-sends bench-levels bench-lateness \
+        bench-burst bench-pending bench-growth bench-memory bench-modules lint types docs tox coverage clean
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 $(VENV)/demo.done: pyproject.toml set_up.sh
 	./set_up.sh $(VENV) demo
@@ -44,6 +44,12 @@ test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10,
 chaos: $(VENV)/test.done  ## Kill the worker that distributes 20 times, under 20,000 messages
 	$(BIN)/python -m tests.chaos.kill_distribution
 
+bench-burst: $(VENV)/test.done  ## 20,000 tasks due at one instant, with envelopes and shards
+	$(BIN)/python -m tests.benchmarks.burst
+
+bench-lateness: $(VENV)/test.done  ## How late messages come, beside Celery's native delayed delivery
+	$(BIN)/python -m tests.benchmarks.lateness
+
 bench-memory: $(VENV)/test.done  ## A worker's memory while 20,000 tasks wait, beside Celery's own eta
 	$(BIN)/python -m tests.benchmarks.worker_memory
 
@@ -58,6 +64,11 @@ bench-levels: $(VENV)/test.done  ## Confirmed sends into the clock, beside Celer
 
 bench-growth: $(VENV)/test.done  ## What sends and lateness cost while ever more messages wait
 	$(BIN)/python -m tests.benchmarks.growth
+
+bench-pending: $(VENV)/test.done  ## The broker's memory and disk for 100,000 tasks that wait
+	$(BIN)/python -m tests.benchmarks.pending
+
+bench: bench-sends bench-levels bench-lateness bench-burst bench-pending bench-growth  ## All of these (half an hour)
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import celery
 from celery import signals
 
 from celery_rabbitdelay import headers as names
+from celery_rabbitdelay.batch import Prepare
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.envelope import Item
 from celery_rabbitdelay.exceptions import InvalidEnvelope
@@ -18,7 +19,7 @@ from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.parcel import PERSISTENT, body_of
 from celery_rabbitdelay.posting import Patience
 from celery_rabbitdelay.producer import Delayed
-from celery_rabbitdelay.publisher import Prepare, Publisher
+from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.settings import Settings
 from celery_rabbitdelay.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.template import PLACE, Template

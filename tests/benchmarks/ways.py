@@ -1,0 +1,190 @@
+"""How a message can wait on the broker until it is due, for the lateness benchmark."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+import amqp
+from kombu import Connection, Exchange, Queue
+from kombu.transport.native_delayed_delivery import (
+    MAX_LEVEL,
+    bind_queue_to_native_delayed_delivery_exchange,
+    calculate_routing_key,
+    declare_native_delayed_delivery_exchanges_and_queues,
+    level_name,
+)
+
+from celery_rabbitdelay.declaration import bind_destination, declare
+from celery_rabbitdelay.frames import Content
+from celery_rabbitdelay.headers import DUE
+from celery_rabbitdelay.layout import Layout, Level
+from celery_rabbitdelay.posting import Address, Patience, Posting
+from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.topology import Topology
+
+__all__ = ["Batch", "Levels", "Native", "Way"]
+
+BODY: Final = b"x" * 200
+NS_PER_MS: Final = 1_000_000
+MS_PER_S: Final = 1000
+
+_QUORUM: Final = {"x-queue-type": "quorum"}
+
+
+class Place(NamedTuple):
+    """Where to publish a message, when it is then due, and in how many queues it waits."""
+
+    address: Address
+    due_ms: int
+    stops: int
+
+
+@dataclass
+class Batch:
+    """Messages that were published together.
+
+    Attributes:
+        seconds: From the first publish to the last confirm.
+        confirmed_at_ms: When the last was confirmed, in milliseconds since 1970.
+        first_due_ms: When the first of them is due.
+        stops: In how many queues they wait, all together.
+        errors: What was not confirmed.
+    """
+
+    seconds: float = 0.0
+    confirmed_at_ms: float = 0.0
+    first_due_ms: int = 2**62
+    stops: int = 0
+    errors: list[Exception] = field(default_factory=list)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether every message was confirmed before the first was due."""
+        return self.confirmed_at_ms < self.first_due_ms
+
+
+class Way:
+    """A way to delay a message for one quorum queue.
+
+    Attributes:
+        name: What it is called in the results.
+        queue: The destination.
+    """
+
+    name: str
+    queue: Queue
+
+    def declare(self, connection: Connection) -> None:
+        """Declare all that it needs, and the destination."""
+        raise NotImplementedError
+
+    def place(self, due_ms: int) -> Place:
+        """Return how to publish, now, what is to be due then, or as close to that as it can."""
+        raise NotImplementedError
+
+    def publish(self, publisher: Publisher, due_ms: Iterable[int], patience: Patience) -> Batch:
+        """Publish a message for each instant, with a window of confirms.
+
+        Raises:
+            PublishError: One of them was not confirmed.
+        """
+        batch = Batch()
+
+        def done(posting: Posting) -> None:
+            if posting.error is not None or posting.resent:
+                batch.errors.append(posting.error or RuntimeError("sent again"))
+
+        began = time.monotonic()
+        publisher.publish_all(self._postings(due_ms, batch), patience, done=done)
+        batch.seconds, batch.confirmed_at_ms = time.monotonic() - began, time.time() * MS_PER_S
+        for error in batch.errors:
+            raise error
+        return batch
+
+    def _postings(self, due_ms: Iterable[int], batch: Batch) -> Iterator[Posting]:
+        for each in due_ms:
+            place = self.place(each)
+            batch.first_due_ms = min(batch.first_due_ms, place.due_ms)
+            batch.stops += place.stops
+            headers = {DUE: place.due_ms}
+            message = amqp.Message(BODY, application_headers=headers, delivery_mode=2)
+            yield Posting(Content.of(message), place.address)
+
+
+def scaled(layout: Layout, scale: int) -> Layout:
+    """The same levels, with every time divided by ``scale``."""
+    levels = (
+        Level(f"{level.unit}x{level.multiple}", 1, level.base, level.place_ms // scale)
+        for level in layout.levels
+    )
+    return Layout(layout.name, tuple(levels), layout.zeros)
+
+
+class Levels(Way):
+    """The levels of a layout of ours, entered at the first digit that is not zero."""
+
+    def __init__(self, name: str, layout: Layout, scale: int) -> None:
+        self.name = name
+        self.topology = Topology(f"bench-{name}", scaled(layout, scale))
+        self.queue = Queue(f"bench-{name}-end", queue_arguments=_QUORUM)
+
+    def declare(self, connection: Connection) -> None:
+        channel: Any = connection.default_channel
+        declare(connection, self.topology)
+        self.queue(channel).queue_declare()
+        bind_destination(connection, self.topology, self.queue.name)
+
+    def place(self, due_ms: int) -> Place:
+        left_ms = -((time.time_ns() - due_ms * NS_PER_MS) // NS_PER_MS)
+        route = self.topology.route_of_milliseconds(left_ms, self.queue.name)
+        return Place(lambda: (route.exchange, route.routing_key), due_ms, len(route.stops))
+
+
+class Native(Way):
+    """Celery's native delayed delivery, as kombu declares it: 28 levels, entered at the top.
+
+    It waits whole seconds. So a message is due a whole number of seconds after it is published, the
+    number with which it is due closest to the instant that was asked for. As publishing takes time,
+    the instants at which messages come due are spread like those of the others. Celery itself cuts
+    off what is left of a second, up to which a task is then early; that is not counted here.
+    """
+
+    name = "native"
+
+    def __init__(self, scale: int) -> None:
+        self._second_ms = MS_PER_S // scale
+        exchange = Exchange("bench-native", type="topic")
+        self.queue = Queue("bench-native-end", exchange, "native", queue_arguments=_QUORUM)
+
+    def declare(self, connection: Connection) -> None:
+        channel: Any = connection.default_channel
+        with connection.channel() as scaling:
+            self._scale(scaling)
+            lender: Any = SimpleNamespace(channel=lambda: scaling)
+            declare_native_delayed_delivery_exchanges_and_queues(lender, "quorum")
+        self.queue(channel).declare()
+        bind_queue_to_native_delayed_delivery_exchange(connection, self.queue)
+
+    def _scale(self, channel: Any) -> None:
+        """Have a channel declare queues whose seconds are shorter."""
+        declare = channel.queue_declare
+
+        def queue_declare(arguments: dict[str, Any], **options: Any) -> Any:
+            ttl = arguments["x-message-ttl"] // MS_PER_S * self._second_ms
+            return declare(arguments={**arguments, "x-message-ttl": ttl}, **options)
+
+        channel.queue_declare = queue_declare
+
+    def place(self, due_ms: int) -> Place:
+        now_ms = time.time_ns() // NS_PER_MS
+        seconds = max(1, round((due_ms - now_ms) / self._second_ms))
+        key = calculate_routing_key(seconds, self.queue.routing_key)
+        return Place(
+            lambda: (level_name(MAX_LEVEL), key),
+            now_ms + seconds * self._second_ms,
+            seconds.bit_count(),
+        )
