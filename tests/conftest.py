@@ -13,9 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from kombu import pools
 
 from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer
+
+# A busy machine is no error: how long an example takes says nothing.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session")
