@@ -42,7 +42,7 @@ def remind(place: str) -> Any:
     [
         ("5", InvalidDelayType),
         (True, InvalidDelayType),
-        (datetime.now(UTC), InvalidDelayType),
+        (datetime(2030, 1, 1, tzinfo=UTC), InvalidDelayType),
         (float("nan"), InvalidDelay),
         (float("inf"), InvalidDelay),
     ],
