@@ -270,6 +270,8 @@ class Relay:
                 destination,
                 early.due,
                 headers=headers,
+                # Others wait, and as time goes on it comes to another level.
+                resends=0,
                 # kombu has taken the message's own compression off.
                 compression=headers.pop("compression", None),
                 content_type=message.content_type,
