@@ -229,6 +229,9 @@ class Batch:
         has_more = self._may_take or (bool(self._again) and again_at <= now)
         enough = self._patience.window * 3 // 4 if has_more else 0
         was_blocked, was_in_flight = confirming.blocked is not None, confirming.in_flight > 0
+        if not was_blocked and not was_in_flight and again_at <= now:
+            # It has come due since it was looked at: there is nothing to wait for.
+            return
 
         def can_go_on() -> bool:
             if was_blocked or confirming.blocked is not None:

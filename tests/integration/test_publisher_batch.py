@@ -409,3 +409,16 @@ def test_names_keys_and_headers_may_be_of_any_script(
     assert arrival.message.headers == headers
     assert arrival.message.delivery_info["routing_key"] == "ключ-🗝"
     assert arrival.body == "größe"
+
+
+def test_a_resend_that_comes_due_while_it_is_looked_for_is_sent(
+    publisher: Publisher, make_full: Callable[[int], Queue]
+) -> None:
+    full = make_full(1)
+    publisher.publish_all(postings(full.name, 1))
+    for microseconds in range(2, 60):
+        # Over all of them, some come due between two looks at the clock.
+        patience = Patience(timeout=5, resends=5, backoff=(microseconds / 1e6, 0.0, 1.0), window=1)
+        sent = postings(full.name, 5)
+        publisher.publish_all(sent, patience)
+        assert all(isinstance(each.error, MessageNacked) for each in sent)
