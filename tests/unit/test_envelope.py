@@ -28,10 +28,39 @@ def test_what_was_packed_is_unpacked(
     assert Envelope.unpack(packed.pack(level)) == packed
 
 
+def test_what_this_format_has_once_written_is_read() -> None:
+    with_dictionary = (
+        b"x\xbb\x12x\xd4\xaf\x03\x8a\x9aVcOt\x18\xbeD\x0e&\x90\xfb\xc40\x8dK\x84\xb8\x9c7:\xda"
+        b"\x10\xe6t\xb0\xcdL\xd5 a\xc6\n\x00p\x0e\x1f\xe5"
+    )
+    held = Envelope(
+        (Item(b"[[1], {}, {}]", {"id": "a"}), Item(b"x")), {"lang": "py"}, {"priority": 0}
+    )
+    assert Envelope.unpack(with_dictionary) == held
+    without = envelope.shared_block(held.headers, held.properties)
+    without += b"".join(item.framed() for item in held.items)
+    assert Envelope.unpack(zlib.compress(without)) == held
+
+
+def test_the_dictionary_saves_more_than_half_of_a_small_envelope() -> None:
+    properties = {"content_type": "application/json", "content_encoding": "utf-8", "priority": 0}
+    embedded = '{"callbacks": null, "errbacks": null, "chain": null, "chord": null}'
+    body = f"[[1], {{}}, {embedded}]".encode()
+    held = Envelope((Item(body, {"id": "a", "kwargsrepr": "{}"}),), {"lang": "py"}, properties)
+    blocks = envelope.shared_block(held.headers, held.properties) + held.items[0].framed()
+    assert 2 * len(held.pack()) < len(zlib.compress(blocks))
+
+
+def _compressed(blocks: bytes, dictionary: bytes) -> bytes:
+    stream = zlib.compressobj(zdict=dictionary)
+    return stream.compress(blocks) + stream.flush()
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
         (b"", "ends before"),
+        (_compressed(b"\0\0\0\x02{}", b"another"), "cannot be decompressed"),
         (b"not zlib", "cannot be decompressed"),
         (zlib.compress(b""), "empty"),
         (zlib.compress(b"\0\0"), "middle of a length"),
