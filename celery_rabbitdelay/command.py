@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import repeat
+from typing import IO, Any, Final
 
+import celery
 import click
 from celery.bin.base import CLIContext
+from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.backlog import Backlog, backlog_of
+from celery_rabbitdelay.bulk import Report
+from celery_rabbitdelay.exceptions import RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.rabbitdelay import RabbitDelay
 
 __all__ = ["rabbitdelay"]
 
 #: How many of the missing queues are named.
 NAMED: Final = 5
+
+#: How many of the lines that were not confirmed are named.
+LINES_NAMED: Final = 20
 
 
 @click.group()
@@ -46,6 +57,125 @@ def status(context: CLIContext, as_json: bool, timeout: float) -> None:
         return
     for line in (*_of_backlog(delays, backlog), *_of_workers(workers)):
         click.echo(line)
+
+
+@rabbitdelay.command()
+@click.argument("task")
+@click.argument("rows", type=click.File(encoding="utf-8"), default="-")
+@click.option("--tolerance", type=float, default=0, help="Seconds that each may start later.")
+@click.option("--envelopes/--no-envelopes", default=None, help="Whether rows share messages.")
+@click.option("-Q", "--queue", help="The queue, instead of what the router says.")
+@click.option("--priority", type=click.IntRange(0, 255), help="The priority of all.")
+@click.option("--by-name", is_flag=True, help="Also a task that this application does not have.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
+@click.pass_obj
+def send(
+    context: CLIContext,
+    /,
+    task: str,
+    rows: IO[str],
+    tolerance: float,
+    envelopes: bool | None,
+    by_name: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Send TASK once for each line of ROWS, and wait for all confirms.
+
+    ROWS is a file; - or nothing is the standard input. A line is a JSON object with what is the
+    row's own: args, kwargs, delay (seconds) or eta (ISO 8601), task_id.
+    """
+    delays = _delays(context)
+    if not by_name:
+        _check_task(context.app, task)
+    given = {name: value for name, value in options.items() if value is not None}
+    failed: RowsNotConfirmed | None = None
+    with _bar(task, rows) as progress:
+        try:
+            report = delays.send_many(
+                task,
+                map(_read, rows),
+                tolerance=tolerance,
+                envelopes=envelopes,
+                progress=progress,
+                **given,
+            )
+        except RowsNotConfirmed as error:
+            failed, report = error, error.report
+        except (RabbitDelayError, OperationalError) as error:
+            raise click.ClickException(str(error)) from error
+    click.echo(json.dumps(_told(report, failed)) if as_json else _summary(report))
+    if failed is not None:
+        for line in _of_failures(failed):
+            click.echo(line, err=True)
+        raise SystemExit(1)
+
+
+def _check_task(app: celery.Celery, name: str) -> None:
+    app.loader.import_default_modules()
+    if name not in app.tasks:
+        close = get_close_matches(name, app.tasks, n=1)
+        hint = f"is it {close[0]!r}? " if close else ""
+        raise click.BadParameter(
+            f"{name!r} is no task of {app.main or app!r}; {hint}--by-name sends it all the same",
+            param_hint="TASK",
+        )
+
+
+def _read(line: str) -> Any:
+    """A row, or what no row can be, so that the error is that line's."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return line
+
+
+@contextmanager
+def _bar(label: str, lines: IO[str]) -> Iterator[Callable[[Report], None]]:
+    """Show on a terminal how many rows are confirmed; of how many, where that can be known."""
+    length = None
+    if lines.seekable():
+        begin = lines.tell()
+        length = sum(1 for _ in lines)
+        lines.seek(begin)
+    # Without a length, click counts what it iterates over; nothing does here.
+    endless: Any = repeat(None) if length is None else None
+    with click.progressbar(
+        endless,
+        length=length,
+        label=label,
+        show_pos=True,
+        item_show_func=lambda report: report and f"{report.rate:,.0f}/s",
+        file=sys.stderr,
+    ) as bar:
+        yield lambda report: bar.update(report.confirmed - bar.pos, report)
+
+
+def _told(report: Report, failed: RowsNotConfirmed | None) -> dict[str, Any]:
+    wrong = {} if failed is None else failed.errors
+    return {
+        **vars(report),
+        "rate": report.rate,
+        "not_confirmed": {row + 1: str(error) for row, error in wrong.items()},
+        "not_taken_from": failed.rest + 1 if failed and failed.rest is not None else None,
+    }
+
+
+def _summary(report: Report) -> str:
+    return (
+        f"{report.confirmed:,} tasks confirmed in {report.seconds:.1f} s ({report.rate:,.0f}/s): "
+        f"{report.messages:,} messages, {report.resent:,} resent"
+    )
+
+
+def _of_failures(failed: RowsNotConfirmed) -> Iterator[str]:
+    wrong = list(failed.errors.items())
+    for row, error in wrong[:LINES_NAMED]:
+        yield f"line {row + 1} was not confirmed: {error}"
+    if len(wrong) > LINES_NAMED:
+        yield f"... and {len(wrong) - LINES_NAMED:,} more"
+    if failed.rest is not None:
+        yield f"lines from {failed.rest + 1:,} on were not taken"
 
 
 def _delays(context: CLIContext) -> RabbitDelay:

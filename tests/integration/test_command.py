@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kombu import Connection, Queue
@@ -62,3 +65,76 @@ def test_the_backlog_counts_every_shard(
     assert len(backlog.missing) == len(topology.queues)
     assert not any(backlog.levels.values())
     assert not backlog.others
+
+
+def test_every_line_is_sent_once_and_runs_with_what_it_says(
+    served_shop: Any, served_configuration: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [{"args": [1]}, {"args": [2], "delay": 0.3}, {"args": [3], "task_id": f"{os.getpid()}"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    second = f"{served_configuration['prefix']}.second"
+    told = run_celery(served_configuration, f"rabbitdelay send look {path} -Q {second}")
+
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("3 tasks confirmed in ")
+    result = served_shop.AsyncResult(str(os.getpid())).get(timeout=30)
+    assert result["given"] == [3]
+    assert result["routing_key"] == second
+
+
+def test_a_terminal_shows_how_many_are_confirmed(
+    served_configuration: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"args": [1]}\n' * 7)
+    reader, writer = pty.openpty()
+
+    told = run_celery(served_configuration, f"rabbitdelay send look {path}", errors=writer)
+
+    os.close(writer)
+    shown = os.read(reader, 10_000).decode()
+    os.close(reader)
+    assert told.returncode == 0, shown
+    assert "look" in shown
+    assert "7/7" in shown
+
+
+def test_wrong_lines_are_named_and_all_others_are_sent(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    lines = '{"args": [1], "delay": 3600}\n{"args"\n{"args": [2], "delay": -1, "eta": 5}\n[]\n'
+
+    told = run_celery(configuration, "rabbitdelay send look --json", lines)
+
+    assert told.returncode == 1
+    report = json.loads(told.stdout)
+    assert report["confirmed"] == 1
+    assert set(report["not_confirmed"]) == {"2", "3", "4"}
+    assert "line 2 was not confirmed: row '{\"args\"\\n'" in told.stderr
+    with Connection(configuration["broker_url"]) as connection:
+        backlog = backlog_of(connection, shop.rabbitdelay.topology)
+    assert backlog.others["meditation"].messages == 1
+
+
+def test_a_mistyped_task_is_not_sent_unless_it_is_meant(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    told = run_celery(configuration, "rabbitdelay send lok", "{}\n")
+    meant = run_celery(configuration, "rabbitdelay send lok --by-name", '{"delay": 3600}\n')
+
+    assert told.returncode == 2
+    assert "'lok' is no task of" in told.stderr
+    assert "is it 'look'? --by-name sends it all the same" in told.stderr
+    assert meant.returncode == 0, meant.stderr
+
+
+def test_a_broker_that_cannot_be_reached_is_said_in_a_line(configuration: dict[str, Any]) -> None:
+    nowhere = {**configuration, "broker_url": "amqp://guest:guest@127.0.0.1:1//"}
+
+    told = run_celery(nowhere, "rabbitdelay send look", '{"delay": 3600}\n')
+
+    assert told.returncode == 1
+    assert "Connection refused" in told.stderr
+    assert "Traceback" not in told.stderr

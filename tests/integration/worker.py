@@ -28,11 +28,28 @@ def _environment(configuration: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def run_celery(configuration: dict[str, Any], command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of ``celery`` for that application to its end."""
-    environment = {**os.environ, **_environment(configuration)}
+def run_celery(
+    configuration: dict[str, Any],
+    command: str,
+    given: str | None = None,
+    errors: int = subprocess.PIPE,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of ``celery`` for that application to its end.
+
+    Args:
+        configuration: What :func:`tests.integration.shop.make_app` takes.
+        command: The command.
+        given: Its standard input.
+        errors: Where its standard error goes.
+    """
     return subprocess.run(
-        _celery(command), env=environment, capture_output=True, text=True, check=False
+        _celery(command),
+        env={**os.environ, **_environment(configuration)},
+        input=given,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        check=False,
     )
 
 
