@@ -58,7 +58,7 @@ ETA: Final = "celery eta"
 
 #: What enveloped is to need at most, as a part of plain.
 TARGET: Final = 1 / 10
-TARGETS: Final = ("disk", "memory", "memory, fresh", "message_bytes")
+TARGETS: Final = ("disk", "memory", "memory, fresh")
 
 #: Has the node begin a new log, so that the old one is written to segments; 3.10 to 4.3 know it.
 ROLL_OVER: Final = (
