@@ -11,8 +11,8 @@ header; and once more with all of a task's headers, which py-amqp writes anew fo
 The rate is that of the calls: it ends when the last has returned. Without confirms, that is before
 the broker has everything: some 10 MB lie in the buffers of the sockets, which is why so many are
 sent that this is a small part. The rate until the broker has all is printed beside, and measured by
-counting the queues, to about 0.1 s. Before the next contestant, everything that was sent is counted as it is
-purged: what is missing is an error.
+counting the queues, to about 0.1 s. Before the next contestant, everything that was sent is counted
+as it is purged: what is missing is an error.
 
 ``--memory`` measures something else: the most memory of a process that sends a generator's rows.
 """
