@@ -75,9 +75,9 @@ FIGURES: Final = (
 )
 
 #: A node stands still when so many states in a row have the same files, and memory that differs by
-#: less than these bytes.
+#: less than these bytes for each task.
 STILL: Final = 4
-SPREAD: Final = 1_000_000
+SPREAD: Final = 10
 
 #: Tasks that wait, or are done, before the first state is taken: what the first ones need besides
 #: is not a task's.
@@ -115,7 +115,7 @@ def used(folder: Path) -> int:
     return total
 
 
-def settled(broker: RabbitMQServer) -> State:
+def settled(broker: RabbitMQServer, tasks: int) -> State:
     """Have the node write its log into segments; return what it needs when that stands still."""
     broker.ctl("eval", ROLL_OVER)
     seen: list[State] = []
@@ -124,9 +124,10 @@ def settled(broker: RabbitMQServer) -> State:
         seen.append(State.of(broker))
         memory = [state.memory for state in seen[-STILL:]]
         disk = {state.disk for state in seen[-STILL:]}
-        return len(memory) == STILL and max(memory) - min(memory) < SPREAD and len(disk) == 1
+        is_level = len(memory) == STILL and max(memory) - min(memory) < SPREAD * tasks
+        return is_level and len(disk) == 1
 
-    wait_for(stands_still, "a node that stands still", 120.0, interval=1.0)
+    wait_for(stands_still, "a node that stands still", PATIENCE, interval=1.0)
     return seen[-1]
 
 
@@ -144,14 +145,14 @@ def levels(envelopes: bool, tasks: int) -> dict[str, float]:
         warm_up = [Row((0,), delay=random.uniform(3600, WEEK)) for _ in range(WARM_UP)]
         app.rabbitdelay.send_many("note", warm_up, envelopes=False)
         wait_for(lambda: listed(broker)[0] == WARM_UP, "the first messages", 60.0, interval=1.0)
-        before, bytes_before = settled(broker), listed(broker)[1]
+        before, bytes_before = settled(broker, tasks), listed(broker)[1]
         rows = (Row((each,), delay=random.uniform(3600, WEEK)) for each in range(tasks))
         tolerance = TOLERANCE if envelopes else 0
         report = app.rabbitdelay.send_many("note", rows, envelopes=envelopes, tolerance=tolerance)
         app.close()
         expected = report.messages + WARM_UP
         wait_for(lambda: listed(broker)[0] == expected, "all messages", 60.0, interval=1.0)
-        fresh, after = State.of(broker), settled(broker)
+        fresh, after = State.of(broker), settled(broker, tasks)
         return {
             **after.each(before, tasks, ""),
             **fresh.each(before, tasks, ", fresh"),
@@ -169,7 +170,7 @@ def held(tasks: int) -> dict[str, float]:
         wait_for(
             lambda: worker.log.count("succeeded in") == WARM_UP, "the first tasks", PATIENCE, 0.5
         )
-        before, worker_before = settled(broker), settle(worker.pid)
+        before, worker_before = settled(broker, tasks), settle(worker.pid)
         began = time.monotonic()
         send(app, tasks, COUNTDOWN)
         seconds = time.monotonic() - began
@@ -177,7 +178,7 @@ def held(tasks: int) -> dict[str, float]:
         wait_for(
             lambda: Messages(broker).of[queue] == (0, tasks), "the worker", PATIENCE, interval=1.0
         )
-        fresh, after, worker_after = State.of(broker), settled(broker), settle(worker.pid)
+        fresh, after, worker_after = State.of(broker), settled(broker, tasks), settle(worker.pid)
         classic = sum(map(int, broker.ctl("list_queues", "message_bytes").split()))
         return {
             **after.each(before, tasks, ""),
