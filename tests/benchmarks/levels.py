@@ -1,13 +1,17 @@
 """What the layout costs: confirmed sends into the clock, beside Celery's chain of 28 levels.
 
 ``python -m tests.benchmarks.levels`` starts a private RabbitMQ. The same publisher publishes the
-same small message, with the same window of confirms and the same random delays (an hour to a week,
-in whole seconds), into quorum queues; the messages and their routing keys are made beforehand. Only
-exchange and routing key differ:
+same small message, with the same window of confirms and the same random delays (whole seconds),
+into quorum queues; the messages and their routing keys are made beforehand. Only exchange and
+routing key differ:
 
 - the clock, which a message enters at its first digit that is not zero;
 - our binary layout of 28 levels, which it enters at its first bit that is one;
 - Celery's native delayed delivery, whose 28 levels it enters at the highest.
+
+Delays are of two kinds, each measured by itself: from a minute to an hour, as retries have, and
+from an hour to a week, as reminders have. The shorter a delay, the more of the 28 levels are zeros
+that a message passes before it lies in a queue.
 
 Nothing comes due while it is measured: this is the cost of the first stop alone, on one node.
 Afterwards all that was sent is counted as it is purged.
@@ -55,6 +59,9 @@ END: Final = "end"
 CLOCK: Final = "clock"
 BINARY: Final = "binary, entered at its first bit"
 NATIVE: Final = "Celery's 28 levels"
+
+#: The shortest and the longest delay of each kind, in seconds.
+DELAYS: Final = {"a minute to an hour": (60, 3600), "an hour to a week": (3600, int(WEEK))}
 
 #: The prefixes of our two layouts on the broker.
 LAYOUTS: Final = {CLOCK: Topology("clock", clock()), BINARY: Topology("binary", binary())}
@@ -110,7 +117,10 @@ def rate(
 def compare(broker: RabbitMQServer, messages: int, rounds: int, window: int) -> None:
     """Measure all contestants, and write the results."""
     generator = random.Random(1)
-    delays = [generator.randint(3600, WEEK) for _ in range(messages)]
+    delays = {
+        kind: [generator.randint(*bounds) for _ in range(messages)]
+        for kind, bounds in DELAYS.items()
+    }
     with Connection(broker.url) as connection:
         declare_native(connection, quorum_queue(END))
         for topology in LAYOUTS.values():
@@ -118,16 +128,21 @@ def compare(broker: RabbitMQServer, messages: int, rounds: int, window: int) -> 
             ensure_destination(connection, topology, quorum_queue(END))
         publisher = Publisher(Connection(broker.url))
         rating = partial(rate, connection, publisher, window)
-        for each in contestants(delays[:100]).values():
-            rating(each)
-        measures: dict[str, Callable[[], float]] = {
-            name: partial(rating, each) for name, each in contestants(delays).items()
-        }
+        measures: dict[str, Callable[[], float]] = {}
+        for kind, seconds in delays.items():
+            for each in contestants(seconds[:100]).values():
+                rating(each)
+            for name, each in contestants(seconds).items():
+                measures[f"{name}, {kind}"] = partial(rating, each)
         figures = measure.in_turn(measures, rounds)
         publisher.close()
     title, unit = "Confirmed sends into delay levels", "messages/s"
-    measure.show(title, unit, figures, NATIVE)
-    targets = [Target(f"{CLOCK} / {NATIVE}", measure.ratios(figures, NATIVE)[CLOCK], 5)]
+    targets = []
+    for kind in DELAYS:
+        ours, peer = f"{CLOCK}, {kind}", f"{NATIVE}, {kind}"
+        of_kind = {name: seen for name, seen in figures.items() if name.endswith(kind)}
+        measure.show(f"{title}: {kind}", unit, of_kind, peer)
+        targets.append(Target(f"{ours} / {NATIVE}", measure.ratios(of_kind, peer)[ours], 5))
     results = {
         "unit": unit,
         "messages": messages,
