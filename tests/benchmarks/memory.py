@@ -1,7 +1,8 @@
-"""How much memory a process and its children have, and how much that varies."""
+"""How much memory and processor time a process and its children have taken."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Final, NamedTuple
 
 from celery_rabbitdelay.testing.servers import wait_for
 
-__all__ = ["KINDS", "Samples", "measure", "process_tree", "settle"]
+__all__ = ["KINDS", "Samples", "cpu", "measure", "process_tree", "settle"]
 
 #: What is measured, in bytes, summed over the processes. RSS counts what they share once for each
 #: of them, PSS once in all, unique not at all.
@@ -47,6 +48,15 @@ def process_tree(pid: int) -> list[int]:
 def _children(pid: int) -> Iterator[int]:
     for thread in Path(f"/proc/{pid}/task").iterdir():
         yield from map(int, (thread / "children").read_text().split())
+
+
+def cpu(pid: int) -> float:
+    """Return the seconds of processor time of a process and its descendants, by proc(5)."""
+    ticks = 0
+    for process in process_tree(pid):
+        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(after_name[11]) + int(after_name[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def measure(pid: int) -> dict[str, int]:

@@ -14,6 +14,9 @@ sent that this is a small part. The rate until the broker has all is printed bes
 counting the queues, to about 0.1 s. Before the next contestant, everything that was sent is counted
 as it is purged: what is missing is an error.
 
+Where the time goes is told by the processor time that the sender has taken for each task, and that
+the broker has until it has everything: who takes most of it, is the wall.
+
 ``--memory`` measures something else: the most memory of a process that sends a generator's rows.
 """
 
@@ -42,6 +45,7 @@ from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Target
+from tests.benchmarks.memory import cpu
 from tests.benchmarks.waiting import (
     NATIVE_QUEUES,
     PATIENCE,
@@ -105,6 +109,9 @@ class Bench:
 
     def __init__(self, broker: RabbitMQServer, slow: int, fast: int, enveloped: int) -> None:
         self.slow, self.fast, self.enveloped = slow, fast, enveloped
+        self.broker = broker
+        #: Microseconds of processor time for each task, of the sender and of the broker.
+        self.cost: dict[str, list[tuple[float, float]]] = {}
         #: Tasks a second until the broker has them all, of those who do not wait for confirms.
         self.landed: dict[str, list[float]] = {}
         self.delays = list(islice(random_delays(), max(slow, fast, enveloped)))
@@ -194,14 +201,17 @@ class Bench:
     def rate(self, name: str, tasks: int, queues: Sequence[str], send: Callable[[], int]) -> float:
         """Send; return tasks a second. Then count what arrived, and remove it."""
         gc.collect()
+        spent = time.process_time(), cpu(self.broker.pid)
         began = time.monotonic()
         messages = send()
-        taken = time.monotonic() - began
+        taken, sender = time.monotonic() - began, time.process_time() - spent[0]
         if "unconfirmed" in name:
             wait_for(
                 lambda: count(self.connection, queues) >= messages, name, PATIENCE, interval=0.0
             )
             self.landed.setdefault(name, []).append(tasks / (time.monotonic() - began))
+        broker = cpu(self.broker.pid) - spent[1]
+        self.cost.setdefault(name, []).append((sender / tasks * 1e6, broker / tasks * 1e6))
         purge(self.connection, queues, messages)
         return tasks / taken
 
@@ -223,6 +233,10 @@ def rates(broker: RabbitMQServer, rounds: int, slow: int, fast: int, enveloped: 
     measure.show(title, unit, figures, RAW)
     landed = bench.landed | {MANY: figures[MANY]}
     measure.show("Until the broker had everything", unit, landed, MANY)
+    print("\nMicroseconds of processor time a task, median: sender, broker")
+    for name, seen in bench.cost.items():
+        sender, spent = (median(each) for each in zip(*seen, strict=True))
+        print(f"  {name:44} {sender:8.0f} {spent:8.0f}")
     by_native, by_raw = measure.ratios(figures, NATIVE), measure.ratios(figures, RAW)
     targets = [
         Target(f"{ONE} / {NATIVE}", by_native[ONE], 1),
@@ -237,6 +251,7 @@ def rates(broker: RabbitMQServer, rounds: int, slow: int, fast: int, enveloped: 
         "message_bytes": sum(map(len, Content.of(bench.task_message))),
         "figures": figures,
         "until_the_broker_has_everything": bench.landed,
+        "microseconds_of_processor_time_of_sender_and_broker": bench.cost,
         "targets": measure.judge(targets),
     }
     measure.save("sends", broker, results)
