@@ -16,12 +16,16 @@ it was due, which the message carries. The contestants:
   time that counts is the start of the task.
 
 In one rate, all have the same lead: what the slowest of them needs to be confirmed, and some more.
-So delays are as long as a lead, and up to ``--seconds`` longer. Time is scaled, or they would make
-fewer stops than delays in use do: with ``--scale 100``, the default, each time to live is divided
-by 100, of clock, binary and native alike, so that 36 s are what an hour is in use, with the same
-digits and stops. The clock's tick is then 1 ms, native's second 10 ms. The lateness is not scaled:
-it is what the stops cost, and rounding has little part in it. With ``--scale 1`` nothing is scaled.
-Where a way would need too long a lead it is left out, and the benchmark says so.
+So delays are as long as a lead, and up to ``--seconds`` longer. And all send at the same pace, that
+of the slowest: who sends ten times as fast puts ten times as many messages into the queue of one
+digit, which then leave it as fast. With ``--burst`` each sends as fast as it can.
+
+Time is scaled, or messages would make fewer stops than delays in use do: with ``--scale 100``, the
+default, each time to live is divided by 100, of clock, binary and native alike, so that 36 s are
+what an hour is in use, with the same digits and stops. The clock's tick is then 1 ms, native's
+second 10 ms. The lateness is not scaled: it is what the stops cost, and rounding has little part in
+it. With ``--scale 1`` nothing is scaled. Where a way would need too long a lead it is left out, and
+the benchmark says so.
 
 Only ``--window`` messages are in flight while they are sent. A delay begins where the publisher
 takes the time, but the wait on the broker where the message enters its first queue: with 1,000
@@ -72,6 +76,9 @@ PROBE_SECONDS: Final = 12.0
 #: By how much the lead is longer than the time that confirms are expected to take.
 MARGIN: Final = 1.5
 SECONDS_MORE: Final = 3.0
+
+#: How much slower all send than the slowest is expected to send at the most.
+PACE: Final = 1.2
 
 #: Tasks a second that a Celery worker takes from its queue to hold them for their eta, at least.
 TAKES: Final = 500
@@ -143,6 +150,7 @@ class Bench:
         self.broker = broker
         self.seconds: float = options.seconds
         self._patience = Patience(window=options.window)
+        self._in_burst: bool = options.burst
         self._pool = pool
         self._connection = Connection(broker.url)
         self._publisher = Publisher(Connection(broker.url))
@@ -177,7 +185,8 @@ class Bench:
         within = lead + self.seconds + PATIENCE
         arrived = self._pool.submit(arrivals, self.broker.url, way.queue.name, len(due_ms), within)
         wait_for(partial(self._is_consumed, way), "the consumer")
-        batch = way.publish(self._publisher, due_ms, self._patience)
+        over = 0.0 if self._in_burst else (lead - SECONDS_MORE) * PACE / MARGIN
+        batch = way.publish(self._publisher, due_ms, self._patience, over)
         late = Lateness.of(arrived.result(), batch)
         assert isinstance(way, Native) or not late.early, f"{name}: {late.early} came early"
         return late if batch.in_time else None
@@ -256,7 +265,7 @@ def one_round(
                 print(
                     f"  {name}, {rate}/s, lead {lead:.0f} s: p50 {late.p50:,.0f} "
                     f"p99 {late.p99:,.0f} max {late.max:,.0f} ms, early {late.early}; "
-                    f"{late.stops:.1f} stops, {late.confirms:,.0f} confirms/s",
+                    f"{late.stops:.1f} stops, {late.confirms:,.0f} sent/s",
                     flush=True,
                 )
             yield name, rate, late
@@ -302,7 +311,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--longest-lead", type=float, default=45.0, help="seconds (45)")
     parser.add_argument("--scale", type=int, default=100, choices=(1, 10, 100))
     parser.add_argument("--window", type=int, default=16, help="messages in flight (16)")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--burst", action="store_true", help="send as fast as each can")
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     found: dict[tuple[str, int], list[Lateness]] = defaultdict(list)
     late_in: list[tuple[str, int]] = []
@@ -330,6 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
             "seconds": options.seconds,
             "window": options.window,
             "scale": options.scale,
+            "burst": options.burst,
             "confirms_per_s": confirms,
             "came_due_before_in": late_in,
             "verdicts": told,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -86,20 +86,34 @@ class Way:
         """Return how to publish, now, what is to be due then, or as close to that as it can."""
         raise NotImplementedError
 
-    def publish(self, publisher: Publisher, due_ms: Iterable[int], patience: Patience) -> Batch:
+    def publish(
+        self, publisher: Publisher, due_ms: Sequence[int], patience: Patience, over: float = 0.0
+    ) -> Batch:
         """Publish a message for each instant, with a window of confirms.
+
+        Args:
+            publisher: What publishes.
+            due_ms: The instants, in milliseconds since 1970.
+            patience: The window, and how long it may take.
+            over: Seconds to spread the sending over, evenly, one window at a time; by default, the
+                next is sent as soon as there is room for it.
 
         Raises:
             PublishError: One of them was not confirmed.
         """
         batch = Batch()
+        size = patience.window if over else len(due_ms)
 
         def done(posting: Posting) -> None:
             if posting.error is not None or posting.resent:
                 batch.errors.append(posting.error or RuntimeError("sent again"))
 
         began = time.monotonic()
-        publisher.publish_all(self._postings(due_ms, batch), patience, done=done)
+        for start in range(0, len(due_ms), size):
+            ahead = began + over * start / len(due_ms) - time.monotonic()
+            time.sleep(max(ahead, 0.0))
+            part = due_ms[start : start + size]
+            publisher.publish_all(self._postings(part, batch), patience, done=done)
         batch.seconds, batch.confirmed_at_ms = time.monotonic() - began, time.time() * MS_PER_S
         for error in batch.errors:
             raise error
