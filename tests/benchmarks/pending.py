@@ -26,11 +26,13 @@ which stand in the body of an envelope: the figure counts them for it, and not f
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -107,11 +109,11 @@ class State(NamedTuple):
 def used(folder: Path) -> int:
     """The bytes that the files of a folder take on disk."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.lstat().st_blocks * BLOCK
-        except FileNotFoundError:  # The node removes what it has written elsewhere.
-            continue
+    # The node removes what it has written elsewhere; os.walk passes over folders that are gone.
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with suppress(FileNotFoundError):
+                total += (Path(root) / name).lstat().st_blocks * BLOCK
     return total
 
 
