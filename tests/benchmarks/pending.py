@@ -79,7 +79,7 @@ FIGURES: Final = (
 #: A node stands still when so many states in a row have the same files, and memory that differs by
 #: less than these bytes for each task.
 STILL: Final = 4
-SPREAD: Final = 10
+SPREAD: Final = 20
 
 #: Tasks that wait, or are done, before the first state is taken: what the first ones need besides
 #: is not a task's.
