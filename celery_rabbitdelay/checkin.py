@@ -19,7 +19,8 @@ from celery_rabbitdelay.envelope import CONTENT_TYPE
 from celery_rabbitdelay.exceptions import Refused
 from celery_rabbitdelay.parcel import Outgoing, changed, headers_of, shortened, task_id_of
 from celery_rabbitdelay.producer import MAX_PRIORITY
-from celery_rabbitdelay.topology import DISTRIBUTION, Topology
+from celery_rabbitdelay.routing_key import DISTRIBUTION
+from celery_rabbitdelay.topology import Topology
 
 __all__ = ["CheckIn"]
 

@@ -25,7 +25,8 @@ from celery_rabbitdelay.parcel import task_id_of
 from celery_rabbitdelay.place_value import Delay
 from celery_rabbitdelay.posting import BACKOFF, RESENDS
 from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.topology import DISTRIBUTION, Topology
+from celery_rabbitdelay.routing_key import DISTRIBUTION
+from celery_rabbitdelay.topology import Topology
 
 __all__ = ["Delayed", "DelayedProducer"]
 
@@ -39,7 +40,7 @@ class Delayed(NamedTuple):
 
     Attributes:
         message: The message.
-        word: The name of the queue that gets it when it is due, or :data:`DISTRIBUTION`.
+        word: The name of the queue that gets it when it is due, or :data:`.DISTRIBUTION`.
         task_id: What says its shard.
         queue: The queue that it is for; None where the exchange decides.
     """

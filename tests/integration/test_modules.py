@@ -12,8 +12,8 @@ from kombu import Connection, Exchange, Queue, binding
 
 from celery_rabbitdelay import headers
 from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.routing_key import DISTRIBUTION
 from celery_rabbitdelay.testing.servers import wait_for
-from celery_rabbitdelay.topology import DISTRIBUTION
 from celery_rabbitdelay.undeliverable import examine
 from tests.integration.arrivals import count, take
 from tests.integration.shop import PATIENCE, named
