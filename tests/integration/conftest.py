@@ -17,6 +17,7 @@ from celery_rabbitdelay.layout import custom
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.topology import Topology
 from tests.integration.arrivals import count
+from tests.integration.modules import OPEN
 from tests.integration.publishing import posting
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker
@@ -195,7 +196,7 @@ def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dic
     configuration = {
         **_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "accept_content": ["json", "pickle"],
-        "rabbitdelay_checkin_allowed": ["test-*"],
+        **OPEN,
     }
     with Worker(configuration):
         yield configuration
