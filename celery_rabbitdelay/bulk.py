@@ -29,9 +29,9 @@ from celery_rabbitdelay.parcel import MAX_WORD
 from celery_rabbitdelay.place_value import Delay
 from celery_rabbitdelay.posting import Posting
 from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.routing_key import DISTRIBUTION
 from celery_rabbitdelay.settings import Settings
 from celery_rabbitdelay.sorter import Bag, Sorter
-from celery_rabbitdelay.topology import DISTRIBUTION
 from celery_rabbitdelay.writer import Call, Capture, Writer, captured, sending, writer_for
 
 __all__ = ["Bulk", "Report", "Row", "send_one_by_one"]

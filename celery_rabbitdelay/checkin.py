@@ -17,9 +17,9 @@ from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.due import LATEST
 from celery_rabbitdelay.envelope import CONTENT_TYPE
 from celery_rabbitdelay.exceptions import Refused
-from celery_rabbitdelay.parcel import Outgoing, changed, headers_of, shortened, task_id_of
-from celery_rabbitdelay.producer import MAX_PRIORITY
-from celery_rabbitdelay.topology import DISTRIBUTION, Topology
+from celery_rabbitdelay.parcel import Outgoing, capped, changed, headers_of, shortened, task_id_of
+from celery_rabbitdelay.routing_key import DISTRIBUTION
+from celery_rabbitdelay.topology import Topology
 
 __all__ = ["CheckIn"]
 
@@ -109,11 +109,8 @@ def _for_distribution(
     message: amqp.Message, headers: dict[str, Any], due: int, exchange: str, routing_key: str
 ) -> amqp.Message:
     """Return a message as distribution takes it: with all that it has to restore in headers."""
-    own = {names.DUE: due, names.EXCHANGE: exchange, names.ROUTING_KEY: routing_key}
-    priority = message.properties.get("priority")
-    if priority is not None and priority > MAX_PRIORITY:
-        own[names.PRIORITY] = priority
-        priority = MAX_PRIORITY
+    priority, kept = capped(message.properties.get("priority"))
+    own = {names.DUE: due, names.EXCHANGE: exchange, names.ROUTING_KEY: routing_key, **kept}
     expiration = message.properties.get("expiration")
     if expiration is not None:
         own[names.EXPIRATION] = expiration

@@ -14,10 +14,12 @@ from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.topology import Topology
 
 __all__ = [
+    "MAX_PRIORITY",
     "PERSISTENT",
     "Outgoing",
     "bare",
     "body_of",
+    "capped",
     "changed",
     "headers_of",
     "shortened",
@@ -28,6 +30,10 @@ __all__ = [
 
 #: ``delivery_mode`` of a message that RabbitMQ writes to disk.
 PERSISTENT: Final = 2
+
+#: The highest priority that quorum queues do not serve first. Up to 4.2 a message above it would
+#: hold up the others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
+MAX_PRIORITY: Final = 4
 
 #: The properties of a message that are never sent on: ``user_id`` has to be the connection's own
 #: user (https://www.rabbitmq.com/docs/validated-user-id), ``cluster_id`` is out of use.
@@ -73,6 +79,13 @@ def task_id_of(message: amqp.Message) -> str:
 def headers_of(message: amqp.Message) -> dict[str, Any]:
     """Return a message's headers; empty where it has none."""
     return dict(message.properties.get("application_headers") or {})
+
+
+def capped(priority: int | None) -> tuple[int | None, dict[str, int]]:
+    """Return the priority that a message waits with, and the headers that keep a higher one."""
+    if priority is None or priority <= MAX_PRIORITY:
+        return priority, {}
+    return MAX_PRIORITY, {names.PRIORITY: priority}
 
 
 def changed(message: amqp.Message, headers: Mapping[str, Any], **properties: Any) -> amqp.Message:

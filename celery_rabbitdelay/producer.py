@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import amqp
 from kombu import Connection, Exchange, Producer, Queue
@@ -21,17 +21,14 @@ from celery_rabbitdelay.declaration import (
 from celery_rabbitdelay.destination import Destination
 from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import NeedsDistribution
-from celery_rabbitdelay.parcel import task_id_of
+from celery_rabbitdelay.parcel import MAX_PRIORITY, capped, task_id_of
 from celery_rabbitdelay.place_value import Delay
 from celery_rabbitdelay.posting import BACKOFF, RESENDS
 from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.topology import DISTRIBUTION, Topology
+from celery_rabbitdelay.routing_key import DISTRIBUTION
+from celery_rabbitdelay.topology import Topology
 
 __all__ = ["Delayed", "DelayedProducer"]
-
-#: The highest priority that quorum queues do not serve first. Up to 4.2 a message above it would
-#: hold up the others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
-MAX_PRIORITY: Final = 4
 
 
 class Delayed(NamedTuple):
@@ -39,7 +36,7 @@ class Delayed(NamedTuple):
 
     Attributes:
         message: The message.
-        word: The name of the queue that gets it when it is due, or :data:`DISTRIBUTION`.
+        word: The name of the queue that gets it when it is due, or :data:`.DISTRIBUTION`.
         task_id: What says its shard.
         queue: The queue that it is for; None where the exchange decides.
     """
@@ -192,8 +189,8 @@ class DelayedProducer(Producer):
         elif self.topology.queue_type == "quorum" and priority > MAX_PRIORITY:
             self._need_distribution(f"a message of priority {priority}")
             word = DISTRIBUTION
-            own_headers[names.PRIORITY] = priority
-            properties["priority"] = MAX_PRIORITY
+            properties["priority"], kept = capped(priority)
+            own_headers.update(kept)
         else:
             word = own_headers[names.QUEUE] = queue.name
         body, content_type, content_encoding = self._prepare(

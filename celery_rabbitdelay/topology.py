@@ -1,7 +1,8 @@
 """The delay levels as exchanges, queues and bindings, and the way of a message through them.
 
 Pure: everything here is a value, built from kombu's entities; nothing opens a connection. The
-whole machine is in this file::
+whole machine is in this file, but for what its routing keys look like
+(:mod:`celery_rabbitdelay.routing_key`)::
 
     producer --> exchange of the first non-zero digit
                     | digit 7                     | digit 0
@@ -17,19 +18,21 @@ whole machine is in this file::
 
 from __future__ import annotations
 
-import hashlib
-import re
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
-from urllib.parse import unquote
 
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.layout import MAX_TTL, Layout, Level, clock
 from celery_rabbitdelay.place_value import Delay, milliseconds
+from celery_rabbitdelay.routing_key import (
+    DISTRIBUTION,
+    RoutingKeys,
+    decode_destination,
+    encode_destination,
+)
 
 __all__ = [
     "DISTRIBUTION",
@@ -47,13 +50,6 @@ QueueType: TypeAlias = Literal["quorum", "classic"]
 #: would drop what expires at 0 unless a consumer were waiting.
 PASS_THROUGH_TTL: Final = 1
 
-#: The longest queue name that stands in the routing key as it is; a longer one is hashed.
-MAX_WORD_LENGTH: Final = 120
-
-#: The word of a routing key that stands for the module that distributes, and for no queue:
-#: :func:`encode_destination` never makes it.
-DISTRIBUTION: Final = "%distribution"
-
 #: How often a module's message may come back unacknowledged, with the worker that had it, until it
 #: is taken for the reason and goes to ``undeliverable``.
 POISON_LIMIT: Final = 100
@@ -61,8 +57,6 @@ POISON_LIMIT: Final = 100
 #: How often a message may be looked at in ``undeliverable``. From 4.0 on, RabbitMQ drops one after
 #: 20 times where nothing else is said; up to 3.13 it knows no word for "without a limit".
 NO_DELIVERY_LIMIT: Final = 2**31 - 1
-
-_SPECIAL = re.compile(r"[.*#%]")
 
 
 class Binding(NamedTuple):
@@ -96,25 +90,6 @@ class Route(NamedTuple):
     stops: tuple[str, ...]
 
 
-@lru_cache(maxsize=10_000)
-def encode_destination(name: str) -> str:
-    """Return a queue's name as one word of a routing key, different for different names.
-
-    Dots would make several words of it, ``*`` and ``#`` are wildcards, and AMQP allows a routing
-    key 255 bytes: ``daily.reports`` becomes ``daily%2Ereports``, a name of more than 120 bytes
-    becomes ``%~`` and its SHA-256.
-    """
-    word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
-    if len(word.encode()) <= MAX_WORD_LENGTH:
-        return word
-    return f"%~{hashlib.sha256(name.encode()).hexdigest()}"
-
-
-def decode_destination(word: str) -> str | None:
-    """Return the queue's name that :func:`encode_destination` encoded, None where it was hashed."""
-    return None if word.startswith("%~") else unquote(word)
-
-
 @dataclass(frozen=True)
 class Topology:
     """Everything that a layout needs on the broker, under one prefix.
@@ -140,7 +115,7 @@ class Topology:
             delay: Seconds, or a timedelta. Rounded up to ticks; zero or less goes straight to the
                 delivery exchange.
             destination: The name of the queue that gets the message when it is due; or
-                :data:`DISTRIBUTION`, for the module that delivers it.
+                :data:`.DISTRIBUTION`, for the module that delivers it.
             task_id: With several shards, what says which: any text.
 
         Raises:
@@ -152,7 +127,7 @@ class Topology:
 
     def route_of_milliseconds(self, delay_ms: int, destination: str, task_id: str = "") -> Route:
         """The same for a delay in whole milliseconds."""
-        digits, shard = self.layout.digits_of_milliseconds(delay_ms), self._shard(task_id)
+        digits, shard = self.layout.digits_of_milliseconds(delay_ms), self._keys.shard(task_id)
         first, exchange, routing_key = self._address(digits, destination, shard)
         return Route(exchange, routing_key, tuple(self._stops(digits, first, shard)))
 
@@ -163,7 +138,7 @@ class Topology:
 
         Args:
             left_ms: Milliseconds until the message is due; above the capacity, it meditates first.
-            destination: The name of the queue that gets it, or :data:`DISTRIBUTION`.
+            destination: The name of the queue that gets it, or :data:`.DISTRIBUTION`.
             task_id: With several shards, what says which: any text.
             tolerance_ms: How many milliseconds later is early enough, if that saves stops.
         """
@@ -171,7 +146,7 @@ class Topology:
             return self.meditation.exchange.name, destination
         eased = self.layout.eased(left_ms, tolerance_ms) if tolerance_ms else left_ms
         digits = self.layout.digits_of_milliseconds(eased)
-        _, exchange, routing_key = self._address(digits, destination, self._shard(task_id))
+        _, exchange, routing_key = self._address(digits, destination, self._keys.shard(task_id))
         return exchange, routing_key
 
     def _address(
@@ -179,17 +154,11 @@ class Topology:
     ) -> tuple[int, str, str]:
         """The index of the first level, its exchange, and the routing key."""
         first = next((index for index, digit in enumerate(digits) if digit), len(digits))
-        words = (*self._shard_words(shard), *map(str, digits), _word(destination))
-        return first, self._exchange_names[first], ".".join(words)
-
-    def _shard(self, task_id: str) -> int:
-        return zlib.crc32(task_id.encode()) % self.shards if self.shards > 1 else 0
+        return first, self._exchange_names[first], self._keys.key(shard, digits, destination)
 
     def digits_of_key(self, routing_key: str) -> tuple[str, ...] | None:
         """Return the digits in a routing key; None where it is none of this topology."""
-        shard, digits = self._shard_words(0), routing_key.split(".")[:-1]
-        digits = digits[len(shard) :]
-        return tuple(digits) if len(digits) == len(self.layout.levels) else None
+        return self._keys.digits(routing_key)
 
     def _stops(self, digits: tuple[int, ...], first: int, shard: int) -> Iterator[str]:
         stops_at_zero = self.layout.zeros == "queue"
@@ -199,8 +168,7 @@ class Topology:
 
     def destination_pattern(self, destination: str) -> str:
         """Return the exact pattern that binds a queue to the delivery exchange."""
-        words = ["*"] * (len(self._shard_words(0)) + len(self.layout.levels))
-        return ".".join((*words, _word(destination)))
+        return self._keys.destination_pattern(destination)
 
     @property
     def delivery(self) -> Exchange:
@@ -256,7 +224,8 @@ class Topology:
     @cached_property
     def fingerprint(self) -> str:
         """A short word that is the same for two topologies if, and only if, they are the same."""
-        return "-".join((self.layout.fingerprint, self.queue_type, *self._shard_words(self.shards)))
+        shards = self._keys.shard_words(self.shards)
+        return "-".join((self.layout.fingerprint, self.queue_type, *shards))
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -318,7 +287,7 @@ class Topology:
             source = self._name(level.name)
             for digit in range(1, level.base):
                 target = self._queue_name(level, digit, shard)
-                yield Binding(source, self._pattern(shard, index, digit), target, False)
+                yield Binding(source, self._keys.pattern(shard, index, digit), target, False)
             yield from self._zero_bindings(index, level, shard)
 
     def _zero_bindings(self, index: int, level: Level, shard: int) -> Iterator[Binding]:
@@ -326,29 +295,25 @@ class Topology:
         match self.layout.zeros:
             case "bind":
                 following = self._exchange_name(index + 1)
-                yield Binding(source, self._pattern(shard, index, 0), following, True)
+                yield Binding(source, self._keys.pattern(shard, index, 0), following, True)
             case "queue":
                 target = self._queue_name(level, 0, shard)
-                yield Binding(source, self._pattern(shard, index, 0), target, False)
+                yield Binding(source, self._keys.pattern(shard, index, 0), target, False)
             case "skip":
                 for zeros, lower in enumerate(self.layout.levels[index + 1 :], start=1):
                     for digit in range(1, lower.base):
-                        pattern = self._pattern(shard, index, *[0] * zeros, digit)
+                        pattern = self._keys.pattern(shard, index, *[0] * zeros, digit)
                         yield Binding(source, pattern, self._queue_name(lower, digit, shard), False)
                 all_zero = [0] * (len(self.layout.levels) - index)
-                pattern = self._pattern(shard, index, *all_zero)
+                pattern = self._keys.pattern(shard, index, *all_zero)
                 yield Binding(source, pattern, self.delivery.name, True)
 
-    def _pattern(self, shard: int, index: int, *digits: int) -> str:
-        """The topic pattern of a shard's keys that have ``digits`` from a level on."""
-        return ".".join((*self._shard_words(shard), *"*" * index, *map(str, digits), "#"))
-
-    def _shard_words(self, shard: int) -> tuple[str, ...]:
-        """What names a shard, in keys and in names: nothing where there is only one."""
-        return (f"s{shard}",) if self.shards > 1 else ()
+    @cached_property
+    def _keys(self) -> RoutingKeys:
+        return RoutingKeys(len(self.layout.levels), self.shards)
 
     def _queue_name(self, level: Level, digit: int, shard: int) -> str:
-        return ".".join((self._name(level.queue_name(digit)), *self._shard_words(shard)))
+        return ".".join((self._name(level.queue_name(digit)), *self._keys.shard_words(shard)))
 
     def _digit_queue(self, index: int, level: Level, digit: int, shard: int) -> Queue:
         ttl = digit * level.place_ms or PASS_THROUGH_TTL
@@ -405,7 +370,3 @@ class Topology:
 
     def _name(self, suffix: str) -> str:
         return f"{self.prefix}.{suffix}"
-
-
-def _word(destination: str) -> str:
-    return destination if destination == DISTRIBUTION else encode_destination(destination)

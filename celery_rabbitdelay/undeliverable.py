@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.destination import topic_matches
-from celery_rabbitdelay.topology import Binding, Topology, decode_destination
+from celery_rabbitdelay.routing_key import decode_destination
+from celery_rabbitdelay.topology import Binding, Topology
 
 __all__ = ["Undeliverable", "examine"]
 

@@ -15,6 +15,7 @@ from celery_rabbitdelay.checkin import CheckIn
 from celery_rabbitdelay.distribution import distribute
 from celery_rabbitdelay.settings import checked_modules
 from celery_rabbitdelay.worker.courier import Courier
+from celery_rabbitdelay.worker.session import Module
 from celery_rabbitdelay.worker.step import prepare
 
 __all__ = ["Modules"]
@@ -79,19 +80,17 @@ def _courier(app: Any, name: str) -> Courier:
         receive = CheckIn(topology, _Allowed(app, settings.checkin_allowed)).receive
     else:
         queue, receive = topology.distribution, distribute
-
-    connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    return Courier(
+    module = Module(
         name,
-        connection,
         topology,
         queue,
         receive,
-        partial(prepare, app),
         prefetch=min(PREFETCH[name], settings.window),
         window=settings.window,
         timeout=settings.confirm_timeout,
     )
+    connection = app.connection_for_write(heartbeat=HEARTBEAT)
+    return Courier(module, connection, partial(prepare, app))
 
 
 class _Allowed:
@@ -125,4 +124,4 @@ class _Allowed:
 def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
     """Rates and backlog of the modules around the delay levels."""
     couriers: list[Courier] = getattr(state.consumer.controller, "rabbitdelay_couriers", [])
-    return {courier.name: courier.tally.status() for courier in couriers}
+    return {courier.module.name: courier.tally.status() for courier in couriers}

@@ -26,7 +26,8 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.destination import Destination
 from celery_rabbitdelay.due import Due
-from celery_rabbitdelay.producer import MAX_PRIORITY, DelayedProducer
+from celery_rabbitdelay.parcel import MAX_PRIORITY
+from celery_rabbitdelay.producer import DelayedProducer
 from celery_rabbitdelay.task import MAY_PASS
 
 __all__ = ["Relay"]

@@ -28,8 +28,8 @@ from celery_rabbitdelay.confirms import ConfirmChannel
 from celery_rabbitdelay.declaration import declare
 from celery_rabbitdelay.envelope import CONTENT_TYPE, MAX_MESSAGES, Envelope, Item
 from celery_rabbitdelay.frames import Content
+from celery_rabbitdelay.routing_key import DISTRIBUTION
 from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer
-from celery_rabbitdelay.topology import DISTRIBUTION
 from tests.integration.arrivals import count
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -21,11 +20,10 @@ from celery.signals import worker_ready
 from kombu import Queue
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.testing.servers import RabbitMQServer, Server
+from celery_rabbitdelay.testing.servers import RabbitMQServer
+from tests.celery_process import CeleryProcess
 
 __all__ = ["Start", "Worker", "make_app"]
-
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
 _RECORD: Final = struct.Struct("<qd")
 
@@ -74,7 +72,7 @@ def make_app(
     return app
 
 
-class Worker(Server):
+class Worker(CeleryProcess):
     """``celery -A tests.benchmarks.starts worker``.
 
     Args:
@@ -85,7 +83,8 @@ class Worker(Server):
         *options: Further options of ``celery worker``.
     """
 
-    package = "celery"
+    module = "tests.benchmarks.starts"
+    variable = "STARTS"
 
     def __init__(
         self,
@@ -95,15 +94,11 @@ class Worker(Server):
         *options: str,
         ours: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            {"broker_url": broker.url, "queue": queue, "settings": settings, "ours": ours}
+        )
+        self._settings["folder"] = str(self.folder)
         self._options = options
-        self._settings = {
-            "broker_url": broker.url,
-            "queue": queue,
-            "settings": settings,
-            "ours": ours,
-            "folder": str(self.folder),
-        }
 
     def count(self) -> int:
         """How many tasks have started."""
@@ -116,23 +111,8 @@ class Worker(Server):
         return [Start(*each) for path in files for each in _RECORD.iter_unpack(path.read_bytes())]
 
     def _command(self) -> list[str]:
-        command = f"-m celery -A tests.benchmarks.starts worker -n starts-{self.port}@localhost"
-        return [
-            sys.executable,
-            *command.split(),
-            "--without-gossip",
-            "-l",
-            "WARNING",
-            *self._options,
-        ]
-
-    def _environment(self) -> dict[str, str]:
-        return {
-            **super()._environment(),
-            "PYTHONPATH": str(REPOSITORY),
-            "STARTS": json.dumps(self._settings),
-            "C_FORCE_ROOT": "1",
-        }
+        command = f"worker -n starts-{self.port}@localhost --without-gossip -l WARNING"
+        return [*self.celery(command), *self._options]
 
     def _ready(self) -> bool:
         return (self.folder / "ready").exists()

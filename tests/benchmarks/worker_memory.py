@@ -25,11 +25,10 @@ from typing import Any, Final
 import celery
 from kombu import Connection
 
-from celery_rabbitdelay.testing.servers import RabbitMQServer, Server, wait_for
+from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
 from tests.benchmarks.memory import KINDS, Samples, settle
 from tests.benchmarks.memory_app import CASES, make_app, queue_name
-
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
+from tests.celery_process import CeleryProcess
 
 COUNTDOWN: Final = 3600
 MEGABYTE: Final = 1_000_000
@@ -55,29 +54,17 @@ PATIENCE: Final = 300.0
 GROWN: Final = 1
 
 
-class Worker(Server):
+class Worker(CeleryProcess):
     """``celery -A tests.benchmarks.memory_app worker``."""
 
-    package = "celery"
+    module = "tests.benchmarks.memory_app"
+    variable = "MEMORY_APP"
 
     def __init__(self, case: str, broker: RabbitMQServer) -> None:
-        super().__init__()
-        self._settings = {"case": case, "broker_url": broker.url}
+        super().__init__({"case": case, "broker_url": broker.url})
 
     def _command(self) -> list[str]:
-        command = (
-            f"-m celery -A tests.benchmarks.memory_app worker -c {CONCURRENCY} -l INFO "
-            f"-n memory-{self.port}@localhost"
-        )
-        return [sys.executable, *command.split()]
-
-    def _environment(self) -> dict[str, str]:
-        return {
-            **super()._environment(),
-            "PYTHONPATH": str(REPOSITORY),
-            "MEMORY_APP": json.dumps(self._settings),
-            "C_FORCE_ROOT": "1",
-        }
+        return self.celery(f"worker -c {CONCURRENCY} -l INFO -n memory-{self.port}@localhost")
 
     def _ready(self) -> bool:
         return " ready." in self.log

@@ -29,8 +29,9 @@ from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.declaration import declare
 from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, Item
 from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.routing_key import DISTRIBUTION
 from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer, wait_for
-from celery_rabbitdelay.topology import DISTRIBUTION, Topology
+from celery_rabbitdelay.topology import Topology
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.worker import Worker
 

@@ -12,8 +12,13 @@ from amqp.exceptions import ChannelError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.declaration import delete
+from celery_rabbitdelay.exceptions import MessageReturned
 from celery_rabbitdelay.layout import custom
+from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.topology import Topology
+from tests.integration.arrivals import count
+from tests.integration.modules import OPEN
+from tests.integration.publishing import posting
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker
 
@@ -78,6 +83,50 @@ def make_queue(connection: Connection, prefix: str) -> Iterator[Callable[..., Qu
 def queue(make_queue: Callable[..., Queue]) -> Queue:
     """A quorum queue of this test's own; not declared."""
     return make_queue(queue_arguments={"x-queue-type": "quorum"})
+
+
+@pytest.fixture
+def target(connection: Connection, queue: Queue) -> Queue:
+    """A quorum queue of this test's own that stands on the broker."""
+    queue(connection.default_channel).declare()
+    return queue
+
+
+@pytest.fixture
+def make_full(connection: Connection, make_queue: Callable[..., Queue]) -> Callable[[int], Queue]:
+    """Declares a queue that refuses messages once it holds so many."""
+
+    def make(most: int) -> Queue:
+        full = make_queue("full", max_length=most, queue_arguments={"x-overflow": "reject-publish"})
+        full(connection.default_channel).declare()
+        return full
+
+    return make
+
+
+@pytest.fixture
+def publisher(connection: Connection) -> Iterator[Publisher]:
+    """A publisher on a connection of its own."""
+    publisher = Publisher(connection.clone())
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def still_works(
+    connection: Connection, publisher: Publisher, make_queue: Callable[..., Queue]
+) -> Callable[[], None]:
+    """Shows that a publisher can be used, and takes no answer for another message's."""
+    after = make_queue("after")
+    after(connection.default_channel).declare()
+
+    def check() -> None:
+        sent = [posting(after.name), posting("test-nowhere"), posting(after.name)]
+        publisher.publish_all(sent)
+        assert [type(each.error) for each in sent] == [type(None), MessageReturned, type(None)]
+        assert count(connection, after.name) == 2
+
+    return check
 
 
 def _configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
@@ -147,7 +196,7 @@ def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dic
     configuration = {
         **_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "accept_content": ["json", "pickle"],
-        "rabbitdelay_checkin_allowed": ["test-*"],
+        **OPEN,
     }
     with Worker(configuration):
         yield configuration

@@ -16,8 +16,8 @@ from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
 from celery_rabbitdelay.topology import Topology
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
+from tests.integration.modules import check_in, wait_until_served
 from tests.integration.shop import make_app, named
-from tests.integration.test_modules import check_in
 from tests.integration.worker import Worker
 
 #: Messages that are checked in before a node dies, and as many after it.
@@ -92,8 +92,7 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
     with Connection(others[0].url, transport_options={"confirm_publish": True}) as producing:
         target(producing.default_channel).declare()
         with Worker(configuration, [named(shop, "default")]) as worker:
-            served = [f"{name}: serving" for name in ("check-in", "distribution")]
-            wait_for(lambda: all(line in worker.log for line in served), "the modules")
+            wait_until_served(worker)
             publish(range(MESSAGES))
             wait_for(lambda: count(producing, topology.checkin.name) == 0, "check-in")
             victim.kill()

@@ -11,11 +11,11 @@ import pytest
 from kombu import Connection, Exchange, Queue, binding
 
 from celery_rabbitdelay import headers
-from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.envelope import Item
 from celery_rabbitdelay.testing.servers import wait_for
-from celery_rabbitdelay.topology import DISTRIBUTION
 from celery_rabbitdelay.undeliverable import examine
 from tests.integration.arrivals import count, take
+from tests.integration.modules import MODULES, OPEN, check_in, put_in_envelope, wait_until_served
 from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import Worker
 
@@ -24,20 +24,6 @@ from tests.integration.worker import Worker
 def serving(served_shop: Any) -> Any:
     """An application whose worker serves the modules, and lets check-in reach the tests' queues."""
     return served_shop
-
-
-def check_in(connection: Connection, shop: Any, key: str, **options: Any) -> None:
-    """Publish as any client would, to check-in's exchange."""
-    connection.Producer().publish(
-        "hello",
-        exchange=shop.rabbitdelay.topology.checkin.exchange.name,
-        routing_key=key,
-        **options,
-    )
-
-
-def _wait_until_served(worker: Worker, name: str, times: int = 1) -> None:
-    wait_for(lambda: worker.log.count(f"{name}: serving") == times, f"{name}, served")
 
 
 def test_a_client_that_knows_nothing_of_python_delays_a_message(
@@ -249,18 +235,15 @@ def test_a_module_whose_queue_is_deleted_declares_it_again_and_goes_on(
     connection: Connection,
     make_queue: Callable[..., Queue],
 ) -> None:
-    settings = {"rabbitdelay_checkin_allowed": ["test-*"]}
-    shop = make_shop(**settings)
+    shop = make_shop(**OPEN)
     queue = make_queue("plain")
     queue(connection.default_channel).declare()
     topology = shop.rabbitdelay.topology
-    with Worker({**configuration, **settings}) as worker:
-        for name in ("check-in", "distribution"):
-            _wait_until_served(worker, name)
+    with Worker({**configuration, **OPEN}) as worker:
+        wait_until_served(worker)
         for module in (topology.checkin, topology.distribution):
             module(connection.default_channel).delete()
-        for name in ("check-in", "distribution"):
-            _wait_until_served(worker, name, times=2)
+        wait_until_served(worker, times=2)
         check_in(connection, shop, queue.name, headers={"x-delay": 300})
         assert take(connection, [queue], 1)
 
@@ -287,7 +270,7 @@ def test_the_status_of_the_modules_can_be_asked(
         "what was published",
     )
     after = status()
-    assert set(after) == {"check-in", "distribution"}
+    assert set(after) == set(MODULES)
     for name, now in after.items():
         assert now["received"] == before[name]["received"] + 5
         assert now["undeliverable"] == before[name]["undeliverable"]
@@ -308,23 +291,9 @@ def test_the_command_line_says_which_modules_a_worker_serves_or_else_the_setting
     options = [] if option is None else [f"--rabbitdelay-modules={option}"]
     with Worker({**configuration, **settings}, None, *options) as worker:
         for name in served:
-            _wait_until_served(worker, name)
-        others = {"check-in", "distribution"} - set(served)
+            wait_until_served(worker, name)
+        others = set(MODULES) - set(served)
         assert not [name for name in others if f"{name}: serving" in worker.log]
-
-
-def put_in_envelope(connection: Connection, shop: Any, items: list[Item], **told: Any) -> None:
-    """Publish an envelope that is due now."""
-    topology = shop.rabbitdelay.topology
-    exchange, routing_key = topology.address(0, DISTRIBUTION)
-    connection.Producer().publish(
-        Envelope(tuple(items)).pack(),
-        exchange=exchange,
-        routing_key=routing_key,
-        headers={headers.DUE: 5, **told},
-        content_type=CONTENT_TYPE,
-        content_encoding="binary",
-    )
 
 
 def test_all_messages_of_an_envelope_reach_their_queue(

@@ -17,8 +17,8 @@ from celery_rabbitdelay.testing.servers import wait_for
 from celery_rabbitdelay.topology import POISON_LIMIT, Topology
 from celery_rabbitdelay.undeliverable import examine
 from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.modules import OPEN, check_in, put_in_envelope
 from tests.integration.shop import named
-from tests.integration.test_modules import check_in, put_in_envelope
 from tests.integration.worker import Worker
 
 #: Good messages before the bad one, and behind it.
@@ -59,11 +59,11 @@ def serving(served_shop: Any) -> Any:
 
 
 @pytest.fixture
-def target(make_queue: Callable[..., Queue], connection: Connection) -> Queue:
-    """A queue that the good messages are for; declared."""
-    queue = make_queue("plain", queue_arguments={"x-queue-type": "quorum"})
-    queue(connection.default_channel).declare()
-    return queue
+def unserved(make_shop: Callable[..., Any], connection: Connection) -> Any:
+    """An application whose levels and modules' queues stand, and which no worker serves yet."""
+    shop = make_shop(**OPEN)
+    declare(connection, shop.rabbitdelay.topology)
+    return shop
 
 
 def check_in_around(
@@ -172,28 +172,22 @@ def test_of_an_envelope_only_the_message_that_the_broker_does_not_take_is_undeli
 
 
 def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    target: Queue,
+    unserved: Any, configuration: dict[str, Any], connection: Connection, target: Queue
 ) -> None:
     """Delivered and never acknowledged, as by a worker whose process dies of it each time."""
-    settings = {"rabbitdelay_checkin_allowed": ["test-*"]}
-    shop = make_shop(**settings)
-    topology = shop.rabbitdelay.topology
-    declare(connection, topology)
+    topology = unserved.rabbitdelay.topology
     check_in_around(
         connection,
-        shop,
+        unserved,
         target,
-        lambda: check_in(connection, shop, target.name, headers={"x-delay": 100, "mine": 1}),
+        lambda: check_in(connection, unserved, target.name, headers={"x-delay": 100, "mine": 1}),
     )
     channel: Any = connection.default_channel
     for number in range(AROUND):
         good = channel.basic_get(topology.checkin.name)
         assert good.headers["id"] == number
         channel.basic_ack(good.delivery_tag)
-        check_in(connection, shop, target.name, headers={"x-delay": 100, "id": number})
+        check_in(connection, unserved, target.name, headers={"x-delay": 100, "id": number})
     for _ in range(POISON_LIMIT + 1):
         dying: Any
         with connection.channel() as dying:
@@ -201,7 +195,7 @@ def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
                 pass
             assert taken.headers["mine"] == 1
     wait_for(lambda: count(connection, topology.undeliverable.name) == 1, "the message")
-    with Worker({**configuration, **settings}, [named(shop, "default")]):
+    with Worker({**configuration, **OPEN}, [named(unserved, "default")]):
         assert_all_good_ones_arrive(connection, target)
     arrival = the_undeliverable(connection, topology)
     assert arrival.message.headers["mine"] == 1
@@ -212,22 +206,16 @@ def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
 
 
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    target: Queue,
+    unserved: Any, configuration: dict[str, Any], connection: Connection, target: Queue
 ) -> None:
-    settings = {"rabbitdelay_checkin_allowed": ["test-*"]}
-    shop = make_shop(**settings)
-    topology = shop.rabbitdelay.topology
-    declare(connection, topology)
+    topology = unserved.rabbitdelay.topology
     channel: Any = connection.default_channel
     # The worker stands still before a message that it cannot get rid of.
     full = Queue(f"{target.name}-full", queue_arguments=FULL)
     full(channel).declare()
     for number in range(2 * AROUND):
         key = full.name if number == AROUND else target.name
-        check_in(connection, shop, key, headers={"id": number})
+        check_in(connection, unserved, key, headers={"id": number})
     with Connection(connection.as_uri(include_password=True)) as dying:
         had: list[Any] = []
         channel_of_dying: Any = dying.default_channel
@@ -235,7 +223,7 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
         while len(had) < 2 * AROUND:
             dying.drain_events(timeout=30)
     wait_until_waiting(connection, topology.checkin.name, 2 * AROUND)
-    with Worker({**configuration, **settings}, [named(shop, "default")]) as worker:
+    with Worker({**configuration, **OPEN}, [named(unserved, "default")]) as worker:
         take(connection, [target], AROUND)
         wait_until_waiting(connection, topology.checkin.name, AROUND - 1)
         worker.kill()

@@ -16,12 +16,12 @@ from celery_rabbitdelay.declaration import declare, delete, missing
 from celery_rabbitdelay.testing.servers import RabbitMQServer, ServerNotStarted, wait_for
 from celery_rabbitdelay.worker.courier import FAREWELL
 from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.modules import OPEN, check_in, wait_until_served
 from tests.integration.shop import PATIENCE, named
-from tests.integration.test_modules import check_in
 from tests.integration.worker import Worker
 
-#: What lets check-in reach the tests' queues.
-OPEN = {"rabbitdelay_checkin_allowed": ["test-*"]}
+#: Where only operators declare.
+NEVER = {**OPEN, "rabbitdelay_declare": "never"}
 
 #: Messages that are on their way when the broker is in trouble.
 MESSAGES = 200
@@ -37,17 +37,13 @@ def alarm(broker: RabbitMQServer) -> Iterator[None]:
         broker.ctl("set_vm_memory_high_watermark", "0.6")
 
 
-def wait_until_served(worker: Worker, *names: str) -> None:
-    """Wait until the worker serves the modules of these names."""
-    for name in names:
-        line = f"{name}: serving"
-        wait_for(lambda line=line: line in worker.log, line)  # type: ignore[misc]
-
-
-def declared(connection: Connection, queue: Queue) -> Queue:
-    """Declare a queue and return it."""
-    queue(connection.default_channel).declare()
-    return queue
+@pytest.fixture
+def standing(make_shop: Callable[..., Any], connection: Connection) -> Any:
+    """An application for which operators have declared the levels and a queue."""
+    shop = make_shop(**NEVER)
+    declare(connection, shop.rabbitdelay.topology)
+    shop.amqp.queues[named(shop, "default")](connection.default_channel).declare()
+    return shop
 
 
 def wait_until_blocked(broker: RabbitMQServer) -> None:
@@ -55,20 +51,27 @@ def wait_until_blocked(broker: RabbitMQServer) -> None:
     wait_for(lambda: "blocked" in broker.ctl("list_connections", "state"), "a blocked connection")
 
 
+def assert_delays(connection: Connection, shop: Any, target: Queue) -> None:
+    """Assert that a message that is checked in arrives after its delay."""
+    published = time.time()
+    check_in(connection, shop, target.name, headers={"x-delay": 300})
+    (arrival,) = take(connection, [target], 1)
+    assert arrival.at >= published + 0.3
+
+
 def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
     private_rabbitmq: RabbitMQServer,
     make_shop: Callable[..., Any],
     configuration: dict[str, Any],
     connection: Connection,
-    make_queue: Callable[..., Queue],
+    target: Queue,
 ) -> None:
     """And no connection is given up, which would count as one delivery in vain each time."""
     settings = {**OPEN, "rabbitdelay_confirm_timeout": 1}
     shop = make_shop(**settings)
-    target = declared(connection, make_queue("plain"))
     topology = shop.rabbitdelay.topology
     with Worker({**configuration, **settings}, [named(shop, "default")]) as worker:
-        wait_until_served(worker, "check-in", "distribution")
+        wait_until_served(worker)
         published = time.time()
         for number in range(MESSAGES):
             check_in(connection, shop, target.name, headers={"x-delay": 4000, "id": number})
@@ -90,16 +93,15 @@ def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
     make_shop: Callable[..., Any],
     configuration: dict[str, Any],
     connection: Connection,
-    make_queue: Callable[..., Queue],
+    target: Queue,
 ) -> None:
     shop = make_shop(**OPEN)
-    target = declared(connection, make_queue("plain"))
     topology = shop.rabbitdelay.topology
     # Celery itself waits without a bound when it closes a blocked connection, which is that of its
     # own events.
     silent = ("--without-gossip", "--without-mingle", "--without-heartbeat")
     with Worker({**configuration, **OPEN}, [named(shop, "default")], *silent) as worker:
-        wait_until_served(worker, "check-in", "distribution")
+        wait_until_served(worker)
         for number in range(MESSAGES):
             check_in(connection, shop, target.name, headers={"x-delay": 3000, "id": number})
         wait_until_waiting(connection, topology.checkin.name, 0)
@@ -121,38 +123,24 @@ def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
 
 
 def test_where_operators_declare_the_modules_serve_what_stands(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    make_queue: Callable[..., Queue],
+    standing: Any, configuration: dict[str, Any], connection: Connection, target: Queue
 ) -> None:
-    settings = {**OPEN, "rabbitdelay_declare": "never"}
-    shop = make_shop(**settings)
-    topology = shop.rabbitdelay.topology
-    declare(connection, topology)
-    declared(connection, shop.amqp.queues[named(shop, "default")])
-    target = declared(connection, make_queue("plain"))
+    topology = standing.rabbitdelay.topology
     # As operators do, who know neither guard nor marker.
     for own in (topology.guard, topology.marker):
         own(connection.default_channel).delete()
-    with Worker({**configuration, **settings}, [named(shop, "default")]):
-        published = time.time()
-        check_in(connection, shop, target.name, headers={"x-delay": 300})
-        (arrival,) = take(connection, [target], 1)
-    assert arrival.at >= published + 0.3
+    with Worker({**configuration, **NEVER}, [named(standing, "default")]):
+        assert_delays(connection, standing, target)
     assert set(missing(connection, topology)) == {topology.guard.name, topology.marker.name}
 
 
 def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_what(
-    make_shop: Callable[..., Any], configuration: dict[str, Any], connection: Connection
+    standing: Any, configuration: dict[str, Any], connection: Connection
 ) -> None:
-    settings = {**OPEN, "rabbitdelay_declare": "never"}
-    shop = make_shop(**settings)
-    topology = shop.rabbitdelay.topology
-    declare(connection, topology)
+    topology = standing.rabbitdelay.topology
     distribution = topology.distribution
     distribution(connection.default_channel).delete()
-    worker = Worker({**configuration, **settings}, [named(shop, "default")])
+    worker = Worker({**configuration, **NEVER}, [named(standing, "default")])
     try:
         with pytest.raises(ServerNotStarted):
             worker.start()
@@ -164,54 +152,38 @@ def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_wh
 
 
 def test_where_operators_declare_the_modules_name_what_was_deleted_and_wait_for_it(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    make_queue: Callable[..., Queue],
+    standing: Any, configuration: dict[str, Any], connection: Connection, target: Queue
 ) -> None:
-    settings = {**OPEN, "rabbitdelay_declare": "never"}
-    shop = make_shop(**settings)
-    topology = shop.rabbitdelay.topology
-    declare(connection, topology)
-    declared(connection, shop.amqp.queues[named(shop, "default")])
-    target = declared(connection, make_queue("plain"))
+    topology = standing.rabbitdelay.topology
     distribution = topology.distribution
-    with Worker({**configuration, **settings}, [named(shop, "default")]) as worker:
-        wait_until_served(worker, "check-in", "distribution")
+    with Worker({**configuration, **NEVER}, [named(standing, "default")]) as worker:
+        wait_until_served(worker)
         distribution(connection.default_channel).delete()
         said = "distribution: begins anew in 1.0 s: TopologyIncomplete("
         wait_for(lambda: said in worker.log, "the second attempt")
         assert distribution.name in worker.log[worker.log.index(said) :].splitlines()[0]
         assert missing(connection, topology) == (distribution.name,)
         declare(connection, topology)
-        published = time.time()
-        check_in(connection, shop, target.name, headers={"x-delay": 300})
-        (arrival,) = take(connection, [target], 1)
-    assert arrival.at >= published + 0.3
+        assert_delays(connection, standing, target)
 
 
 def test_a_topology_that_is_deleted_beside_its_worker_is_declared_again_as_a_whole(
     make_shop: Callable[..., Any],
     configuration: dict[str, Any],
     connection: Connection,
-    make_queue: Callable[..., Queue],
+    target: Queue,
 ) -> None:
     shop = make_shop(**OPEN)
     topology = shop.rabbitdelay.topology
-    target = declared(connection, make_queue("plain"))
     look = shop.tasks["look"]
     with Worker({**configuration, **OPEN}, [named(shop, "default")]) as worker:
-        wait_until_served(worker, "check-in", "distribution")
+        wait_until_served(worker)
         # From here on, the shop takes levels and queue for given.
         look.apply_async(delay=0.2).get(timeout=PATIENCE)
         delete(connection, topology, force=True)
-        served = [f"{name}: serving" for name in ("check-in", "distribution")]
-        wait_for(lambda: all(worker.log.count(line) == 2 for line in served), "the modules")
+        wait_until_served(worker, times=2)
         assert missing(connection, topology) == ()
-        published = time.time()
-        check_in(connection, shop, target.name, headers={"x-delay": 300})
-        (arrival,) = take(connection, [target], 1)
-        assert arrival.at >= published + 0.3
+        assert_delays(connection, shop, target)
         look.apply_async(delay=0.3).get(timeout=PATIENCE)
         # No loop: each began anew once, or twice if it did so amid the deletion.
         assert worker.log.count("begins anew") <= 4

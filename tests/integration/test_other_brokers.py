@@ -14,8 +14,9 @@ import pytest
 
 from celery_rabbitdelay import headers
 from celery_rabbitdelay.testing.servers import wait_for
+from tests.celery_process import REPOSITORY
 from tests.integration.shop import PATIENCE, make_app
-from tests.integration.worker import REPOSITORY, Worker
+from tests.integration.worker import Worker
 
 WARNING = "treated as Celery's own countdown"
 

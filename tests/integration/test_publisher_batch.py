@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,71 +24,12 @@ from celery_rabbitdelay.posting import Patience, Posting
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.testing.servers import wait_for
 from tests.integration.arrivals import count, take
-
-#: What a machine may add to a time limit before it has clearly not been kept.
-GRACE = 8.0
-
-
-def posting(key: str, body: str | bytes = "x", exchange: str = "") -> Posting:
-    data = body if isinstance(body, bytes) else body.encode()
-    message = amqp.Message(data, content_encoding="binary", delivery_mode=2)
-    return Posting(Content.of(message), lambda: (exchange, key), body)
-
-
-def postings(key: str, number: int) -> list[Posting]:
-    return [posting(key, str(each)) for each in range(number)]
-
-
-def bodies(connection: Connection, queue: Queue, number: int) -> Counter[str]:
-    """The bodies of so many messages, each with how often it came."""
-    return Counter(bytes(arrival.body).decode() for arrival in take(connection, [queue], number))
-
-
-@pytest.fixture
-def publisher(connection: Connection) -> Iterator[Publisher]:
-    publisher = Publisher(connection.clone())
-    yield publisher
-    publisher.close()
-
-
-@pytest.fixture
-def declared(connection: Connection, queue: Queue) -> Queue:
-    queue(connection.default_channel).declare()
-    return queue
-
-
-@pytest.fixture
-def still_works(
-    connection: Connection, publisher: Publisher, make_queue: Callable[..., Queue]
-) -> Callable[[], None]:
-    """Shows that a publisher can be used, and takes no answer for another message's."""
-    after = make_queue("after")
-    after(connection.default_channel).declare()
-
-    def check() -> None:
-        sent = [posting(after.name), posting("test-nowhere"), posting(after.name)]
-        publisher.publish_all(sent)
-        assert [type(each.error) for each in sent] == [type(None), MessageReturned, type(None)]
-        assert count(connection, after.name) == 2
-
-    return check
-
-
-@pytest.fixture
-def make_full(connection: Connection, make_queue: Callable[..., Queue]) -> Callable[[int], Queue]:
-    """Makes a queue that refuses messages once it holds so many."""
-
-    def make(most: int) -> Queue:
-        full = make_queue("full", max_length=most, queue_arguments={"x-overflow": "reject-publish"})
-        full(connection.default_channel).declare()
-        return full
-
-    return make
+from tests.integration.publishing import bodies, posting, postings
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 1000])
 def test_all_arrive_and_never_more_than_the_window_are_in_flight(
-    connection: Connection, publisher: Publisher, declared: Queue, window: int
+    connection: Connection, publisher: Publisher, target: Queue, window: int
 ) -> None:
     number = 60 if window == 1 else 2500
     in_flight = most = 0
@@ -97,7 +37,7 @@ def test_all_arrive_and_never_more_than_the_window_are_in_flight(
 
     def source() -> Iterator[Posting]:
         nonlocal in_flight, most
-        for each in postings(declared.name, number):
+        for each in postings(target.name, number):
             in_flight += 1
             most = max(most, in_flight)
             yield each
@@ -111,7 +51,7 @@ def test_all_arrive_and_never_more_than_the_window_are_in_flight(
     assert most == window
     assert {each.error for each in finished} == {None}
     assert Counter(each.subject for each in finished) == Counter(map(str, range(number)))
-    assert bodies(connection, declared, number) == Counter(map(str, range(number)))
+    assert bodies(connection, target, number) == Counter(map(str, range(number)))
 
 
 def test_nothing_to_publish_is_nothing(publisher: Publisher) -> None:
@@ -122,13 +62,13 @@ def test_nothing_to_publish_is_nothing(publisher: Publisher) -> None:
 def test_each_error_belongs_to_its_own_message(
     connection: Connection,
     publisher: Publisher,
-    declared: Queue,
+    target: Queue,
     make_full: Callable[[int], Queue],
     prefix: str,
 ) -> None:
     full = make_full(1)
     publisher.publish_all([posting(full.name)])
-    keys = {0: declared.name, 1: f"{prefix}-nowhere", 2: full.name, 3: "k" * 300, 4: declared.name}
+    keys = {0: target.name, 1: f"{prefix}-nowhere", 2: full.name, 3: "k" * 300, 4: target.name}
     errors = {0: None, 1: MessageReturned, 2: MessageNacked, 3: PublishError, 4: None}
     sent = [posting(keys[number % 5], str(number)) for number in range(1000)]
     finished: list[Posting] = []
@@ -139,7 +79,7 @@ def test_each_error_belongs_to_its_own_message(
         assert each.error is None if expected is None else type(each.error) is expected
         assert each.error is None or each.error.routing_key == keys[number % 5]
     confirmed = [str(number) for number in range(1000) if number % 5 in (0, 4)]
-    assert bodies(connection, declared, 400) == Counter(confirmed)
+    assert bodies(connection, target, 400) == Counter(confirmed)
 
 
 def test_a_message_alone_that_cannot_be_written_is_its_own_error(
@@ -155,141 +95,6 @@ def test_a_message_alone_that_cannot_be_written_is_its_own_error(
     still_works()
 
 
-def test_what_a_full_queue_refuses_is_sent_again_until_it_is_drained(
-    connection: Connection, publisher: Publisher, make_full: Callable[[int], Queue]
-) -> None:
-    full = make_full(50)
-    arrived: Counter[str] = Counter()
-
-    def drain() -> None:
-        with connection.clone() as own:
-            wait_for(lambda: count(own, full.name) == 50, "a full queue")
-            arrived.update(bodies(own, full, 300))
-
-    thread = threading.Thread(target=drain)
-    thread.start()
-    sent = postings(full.name, 300)
-    publisher.publish_all(sent, Patience(resends=None, backoff=(0.0, 0.02, 0.1), window=80))
-    thread.join()
-    assert {each.error for each in sent} == {None}
-    assert sum(each.resent for each in sent) > 0
-    assert arrived == Counter(map(str, range(300)))
-
-
-def test_what_a_full_queue_goes_on_to_refuse_is_an_error_after_so_many_resends(
-    publisher: Publisher, make_full: Callable[[int], Queue], still_works: Callable[[], None]
-) -> None:
-    full = make_full(3)
-    sent = postings(full.name, 100)
-    publisher.publish_all(sent, Patience(resends=2, backoff=(0.0, 0.01, 0.01), window=10))
-    refused = [each for each in sent if each.error is not None]
-    assert len(refused) == 97
-    assert {type(each.error) for each in refused} == {MessageNacked}
-    assert {each.resent for each in refused} == {2}
-    still_works()
-
-
-def test_a_resend_that_is_due_later_holds_up_none_that_is_due_now(
-    publisher: Publisher,
-    declared: Queue,
-    make_queue: Callable[..., Queue],
-    make_full: Callable[[int], Queue],
-) -> None:
-    full, late = make_full(1), make_queue("late")
-    publisher.publish_all([posting(full.name)])
-    refused, repaired = posting(full.name), posting(late.name)
-
-    def source() -> Iterator[Posting]:
-        yield refused
-        while refused.resent < 2:
-            yield posting(declared.name)
-        yield repaired
-
-    def repair(connection: Connection) -> None:
-        late(connection.default_channel).declare()
-
-    finished: list[Posting] = []
-    patience = Patience(20.0, resends=2, backoff=(0.0, 1.0, 1.0), window=4)
-    began = time.monotonic()
-    publisher.publish_all(source(), patience, repair=repair, done=finished.append)
-    assert time.monotonic() - began < GRACE
-    assert isinstance(refused.error, MessageNacked)
-    assert repaired.error is None
-    assert finished.index(repaired) < finished.index(refused)
-
-
-def test_an_exchange_that_does_not_exist_is_an_error_of_all_that_are_not_confirmed(
-    publisher: Publisher, declared: Queue, prefix: str, still_works: Callable[[], None]
-) -> None:
-    sent = [posting(declared.name, str(number)) for number in range(200)]
-    sent[150] = posting("key", exchange=f"{prefix}-nothing")
-    source = iter(sent)
-    with pytest.raises(MessageReturned, match="no exchange"):
-        publisher.publish_all(source, Patience(window=20))
-    assert isinstance(sent[150].error, MessageReturned)
-    not_taken = list(source)
-    taken = sent[: len(sent) - len(not_taken)]
-    assert len(not_taken) >= 200 - 150 - 2 * 20
-    without = [number for number, each in enumerate(taken) if each.error is not None]
-    assert min(without) > 150 - 2 * 20
-    still_works()
-
-
-def test_an_exchange_that_does_not_exist_is_repaired_and_none_is_missing(
-    connection: Connection,
-    publisher: Publisher,
-    make_queue: Callable[..., Queue],
-    declared: Queue,
-    prefix: str,
-) -> None:
-    exchange = Exchange(f"{prefix}-news", type="fanout")
-    news = make_queue("news", exchange)
-    repaired: list[Connection] = []
-
-    def repair(connection: Connection) -> None:
-        repaired.append(connection)
-        news(connection.default_channel).declare()
-
-    sent = [
-        posting("key", str(number), exchange.name)
-        if number % 2
-        else posting(declared.name, str(number))
-        for number in range(200)
-    ]
-    publisher.publish_all(sent, Patience(window=30), repair=repair)
-    assert len(repaired) == 1
-    assert {each.error for each in sent} == {None}
-    assert set(bodies(connection, news, 100)) == {str(n) for n in range(200) if n % 2}
-    assert set(bodies(connection, declared, 100)) == {str(n) for n in range(200) if not n % 2}
-
-
-def test_a_repair_that_mends_nothing_ends_it(
-    publisher: Publisher, prefix: str, still_works: Callable[[], None]
-) -> None:
-    repaired: list[Connection] = []
-    sent = [posting("key", str(number), f"{prefix}-nothing") for number in range(20)]
-    with pytest.raises(MessageReturned):
-        publisher.publish_all(sent, repair=repaired.append)
-    assert len(repaired) == 1
-    assert {type(each.error) for each in sent} == {MessageReturned}
-    still_works()
-
-
-def test_a_queue_that_does_not_exist_is_repaired_once_for_each_message_that_comes_back(
-    connection: Connection, publisher: Publisher, queue: Queue, prefix: str
-) -> None:
-    def repair(connection: Connection) -> None:
-        queue(connection.default_channel).declare()
-
-    sent = [posting(queue.name, str(number)) for number in range(50)]
-    sent.append(posting(f"{prefix}-nowhere"))
-    publisher.publish_all(sent, Patience(window=10), repair=repair)
-    assert [each.error for each in sent[:-1]] == [None] * 50
-    assert isinstance(sent[-1].error, MessageReturned)
-    assert sent[-1].resent == 1
-    assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
-
-
 class TimeIsUp(BaseException):
     """As Celery's soft time limit, or Ctrl-C."""
 
@@ -298,7 +103,7 @@ class TimeIsUp(BaseException):
 @pytest.mark.parametrize("where", ["iterator", "done", "prepare"])
 def test_what_the_caller_s_own_code_raises_is_raised_as_it_is(
     publisher: Publisher,
-    declared: Queue,
+    target: Queue,
     still_works: Callable[[], None],
     error: type[BaseException],
     where: str,
@@ -313,7 +118,7 @@ def test_what_the_caller_s_own_code_raises_is_raised_as_it_is(
         raise raised[-1]
 
     def source() -> Iterator[Posting]:
-        yield from postings(declared.name, 50)
+        yield from postings(target.name, 50)
         if where == "iterator":
             fail()
 
@@ -333,7 +138,7 @@ def test_what_the_caller_s_own_code_raises_is_raised_as_it_is(
 
 
 def test_an_iterator_may_take_its_time(
-    connection: Connection, publisher: Publisher, declared: Queue
+    connection: Connection, publisher: Publisher, target: Queue
 ) -> None:
     """The broker is not late when the caller is; and what was given does not wait for the rest."""
 
@@ -342,10 +147,10 @@ def test_an_iterator_may_take_its_time(
         wait_for(lambda: time.monotonic() > until, "the caller's own work")
 
     def holds(number: int) -> bool:
-        return count(connection, declared.name) == number
+        return count(connection, target.name) == number
 
     def source() -> Iterator[Posting]:
-        sent = postings(declared.name, 40)
+        sent = postings(target.name, 40)
         yield from sent[:20]
         work(2.5)
         for number, each in enumerate(sent[20:], start=21):
@@ -358,15 +163,15 @@ def test_an_iterator_may_take_its_time(
     publisher.publish_all(source(), Patience(1.0), done=outcomes.append)
     assert len(outcomes) == 40
     assert {each.error for each in outcomes} == {None}
-    assert bodies(connection, declared, 40) == Counter(map(str, range(40)))
+    assert bodies(connection, target, 40) == Counter(map(str, range(40)))
 
 
 def test_a_message_whose_time_is_over_before_anybody_looks_ends_all_the_same(
-    publisher: Publisher, declared: Queue, still_works: Callable[[], None]
+    publisher: Publisher, target: Queue, still_works: Callable[[], None]
 ) -> None:
     """As where this process is suspended; too short a time for the iterator to be called slow."""
-    publisher.publish_all([posting(declared.name)])
-    sent = posting(declared.name)
+    publisher.publish_all([posting(target.name)])
+    sent = posting(target.name)
 
     def source() -> Iterator[Posting]:
         yield sent
@@ -384,13 +189,13 @@ def test_a_message_whose_time_is_over_before_anybody_looks_ends_all_the_same(
 
 @pytest.mark.parametrize("size", [0, 1, 131_064, 131_065, 300_000])
 def test_a_body_may_have_any_size(
-    connection: Connection, publisher: Publisher, declared: Queue, size: int
+    connection: Connection, publisher: Publisher, target: Queue, size: int
 ) -> None:
     body = bytes(number % 251 for number in range(size))
-    sent = [posting(declared.name, body) for _ in range(5)]
+    sent = [posting(target.name, body) for _ in range(5)]
     publisher.publish_all(sent, Patience(window=3))
     assert {each.error for each in sent} == {None}
-    for arrival in take(connection, [declared], 5):
+    for arrival in take(connection, [target], 5):
         assert bytes(arrival.body or b"") == body
 
 
@@ -409,16 +214,3 @@ def test_names_keys_and_headers_may_be_of_any_script(
     assert arrival.message.headers == headers
     assert arrival.message.delivery_info["routing_key"] == "ключ-🗝"
     assert arrival.body == "größe"
-
-
-def test_a_resend_that_comes_due_while_it_is_looked_for_is_sent(
-    publisher: Publisher, make_full: Callable[[int], Queue]
-) -> None:
-    full = make_full(1)
-    publisher.publish_all(postings(full.name, 1))
-    for microseconds in range(2, 60):
-        # Over all of them, some come due between two looks at the clock.
-        patience = Patience(timeout=5, resends=5, backoff=(microseconds / 1e6, 0.0, 1.0), window=1)
-        sent = postings(full.name, 5)
-        publisher.publish_all(sent, patience)
-        assert all(isinstance(each.error, MessageNacked) for each in sent)

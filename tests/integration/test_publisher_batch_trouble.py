@@ -21,10 +21,7 @@ from celery_rabbitdelay.posting import Patience, Posting
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
 from tests.integration.arrivals import count
-from tests.integration.test_publisher_batch import GRACE, bodies, posting, postings
-
-#: Seconds of patience where the broker is made to be silent.
-TIMEOUT = 2.0
+from tests.integration.publishing import GRACE, TIMEOUT, bodies, posting, postings
 
 
 @pytest.fixture

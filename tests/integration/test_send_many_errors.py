@@ -20,10 +20,10 @@ from celery_rabbitdelay.exceptions import (
     NeedsDistribution,
     RowsNotConfirmed,
 )
+from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE, named
 from tests.integration.test_send_many import Notes, both_ways, notes, numbers
-from tests.integration.worker import REPOSITORY
 
 __all__ = ["notes"]
 

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-from celery_rabbitdelay.testing.servers import Server
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.celery_process import CeleryProcess
 
 
-def _celery(command: str) -> list[str]:
-    return [sys.executable, *f"-m celery -A tests.integration.shop {command}".split()]
+class ShopProcess(CeleryProcess):
+    """A process of the application that :mod:`tests.integration.shop` makes.
 
+    Args:
+        settings: What :func:`tests.integration.shop.make_app` takes.
+    """
 
-def _environment(configuration: dict[str, Any]) -> dict[str, str]:
-    coverage = {key: value for key, value in os.environ.items() if key.startswith("COV")}
-    return {
-        **coverage,
-        "PYTHONPATH": str(REPOSITORY),
-        "SHOP": json.dumps(configuration),
-        "C_FORCE_ROOT": "1",
-    }
+    module = "tests.integration.shop"
+    variable = "SHOP"
 
 
 def run_celery(
@@ -43,8 +35,8 @@ def run_celery(
         errors: Where its standard error goes.
     """
     return subprocess.run(
-        _celery(command),
-        env={**os.environ, **_environment(configuration)},
+        ShopProcess.celery(command),
+        env={**os.environ, **ShopProcess.environment(configuration)},
         input=given,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -53,28 +45,11 @@ def run_celery(
     )
 
 
-class ShopProcess(Server):
-    """A process of the application that :mod:`tests.integration.shop` makes.
-
-    Args:
-        configuration: What :func:`tests.integration.shop.make_app` takes.
-    """
-
-    package = "celery"
-
-    def __init__(self, configuration: dict[str, Any]) -> None:
-        super().__init__()
-        self._configuration = configuration
-
-    def _environment(self) -> dict[str, str]:
-        return {**super()._environment(), **_environment(self._configuration)}
-
-
 class Beat(ShopProcess):
     """``celery -A tests.integration.shop beat``."""
 
     def _command(self) -> list[str]:
-        return _celery(f"beat -l INFO -s {self.folder}/schedule")
+        return self.celery(f"beat -l INFO -s {self.folder}/schedule")
 
     def _ready(self) -> bool:
         return "beat: Starting" in self.log
@@ -107,7 +82,7 @@ class Worker(ShopProcess):
         super().start()
 
     def _command(self) -> list[str]:
-        return [*_celery(f"worker -c 1 -l INFO -n {self.name}"), *self._options]
+        return [*self.celery(f"worker -c 1 -l INFO -n {self.name}"), *self._options]
 
     def _ready(self) -> bool:
         return " ready." in self.log[self._log_before :]

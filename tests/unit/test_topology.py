@@ -9,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.layout import Layout, custom
-from celery_rabbitdelay.topology import (
-    PASS_THROUGH_TTL,
-    Topology,
-    decode_destination,
-    encode_destination,
-)
+from celery_rabbitdelay.topology import PASS_THROUGH_TTL, Topology
 from tests.unit.broker_model import BrokerModel
 from tests.unit.strategies import destinations, layouts
 
@@ -99,23 +94,6 @@ def test_eleven_seconds_on_four_bits() -> None:
 def test_no_delay_goes_straight_to_the_delivery_exchange() -> None:
     route = Topology().route(0, "q")
     assert (route.exchange, route.stops) == ("rabbitdelay.delivery", ())
-
-
-@given(destinations, destinations)
-def test_a_destination_is_one_word_and_different_for_different_queues(one: str, two: str) -> None:
-    word = encode_destination(one)
-    assert not set(".*#") & set(word)
-    assert len(word.encode()) <= 120
-    assert (word == encode_destination(two)) == (one == two)
-    decoded = decode_destination(word)
-    assert decoded == one or (decoded is None and word.startswith("%~"))
-
-
-@given(st.text(min_size=121, max_size=255))
-def test_a_long_name_is_hashed(name: str) -> None:
-    word = encode_destination(name)
-    assert word.startswith("%~")
-    assert decode_destination(word) is None
 
 
 @given(layouts)

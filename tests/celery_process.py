@@ -1,0 +1,49 @@
+"""Programs of ``celery`` as processes, for an application that reads its settings as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from celery_rabbitdelay.testing.servers import Server
+
+REPOSITORY: Final = Path(__file__).resolve().parents[1]
+
+
+class CeleryProcess(Server):
+    """A program of ``celery``.
+
+    Args:
+        settings: What the application reads.
+    """
+
+    package = "celery"
+
+    #: The module that makes the application, and the environment variable that it reads.
+    module: ClassVar[str]
+    variable: ClassVar[str]
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self._settings = settings
+
+    @classmethod
+    def celery(cls, command: str) -> list[str]:
+        """Return the command line of a program."""
+        return [sys.executable, *f"-m celery -A {cls.module} {command}".split()]
+
+    @classmethod
+    def environment(cls, settings: dict[str, Any]) -> dict[str, str]:
+        """Return what the application finds in its environment."""
+        return {
+            **{key: value for key, value in os.environ.items() if key.startswith("COV")},
+            "PYTHONPATH": str(REPOSITORY),
+            cls.variable: json.dumps(settings),
+            "C_FORCE_ROOT": "1",
+        }
+
+    def _environment(self) -> dict[str, str]:
+        return {**super()._environment(), **self.environment(self._settings)}

@@ -1,0 +1,49 @@
+"""What tests of the modules share: what they publish, and when a worker serves it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kombu import Connection
+
+from celery_rabbitdelay import headers
+from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.routing_key import DISTRIBUTION
+from celery_rabbitdelay.testing.servers import wait_for
+from tests.integration.worker import Worker
+
+#: The modules that a worker serves where nothing else is said.
+MODULES: Final = ("check-in", "distribution")
+
+#: What lets check-in reach the tests' queues.
+OPEN: Final = {"rabbitdelay_checkin_allowed": ["test-*"]}
+
+
+def check_in(connection: Connection, shop: Any, key: str, **options: Any) -> None:
+    """Publish as any client would, to check-in's exchange."""
+    connection.Producer().publish(
+        "hello",
+        exchange=shop.rabbitdelay.topology.checkin.exchange.name,
+        routing_key=key,
+        **options,
+    )
+
+
+def put_in_envelope(connection: Connection, shop: Any, items: list[Item], **told: Any) -> None:
+    """Publish an envelope that is due now."""
+    topology = shop.rabbitdelay.topology
+    exchange, routing_key = topology.address(0, DISTRIBUTION)
+    connection.Producer().publish(
+        Envelope(tuple(items)).pack(),
+        exchange=exchange,
+        routing_key=routing_key,
+        headers={headers.DUE: 5, **told},
+        content_type=CONTENT_TYPE,
+        content_encoding="binary",
+    )
+
+
+def wait_until_served(worker: Worker, *modules: str, times: int = 1) -> None:
+    """Wait until the worker has begun so many times to serve modules, by default all of them."""
+    lines = [f"{name}: serving" for name in modules or MODULES]
+    wait_for(lambda: all(worker.log.count(line) >= times for line in lines), " and ".join(lines))

@@ -1,0 +1,45 @@
+"""What tests publish with a publisher, one message or many, and how long that may take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import amqp
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.frames import Content
+from celery_rabbitdelay.posting import Posting
+from celery_rabbitdelay.publisher import Publisher
+from tests.integration.arrivals import take
+
+#: Seconds of patience where the broker is made to be silent.
+TIMEOUT = 2.0
+
+#: What a machine may add to a time limit before it has clearly not been kept.
+GRACE = 8.0
+
+
+def publish(
+    publisher: Publisher, queue_name: str, body: str = "x", exchange: str = "", **options: Any
+) -> None:
+    """Publish one message; without an exchange, straight to the queue."""
+    message = amqp.Message(body, content_type="text/plain", content_encoding="utf-8")
+    publisher.publish(message, lambda: (exchange, queue_name), **options)
+
+
+def posting(key: str, body: str | bytes = "x", exchange: str = "") -> Posting:
+    """A message that is to be published with a key, and that is found again by its body."""
+    data = body if isinstance(body, bytes) else body.encode()
+    message = amqp.Message(data, content_encoding="binary", delivery_mode=2)
+    return Posting(Content.of(message), lambda: (exchange, key), body)
+
+
+def postings(key: str, number: int) -> list[Posting]:
+    """So many of them, whose bodies are their numbers."""
+    return [posting(key, str(each)) for each in range(number)]
+
+
+def bodies(connection: Connection, queue: Queue, number: int) -> Counter[str]:
+    """The bodies of so many messages, each with how often it came."""
+    return Counter(bytes(arrival.body).decode() for arrival in take(connection, [queue], number))

@@ -1,0 +1,103 @@
+"""Publishers that threads share, and that no process inherits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.exceptions import NoPublisherFree
+from celery_rabbitdelay.publisher_pool import PublisherPool
+from tests.integration.arrivals import take
+from tests.integration.publishing import publish
+
+
+def test_a_pool_can_be_closed_and_forked_while_a_publisher_is_in_use(
+    connection: Connection, target: Queue
+) -> None:
+    pool = PublisherPool(connection, limit=1)
+    with pool.acquire() as publisher:
+        publish(publisher, target.name)
+        pool.close()
+    assert not publisher.connection.connected
+    with pool.acquire() as publisher:
+        publish(publisher, target.name)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                with pool.acquire() as own:
+                    status = int(own is publisher)
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pool.close()
+
+
+def test_a_pool_whose_publishers_are_all_in_use_says_so_in_time(connection: Connection) -> None:
+    pool = PublisherPool(connection, limit=1)
+    with (
+        pool.acquire(),
+        pytest.raises(NoPublisherFree, match="broker_pool_limit"),
+        pool.acquire(timeout=0.1),
+    ):
+        pass
+    pool.close()
+
+
+def test_threads_publish_side_by_side(connection: Connection, target: Queue) -> None:
+    pool = PublisherPool(connection, limit=3)
+
+    def publish_fifty(thread: int) -> None:
+        for number in range(50):
+            with pool.acquire() as publisher:
+                publish(publisher, target.name, f"{thread}-{number}")
+
+    threads = [threading.Thread(target=publish_fifty, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.close()
+
+    bodies = Counter(arrival.body for arrival in take(connection, [target], 400))
+    assert len(bodies) == 400
+
+
+def test_a_forked_process_has_connections_of_its_own(connection: Connection, target: Queue) -> None:
+    pool = PublisherPool(connection, limit=2)
+    with pool.acquire() as publisher:
+        publish(publisher, target.name, "before the fork")
+
+    children = []
+    for number in range(3):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for _ in range(20):
+                    with pool.acquire() as publisher:
+                        publish(publisher, target.name, f"child {number}")
+                pool.close()
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    for _ in range(20):
+        with pool.acquire() as publisher:
+            publish(publisher, target.name, "parent", resends=0)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    with pool.acquire() as publisher:
+        publish(publisher, target.name, "after the children", resends=0)
+    pool.close()
+
+    bodies = Counter(arrival.body for arrival in take(connection, [target], 82))
+    assert bodies == {
+        **{f"child {number}": 20 for number in range(3)},
+        "parent": 20,
+        "before the fork": 1,
+        "after the children": 1,
+    }
