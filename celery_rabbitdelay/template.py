@@ -135,7 +135,7 @@ class Template:
         self._embedded = embedded
         self._encode = encode
         self._json = JSONEncoder().encode
-        self._rest = f", {self._json(embedded)}]"
+        self._rest = f", {self._json(embedded)}]" if encode is None else ""
 
     @property
     def headers(self) -> Mapping[str, Any]:
