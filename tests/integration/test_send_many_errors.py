@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -35,6 +35,19 @@ class Nasty:
         raise RuntimeError("the database is gone")
 
 
+class Detached(Mapping[str, Any]):
+    """A row of a database that is read when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise RuntimeError("the database is gone")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("args",))
+
+    def __len__(self) -> int:
+        return 1
+
+
 def deep(levels: int) -> list[Any]:
     nested: list[Any] = []
     for _ in range(levels):
@@ -46,6 +59,7 @@ NOW = datetime.now(UTC)
 BAD: dict[str, Any] = {
     "a wrong key": {"argz": (1,)},
     "no row": 5,
+    "a row that cannot be read": Detached(),
     "a delay of text": {"delay": "x"},
     "two times": {"delay": 1, "eta": NOW},
     "a naive eta": {"eta": datetime(2100, 1, 1)},
