@@ -19,6 +19,7 @@ from celery_rabbitdelay.exceptions import (
     InvalidDelay,
     NeedsDistribution,
     RowsNotConfirmed,
+    UnknownOption,
 )
 from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE, named
@@ -184,6 +185,18 @@ def test_options_that_no_row_could_be_sent_with_are_an_error_at_once(served_shop
         _without_distribution(served_shop).send_many("note", [Row((1,))], envelopes=True)
     with pytest.raises(NeedsDistribution):
         _without_distribution(served_shop).send_many("note", [Row((1,))], priority=9)
+
+
+@pytest.mark.parametrize("task", ["look", "celery-own"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("delay", 5), ("countdown", 5), ("eta", NOW), ("task_id", "one"), ("key", "order:7")],
+)
+def test_what_is_a_row_s_own_is_no_option_of_all_rows(
+    shop: Any, task: str, name: str, value: Any
+) -> None:
+    with pytest.raises(UnknownOption, match=name):
+        shop.rabbitdelay.send_many(task, [Row()], **{name: value})
 
 
 def _without_distribution(shop: Any) -> Any:
