@@ -150,6 +150,7 @@ class Bulk:
         self._taken = 0
         self._is_cut_off = False
         self._broken: Exception | None = None
+        self._callers: PublishError | None = None
         self._began = self._told = time.monotonic()
 
     def send(self, rows: Iterable[Row | Mapping[str, Any]]) -> Report:
@@ -201,6 +202,8 @@ class Bulk:
         try:
             self._publisher.publish_all(posted, patience, done=self._done, **made.declares)
         except PublishError as error:
+            if error is self._callers:
+                raise
             # What was taken and is not on its way yet; nothing further is taken.
             self._is_cut_off = True
             for posting in posted:
@@ -313,7 +316,12 @@ class Bulk:
         self._told = time.monotonic()
         self._report.seconds = self._told - self._began
         if self._progress is not None:
-            self._progress(self._report)
+            try:
+                self._progress(self._report)
+            except PublishError as error:
+                # It says nothing about the rows.
+                self._callers = error
+                raise
 
 
 def send_one_by_one(

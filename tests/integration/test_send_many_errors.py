@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -14,13 +15,15 @@ import pytest
 from kombu import Connection
 
 from celery_rabbitdelay import headers
-from celery_rabbitdelay.bulk import MAX_ERRORS, Report, Row
+from celery_rabbitdelay.bulk import MAX_ERRORS, PROGRESS, Report, Row
 from celery_rabbitdelay.exceptions import (
+    ConnectionLost,
     InvalidDelay,
     NeedsDistribution,
     RowsNotConfirmed,
     UnknownOption,
 )
+from celery_rabbitdelay.testing.servers import wait_for
 from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE, named
 from tests.integration.test_send_many import Notes, both_ways, notes, numbers
@@ -162,6 +165,28 @@ def test_what_progress_raises_is_raised_and_the_next_ones_go_through(
         served_shop.rabbitdelay.send_many("note", [notes.row(0)], progress=progress)
     served_shop.rabbitdelay.send_many("note", [notes.row(1)])
     assert numbers(notes.wait(2)) == [0, 1]
+
+
+def test_an_error_of_publishing_that_progress_raises_is_not_taken_for_one_of_a_row(
+    served_shop: Any, notes: Notes
+) -> None:
+    broken = ConnectionLost("", "", "where progress is published to")
+    told: list[int] = []
+
+    def progress(report: Report) -> None:
+        told.append(report.confirmed)
+        if len(told) == 1:
+            raise broken
+
+    def rows() -> Iterator[Any]:
+        yield notes.row(0)
+        until = time.monotonic() + PROGRESS
+        wait_for(lambda: time.monotonic() > until, "the caller's own work")
+        yield notes.row(1)
+
+    with pytest.raises(ConnectionLost) as caught:
+        served_shop.rabbitdelay.send_many("note", rows(), progress=progress, envelopes=False)
+    assert caught.value is broken
 
 
 def test_a_header_that_has_no_place_in_an_envelope_is_no_obstacle(served_shop: Any) -> None:
