@@ -71,7 +71,7 @@ class Report:
     """What was sent, so far.
 
     Attributes:
-        sent: How many rows were published.
+        sent: How many rows were published, or tried to.
         confirmed: How many of these the broker has confirmed.
         resent: How often a message was published again.
         messages: How many messages were confirmed, envelopes among them.
@@ -207,6 +207,7 @@ class Bulk:
             # What was taken and is not on its way yet; nothing further is taken.
             self._is_cut_off = True
             for posting in posted:
+                self._report.sent -= len(posting.subject)
                 self._fail(posting.subject, error)
 
     def _calls(self, rows: Iterable[Row | Mapping[str, Any]]) -> Iterator[tuple[int, Call]]:

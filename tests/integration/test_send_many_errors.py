@@ -25,7 +25,7 @@ from celery_rabbitdelay.exceptions import (
 )
 from celery_rabbitdelay.testing.servers import wait_for
 from tests.integration.arrivals import take
-from tests.integration.shop import PATIENCE, named
+from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.test_send_many import Notes, both_ways, notes, numbers
 from tests.integration.worker import REPOSITORY
 
@@ -228,6 +228,18 @@ def _without_distribution(shop: Any) -> Any:
     shop.rabbitdelay.__dict__.pop("settings", None)
     shop.conf.rabbitdelay_modules = []
     return shop.rabbitdelay
+
+
+@both_ways
+def test_what_no_broker_was_tried_with_does_not_count_as_sent(
+    configuration: dict[str, Any], envelopes: bool
+) -> None:
+    shop = make_app({**configuration, "broker_url": "amqp://guest:guest@127.0.0.1:1//"})
+    rows = [Row(delay=number) for number in range(1, 31)]
+    with pytest.raises(RowsNotConfirmed) as caught:
+        shop.rabbitdelay.send_many("look", rows, envelopes=envelopes, retry=False)
+    assert (caught.value.report.sent, caught.value.report.confirmed) == (1, 0)
+    assert len(caught.value.errors) == caught.value.rest == (30 if envelopes else 1)
 
 
 def test_without_distribution_every_row_is_a_message(
