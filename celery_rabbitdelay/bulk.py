@@ -230,8 +230,6 @@ class Bulk:
                 yield number, call
 
     def _call(self, row: Row) -> Call:
-        if row.key is not None:
-            raise UnknownOption("key", row.key)
         due = self._due_of(row)
         if "check-in" not in self._settings.modules:
             self._settings.topology.layout.check(due.delay_ms)
@@ -337,10 +335,10 @@ def send_one_by_one(
     Raises:
         RowsNotConfirmed: At least one row could not be sent.
     """
-    report, errors, began = Report(), {}, time.monotonic()
+    report, errors, rest = Report(), {}, None
+    began = told = time.monotonic()
     send = sending(app, task)
     for number, given in enumerate(rows):
-        report.sent += 1
         try:
             row = _row(given)
             times: dict[str, Any] = {"delay": row.delay, "eta": row.eta, "task_id": row.task_id}
@@ -350,13 +348,21 @@ def send_one_by_one(
             errors[number] = error
             report.errors[type(error).__name__] += 1
         else:
+            report.sent += 1
             report.confirmed += 1
             report.messages += 1
-    report.seconds = time.monotonic() - began
+        now = time.monotonic()
+        report.seconds = now - began
+        if progress is not None and now - told >= PROGRESS:
+            told = now
+            progress(report)
+        if len(errors) >= MAX_ERRORS:
+            rest = number + 1
+            break
     if progress is not None:
         progress(report)
     if errors:
-        raise RowsNotConfirmed(report, errors, None)
+        raise RowsNotConfirmed(report, errors, rest)
     return report
 
 
@@ -375,8 +381,13 @@ def _is_id(given: object) -> bool:
 
 
 def _row(given: Row | Mapping[str, Any]) -> Row:
-    if isinstance(given, Row):
-        return given
+    row = given if isinstance(given, Row) else _row_of(given)
+    if row.key is not None:
+        raise UnknownOption("key", row.key)
+    return row
+
+
+def _row_of(given: Mapping[str, Any]) -> Row:
     if not isinstance(given, Mapping):
         raise InvalidRow(given, "takes a celery_rabbitdelay.Row, or a mapping of its fields")
     try:

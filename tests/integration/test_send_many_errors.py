@@ -285,6 +285,31 @@ def test_eager_tasks_run_at_once(make_shop: Callable[..., Any]) -> None:
     assert report.confirmed == 5
 
 
+def test_one_by_one_the_numbers_are_told_and_errors_have_an_end(
+    make_shop: Callable[..., Any],
+) -> None:
+    shop = make_shop(task_always_eager=True)
+    told: list[tuple[int, int]] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {}
+        until = time.monotonic() + PROGRESS
+        wait_for(lambda: time.monotonic() > until, "the caller's own work")
+        yield {}
+        yield {"key": "order:7"}
+        for _ in range(2 * MAX_ERRORS):
+            yield {"delay": "x"}
+
+    with pytest.raises(RowsNotConfirmed) as caught:
+        shop.rabbitdelay.send_many(
+            shop.tasks["look"], rows(), progress=lambda r: told.append((r.sent, r.confirmed))
+        )
+    assert told == [(2, 2), (2, 2)]
+    assert list(caught.value.errors) == list(range(2, 2 + MAX_ERRORS))
+    assert caught.value.rest == 2 + MAX_ERRORS
+    assert isinstance(caught.value.errors[2], UnknownOption)
+
+
 def test_another_broker_takes_them_one_by_one() -> None:
     program = """
 from tests.integration.shop import make_app
