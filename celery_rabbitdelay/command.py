@@ -61,7 +61,7 @@ def status(context: CLIContext, as_json: bool, timeout: float) -> None:
 
 @rabbitdelay.command()
 @click.argument("task")
-@click.argument("rows", type=click.File(encoding="utf-8"), default="-")
+@click.argument("rows", type=click.File("rb"), default="-")
 @click.option("--tolerance", type=float, default=0, help="Seconds that each may start later.")
 @click.option("--envelopes/--no-envelopes", default=None, help="Whether rows share messages.")
 @click.option("-Q", "--queue", help="The queue, instead of what the router says.")
@@ -73,7 +73,7 @@ def send(
     context: CLIContext,
     /,
     task: str,
-    rows: IO[str],
+    rows: IO[bytes],
     tolerance: float,
     envelopes: bool | None,
     by_name: bool,
@@ -122,16 +122,16 @@ def _check_task(app: celery.Celery, name: str) -> None:
         )
 
 
-def _read(line: str) -> Any:
+def _read(line: bytes) -> Any:
     """A row, or what no row can be, so that the error is that line's."""
     try:
         return json.loads(line)
-    except ValueError:
-        return line
+    except (ValueError, RecursionError):
+        return line.decode(errors="replace")
 
 
 @contextmanager
-def _bar(label: str, lines: IO[str]) -> Iterator[Callable[[Report], None]]:
+def _bar(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report], None]]:
     """Show on a terminal how many rows are confirmed; of how many, where that can be known."""
     length = None
     if lines.seekable():

@@ -101,6 +101,23 @@ def test_a_terminal_shows_how_many_are_confirmed(
     assert "7/7" in shown
 
 
+def test_a_file_of_another_system_is_read_line_by_line(
+    configuration: dict[str, Any], shop: Any, tmp_path: Path
+) -> None:
+    good = b'{"args": ["\xc3\xa9"], "delay": 3600}\r\n'
+    not_utf8, too_deep = b'{"args": ["\xe9"]}\r\n', b"[" * 9000 + b"\n"
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + good + not_utf8 + good + too_deep + good.rstrip())
+
+    told = run_celery(configuration, f"rabbitdelay send look {path} --json")
+
+    assert told.returncode == 1
+    report = json.loads(told.stdout)
+    assert report["confirmed"] == 3, told.stderr
+    assert set(report["not_confirmed"]) == {"2", "4"}
+    assert "line 2 was not confirmed: row '{" in told.stderr
+
+
 def test_wrong_lines_are_named_and_all_others_are_sent(
     configuration: dict[str, Any], shop: Any
 ) -> None:
