@@ -86,14 +86,13 @@ def send(
     row's own: args, kwargs, delay (seconds) or eta (ISO 8601), task_id.
     """
     delays = _delays(context)
-    if not by_name:
-        _check_task(context.app, task)
+    what = task if by_name else _task(context.app, task)
     given = {name: value for name, value in options.items() if value is not None}
     failed: RowsNotConfirmed | None = None
     with _bar(task, rows) as progress:
         try:
             report = delays.send_many(
-                task,
+                what,
                 map(_read, rows),
                 tolerance=tolerance,
                 envelopes=envelopes,
@@ -111,15 +110,17 @@ def send(
         raise SystemExit(1)
 
 
-def _check_task(app: celery.Celery, name: str) -> None:
+def _task(app: celery.Celery, name: str) -> celery.Task[Any, Any]:
+    """The task itself, which checks its arguments and knows its options."""
     app.loader.import_default_modules()
-    if name not in app.tasks:
-        close = get_close_matches(name, app.tasks, n=1)
-        hint = f"is it {close[0]!r}? " if close else ""
-        raise click.BadParameter(
-            f"{name!r} is no task of {app.main or app!r}; {hint}--by-name sends it all the same",
-            param_hint="TASK",
-        )
+    if name in app.tasks:
+        return app.tasks[name]
+    close = get_close_matches(name, app.tasks, n=1)
+    hint = f"is it {close[0]!r}? " if close else ""
+    raise click.BadParameter(
+        f"{name!r} is no task of {app.main or app!r}; {hint}--by-name sends it all the same",
+        param_hint="TASK",
+    )
 
 
 def _read(line: bytes) -> Any:

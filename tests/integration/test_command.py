@@ -135,6 +135,20 @@ def test_wrong_lines_are_named_and_all_others_are_sent(
     assert backlog.others["meditation"].messages == 1
 
 
+def test_a_line_that_does_not_fit_the_task_s_signature_is_wrong(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    lines = '{"args": [1], "delay": 3600}\n{"kwargs": {"key": "k"}, "delay": 3600}\n'
+
+    told = run_celery(configuration, "rabbitdelay send note --json", lines)
+    by_name = run_celery(configuration, "rabbitdelay send note --json --by-name", lines)
+
+    assert told.returncode == 1
+    assert set(json.loads(told.stdout)["not_confirmed"]) == {"1"}
+    assert "missing 1 required keyword-only argument: 'key'" in told.stderr
+    assert by_name.returncode == 0, by_name.stderr
+
+
 def test_a_mistyped_task_is_not_sent_unless_it_is_meant(
     configuration: dict[str, Any], shop: Any
 ) -> None:
