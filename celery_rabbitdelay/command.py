@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from itertools import repeat
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TextIO, cast
 
 import celery
 import click
@@ -131,9 +131,27 @@ def _read(line: bytes) -> Any:
         return line.decode(errors="replace")
 
 
+class _Terminal:
+    """The standard error; a terminal that is gone is no reason to stop sending."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
+
+
 @contextmanager
-def _bar(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report], None]]:
+def _bar(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report], None] | None]:
     """Show on a terminal how many rows are confirmed; of how many, where that can be known."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
     length = None
     if lines.seekable():
         begin = lines.tell()
@@ -147,7 +165,7 @@ def _bar(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report], None]]:
         label=label,
         show_pos=True,
         item_show_func=lambda report: report and f"{report.rate:,.0f}/s",
-        file=sys.stderr,
+        file=cast(TextIO, _Terminal()),
     ) as bar:
         yield lambda report: bar.update(report.confirmed - bar.pos, report)
 

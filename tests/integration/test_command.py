@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.backlog import backlog_of
-from tests.integration.worker import run_celery
+from tests.integration.worker import run_celery, start_celery
 
 
 def test_the_status_says_what_waits_where_and_what_the_workers_do(
@@ -79,6 +80,7 @@ def test_every_line_is_sent_once_and_runs_with_what_it_says(
 
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("3 tasks confirmed in ")
+    assert not told.stderr
     result = served_shop.AsyncResult(str(os.getpid())).get(timeout=30)
     assert result["given"] == [3]
     assert result["routing_key"] == second
@@ -99,6 +101,24 @@ def test_a_terminal_shows_how_many_are_confirmed(
     assert told.returncode == 0, shown
     assert "look" in shown
     assert "7/7" in shown
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_sending(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    reader, writer = pty.openpty()
+    pipe = subprocess.PIPE
+    sending = start_celery(
+        configuration, "rabbitdelay send look --json", stdin=pipe, stdout=pipe, stderr=writer
+    )
+    os.close(writer)
+    assert b"look" in os.read(reader, 100)
+    os.close(reader)
+
+    told, _ = sending.communicate('{"delay": 3600}\n' * 7)
+
+    assert json.loads(told)["confirmed"] == 7
+    assert sending.returncode == 0
 
 
 def test_a_file_of_another_system_is_read_line_by_line(

@@ -53,6 +53,20 @@ def run_celery(
     )
 
 
+def start_celery(
+    configuration: dict[str, Any], command: str, **streams: Any
+) -> subprocess.Popen[str]:
+    """Start a command of ``celery`` for that application.
+
+    Args:
+        configuration: What :func:`tests.integration.shop.make_app` takes.
+        command: The command.
+        **streams: Its ``stdin``, ``stdout`` and ``stderr``.
+    """
+    environment = {**os.environ, **_environment(configuration)}
+    return subprocess.Popen(_celery(command), env=environment, text=True, **streams)
+
+
 class ShopProcess(Server):
     """A process of the application that :mod:`tests.integration.shop` makes.
 
