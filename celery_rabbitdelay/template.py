@@ -93,7 +93,7 @@ class Mould:
         table = b"".join(entries)
         parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]
         if correlation_id is not None:
-            written = correlation_id.encode()
+            written = correlation_id.encode("utf-8", "surrogatepass")
             parts += (bytes((len(written),)), written)
         parts.append(self._after)
         return b"".join(parts)

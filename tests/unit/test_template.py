@@ -290,6 +290,10 @@ def test_an_id_that_amqp_cannot_carry_is_an_error_or_what_celery_would_send(task
     assert written[0]["correlation_id"] == task_id
 
 
+def test_an_id_with_half_a_character_is_written_as_celery_writes_it() -> None:
+    MAKER.check(call((1,), {}, "\ud800"))
+
+
 @pytest.mark.parametrize("args", [(object(),), ({1, 2, object()},), (Fraction(1, 3),)])
 def test_what_json_cannot_write_is_an_error_of_its_call(args: Any) -> None:
     for write in (MAKER.writer.content, MAKER.writer.item):
