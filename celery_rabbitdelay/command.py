@@ -13,6 +13,7 @@ from typing import IO, Any, Final, TextIO, cast
 import celery
 import click
 from celery.bin.base import CLIContext
+from celery.exceptions import QueueNotFound
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.backlog import Backlog, backlog_of
@@ -101,6 +102,8 @@ def send(
             )
         except RowsNotConfirmed as error:
             failed, report = error, error.report
+        except QueueNotFound as error:
+            raise click.ClickException(error.args[0]) from error
         except (RabbitDelayError, OperationalError) as error:
             raise click.ClickException(str(error)) from error
     click.echo(json.dumps(_told(report, failed)) if as_json else _summary(report))

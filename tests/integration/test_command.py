@@ -181,6 +181,15 @@ def test_a_mistyped_task_is_not_sent_unless_it_is_meant(
     assert meant.returncode == 0, meant.stderr
 
 
+def test_a_queue_that_does_not_exist_is_said_in_a_line(configuration: dict[str, Any]) -> None:
+    strict = {**configuration, "task_create_missing_queues": False}
+
+    told = run_celery(strict, "rabbitdelay send look -Q nowhere", "{}\n")
+
+    assert told.returncode == 1
+    assert told.stderr == "Error: Queue 'nowhere' missing from task_queues\n"
+
+
 def test_a_broker_that_cannot_be_reached_is_said_in_a_line(configuration: dict[str, Any]) -> None:
     nowhere = {**configuration, "broker_url": "amqp://guest:guest@127.0.0.1:1//"}
 
