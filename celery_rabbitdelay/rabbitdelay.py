@@ -130,7 +130,8 @@ class RabbitDelay:
 
         Every row is confirmed when this returns. Rows that are due in the same tick travel in one
         message, which distribution unpacks. What is not to wait in the levels (``rabbitdelay =
-        False``, another broker, ``task_always_eager``) is sent one by one with ``apply_async``.
+        False``, another broker, ``task_always_eager``), and all that Celery writes in its first
+        protocol, is sent one by one with ``apply_async``.
 
         Args:
             task: The task, or its name.
@@ -164,6 +165,7 @@ class RabbitDelay:
         if (
             not self.available
             or self.app.conf.task_always_eager
+            or self.app.conf.task_protocol == 1
             or not getattr(registered, "rabbitdelay", True)
         ):
             return send_one_by_one(self.app, task, rows, progress, options)

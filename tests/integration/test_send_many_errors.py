@@ -272,6 +272,18 @@ def test_what_keeps_celery_s_own_behavior_is_sent_one_by_one(
     assert not [arrival for arrival in arrivals if headers.DUE in arrival.message.headers]
 
 
+def test_celery_s_first_protocol_is_sent_one_by_one(
+    make_shop: Callable[..., Any], connection: Connection
+) -> None:
+    shop = make_shop(task_protocol=1)
+    before = time.time()
+    report = shop.rabbitdelay.send_many("look", [Row((n,), delay=0.3) for n in range(5)])
+    assert (report.confirmed, report.messages) == (5, 5)
+    arrivals = take(connection, [shop.amqp.queues[named(shop, "default")]], 5)
+    assert sorted(arrival.body["args"][0] for arrival in arrivals) == list(range(5))
+    assert all(arrival.at >= before + 0.3 for arrival in arrivals)
+
+
 def test_eager_tasks_run_at_once(make_shop: Callable[..., Any]) -> None:
     shop = make_shop(task_always_eager=True)
     ran: list[int] = []
