@@ -30,6 +30,10 @@ NAMED: Final = 5
 LINES_NAMED: Final = 20
 
 
+#: How many characters of a reason are shown.
+SHOWN: Final = 500
+
+
 @click.group()
 def rabbitdelay() -> None:
     """The delays that wait in RabbitMQ."""
@@ -178,7 +182,7 @@ def _told(report: Report, failed: RowsNotConfirmed | None) -> dict[str, Any]:
     return {
         **vars(report),
         "rate": report.rate,
-        "not_confirmed": {row + 1: str(error) for row, error in wrong.items()},
+        "not_confirmed": {row + 1: _reason(error) for row, error in wrong.items()},
         "not_taken_from": failed.rest + 1 if failed and failed.rest is not None else None,
     }
 
@@ -193,11 +197,17 @@ def _summary(report: Report) -> str:
 def _of_failures(failed: RowsNotConfirmed) -> Iterator[str]:
     wrong = list(failed.errors.items())
     for row, error in wrong[:LINES_NAMED]:
-        yield f"line {row + 1} was not confirmed: {error}"
+        yield f"line {row + 1} was not confirmed: {_reason(error)}"
     if len(wrong) > LINES_NAMED:
         yield f"... and {len(wrong) - LINES_NAMED:,} more"
     if failed.rest is not None:
         yield f"lines from {failed.rest + 1:,} on were not taken"
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, which stands at the end, and of what, which may be long, the beginning."""
+    text, half = str(error), SHOWN // 2
+    return text if len(text) <= SHOWN else f"{text[:half]} ... {text[-half:]}"
 
 
 def _delays(context: CLIContext) -> RabbitDelay:

@@ -155,6 +155,19 @@ def test_wrong_lines_are_named_and_all_others_are_sent(
     assert backlog.others["meditation"].messages == 1
 
 
+def test_of_a_long_line_that_is_wrong_little_is_shown(
+    configuration: dict[str, Any],
+) -> None:
+    line = '{"argz": ["' + "x" * 100_000 + '"]}\n'
+
+    told = run_celery(configuration, "rabbitdelay send look --json", line)
+
+    for shown in (told.stderr, told.stdout):
+        assert "row {'argz': ['xxx" in shown
+        assert "has argz; takes args, kwargs" in shown
+        assert len(shown) < 1000
+
+
 def test_a_line_that_does_not_fit_the_task_s_signature_is_wrong(
     configuration: dict[str, Any], shop: Any
 ) -> None:
