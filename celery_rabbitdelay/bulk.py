@@ -71,7 +71,7 @@ class Report:
     """What was sent, so far.
 
     Attributes:
-        sent: How many rows were published.
+        sent: How many rows were published, or tried to.
         confirmed: How many of these the broker has confirmed.
         resent: How often a message was published again.
         messages: How many messages were confirmed, envelopes among them.
@@ -150,6 +150,7 @@ class Bulk:
         self._taken = 0
         self._is_cut_off = False
         self._broken: Exception | None = None
+        self._callers: PublishError | None = None
         self._began = self._told = time.monotonic()
 
     def send(self, rows: Iterable[Row | Mapping[str, Any]]) -> Report:
@@ -201,9 +202,12 @@ class Bulk:
         try:
             self._publisher.publish_all(posted, patience, done=self._done, **made.declares)
         except PublishError as error:
+            if error is self._callers:
+                raise
             # What was taken and is not on its way yet; nothing further is taken.
             self._is_cut_off = True
             for posting in posted:
+                self._report.sent -= len(posting.subject)
                 self._fail(posting.subject, error)
 
     def _calls(self, rows: Iterable[Row | Mapping[str, Any]]) -> Iterator[tuple[int, Call]]:
@@ -220,14 +224,12 @@ class Bulk:
             number, self._taken = self._taken, self._taken + 1
             try:
                 call = self._call(_row(given))
-            except ROW_ERRORS as error:
+            except Exception as error:  # noqa: BLE001 - whatever a row's own code raises
                 self._fail([number], error)
             else:
                 yield number, call
 
     def _call(self, row: Row) -> Call:
-        if row.key is not None:
-            raise UnknownOption("key", row.key)
         due = self._due_of(row)
         if "check-in" not in self._settings.modules:
             self._settings.topology.layout.check(due.delay_ms)
@@ -313,7 +315,12 @@ class Bulk:
         self._told = time.monotonic()
         self._report.seconds = self._told - self._began
         if self._progress is not None:
-            self._progress(self._report)
+            try:
+                self._progress(self._report)
+            except PublishError as error:
+                # It says nothing about the rows.
+                self._callers = error
+                raise
 
 
 def send_one_by_one(
@@ -328,10 +335,10 @@ def send_one_by_one(
     Raises:
         RowsNotConfirmed: At least one row could not be sent.
     """
-    report, errors, began = Report(), {}, time.monotonic()
+    report, errors, rest = Report(), {}, None
+    began = told = time.monotonic()
     send = sending(app, task)
     for number, given in enumerate(rows):
-        report.sent += 1
         try:
             row = _row(given)
             times: dict[str, Any] = {"delay": row.delay, "eta": row.eta, "task_id": row.task_id}
@@ -341,13 +348,21 @@ def send_one_by_one(
             errors[number] = error
             report.errors[type(error).__name__] += 1
         else:
+            report.sent += 1
             report.confirmed += 1
             report.messages += 1
-    report.seconds = time.monotonic() - began
+        now = time.monotonic()
+        report.seconds = now - began
+        if progress is not None and now - told >= PROGRESS:
+            told = now
+            progress(report)
+        if len(errors) >= MAX_ERRORS:
+            rest = number + 1
+            break
     if progress is not None:
         progress(report)
     if errors:
-        raise RowsNotConfirmed(report, errors, None)
+        raise RowsNotConfirmed(report, errors, rest)
     return report
 
 
@@ -366,8 +381,13 @@ def _is_id(given: object) -> bool:
 
 
 def _row(given: Row | Mapping[str, Any]) -> Row:
-    if isinstance(given, Row):
-        return given
+    row = given if isinstance(given, Row) else _row_of(given)
+    if row.key is not None:
+        raise UnknownOption("key", row.key)
+    return row
+
+
+def _row_of(given: Mapping[str, Any]) -> Row:
     if not isinstance(given, Mapping):
         raise InvalidRow(given, "takes a celery_rabbitdelay.Row, or a mapping of its fields")
     try:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from itertools import repeat
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TextIO, cast
 
 import celery
 import click
 from celery.bin.base import CLIContext
+from celery.exceptions import QueueNotFound
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.backlog import Backlog, backlog_of
@@ -27,6 +28,10 @@ NAMED: Final = 5
 
 #: How many of the lines that were not confirmed are named.
 LINES_NAMED: Final = 20
+
+
+#: How many characters of a reason are shown.
+SHOWN: Final = 500
 
 
 @click.group()
@@ -61,7 +66,7 @@ def status(context: CLIContext, as_json: bool, timeout: float) -> None:
 
 @rabbitdelay.command()
 @click.argument("task")
-@click.argument("rows", type=click.File(encoding="utf-8"), default="-")
+@click.argument("rows", type=click.File("rb"), default="-")
 @click.option("--tolerance", type=float, default=0, help="Seconds that each may start later.")
 @click.option("--envelopes/--no-envelopes", default=None, help="Whether rows share messages.")
 @click.option("-Q", "--queue", help="The queue, instead of what the router says.")
@@ -73,7 +78,7 @@ def send(
     context: CLIContext,
     /,
     task: str,
-    rows: IO[str],
+    rows: IO[bytes],
     tolerance: float,
     envelopes: bool | None,
     by_name: bool,
@@ -86,14 +91,13 @@ def send(
     row's own: args, kwargs, delay (seconds) or eta (ISO 8601), task_id.
     """
     delays = _delays(context)
-    if not by_name:
-        _check_task(context.app, task)
+    what = task if by_name else _task(context.app, task)
     given = {name: value for name, value in options.items() if value is not None}
     failed: RowsNotConfirmed | None = None
     with _bar(task, rows) as progress:
         try:
             report = delays.send_many(
-                task,
+                what,
                 map(_read, rows),
                 tolerance=tolerance,
                 envelopes=envelopes,
@@ -102,6 +106,8 @@ def send(
             )
         except RowsNotConfirmed as error:
             failed, report = error, error.report
+        except QueueNotFound as error:
+            raise click.ClickException(error.args[0]) from error
         except (RabbitDelayError, OperationalError) as error:
             raise click.ClickException(str(error)) from error
     click.echo(json.dumps(_told(report, failed)) if as_json else _summary(report))
@@ -111,28 +117,48 @@ def send(
         raise SystemExit(1)
 
 
-def _check_task(app: celery.Celery, name: str) -> None:
+def _task(app: celery.Celery, name: str) -> celery.Task[Any, Any]:
+    """The task itself, which checks its arguments and knows its options."""
     app.loader.import_default_modules()
-    if name not in app.tasks:
-        close = get_close_matches(name, app.tasks, n=1)
-        hint = f"is it {close[0]!r}? " if close else ""
-        raise click.BadParameter(
-            f"{name!r} is no task of {app.main or app!r}; {hint}--by-name sends it all the same",
-            param_hint="TASK",
-        )
+    if name in app.tasks:
+        return app.tasks[name]
+    close = get_close_matches(name, app.tasks, n=1)
+    hint = f"is it {close[0]!r}? " if close else ""
+    raise click.BadParameter(
+        f"{name!r} is no task of {app.main or app!r}; {hint}--by-name sends it all the same",
+        param_hint="TASK",
+    )
 
 
-def _read(line: str) -> Any:
+def _read(line: bytes) -> Any:
     """A row, or what no row can be, so that the error is that line's."""
     try:
         return json.loads(line)
-    except ValueError:
-        return line
+    except (ValueError, RecursionError):
+        return line.decode(errors="replace")
+
+
+class _Terminal:
+    """The standard error; a terminal that is gone is no reason to stop sending."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
 
 
 @contextmanager
-def _bar(label: str, lines: IO[str]) -> Iterator[Callable[[Report], None]]:
+def _bar(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report], None] | None]:
     """Show on a terminal how many rows are confirmed; of how many, where that can be known."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
     length = None
     if lines.seekable():
         begin = lines.tell()
@@ -146,7 +172,7 @@ def _bar(label: str, lines: IO[str]) -> Iterator[Callable[[Report], None]]:
         label=label,
         show_pos=True,
         item_show_func=lambda report: report and f"{report.rate:,.0f}/s",
-        file=sys.stderr,
+        file=cast(TextIO, _Terminal()),
     ) as bar:
         yield lambda report: bar.update(report.confirmed - bar.pos, report)
 
@@ -156,7 +182,7 @@ def _told(report: Report, failed: RowsNotConfirmed | None) -> dict[str, Any]:
     return {
         **vars(report),
         "rate": report.rate,
-        "not_confirmed": {row + 1: str(error) for row, error in wrong.items()},
+        "not_confirmed": {row + 1: _reason(error) for row, error in wrong.items()},
         "not_taken_from": failed.rest + 1 if failed and failed.rest is not None else None,
     }
 
@@ -171,11 +197,17 @@ def _summary(report: Report) -> str:
 def _of_failures(failed: RowsNotConfirmed) -> Iterator[str]:
     wrong = list(failed.errors.items())
     for row, error in wrong[:LINES_NAMED]:
-        yield f"line {row + 1} was not confirmed: {error}"
+        yield f"line {row + 1} was not confirmed: {_reason(error)}"
     if len(wrong) > LINES_NAMED:
         yield f"... and {len(wrong) - LINES_NAMED:,} more"
     if failed.rest is not None:
         yield f"lines from {failed.rest + 1:,} on were not taken"
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, which stands at the end, and of what, which may be long, the beginning."""
+    text, half = str(error), SHOWN // 2
+    return text if len(text) <= SHOWN else f"{text[:half]} ... {text[-half:]}"
 
 
 def _delays(context: CLIContext) -> RabbitDelay:

@@ -49,7 +49,9 @@ class Due(NamedTuple):
             InvalidDelayType: It is not a length of time.
         """
         delay_ms = milliseconds(delay)
-        due = cls(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms, tolerance_ms=tolerance_ms)
+        # What is over may be so since before AMQP can count: it is since 1970 then.
+        at_ns = max(time.time_ns() + delay_ms * _NS_PER_MS, 0)
+        due = cls(at_ns, delay_ms, tolerance_ms=tolerance_ms)
         if due.at_ms > LATEST:
             raise InvalidDelay(
                 delay, "takes what ends before 64 bits of milliseconds since 1970 do"

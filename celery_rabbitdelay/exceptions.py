@@ -111,20 +111,27 @@ class InvalidSetting(RabbitDelayError, ValueError):
 
 
 class UnknownOption(RabbitDelayError, TypeError):
-    """A delayed task has an option that this version does not know.
+    """A delayed task has an option that this version does not know, or not at that place.
 
     Attributes:
         name: The option's name.
         value: The value that was given.
+        reason: What is wrong with it.
     """
 
-    def __init__(self, name: str, value: object) -> None:
-        super().__init__(name, value)
+    def __init__(
+        self,
+        name: str,
+        value: object,
+        reason: str = "this version does not know the option, leave it out",
+    ) -> None:
+        super().__init__(name, value, reason)
         self.name = name
         self.value = value
+        self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.name} = {self.value!r}: this version does not know the option, leave it out"
+        return f"{self.name} = {self.value!r}: {self.reason}"
 
 
 class LayoutConflict(RabbitDelayError):

@@ -57,7 +57,7 @@ def milliseconds(delay: Delay) -> int:
         return delay * 1000
     if type(delay) is float and isfinite(delay):
         product = delay * 1000
-        if abs(product - round(product)) > abs(product) * _ROUNDED:
+        if isfinite(product) and abs(product - round(product)) > abs(product) * _ROUNDED:
             return ceil(product)
         return ceil(_EXACT.scaleb(Decimal(repr(delay)), 3))
     if isinstance(delay, timedelta):
@@ -65,7 +65,8 @@ def milliseconds(delay: Delay) -> int:
         return -(-microseconds // 1000)
     if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
         raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
-    if not isfinite(delay):
+    # A fraction is finite, and may be more than a float can hold.
+    if not isinstance(delay, Rational) and not isfinite(delay):
         raise InvalidDelay(delay, "takes a finite number of seconds")
     if isinstance(delay, Decimal | Rational):
         return ceil(Fraction(delay) * 1000)

@@ -17,7 +17,7 @@ from kombu.utils.objects import cached_property
 from celery_rabbitdelay.bulk import Bulk, Report, Row, send_one_by_one
 from celery_rabbitdelay.declaration import declare, ensure_complete, on_declared
 from celery_rabbitdelay.due import Due, refuse_two
-from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType, UnknownOption
 from celery_rabbitdelay.place_value import Delay, tolerated
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.publisher_pool import PublisherPool
@@ -130,7 +130,8 @@ class RabbitDelay:
 
         Every row is confirmed when this returns. Rows that are due in the same tick travel in one
         message, which distribution unpacks. What is not to wait in the levels (``rabbitdelay =
-        False``, another broker, ``task_always_eager``) is sent one by one with ``apply_async``.
+        False``, another broker, ``task_always_eager``), and all that Celery writes in its first
+        protocol, is sent one by one with ``apply_async``.
 
         Args:
             task: The task, or its name.
@@ -150,11 +151,13 @@ class RabbitDelay:
             What was sent.
 
         Raises:
+            UnknownOption: An option is what each row has of its own, such as ``delay``.
             RowsNotConfirmed: Some rows are not confirmed, and which. After 1,000 of them, or when
                 the broker cannot be reached, no further ones are taken.
             NeedsDistribution: Envelopes, or what the options say, need distribution, which is not
                 served.
         """
+        _refuse_what_rows_have(options)
         if envelopes is None:
             envelopes = "distribution" in self.settings.modules
         tolerance_ms = tolerated(tolerance)
@@ -162,6 +165,7 @@ class RabbitDelay:
         if (
             not self.available
             or self.app.conf.task_always_eager
+            or self.app.conf.task_protocol == 1
             or not getattr(registered, "rabbitdelay", True)
         ):
             return send_one_by_one(self.app, task, rows, progress, options)
@@ -219,6 +223,15 @@ class RabbitDelay:
                     queue.declare()
                 hook = on_declared(connection, self.topology)
                 hook(queue_name, message_count, consumer_count)
+
+
+def _refuse_what_rows_have(options: Mapping[str, Any]) -> None:
+    if options.get("key") is not None:
+        raise UnknownOption("key", options["key"])
+    for name in ("delay", "countdown", "eta", "task_id"):
+        if options.get(name) is not None:
+            reason = "give it to each row, as its delay, eta or task_id"
+            raise UnknownOption(name, options[name], reason)
 
 
 def speaks_amqp(connection: Connection) -> bool:

@@ -102,6 +102,9 @@ class Sorter:
         self._until_ns = min(self._until_ns, now_ns + wait_ms * _NS_PER_MS)
         ahead_ms = max(-((self._reference_ns - due.at_ns) // _NS_PER_MS), 0)
         ticks = -(-self._layout.eased(ahead_ms, due.tolerance_ms, shared=True) // tick_ms)
+        if len(item) >= MAX_BYTES and ticks in self._bags:
+            # What fills a bag by itself shares none: it may be more than an envelope may hold.
+            waited_enough.append(self._bags.pop(ticks))
         bag = self._bags.get(ticks)
         if bag is None:
             delay_ms = ticks * tick_ms

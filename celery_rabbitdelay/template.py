@@ -93,7 +93,7 @@ class Mould:
         table = b"".join(entries)
         parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]
         if correlation_id is not None:
-            written = correlation_id.encode()
+            written = correlation_id.encode("utf-8", "surrogatepass")
             parts += (bytes((len(written),)), written)
         parts.append(self._after)
         return b"".join(parts)
@@ -135,7 +135,7 @@ class Template:
         self._embedded = embedded
         self._encode = encode
         self._json = JSONEncoder().encode
-        self._rest = f", {self._json(embedded)}]"
+        self._rest = f", {self._json(embedded)}]" if encode is None else ""
 
     @property
     def headers(self) -> Mapping[str, Any]:

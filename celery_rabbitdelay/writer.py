@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import amqp
 import celery
 from celery import signals
+from kombu.serialization import registry  # type: ignore[attr-defined]
+from kombu.utils import json
 
 from celery_rabbitdelay import headers as names
 from celery_rabbitdelay.batch import Prepare
@@ -179,9 +181,18 @@ class _Alike:
                 [name for name in ("argsrepr", "kwargsrepr") if options.get(name)],
             )
 
-        self.template = template(None)
-        if self.template.body(call.args, call.kwargs) != body_of(first.delayed.message):
-            self.template = template(self._encode)
+        self.template = template(self._encode)
+        if self._is_kombus_json:
+            faster = template(None)
+            # It may be compressed as well.
+            if faster.body(call.args, call.kwargs) == body_of(first.delayed.message):
+                self.template = faster
+
+    @property
+    def _is_kombus_json(self) -> bool:
+        """Whether it is kombu's own JSON, and not another that only looks like it at times."""
+        codec = registry._encoders.get(self._first.options.get("serializer"))
+        return codec is not None and codec.encoder is json.dumps
 
     def _encode(self, body: Any) -> bytes:
         given = self._first.options

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -14,15 +15,18 @@ import pytest
 from kombu import Connection
 
 from celery_rabbitdelay import headers
-from celery_rabbitdelay.bulk import MAX_ERRORS, Report, Row
+from celery_rabbitdelay.bulk import MAX_ERRORS, PROGRESS, Report, Row
 from celery_rabbitdelay.exceptions import (
+    ConnectionLost,
     InvalidDelay,
     NeedsDistribution,
     RowsNotConfirmed,
+    UnknownOption,
 )
+from celery_rabbitdelay.testing.servers import wait_for
 from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import take
-from tests.integration.shop import PATIENCE, named
+from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.test_send_many import Notes, both_ways, notes, numbers
 
 __all__ = ["notes"]
@@ -33,6 +37,19 @@ class Nasty:
 
     def __json__(self) -> Any:
         raise RuntimeError("the database is gone")
+
+
+class Detached(Mapping[str, Any]):
+    """A row of a database that is read when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise RuntimeError("the database is gone")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("args",))
+
+    def __len__(self) -> int:
+        return 1
 
 
 def deep(levels: int) -> list[Any]:
@@ -46,6 +63,7 @@ NOW = datetime.now(UTC)
 BAD: dict[str, Any] = {
     "a wrong key": {"argz": (1,)},
     "no row": 5,
+    "a row that cannot be read": Detached(),
     "a delay of text": {"delay": "x"},
     "two times": {"delay": 1, "eta": NOW},
     "a naive eta": {"eta": datetime(2100, 1, 1)},
@@ -149,6 +167,28 @@ def test_what_progress_raises_is_raised_and_the_next_ones_go_through(
     assert numbers(notes.wait(2)) == [0, 1]
 
 
+def test_an_error_of_publishing_that_progress_raises_is_not_taken_for_one_of_a_row(
+    served_shop: Any, notes: Notes
+) -> None:
+    broken = ConnectionLost("", "", "where progress is published to")
+    told: list[int] = []
+
+    def progress(report: Report) -> None:
+        told.append(report.confirmed)
+        if len(told) == 1:
+            raise broken
+
+    def rows() -> Iterator[Any]:
+        yield notes.row(0)
+        until = time.monotonic() + PROGRESS
+        wait_for(lambda: time.monotonic() > until, "the caller's own work")
+        yield notes.row(1)
+
+    with pytest.raises(ConnectionLost) as caught:
+        served_shop.rabbitdelay.send_many("note", rows(), progress=progress, envelopes=False)
+    assert caught.value is broken
+
+
 def test_a_header_that_has_no_place_in_an_envelope_is_no_obstacle(served_shop: Any) -> None:
     ids = [str(uuid4()) for _ in range(5)]
     report = served_shop.rabbitdelay.send_many(
@@ -172,10 +212,34 @@ def test_options_that_no_row_could_be_sent_with_are_an_error_at_once(served_shop
         _without_distribution(served_shop).send_many("note", [Row((1,))], priority=9)
 
 
+@pytest.mark.parametrize("task", ["look", "celery-own"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("delay", 5), ("countdown", 5), ("eta", NOW), ("task_id", "one"), ("key", "order:7")],
+)
+def test_what_is_a_row_s_own_is_no_option_of_all_rows(
+    shop: Any, task: str, name: str, value: Any
+) -> None:
+    with pytest.raises(UnknownOption, match=name):
+        shop.rabbitdelay.send_many(task, [Row()], **{name: value})
+
+
 def _without_distribution(shop: Any) -> Any:
     shop.rabbitdelay.__dict__.pop("settings", None)
     shop.conf.rabbitdelay_modules = []
     return shop.rabbitdelay
+
+
+@both_ways
+def test_what_no_broker_was_tried_with_does_not_count_as_sent(
+    configuration: dict[str, Any], envelopes: bool
+) -> None:
+    shop = make_app({**configuration, "broker_url": "amqp://guest:guest@127.0.0.1:1//"})
+    rows = [Row(delay=number) for number in range(1, 31)]
+    with pytest.raises(RowsNotConfirmed) as caught:
+        shop.rabbitdelay.send_many("look", rows, envelopes=envelopes, retry=False)
+    assert (caught.value.report.sent, caught.value.report.confirmed) == (1, 0)
+    assert len(caught.value.errors) == caught.value.rest == (30 if envelopes else 1)
 
 
 def test_without_distribution_every_row_is_a_message(
@@ -208,6 +272,18 @@ def test_what_keeps_celery_s_own_behavior_is_sent_one_by_one(
     assert not [arrival for arrival in arrivals if headers.DUE in arrival.message.headers]
 
 
+def test_celery_s_first_protocol_is_sent_one_by_one(
+    make_shop: Callable[..., Any], connection: Connection
+) -> None:
+    shop = make_shop(task_protocol=1)
+    before = time.time()
+    report = shop.rabbitdelay.send_many("look", [Row((n,), delay=0.3) for n in range(5)])
+    assert (report.confirmed, report.messages) == (5, 5)
+    arrivals = take(connection, [shop.amqp.queues[named(shop, "default")]], 5)
+    assert sorted(arrival.body["args"][0] for arrival in arrivals) == list(range(5))
+    assert all(arrival.at >= before + 0.3 for arrival in arrivals)
+
+
 def test_eager_tasks_run_at_once(make_shop: Callable[..., Any]) -> None:
     shop = make_shop(task_always_eager=True)
     ran: list[int] = []
@@ -219,6 +295,31 @@ def test_eager_tasks_run_at_once(make_shop: Callable[..., Any]) -> None:
     report = shop.rabbitdelay.send_many(run, [Row((n,), delay=n) for n in range(5)], tolerance=5)
     assert ran == list(range(5))
     assert report.confirmed == 5
+
+
+def test_one_by_one_the_numbers_are_told_and_errors_have_an_end(
+    make_shop: Callable[..., Any],
+) -> None:
+    shop = make_shop(task_always_eager=True)
+    told: list[tuple[int, int]] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {}
+        until = time.monotonic() + PROGRESS
+        wait_for(lambda: time.monotonic() > until, "the caller's own work")
+        yield {}
+        yield {"key": "order:7"}
+        for _ in range(2 * MAX_ERRORS):
+            yield {"delay": "x"}
+
+    with pytest.raises(RowsNotConfirmed) as caught:
+        shop.rabbitdelay.send_many(
+            shop.tasks["look"], rows(), progress=lambda r: told.append((r.sent, r.confirmed))
+        )
+    assert told == [(2, 2), (2, 2)]
+    assert list(caught.value.errors) == list(range(2, 2 + MAX_ERRORS))
+    assert caught.value.rest == 2 + MAX_ERRORS
+    assert isinstance(caught.value.errors[2], UnknownOption)
 
 
 def test_another_broker_takes_them_one_by_one() -> None:

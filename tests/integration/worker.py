@@ -45,6 +45,20 @@ def run_celery(
     )
 
 
+def start_celery(
+    configuration: dict[str, Any], command: str, **streams: Any
+) -> subprocess.Popen[str]:
+    """Start a command of ``celery`` for that application.
+
+    Args:
+        configuration: What :func:`tests.integration.shop.make_app` takes.
+        command: The command.
+        **streams: Its ``stdin``, ``stdout`` and ``stderr``.
+    """
+    environment = {**os.environ, **ShopProcess.environment(configuration)}
+    return subprocess.Popen(ShopProcess.celery(command), env=environment, text=True, **streams)
+
+
 class Beat(ShopProcess):
     """``celery -A tests.integration.shop beat``."""
 

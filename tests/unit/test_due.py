@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -68,6 +69,14 @@ def test_what_amqp_cannot_count_any_more_is_refused(clock: Clock) -> None:
     assert Due.after(latest // 1000).at_ms <= 2**63 - 1
     with pytest.raises(InvalidDelay, match="64 bits"):
         Due.after(latest // 1000 + 1)
+
+
+@pytest.mark.parametrize("delay", [-1e300, -(10**30), timedelta.min])
+def test_what_was_over_before_amqp_can_count_is_over(clock: Clock, delay: Any) -> None:
+    due = Due.after(delay)
+    assert due.is_over
+    assert due.left_ms() < 0
+    assert 0 <= due.at_ms < START_NS // 1_000_000
 
 
 @given(st.floats(0.001, 1e7), st.integers(0, 10**13))

@@ -108,6 +108,12 @@ def test_a_delay_in_milliseconds_is_rounded_up(delay: float, expected: int) -> N
     assert milliseconds(delay) == expected
 
 
+def test_seconds_may_be_more_milliseconds_than_a_float_holds() -> None:
+    assert milliseconds(1e306) == 10**309
+    assert milliseconds(-1e306) == -(10**309)
+    assert milliseconds(Fraction(10**400)) == 10**403
+
+
 @given(st.floats(min_value=0, max_value=1e9))
 def test_a_float_is_never_rounded_down_and_by_less_than_a_millisecond_up(delay: float) -> None:
     printed = Fraction(repr(delay)) * 1000

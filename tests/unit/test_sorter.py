@@ -158,6 +158,16 @@ def test_a_bag_holds_so_many_messages_and_so_many_bytes() -> None:
     assert all(2**20 <= size < 2**20 + 99_999 for size in sizes)
 
 
+def test_what_fills_a_bag_by_itself_shares_it_with_none() -> None:
+    it = Sorted(clock())
+    assert not it.add(it.clock.due(5_000))
+    bags = it.add(it.clock.due(5_000), b"x" * 2**20)
+    assert [list(bag.rows) for bag in bags] == [[0], [1]]
+    assert not it.add(it.clock.due(5_000))
+    assert [list(bag.rows) for bag in it.add(it.clock.due(5_000), b"x" * 2**20)] == [[2], [3]]
+    assert not it.flush()
+
+
 def test_all_bags_together_hold_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorter_module, "MAX_HELD", 10_000)
     it = Sorted(clock())

@@ -56,6 +56,8 @@ def make_app(**settings: Any) -> Any:
 app = make_app()
 # Text that is nearly what the default writes, as faster writers of JSON do.
 register("terse", partial(json.dumps, separators=(",", ":")), json.loads, "application/x-terse")
+# Text that is what the default writes, until it comes to an object.
+register("own", partial(json.dumps, default=repr), json.loads, "application/x-own")
 
 
 def call(args: Any, kwargs: Any, task_id: str = "") -> Call:
@@ -203,6 +205,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"link": [app.tasks["look"].si(1)], "link_error": [app.tasks["look"].si(2)]},
     {"serializer": "pickle"},
     {"serializer": "terse"},
+    {"serializer": "own"},
     {"unknown-to-amqp": object()},
     {"compression": "zlib"},
     {"serializer": "pickle", "compression": "bzip2"},
@@ -254,6 +257,21 @@ def test_the_first_call_is_no_pattern_for_what_is_each_call_s_own() -> None:
         maker.check(call(("it's",), {"other": 1.5}, "ключ-" + "k" * 200))
 
 
+def test_another_json_writes_each_call_although_it_writes_the_first_as_kombu_does() -> None:
+    maker = Maker({"serializer": "own"})
+    maker.check(call((date(2030, 1, 2), Decimal("1.50")), {}))
+
+
+@pytest.mark.parametrize("serializer", ["own", "pickle"])
+@pytest.mark.parametrize("options", [{}, {"link": [app.tasks["look"].si({1, 2})]}])
+def test_another_serializer_may_write_what_json_cannot(
+    serializer: str, options: dict[str, Any]
+) -> None:
+    maker = Maker({"serializer": serializer, **options}, first=(({1},), {}))
+    maker.check(maker.first)
+    maker.check(call(({2},), {"key": {3}}))
+
+
 def test_many_calls_in_one_envelope_come_out_in_their_order() -> None:
     calls = [call((number, "it's " * number), {}) for number in range(50)]
     for each, (properties, body) in zip(calls, MAKER.together(*calls), strict=True):
@@ -270,6 +288,10 @@ def test_an_id_that_amqp_cannot_carry_is_an_error_or_what_celery_would_send(task
     except ValueError:
         return
     assert written[0]["correlation_id"] == task_id
+
+
+def test_an_id_with_half_a_character_is_written_as_celery_writes_it() -> None:
+    MAKER.check(call((1,), {}, "\ud800"))
 
 
 @pytest.mark.parametrize("args", [(object(),), ({1, 2, object()},), (Fraction(1, 3),)])
