@@ -77,7 +77,7 @@ FIGURES: Final = (
 )
 
 #: A node stands still when so many states in a row have the same files, and memory that differs by
-#: less than these bytes for each task.
+#: less than a megabyte, or these bytes for each task.
 STILL: Final = 4
 SPREAD: Final = 20
 
@@ -126,7 +126,8 @@ def settled(broker: RabbitMQServer, tasks: int) -> State:
         seen.append(State.of(broker))
         memory = [state.memory for state in seen[-STILL:]]
         disk = {state.disk for state in seen[-STILL:]}
-        is_level = len(memory) == STILL and max(memory) - min(memory) < SPREAD * tasks
+        spread = max(1_000_000, SPREAD * tasks)
+        is_level = len(memory) == STILL and max(memory) - min(memory) < spread
         return is_level and len(disk) == 1
 
     wait_for(stands_still, "a node that stands still", PATIENCE, interval=1.0)
