@@ -40,6 +40,11 @@ def postings(key: str, number: int) -> list[Posting]:
     return [posting(key, str(each)) for each in range(number)]
 
 
+def work(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    wait_for(lambda: time.monotonic() > until, "the caller's own work")
+
+
 def bodies(connection: Connection, queue: Queue, number: int) -> Counter[str]:
     """The bodies of so many messages, each with how often it came."""
     return Counter(bytes(arrival.body).decode() for arrival in take(connection, [queue], number))
@@ -290,6 +295,44 @@ def test_a_queue_that_does_not_exist_is_repaired_once_for_each_message_that_come
     assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
 
 
+def test_what_comes_back_while_a_slow_iterator_is_asked_is_sent_again_after_the_repair(
+    connection: Connection, publisher: Publisher, queue: Queue
+) -> None:
+    def source() -> Iterator[Posting]:
+        for each in sent:
+            work(0.01)
+            yield each
+
+    def repair(connection: Connection) -> None:
+        queue(connection.default_channel).declare()
+
+    sent = postings(queue.name, 50)
+    publisher.publish_all(source(), repair=repair)
+    assert [each.error for each in sent] == [None] * 50
+    assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
+
+
+def test_a_repair_is_made_for_one_message_that_came_back_among_many(
+    connection: Connection, publisher: Publisher, declared: Queue, make_queue: Callable[..., Queue]
+) -> None:
+    late = make_queue("late")
+
+    def source() -> Iterator[Posting]:
+        yield sent[0]
+        for each in sent[1:]:
+            if each is sent[1]:
+                work(0.1)
+            yield each
+
+    def repair(connection: Connection) -> None:
+        late(connection.default_channel).declare()
+
+    sent = [posting(late.name), *postings(declared.name, 30)]
+    publisher.publish_all(source(), Patience(window=4), repair=repair)
+    assert [each.error for each in sent] == [None] * 31
+    assert count(connection, late.name) == 1
+
+
 class TimeIsUp(BaseException):
     """As Celery's soft time limit, or Ctrl-C."""
 
@@ -336,10 +379,6 @@ def test_an_iterator_may_take_its_time(
     connection: Connection, publisher: Publisher, declared: Queue
 ) -> None:
     """The broker is not late when the caller is; and what was given does not wait for the rest."""
-
-    def work(seconds: float) -> None:
-        until = time.monotonic() + seconds
-        wait_for(lambda: time.monotonic() > until, "the caller's own work")
 
     def holds(number: int) -> bool:
         return count(connection, declared.name) == number
