@@ -202,7 +202,12 @@ class Batch:
             self._needs_repair = False
             self._declare(confirming, self._repair, self._again[0][1].deadline)
         timeout, look_at = self._patience.timeout, time.monotonic() + LOOK_EVERY
-        while confirming.blocked is None and confirming.in_flight < self._patience.window:
+        # What comes back meanwhile is sent again once it is repaired.
+        while (
+            confirming.blocked is None
+            and confirming.in_flight < self._patience.window
+            and not self._needs_repair
+        ):
             posting = self._next()
             if posting is None:
                 return

@@ -178,11 +178,11 @@ def _bar(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report], None] | No
 
 
 def _told(report: Report, failed: RowsNotConfirmed | None) -> dict[str, Any]:
-    wrong = {} if failed is None else failed.errors
+    wrong = [] if failed is None else sorted(failed.errors.items())
     return {
         **vars(report),
         "rate": report.rate,
-        "not_confirmed": {row + 1: _reason(error) for row, error in wrong.items()},
+        "not_confirmed": {row + 1: _reason(error) for row, error in wrong},
         "not_taken_from": failed.rest + 1 if failed and failed.rest is not None else None,
     }
 
@@ -195,7 +195,7 @@ def _summary(report: Report) -> str:
 
 
 def _of_failures(failed: RowsNotConfirmed) -> Iterator[str]:
-    wrong = list(failed.errors.items())
+    wrong = sorted(failed.errors.items())
     for row, error in wrong[:LINES_NAMED]:
         yield f"line {row + 1} was not confirmed: {_reason(error)}"
     if len(wrong) > LINES_NAMED:

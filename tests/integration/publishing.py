@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.posting import Posting
 from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.testing.servers import wait_for
 from tests.integration.arrivals import take
 
 #: Seconds of patience where the broker is made to be silent.
@@ -38,6 +40,12 @@ def posting(key: str, body: str | bytes = "x", exchange: str = "") -> Posting:
 def postings(key: str, number: int) -> list[Posting]:
     """So many of them, whose bodies are their numbers."""
     return [posting(key, str(each)) for each in range(number)]
+
+
+def work(seconds: float) -> None:
+    """What the caller does meanwhile."""
+    until = time.monotonic() + seconds
+    wait_for(lambda: time.monotonic() > until, "the caller's own work")
 
 
 def bodies(connection: Connection, queue: Queue, number: int) -> Counter[str]:

@@ -206,8 +206,11 @@ def test_a_queue_that_does_not_exist_is_said_in_a_line(configuration: dict[str, 
 def test_a_broker_that_cannot_be_reached_is_said_in_a_line(configuration: dict[str, Any]) -> None:
     nowhere = {**configuration, "broker_url": "amqp://guest:guest@127.0.0.1:1//"}
 
-    told = run_celery(nowhere, "rabbitdelay send look", '{"delay": 3600}\n')
+    lines = '{"delay": 3600}\n{"delay": 4}\n{"delay": 5}\n'
+    told = run_celery(nowhere, "rabbitdelay send look", lines)
 
     assert told.returncode == 1
+    named = [line[:6] for line in told.stderr.splitlines()]
+    assert named == ["line 1", "line 2", "line 3", "lines "]
     assert "Connection refused" in told.stderr
     assert "Traceback" not in told.stderr

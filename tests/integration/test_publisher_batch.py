@@ -24,7 +24,7 @@ from celery_rabbitdelay.posting import Patience, Posting
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.testing.servers import wait_for
 from tests.integration.arrivals import count, take
-from tests.integration.publishing import bodies, posting, postings
+from tests.integration.publishing import bodies, posting, postings, work
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 1000])
@@ -141,10 +141,6 @@ def test_an_iterator_may_take_its_time(
     connection: Connection, publisher: Publisher, target: Queue
 ) -> None:
     """The broker is not late when the caller is; and what was given does not wait for the rest."""
-
-    def work(seconds: float) -> None:
-        until = time.monotonic() + seconds
-        wait_for(lambda: time.monotonic() > until, "the caller's own work")
 
     def holds(number: int) -> bool:
         return count(connection, target.name) == number

@@ -15,7 +15,7 @@ from celery_rabbitdelay.posting import Patience, Posting
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.testing.servers import wait_for
 from tests.integration.arrivals import count
-from tests.integration.publishing import GRACE, bodies, posting, postings
+from tests.integration.publishing import GRACE, bodies, posting, postings, work
 
 
 def test_what_a_full_queue_refuses_is_sent_again_until_it_is_drained(
@@ -164,3 +164,41 @@ def test_a_queue_that_does_not_exist_is_repaired_once_for_each_message_that_come
     assert isinstance(sent[-1].error, MessageReturned)
     assert sent[-1].resent == 1
     assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
+
+
+def test_what_comes_back_while_a_slow_iterator_is_asked_is_sent_again_after_the_repair(
+    connection: Connection, publisher: Publisher, queue: Queue
+) -> None:
+    def source() -> Iterator[Posting]:
+        for each in sent:
+            work(0.01)
+            yield each
+
+    def repair(connection: Connection) -> None:
+        queue(connection.default_channel).declare()
+
+    sent = postings(queue.name, 50)
+    publisher.publish_all(source(), repair=repair)
+    assert [each.error for each in sent] == [None] * 50
+    assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
+
+
+def test_a_repair_is_made_for_one_message_that_came_back_among_many(
+    connection: Connection, publisher: Publisher, target: Queue, make_queue: Callable[..., Queue]
+) -> None:
+    late = make_queue("late")
+
+    def source() -> Iterator[Posting]:
+        yield sent[0]
+        for each in sent[1:]:
+            if each is sent[1]:
+                work(0.1)
+            yield each
+
+    def repair(connection: Connection) -> None:
+        late(connection.default_channel).declare()
+
+    sent = [posting(late.name), *postings(target.name, 30)]
+    publisher.publish_all(source(), Patience(window=4), repair=repair)
+    assert [each.error for each in sent] == [None] * 31
+    assert count(connection, late.name) == 1
