@@ -19,8 +19,9 @@ itself every 512 MB or so: before, ``fresh``, everything stands in memory and in
 A node's memory varies by some megabytes from one moment to the next, which is tens of bytes for
 each of 100,000 tasks: a figure of that size, or below zero, says no more than that it is small.
 
-``message_bytes`` is RabbitMQ's figure: the bodies alone. Celery has most of a task in headers,
-which stand in the body of an envelope: the figure counts them for it, and not for plain.
+``message_bytes`` is RabbitMQ's figure. On 3.10.8 it is the bodies alone; Celery has most of a task
+in headers, which stand in the body of an envelope: the figure counts them for it, and not for
+plain.
 """
 
 from __future__ import annotations
