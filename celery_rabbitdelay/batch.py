@@ -7,6 +7,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from operator import itemgetter
 from typing import Final, TypeAlias
 
@@ -15,6 +16,7 @@ from amqp.exceptions import (
     FrameSyntaxError,
     NotAllowed,
     NotFound,
+    PreconditionFailed,
 )
 from kombu import Connection
 
@@ -85,6 +87,8 @@ class Batch:
         #: What is to be sent before anything new, and when, on the clock of time.monotonic: the
         #: earliest first.
         self._again: deque[tuple[float, Posting]] = deque()
+        #: How many messages are sent one at a time, because one of them has the channel closed.
+        self._suspects = 0
         self._losses = 0
         self._progress = time.monotonic()
 
@@ -158,6 +162,11 @@ class Batch:
         """Whether new messages are taken: not while too many are waiting to be sent again."""
         return self._source is not None and len(self._again) < self._patience.window
 
+    @property
+    def _window(self) -> int:
+        """How many messages may be in flight."""
+        return 1 if self._suspects else self._patience.window
+
     def _ready(self) -> ConfirmChannel:
         """A channel on a connection where everything is declared."""
         deadline = self._again[0][1].deadline
@@ -205,7 +214,7 @@ class Batch:
         # What comes back meanwhile is sent again once it is repaired.
         while (
             confirming.blocked is None
-            and confirming.in_flight < self._patience.window
+            and confirming.in_flight < self._window
             and not self._needs_repair
         ):
             posting = self._next()
@@ -232,7 +241,7 @@ class Batch:
         now = time.monotonic()
         again_at = self._again[0][0] if self._again else oldest.deadline
         has_more = self._may_take or (bool(self._again) and again_at <= now)
-        enough = self._patience.window * 3 // 4 if has_more else 0
+        enough = self._window * 3 // 4 if has_more else 0
         was_blocked, was_in_flight = confirming.blocked is not None, confirming.in_flight > 0
         if not was_blocked and not was_in_flight and again_at <= now:
             # It has come due since it was looked at: there is nothing to wait for.
@@ -270,6 +279,7 @@ class Batch:
         posting: Posting = sent.subject
         self._progress = time.monotonic()
         self._losses = 0
+        self._suspects = max(self._suspects - 1, 0)
         error = sent.error
         if isinstance(error, MessageNacked):
             attempt = posting.resent + 1
@@ -303,9 +313,13 @@ class Batch:
 
     def _after_close(self, confirming: ConfirmChannel, closed: BaseException) -> None:
         """The broker has closed the channel: it tells why, but not because of which message."""
+        in_flight = confirming.in_flight
         self._take_back(confirming)
         # py-amqp opens a channel that the broker closed again, but not in confirm mode.
         self._line.close_channel()
+        if isinstance(closed, PreconditionFailed):
+            self._find_refused(in_flight, closed)
+            return
         address = self._again[0][1].address()
         if not isinstance(closed, NotFound):
             raise MessageNacked(*address, str(closed)) from closed
@@ -316,6 +330,21 @@ class Batch:
             posting.returned = True
             posting.resent += 1
         self._needs_repair = True
+
+    def _find_refused(self, in_flight: int, closed: PreconditionFailed) -> None:
+        """One of those in flight is what the broker refuses: it is too large, for example.
+
+        All are sent again, one at a time, and the one that has the channel closed then is it.
+        """
+        if in_flight > 1:
+            self._suspects = in_flight
+            for _, posting in islice(self._again, in_flight):
+                posting.resent += 1
+            return
+        self._suspects = max(self._suspects - 1, 0)
+        if in_flight:
+            _, posting = self._again.popleft()
+            self._finish(posting, MessageNacked(*posting.address(), str(closed)))
 
     def _after_loss(self, lost: BaseException) -> None:
         self._line.discard()

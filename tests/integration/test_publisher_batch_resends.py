@@ -7,10 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import amqp
 import pytest
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
+from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.posting import Patience, Posting
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.testing.servers import wait_for
@@ -202,3 +204,21 @@ def test_a_repair_is_made_for_one_message_that_came_back_among_many(
     publisher.publish_all(source(), Patience(window=4), repair=repair)
     assert [each.error for each in sent] == [None] * 31
     assert count(connection, late.name) == 1
+
+
+@pytest.mark.parametrize("window", [1, 20, 1000])
+def test_messages_that_the_broker_closes_the_channel_for_are_their_own_errors(
+    connection: Connection, publisher: Publisher, target: Queue, window: int
+) -> None:
+    sent = postings(target.name, 60)
+    for number in (0, 30, 31, 59):
+        message = amqp.Message(b"never", expiration="soon", delivery_mode=2)
+        sent[number] = Posting(Content.of(message), sent[number].address, str(number))
+    publisher.publish_all(sent, Patience(window=window))
+    refused = {each.subject: str(each.error) for each in sent if each.error is not None}
+    assert set(refused) == {"0", "30", "31", "59"}
+    assert all("invalid expiration" in reason for reason in refused.values())
+    assert all(isinstance(each.error, MessageNacked | None) for each in sent)
+    # Those that were on their way when the channel was closed may come twice.
+    arrived = bodies(connection, target, count(connection, target.name))
+    assert set(arrived) == {str(number) for number in range(60)} - set(refused)
