@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import repeat
 from typing import IO, Any, Final, TextIO, cast
@@ -145,12 +146,23 @@ class _Terminal:
         return True
 
     def write(self, text: str) -> None:
-        with suppress(OSError):
+        with _may_be_gone():
             sys.stderr.write(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with _may_be_gone():
             sys.stderr.flush()
+
+
+@contextmanager
+def _may_be_gone() -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        # What is still to be written would make Python itself exit with 120.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
 
 
 @contextmanager
