@@ -68,7 +68,7 @@ bench-growth: $(VENV)/test.done  ## What sends and lateness cost while ever more
 bench-pending: $(VENV)/test.done  ## The broker's memory and disk for 100,000 tasks that wait
 	$(BIN)/python -m tests.benchmarks.pending
 
-bench: bench-sends bench-levels bench-lateness bench-burst bench-pending bench-growth  ## All of these (half an hour)
+bench: bench-sends bench-levels bench-lateness bench-burst bench-pending bench-growth  ## All of these (an hour)
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
 	$(BIN)/ruff check .

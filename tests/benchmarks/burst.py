@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.burst")
     parser.add_argument("--tasks", type=int, default=20_000)
     parser.add_argument("--lead", type=float, default=10.0, help="seconds to send them in (10)")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     reached: dict[str, list[float]] = defaultdict(list)
     started: dict[str, list[float]] = defaultdict(list)
