@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import amqp
 import celery
 from celery import signals
+from celery.app.defaults import SETTING_KEYS
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.utils import json
 
@@ -133,6 +134,14 @@ def captured(
     return capture
 
 
+def _repr_levels(app: celery.Celery) -> int | None:
+    """How deep Celery goes into nested arguments for the headers that represent them."""
+    name = "task_repr_maxlevels"
+    # A setting since 5.7; before, Celery does not look at what an application has set there.
+    levels: int | None = app.conf[name] if name in SETTING_KEYS else 3
+    return levels
+
+
 def sending(app: celery.Celery, task: celery.Task[Any, Any] | str) -> Callable[..., Any]:
     """Return what sends a task: its ``apply_async``, or ``send_task`` with its name."""
     return partial(app.send_task, task) if isinstance(task, str) else task.apply_async
@@ -176,8 +185,7 @@ class _Alike:
                 first.body[2],
                 encode,
                 (celerys.argsrepr_maxsize, celerys.kwargsrepr_maxsize),
-                # A setting since Celery 5.7.
-                getattr(celerys.app.conf, "task_repr_maxlevels", 3),
+                _repr_levels(celerys.app),
                 [name for name in ("argsrepr", "kwargsrepr") if options.get(name)],
             )
 
