@@ -23,10 +23,14 @@ from celery_rabbitdelay.envelope import CONTENT_TYPE, framed, sealed, shared_blo
 from celery_rabbitdelay.frames import Content
 from celery_rabbitdelay.parcel import PERSISTENT
 
-__all__ = ["PLACE", "Template"]
+__all__ = ["PLACE", "PROPERTIES", "Template"]
 
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
+
+#: The properties of a message, in AMQP's order. Celery leaves options among a message's that AMQP
+#: has none for.
+PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
 
 #: The headers that say where a message goes when it is due.
 PLACE: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
@@ -58,20 +62,18 @@ class Mould:
         headers = properties.pop("application_headers")
         #: What all messages share.
         self.headers = {name: value for name, value in headers.items() if name not in own}
-        # Celery leaves options among them that AMQP has no property for.
-        order = [name for name, _ in amqp.Message.PROPERTIES]
         self.properties = {
             name: value
             for name, value in properties.items()
-            if name in order and name != "correlation_id"
+            if name in PROPERTIES and name != "correlation_id"
         }
         self._table: bytes = dumps("F", (self.headers,))[_LENGTH.size :]
         self._names = {name: bytes((len(name),)) + name.encode() for name in own}
-        before, after = order.index("application_headers"), order.index("correlation_id")
+        before, after = map(PROPERTIES.index, ("application_headers", "correlation_id"))
         self._flags = Content.of(message).properties[:2]
-        self._before = self._written(order[:before])
-        self._between = self._written(order[before + 1 : after])
-        self._after = self._written(order[after + 1 :])
+        self._before = self._written(PROPERTIES[:before])
+        self._between = self._written(PROPERTIES[before + 1 : after])
+        self._after = self._written(PROPERTIES[after + 1 :])
 
     def _written(self, which: Sequence[str]) -> bytes:
         some = {name: self.properties[name] for name in which if name in self.properties}

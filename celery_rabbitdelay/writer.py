@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import amqp
 import celery
@@ -25,9 +25,14 @@ from celery_rabbitdelay.producer import Delayed
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.settings import Settings
 from celery_rabbitdelay.task_producer import DelayedTaskProducer
-from celery_rabbitdelay.template import PLACE, Template
+from celery_rabbitdelay.template import PLACE, PROPERTIES, Template
 
 __all__ = ["Call", "Capture", "Writer", "captured", "sending", "writer_for"]
+
+#: What messages share that Celery has made one by one. Receivers of signals may have given the
+#: first call what others do not have: nothing but where they go and, of the envelope, when they are
+#: due.
+SHARED: Final = frozenset((*PLACE, names.DUE))
 
 
 class Call(NamedTuple):
@@ -242,16 +247,12 @@ class _Exact:
 
     def item(self, call: Call) -> bytes:
         message = self._message(call)
-        # Receivers of signals may have given the first call what others do not have: nothing is
-        # shared but where they go and, of the envelope, when they are due.
-        shared = {*PLACE, names.DUE}
         properties = dict(message.properties)
         headers = properties.pop("application_headers")
-        own = {name: value for name, value in headers.items() if name not in shared}
+        own = {name: value for name, value in headers.items() if name not in SHARED}
         if names.PRIORITY in self._template.headers:
             own.setdefault(names.PRIORITY, properties.get("priority"))
-        written = {name for name, _ in amqp.Message.PROPERTIES}
-        properties = {name: value for name, value in properties.items() if name in written}
+        properties = {name: value for name, value in properties.items() if name in PROPERTIES}
         try:
             return Item(body_of(message), own, properties).framed()
         except InvalidEnvelope:
