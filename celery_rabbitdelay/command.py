@@ -30,7 +30,6 @@ NAMED: Final = 5
 #: How many of the lines that were not confirmed are named.
 LINES_NAMED: Final = 20
 
-
 #: How many characters of a reason are shown.
 SHOWN: Final = 500
 
@@ -190,11 +189,11 @@ def _bar(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report], None] | No
 
 
 def _told(report: Report, failed: RowsNotConfirmed | None) -> dict[str, Any]:
-    wrong = [] if failed is None else sorted(failed.errors.items())
+    wrong = {} if failed is None else failed.errors
     return {
         **vars(report),
         "rate": report.rate,
-        "not_confirmed": {row + 1: _reason(error) for row, error in wrong},
+        "not_confirmed": {row + 1: _reason(error) for row, error in wrong.items()},
         "not_taken_from": failed.rest + 1 if failed and failed.rest is not None else None,
     }
 
@@ -207,7 +206,7 @@ def _summary(report: Report) -> str:
 
 
 def _of_failures(failed: RowsNotConfirmed) -> Iterator[str]:
-    wrong = sorted(failed.errors.items())
+    wrong = list(failed.errors.items())
     for row, error in wrong[:LINES_NAMED]:
         yield f"line {row + 1} was not confirmed: {_reason(error)}"
     if len(wrong) > LINES_NAMED:

@@ -313,15 +313,16 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
 
     Attributes:
         report: What was sent; see :class:`celery_rabbitdelay.bulk.Report`.
-        errors: The error of each row that was taken and not confirmed, by the row's number, from 0.
-            After a timeout or a lost connection the broker may have the row all the same.
+        errors: The error of each row that was taken and not confirmed, by the row's number, from 0,
+            in the rows' order. After a timeout or a lost connection the broker may have the row all
+            the same.
         rest: The number of the first row that was not taken any more; None where all were.
     """
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
         super().__init__(report, errors, rest)
         self.report = report
-        self.errors = errors
+        self.errors = dict(sorted(errors.items()))
         self.rest = rest
 
     def __str__(self) -> str:
