@@ -67,7 +67,9 @@ class RoutingKeys(NamedTuple):
 
     def shard(self, task_id: str) -> int:
         """Return the shard of a task, always the same one."""
-        return zlib.crc32(task_id.encode()) % self.shards if self.shards > 1 else 0
+        # Half a character is no UTF-8, but an id may have it all the same.
+        written = task_id.encode("utf-8", "surrogatepass")
+        return zlib.crc32(written) % self.shards if self.shards > 1 else 0
 
     def shard_words(self, shard: int) -> tuple[str, ...]:
         """Return what names a shard, in keys and in names: nothing where there is only one."""

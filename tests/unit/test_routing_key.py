@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.routing_key import decode_destination, encode_destination
+from celery_rabbitdelay.routing_key import (
+    RoutingKeys,
+    decode_destination,
+    encode_destination,
+)
 from tests.unit.strategies import destinations
 
 
@@ -24,3 +30,9 @@ def test_a_long_name_is_hashed(name: str) -> None:
     word = encode_destination(name)
     assert word.startswith("%~")
     assert decode_destination(word) is None
+
+
+def test_any_text_says_a_shard() -> None:
+    keys = RoutingKeys(levels=2, shards=4)
+    assert keys.shard("half a character \ud800") in range(4)
+    assert keys.shard("é") == zlib.crc32("é".encode()) % 4
