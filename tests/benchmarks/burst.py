@@ -34,8 +34,9 @@ from kombu import Connection
 from celery_rabbitdelay.bulk import Row
 from celery_rabbitdelay.declaration import delete
 from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
-from tests.benchmarks.measure import bars, private_broker, save, show
+from tests.benchmarks.measure import bars, private_broker, save, show, version_of
 from tests.benchmarks.starts import Worker, make_app
+from tests.benchmarks.waiting import count
 
 PATIENCE: Final = 300.0
 INTERVAL: Final = 0.02
@@ -83,9 +84,7 @@ class Bench:
 
     def messages(self) -> int:
         """How many messages are ready in the queue of the tasks."""
-        channel: Any = self.connection.default_channel
-        count: int = channel.queue_declare(self.queue, passive=True).message_count
-        return count
+        return count(self.connection, [self.queue])
 
     @contextmanager
     def worker(self, queue: str) -> Iterator[Worker]:
@@ -177,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
             broker,
             {"tasks": options.tasks, "reached_s": reached, "started_s": started, "alone_s": alone},
         )
-        footnote = f"RabbitMQ {broker.ctl('version').strip()}, quorum queues; prefork, 2 processes"
+        footnote = f"RabbitMQ {version_of(broker)}, quorum queues; prefork, 2 processes"
     drawn = {f"{name}: reached": seen for name, seen in reached.items()}
     drawn |= {f"{name}: started" if name != PEER else name: seen for name, seen in figures.items()}
     bars("burst", f"{options.tasks:,} tasks due at one instant", "s from due", drawn, footnote)

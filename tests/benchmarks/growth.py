@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         lines(
             figures,
-            f"RabbitMQ {broker.ctl('version').strip()}, Celery {celery.__version__}, quorum "
+            f"RabbitMQ {measure.version_of(broker)}, Celery {celery.__version__}, quorum "
             f"queues; medians of {options.rounds} rounds.",
         )
     return 0

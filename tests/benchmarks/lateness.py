@@ -61,7 +61,7 @@ from celery_rabbitdelay.layout import binary, clock
 from celery_rabbitdelay.posting import Patience, Posting
 from celery_rabbitdelay.publisher import Publisher
 from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
-from tests.benchmarks.measure import bars, private_broker, save
+from tests.benchmarks.measure import bars, private_broker, save, version_of
 from tests.benchmarks.starts import Worker, make_app
 from tests.benchmarks.ways import MS_PER_S, Batch, Levels, Native, Way
 
@@ -350,7 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
             ],
         }
         save("lateness", broker, results)
-        version = broker.ctl("version").strip()
+        version = version_of(broker)
     for figure in FIGURES[:2]:
         bars(
             f"lateness-{figure}",

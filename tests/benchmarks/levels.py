@@ -153,7 +153,7 @@ def compare(broker: RabbitMQServer, messages: int, rounds: int, window: int) -> 
     }
     measure.save("levels", broker, results)
     footnote = (
-        f"RabbitMQ {broker.ctl('version').strip()}, quorum queues, a window of {window}; medians "
+        f"RabbitMQ {measure.version_of(broker)}, quorum queues, a window of {window}; medians "
         f"of {rounds} rounds of {messages:,} messages."
     )
     measure.bars("levels", title, unit, figures, footnote)

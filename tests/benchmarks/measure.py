@@ -59,6 +59,11 @@ def private_broker() -> RabbitMQServer:
     return RabbitMQServer(Path(root) if root else None, settings=quiet)
 
 
+def version_of(broker: RabbitMQServer) -> str:
+    """The version of RabbitMQ."""
+    return broker.ctl("version").strip()
+
+
 def environment(broker: RabbitMQServer) -> dict[str, Any]:
     """The machine and the versions that figures belong to."""
     return {
@@ -67,7 +72,7 @@ def environment(broker: RabbitMQServer) -> dict[str, Any]:
         "machine": platform.machine(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "rabbitmq": broker.ctl("version").strip(),
+        "rabbitmq": version_of(broker),
         **{name: version(name) for name in LIBRARIES},
     }
 

@@ -256,7 +256,7 @@ def rates(broker: RabbitMQServer, rounds: int, slow: int, fast: int, enveloped: 
     }
     measure.save("sends", broker, results)
     footnote = (
-        f"RabbitMQ {broker.ctl('version').strip()}, Celery {celery.__version__}, quorum queues; "
+        f"RabbitMQ {measure.version_of(broker)}, Celery {celery.__version__}, quorum queues; "
         f"medians of {rounds} rounds. Without confirms: until the calls have returned."
     )
     measure.bars("sends", title, unit, figures, footnote)

@@ -20,6 +20,7 @@ from celery_rabbitdelay import headers
 from celery_rabbitdelay.bulk import Report, Row
 from celery_rabbitdelay.testing.servers import wait_for
 from tests.integration.arrivals import take
+from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import Worker
 
@@ -290,10 +291,6 @@ def test_progress_is_told_with_growing_numbers_and_at_the_end(served_shop: Any) 
 
     def progress(report: Report) -> None:
         told.append((report.sent, report.confirmed, report.seconds))
-
-    def work(seconds: float) -> None:
-        until = time.monotonic() + seconds
-        wait_for(lambda: time.monotonic() > until, "the caller's own work")
 
     def slow_rows() -> Iterator[Row]:
         for number in range(60):

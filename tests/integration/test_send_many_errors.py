@@ -23,9 +23,9 @@ from celery_rabbitdelay.exceptions import (
     RowsNotConfirmed,
     UnknownOption,
 )
-from celery_rabbitdelay.testing.servers import wait_for
 from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import take
+from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.test_send_many import Notes, both_ways, notes, numbers
 
@@ -180,8 +180,7 @@ def test_an_error_of_publishing_that_progress_raises_is_not_taken_for_one_of_a_r
 
     def rows() -> Iterator[Any]:
         yield notes.row(0)
-        until = time.monotonic() + PROGRESS
-        wait_for(lambda: time.monotonic() > until, "the caller's own work")
+        work(PROGRESS)
         yield notes.row(1)
 
     with pytest.raises(ConnectionLost) as caught:
@@ -305,8 +304,7 @@ def test_one_by_one_the_numbers_are_told_and_errors_have_an_end(
 
     def rows() -> Iterator[dict[str, Any]]:
         yield {}
-        until = time.monotonic() + PROGRESS
-        wait_for(lambda: time.monotonic() > until, "the caller's own work")
+        work(PROGRESS)
         yield {}
         yield {"key": "order:7"}
         for _ in range(2 * MAX_ERRORS):
