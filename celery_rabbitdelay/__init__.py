@@ -1,19 +1,47 @@
-"""Delayed Celery tasks that wait in RabbitMQ.
+"""Delayed Celery tasks that wait in RabbitMQ instead of in a worker.
 
-A delay is a number, written digit by digit: each digit is a queue with a time to live that
-dead-letters to the next one. Nothing waits in a worker::
+A delay is a number, written digit by digit. Each digit is a queue with a time to live that
+dead-letters to the next digit's exchange::
 
     from celery_rabbitdelay import Celery
 
     app = Celery("shop", broker="amqp://")
-    remind.apply_async((order,), delay=timedelta(days=3))
+    remind.apply_async((order,), countdown=3 * 86_400)
+
+Users import from here, kombu programs from :mod:`celery_rabbitdelay.kombu` and tests from
+:mod:`celery_rabbitdelay.testing`. All other modules are private.
 """
 
 from __future__ import annotations
 
-from celery_rabbitdelay.app import Celery, install
-from celery_rabbitdelay.bulk import Report, Row
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from celery_rabbitdelay.exceptions import *  # noqa: F403 - every error is public
+from celery_rabbitdelay.exceptions import __all__ as _errors
+
+if TYPE_CHECKING:
+    from celery_rabbitdelay.app.application import Celery, install
+    from celery_rabbitdelay.app.send_many import Report, Row
 
 __all__ = ["Celery", "Report", "Row", "__version__", "install"]
+__all__ += _errors
 
 __version__ = "0.1.0"
+
+#: These import Celery, which a kombu program does without, so they are imported on first use.
+_IMPORTED_ON_FIRST_USE: Final = {
+    "Celery": "celery_rabbitdelay.app.application",
+    "install": "celery_rabbitdelay.app.application",
+    "Report": "celery_rabbitdelay.app.send_many",
+    "Row": "celery_rabbitdelay.app.send_many",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs Celery on first use (PEP 562)."""
+    if name not in _IMPORTED_ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_IMPORTED_ON_FIRST_USE[name]), name)
+    globals()[name] = value
+    return value

@@ -152,7 +152,7 @@ class LayoutConflict(RabbitDelayError):
             f"the broker holds another layout under the prefix {self.prefix!r}. Use another "
             "rabbitdelay_prefix for this one; or give back rabbitdelay_layout, rabbitdelay_tick "
             "and rabbitdelay_queue_type the values with which it was declared; or, once nothing "
-            "waits in it any more, remove it with celery_rabbitdelay.declaration.delete. "
+            "waits in it any more, remove it with celery_rabbitdelay.kombu.delete. "
             f"The broker said: {self.reply}"
         )
 
@@ -175,7 +175,7 @@ class TopologyIncomplete(RabbitDelayError):
         more = f" and {len(self.missing) - 5} more" if len(self.missing) > 5 else ""
         return (
             f"the layout under the prefix {self.prefix!r} is incomplete on the broker, missing: "
-            f"{shown}{more}. Declare it with celery_rabbitdelay.declaration.declare, or set "
+            f"{shown}{more}. Declare it with celery_rabbitdelay.kombu.declare, or set "
             'rabbitdelay_declare = "auto"'
         )
 
@@ -312,7 +312,7 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
     """Some rows of a ``send_many`` were not confirmed; all others are.
 
     Attributes:
-        report: What was sent; see :class:`celery_rabbitdelay.bulk.Report`.
+        report: What was sent; see :class:`celery_rabbitdelay.app.send_many.Report`.
         errors: The error of each row that was taken and not confirmed, by the row's number, from 0,
             in the rows' order. After a timeout or a lost connection the broker may have the row all
             the same.

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from celery_rabbitdelay.testing.servers import ServerNotStarted
+from celery_rabbitdelay.testing import ServerNotStarted
 from example_project.demonstration import DemonstrationFailed, demonstrate
 from example_project.histogram import draw
 from example_project.outcome import Outcome

@@ -10,9 +10,8 @@ from typing import Any, Final
 from kombu import Connection, Exchange, Queue
 from redis.exceptions import RedisError
 
-from celery_rabbitdelay.declaration import delete
-from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer, ServerNotStarted
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.kombu import Topology, delete
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, ServerNotStarted
 from example_project.run import BROKER_URL, REDIS_URL, Run
 
 __all__ = ["count_in_levels", "running_servers"]

@@ -30,7 +30,7 @@ from amqp.exceptions import AMQPError
 from kombu import Connection, Queue
 from kombu.exceptions import KombuError
 
-from celery_rabbitdelay.testing.servers import RabbitMQServer, ServerNotStarted
+from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
 

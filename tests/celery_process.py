@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from celery_rabbitdelay.testing.servers import Server
+from celery_rabbitdelay.testing import Server
 
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 

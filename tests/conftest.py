@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 from kombu import pools
 
-from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 
 # A busy machine is no error: how long an example takes says nothing.
 settings.register_profile("no-deadline", deadline=None)

@@ -1,1 +1,13 @@
-"""What tests of delayed tasks need: private RabbitMQ and Redis servers."""
+"""Private RabbitMQ and Redis servers for tests; see :mod:`celery_rabbitdelay.testing.servers`."""
+
+from __future__ import annotations
+
+from celery_rabbitdelay.testing.servers import (
+    RabbitMQServer,
+    RedisServer,
+    Server,
+    ServerNotStarted,
+    wait_for,
+)
+
+__all__ = ["RabbitMQServer", "RedisServer", "Server", "ServerNotStarted", "wait_for"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from celery_rabbitdelay.testing.servers import RedisServer
+from celery_rabbitdelay.testing import RedisServer
 from example_project.gateway import REFUSED_PERCENT, MailGateway, MailRefused, refuses
 
 ORDERS = [f"{number:05}-19970101-1" for number in range(10_000)]

@@ -15,7 +15,7 @@ from typing import Any
 from pytest_celery import CeleryTestSetup
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.acceptance.journal_task import JOURNAL, write_start
 from tests.acceptance.names import QUEUE
 

@@ -26,7 +26,7 @@ from pytest_celery import RabbitMQContainer, RedisContainer
 from pytest_docker_tools.exceptions import ContainerFailed
 from pytest_docker_tools.wrappers import Container
 
-from celery_rabbitdelay.testing.servers import RabbitMQServer, Server, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, Server, wait_for
 from tests.acceptance.worker_container import AcceptanceWorkerContainer
 
 #: Docker lets a container's host name be the first twelve characters of its id.

@@ -13,9 +13,9 @@ from kombu import Connection
 from pytest_celery import CeleryWorkerContainer, RabbitMQContainer, RedisContainer
 from redis import Redis
 
-from celery_rabbitdelay.declaration import delete
-from celery_rabbitdelay.settings import Settings
-from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer, Server
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.publishing.declaration import delete
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, Server
 from tests.acceptance.journal_task import JOURNAL
 from tests.acceptance.names import PREFIX, QUEUE
 from tests.acceptance.process_container import (

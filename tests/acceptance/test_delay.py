@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_celery import CeleryTestSetup
 
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.acceptance.journal import Journal, assert_each_ran_once, assert_none_was_early
 
 

@@ -31,9 +31,9 @@ from uuid import uuid4
 
 from kombu import Connection
 
-from celery_rabbitdelay.bulk import Row
-from celery_rabbitdelay.declaration import delete
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.app.send_many import Row
+from celery_rabbitdelay.publishing.declaration import delete
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks.measure import bars, private_broker, save, show, version_of
 from tests.benchmarks.starts import Worker, make_app
 from tests.benchmarks.waiting import count

@@ -31,8 +31,8 @@ import celery
 from kombu import Connection
 
 from celery_rabbitdelay import Celery, Row
-from celery_rabbitdelay import headers as names
-from celery_rabbitdelay.testing.servers import RabbitMQServer
+from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.testing import RabbitMQServer
 from tests.benchmarks import measure
 from tests.benchmarks.sends import TEXT, make_app
 from tests.benchmarks.waiting import PAUSE, WEEK, purge, quorum_queue

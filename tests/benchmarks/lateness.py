@@ -54,13 +54,13 @@ import amqp
 from kombu import Connection
 from kombu.utils.json import dumps
 
-from celery_rabbitdelay.declaration import look_at
-from celery_rabbitdelay.frames import Content
-from celery_rabbitdelay.headers import DUE
-from celery_rabbitdelay.layout import binary, clock
-from celery_rabbitdelay.posting import Patience, Posting
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.levels.headers import DUE
+from celery_rabbitdelay.levels.layout import binary, clock
+from celery_rabbitdelay.publishing.declaration import look_at
+from celery_rabbitdelay.publishing.posting import Patience, Posting
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks.measure import bars, private_broker, save, version_of
 from tests.benchmarks.starts import Worker, make_app
 from tests.benchmarks.ways import MS_PER_S, Batch, Levels, Native, Way

@@ -31,13 +31,13 @@ import amqp
 from kombu import Connection
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
-from celery_rabbitdelay.declaration import declare, ensure_destination
-from celery_rabbitdelay.frames import Content
-from celery_rabbitdelay.layout import binary, clock
-from celery_rabbitdelay.posting import Patience, Posting
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.testing.servers import RabbitMQServer
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.levels.layout import binary, clock
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import declare, ensure_destination
+from celery_rabbitdelay.publishing.posting import Patience, Posting
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.testing import RabbitMQServer
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Target
 from tests.benchmarks.waiting import (

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from celery_rabbitdelay.testing.servers import RabbitMQServer
+from celery_rabbitdelay.testing import RabbitMQServer
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.testing import wait_for
 
 __all__ = ["KINDS", "Samples", "cpu", "measure", "process_tree", "settle"]
 

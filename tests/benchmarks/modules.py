@@ -23,13 +23,13 @@ from uuid import uuid4
 import amqp
 from kombu import Connection, Queue
 
-from celery_rabbitdelay import headers as names
-from celery_rabbitdelay.confirms import ConfirmChannel
-from celery_rabbitdelay.declaration import declare
-from celery_rabbitdelay.envelope import CONTENT_TYPE, MAX_MESSAGES, Envelope, Item
-from celery_rabbitdelay.frames import Content
-from celery_rabbitdelay.routing_key import DISTRIBUTION
-from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer
+from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_MESSAGES, Envelope, Item
+from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
+from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from tests.integration.arrivals import count
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker

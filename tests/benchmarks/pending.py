@@ -41,8 +41,8 @@ from typing import Any, Final, NamedTuple
 
 from kombu import Connection
 
-from celery_rabbitdelay.bulk import Row
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.app.send_many import Row
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks.measure import bars, private_broker, save
 from tests.benchmarks.memory import measure, settle
 from tests.benchmarks.memory_app import make_app as make_eta_app

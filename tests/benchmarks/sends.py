@@ -41,8 +41,8 @@ import celery
 from kombu import Connection
 
 from celery_rabbitdelay import Celery, Row
-from celery_rabbitdelay.frames import Content
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Target
 from tests.benchmarks.memory import cpu

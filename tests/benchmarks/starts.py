@@ -20,7 +20,7 @@ from celery.signals import worker_ready
 from kombu import Queue
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.testing.servers import RabbitMQServer
+from celery_rabbitdelay.testing import RabbitMQServer
 from tests.celery_process import CeleryProcess
 
 __all__ = ["Start", "Worker", "make_app"]

@@ -14,7 +14,7 @@ from kombu.transport.native_delayed_delivery import (
     level_name,
 )
 
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.testing import wait_for
 
 #: Seconds in a week.
 WEEK: Final = 7 * 86_400

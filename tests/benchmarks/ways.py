@@ -18,13 +18,13 @@ from kombu.transport.native_delayed_delivery import (
     level_name,
 )
 
-from celery_rabbitdelay.declaration import bind_destination, declare
-from celery_rabbitdelay.frames import Content
-from celery_rabbitdelay.headers import DUE
-from celery_rabbitdelay.layout import Layout, Level
-from celery_rabbitdelay.posting import Address, Patience, Posting
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.levels.headers import DUE
+from celery_rabbitdelay.levels.layout import Layout, Level
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import bind_destination, declare
+from celery_rabbitdelay.publishing.posting import Address, Patience, Posting
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["Batch", "Levels", "Native", "Way"]
 

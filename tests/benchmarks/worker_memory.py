@@ -25,7 +25,7 @@ from typing import Any, Final
 import celery
 from kombu import Connection
 
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks.memory import KINDS, Samples, settle
 from tests.benchmarks.memory_app import CASES, make_app, queue_name
 from tests.celery_process import CeleryProcess

@@ -25,13 +25,13 @@ from uuid import uuid4
 import amqp
 from kombu import Connection, Consumer, Exchange, Queue
 
-from celery_rabbitdelay import headers as names
-from celery_rabbitdelay.declaration import declare
-from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, Item
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.routing_key import DISTRIBUTION
-from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer, wait_for
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.worker import Worker
 

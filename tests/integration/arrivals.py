@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kombu import Connection, Consumer, Message, Queue
 
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.testing import wait_for
 
 
 class Arrival(NamedTuple):

@@ -11,11 +11,11 @@ import pytest
 from amqp.exceptions import ChannelError
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.declaration import delete
 from celery_rabbitdelay.exceptions import MessageReturned
-from celery_rabbitdelay.layout import custom
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.levels.layout import custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import delete
+from celery_rabbitdelay.publishing.publisher import Publisher
 from tests.integration.arrivals import count
 from tests.integration.modules import OPEN
 from tests.integration.publishing import posting

@@ -6,10 +6,10 @@ from typing import Any, Final
 
 from kombu import Connection
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, Item
-from celery_rabbitdelay.routing_key import DISTRIBUTION
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.worker import Worker
 
 #: The modules that a worker serves where nothing else is said.

@@ -9,10 +9,10 @@ from typing import Any
 import amqp
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.frames import Content
-from celery_rabbitdelay.posting import Posting
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.publishing.posting import Posting
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
 
 #: Seconds of patience where the broker is made to be silent.

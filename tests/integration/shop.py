@@ -16,7 +16,7 @@ import celery
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.testing import wait_for
 
 #: Seconds until a result has to be there.
 PATIENCE = 30

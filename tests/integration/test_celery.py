@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.declaration import missing, stands
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionLost,
     NeedsDistribution,
     PublishError,
 )
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.publishing.declaration import missing, stands
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
 from tests.integration.shop import PATIENCE, QUEUES

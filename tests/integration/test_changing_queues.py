@@ -10,16 +10,16 @@ import pytest
 from celery.exceptions import QueueNotFound
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.declaration import bind_destination, declare, missing, stands
 from celery_rabbitdelay.exceptions import TopologyIncomplete
-from celery_rabbitdelay.testing.servers import (
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.publishing.declaration import bind_destination, declare, missing, stands
+from celery_rabbitdelay.testing import (
     RabbitMQServer,
     ServerNotStarted,
-    free_port,
     wait_for,
 )
-from celery_rabbitdelay.topology import Topology
-from celery_rabbitdelay.undeliverable import examine
+from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.shop import PATIENCE, QUEUES
 from tests.integration.worker import Worker

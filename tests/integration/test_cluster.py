@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.declaration import declare
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.modules import check_in, wait_until_served

@@ -12,7 +12,7 @@ from typing import Any
 
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.backlog import backlog_of
+from celery_rabbitdelay.publishing.backlog import backlog_of
 from tests.integration.worker import run_celery, start_celery
 
 

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.declaration import (
+from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
+from celery_rabbitdelay.levels.destination import Destination
+from celery_rabbitdelay.levels.layout import binary, clock, geometric
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import (
     declare,
     delete,
     ensure_complete,
@@ -17,12 +21,8 @@ from celery_rabbitdelay.declaration import (
     on_declared,
     stands,
 )
-from celery_rabbitdelay.destination import Destination
-from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
-from celery_rabbitdelay.layout import binary, clock, geometric
-from celery_rabbitdelay.producer import DelayedProducer
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
 from tests.integration.arrivals import take
 from tests.integration.conftest import SHORT
 

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.declaration import delete
-from celery_rabbitdelay.destination import Destination
-from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import (
     DeclarationRefused,
     DelayTooLong,
     NeedsDistribution,
     TopologyIncomplete,
 )
-from celery_rabbitdelay.layout import Layout, binary, clock, custom, geometric
-from celery_rabbitdelay.parcel import PERSISTENT
-from celery_rabbitdelay.producer import DelayedProducer
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.destination import Destination
+from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import delete
+from celery_rabbitdelay.publishing.message import PERSISTENT
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
 

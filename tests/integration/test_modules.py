@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from kombu import Connection, Exchange, Queue, binding
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.envelope import Item
-from celery_rabbitdelay.testing.servers import wait_for
-from celery_rabbitdelay.undeliverable import examine
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.modules.envelope import Item
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.modules import MODULES, OPEN, check_in, put_in_envelope, wait_until_served
 from tests.integration.shop import PATIENCE, named

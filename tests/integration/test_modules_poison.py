@@ -10,12 +10,12 @@ import amqp
 import pytest
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.declaration import declare
-from celery_rabbitdelay.envelope import Item
-from celery_rabbitdelay.testing.servers import wait_for
-from celery_rabbitdelay.topology import POISON_LIMIT, Topology
-from celery_rabbitdelay.undeliverable import examine
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.topology import POISON_LIMIT, Topology
+from celery_rabbitdelay.modules.envelope import Item
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.modules import OPEN, check_in, put_in_envelope
 from tests.integration.shop import named

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.declaration import declare, delete, missing
-from celery_rabbitdelay.testing.servers import RabbitMQServer, ServerNotStarted, wait_for
-from celery_rabbitdelay.worker.courier import FAREWELL
+from celery_rabbitdelay.modules.service import FAREWELL
+from celery_rabbitdelay.publishing.declaration import declare, delete, missing
+from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.modules import OPEN, check_in, wait_until_served
 from tests.integration.shop import PATIENCE, named

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count
 from tests.integration.shop import PATIENCE
 from tests.integration.worker import Worker

@@ -13,7 +13,7 @@ from celery.signals import before_task_publish
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import ConnectionLost
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE
 

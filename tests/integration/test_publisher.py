@@ -17,8 +17,8 @@ from celery_rabbitdelay.exceptions import (
     MessageReturned,
     PublishError,
 )
-from celery_rabbitdelay.parcel import PERSISTENT
-from celery_rabbitdelay.publisher import Publisher
+from celery_rabbitdelay.publishing.message import PERSISTENT
+from celery_rabbitdelay.publishing.publisher import Publisher
 from tests.integration.arrivals import count, take
 from tests.integration.publishing import GRACE, TIMEOUT, publish
 

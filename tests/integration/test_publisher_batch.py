@@ -19,10 +19,10 @@ from celery_rabbitdelay.exceptions import (
     MessageReturned,
     PublishError,
 )
-from celery_rabbitdelay.frames import Content
-from celery_rabbitdelay.posting import Patience, Posting
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.publishing.posting import Patience, Posting
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.publishing import bodies, posting, postings, work
 

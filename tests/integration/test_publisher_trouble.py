@@ -17,8 +17,8 @@ from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     PublishError,
 )
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count
 from tests.integration.publishing import GRACE, TIMEOUT, publish
 

@@ -15,8 +15,8 @@ from celery.exceptions import TaskRevokedError
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE, QUEUES, named
 from tests.integration.waited import assert_waited

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.worker.gate import restore
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.worker.restore import restore
 from tests.integration.arrivals import take
 
 

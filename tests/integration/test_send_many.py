@@ -16,9 +16,9 @@ import pytest
 from celery import signals
 from kombu import Connection, Queue
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.bulk import Report, Row
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.app.send_many import Report, Row
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
 from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, named

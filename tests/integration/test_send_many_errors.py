@@ -14,8 +14,7 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.bulk import MAX_ERRORS, PROGRESS, Report, Row
+from celery_rabbitdelay.app.send_many import MAX_ERRORS, PROGRESS, Report, Row
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     InvalidDelay,
@@ -23,6 +22,7 @@ from celery_rabbitdelay.exceptions import (
     RowsNotConfirmed,
     UnknownOption,
 )
+from celery_rabbitdelay.levels import headers
 from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import take
 from tests.integration.publishing import work

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.bulk import Row
-from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.app.send_many import Row
 from celery_rabbitdelay.exceptions import RowsNotConfirmed
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.shop import named
 from tests.integration.test_send_many import both_ways

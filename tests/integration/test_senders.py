@@ -14,7 +14,7 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import Celery, headers, install
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.waited import assert_not_delayed, assert_waited

@@ -13,7 +13,7 @@ import celery
 import pytest
 from celery import chain, group
 
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.shop import PATIENCE, named
 from tests.integration.waited import SLACK, assert_not_delayed, assert_waited
 

@@ -15,7 +15,7 @@ import pytest
 from celery import chain, chord, group
 from kombu import Connection
 
-from celery_rabbitdelay.testing.servers import wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count
 from tests.integration.shop import PATIENCE, named
 from tests.integration.test_senders_canvas import SIGNATURES, by_every_signature

@@ -14,7 +14,7 @@ import celery
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay import headers
+from celery_rabbitdelay.levels import headers
 from tests.integration.arrivals import find_waiting
 from tests.integration.shop import FAR_BACKOFFS, PATIENCE, QUEUES, named
 from tests.integration.waited import assert_not_delayed, assert_waited

@@ -13,8 +13,8 @@ import pytest
 from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.testing.servers import RabbitMQServer, wait_for
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.shop import PATIENCE
 from tests.integration.worker import Worker

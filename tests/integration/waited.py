@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery_rabbitdelay import headers
+from celery_rabbitdelay.levels import headers
 
 #: Seconds that a delayed task may be late on a busy machine.
 SLACK = 20

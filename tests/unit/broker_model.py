@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from celery_rabbitdelay.topology import Binding, Route, Topology
+from celery_rabbitdelay.levels.topology import Binding, Route, Topology
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import get_args
 
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.layout import Layout, Zeros, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.layout import Layout, Zeros, binary, clock, custom, geometric
 
 zeros = st.sampled_from(get_args(Zeros))
 

@@ -172,7 +172,9 @@ def test_beside_a_quorum_queue_a_held_task_says_until_when_in_each_protocol(
     app.conf.task_queues = [Queue("quorum", queue_arguments={"x-queue-type": "quorum"})]
     app.conf.task_default_queue = "held"
     # A fake: memory stands in for RabbitMQ, which nothing is asked of.
-    monkeypatch.setattr("celery_rabbitdelay.app.Celery._speaks_amqp", lambda *arguments: True)
+    monkeypatch.setattr(
+        "celery_rabbitdelay.app.application.Celery._speaks_amqp", lambda *arguments: True
+    )
 
     @app.task(rabbitdelay=False, shared=False)
     def remind() -> None: ...

@@ -8,13 +8,13 @@ from typing import Any
 import amqp
 import pytest
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.checkin import CheckIn
-from celery_rabbitdelay.envelope import CONTENT_TYPE
 from celery_rabbitdelay.exceptions import Refused
-from celery_rabbitdelay.layout import custom
-from celery_rabbitdelay.parcel import Outgoing, bare, undeliverable, written
-from celery_rabbitdelay.topology import Topology
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.layout import custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
+from celery_rabbitdelay.modules.forwarding import Outgoing, bare, undeliverable, written
 
 TOPOLOGY = Topology("t", custom([("seconds", 10, 1)]))
 NOW = 1_000_000

@@ -7,9 +7,9 @@ from typing import Any
 import amqp
 from amqp.exceptions import AMQPError
 
-from celery_rabbitdelay.confirms import Sent, SentMessages
 from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
-from celery_rabbitdelay.frames import Content
+from celery_rabbitdelay.publishing.confirm_channel import Sent, SentMessages
+from celery_rabbitdelay.publishing.wire import Content
 
 
 def content(body: str | bytes, **properties: Any) -> Content:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import amqp
 import pytest
 
-from celery_rabbitdelay import headers as names
-from celery_rabbitdelay.distribution import distribute
-from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, Item
 from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
 
 DUE = 1_800_000_000_000
 

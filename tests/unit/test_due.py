@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay import due as due_module
-from celery_rabbitdelay.due import Due
 from celery_rabbitdelay.exceptions import InvalidDelay
+from celery_rabbitdelay.levels import due as due_module
+from celery_rabbitdelay.levels.due import Due
 
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay import envelope, headers
-from celery_rabbitdelay.distribution import distribute
-from celery_rabbitdelay.envelope import CONTENT_TYPE, Envelope, Item
 from celery_rabbitdelay.exceptions import InvalidEnvelope, Refused
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.modules import envelope
+from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
 
 values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8)
 tables = st.dictionaries(st.text(max_size=8), values, max_size=3)

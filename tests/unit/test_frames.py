@@ -17,7 +17,7 @@ from amqp.serialization import dumps
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.frames import Content, publishing
+from celery_rabbitdelay.publishing.wire import Content, publishing
 
 #: The least that a peer may ask for: frame-min-size of AMQP 0-9-1.
 FRAME_MIN = 4096

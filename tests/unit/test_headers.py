@@ -7,8 +7,8 @@ from typing import Any
 
 from kombu import Message
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.worker.gate import GatedStrategies, restore
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.worker.restore import GatedStrategies, restore
 
 ADDED_BY_THE_BROKER: dict[str, Any] = {
     "x-death": [{"queue": "rabbitdelay.seconds.1"}],

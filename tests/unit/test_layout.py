@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
-from celery_rabbitdelay.layout import MAX_TTL, Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.layout import MAX_TTL, Layout, binary, clock, custom, geometric
 from tests.unit.strategies import layouts
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
-from celery_rabbitdelay.place_value import (
+from celery_rabbitdelay.levels.place_value import (
     digits,
     fewest_digits,
     milliseconds,

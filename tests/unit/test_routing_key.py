@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.routing_key import (
+from celery_rabbitdelay.levels.routing_key import (
     RoutingKeys,
     decode_destination,
     encode_destination,

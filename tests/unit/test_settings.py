@@ -7,8 +7,8 @@ from typing import Any
 import celery
 import pytest
 
+from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.settings import Settings
 
 
 def test_without_any_key_there_is_a_clock_on_quorum_queues() -> None:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay import sorter as sorter_module
-from celery_rabbitdelay.due import NEGLIGIBLE, Due
-from celery_rabbitdelay.layout import Layout, clock, custom
-from celery_rabbitdelay.sorter import Bag, Sorter
+from celery_rabbitdelay.app import grouping as sorter_module
+from celery_rabbitdelay.app.grouping import Bag, Sorter
+from celery_rabbitdelay.levels.due import NEGLIGIBLE, Due
+from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from tests.unit.strategies import layouts
 
 MS = 1_000_000
@@ -93,7 +93,7 @@ def test_none_is_early_none_is_late_and_each_comes_out_once(
 
 def _left_ms(due: Due, now_ns: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("celery_rabbitdelay.due.time.time_ns", lambda: now_ns)
+        patch.setattr("celery_rabbitdelay.levels.due.time.time_ns", lambda: now_ns)
         return due.left_ms()
 
 

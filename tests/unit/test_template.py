@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 from kombu import Connection, Exchange, Queue
 from kombu.serialization import register
 
-from celery_rabbitdelay import Celery, headers
-from celery_rabbitdelay.distribution import distribute
-from celery_rabbitdelay.due import Due
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.app.task_messages import Call, Capture, Writer, captured, writer_for
 from celery_rabbitdelay.exceptions import InvalidEnvelope
-from celery_rabbitdelay.frames import Content
-from celery_rabbitdelay.parcel import body_of, headers_of
-from celery_rabbitdelay.publisher import Publisher
-from celery_rabbitdelay.writer import Call, Capture, Writer, captured, writer_for
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.publishing.message import body_of, headers_of
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import Content
 
 #: A port that nothing listens on: whoever opens a connection fails.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
@@ -61,7 +62,7 @@ register("own", partial(json.dumps, default=repr), json.loads, "application/x-ow
 
 
 def call(args: Any, kwargs: Any, task_id: str = "") -> Call:
-    """A call as :class:`celery_rabbitdelay.bulk.Bulk` makes it, an empty list like Celery."""
+    """A call as ``send_many`` makes it, an empty list like Celery."""
     return Call(task_id or str(uuid.uuid4()), args or (), kwargs, Due.after(timedelta(hours=1)))
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.layout import Layout, custom
-from celery_rabbitdelay.topology import PASS_THROUGH_TTL, Topology
+from celery_rabbitdelay.levels.layout import Layout, custom
+from celery_rabbitdelay.levels.topology import PASS_THROUGH_TTL, Topology
 from tests.unit.broker_model import BrokerModel
 from tests.unit.strategies import destinations, layouts
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from celery_rabbitdelay import headers
-from celery_rabbitdelay.layout import Layout, clock, custom
-from celery_rabbitdelay.topology import Topology
-from celery_rabbitdelay.undeliverable import Undeliverable, examine
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.layout import Layout, clock, custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from tests.unit.strategies import layouts
 
 CLOCK = Topology()

@@ -1,0 +1,239 @@
+"""``app.rabbitdelay``: the delay levels of one Celery application."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+import celery
+from celery.utils.time import make_aware
+from kombu import Connection
+from kombu.transport import pyamqp
+from kombu.utils.objects import cached_property
+
+from celery_rabbitdelay.app.send_many import Bulk, Report, Row, send_one_by_one
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType, UnknownOption
+from celery_rabbitdelay.levels.due import Due, refuse_two
+from celery_rabbitdelay.levels.place_value import Delay, tolerated
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import declare, ensure_complete, on_declared
+from celery_rabbitdelay.publishing.pool import PublisherPool
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+__all__ = ["RabbitDelay", "speaks_amqp"]
+
+logger = logging.getLogger(__name__)
+
+
+class RabbitDelay:
+    """``app.rabbitdelay``: the delay levels of one application.
+
+    Args:
+        app: The application; its configuration is read when it is first needed.
+    """
+
+    def __init__(self, app: celery.Celery) -> None:
+        self.app = app
+        self._has_warned = False
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The application's ``rabbitdelay_*`` settings.
+
+        Raises:
+            InvalidSetting: One of them is wrong.
+        """
+        namespace: str | None = getattr(self.app, "namespace", None)
+        return Settings.of(self.app.conf, namespace)
+
+    @property
+    def topology(self) -> Topology:
+        """The levels as exchanges, queues and bindings; ``topology.route(delay, queue_name)``."""
+        return self.settings.topology
+
+    @cached_property
+    def pool(self) -> PublisherPool:
+        """The confirmed publishers of this process, as many as ``broker_pool_limit``."""
+        return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
+
+    @cached_property
+    def available(self) -> bool:
+        """Whether the application's broker is RabbitMQ, spoken to by py-amqp."""
+        return speaks_amqp(self.app.connection_for_write())
+
+    def warn_of_countdown(self, why: str) -> None:
+        """Log that a delay does not wait in the levels but is what Celery's countdown is; once.
+
+        Args:
+            why: The reason, and what happens to the task.
+        """
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("A delay is treated as Celery's own countdown: %s.", why)
+
+    def close(self) -> None:
+        """Close the connections of the pool."""
+        if "pool" in self.__dict__:
+            self.pool.close()
+
+    @contextmanager
+    def publisher(self, connection: Connection | None = None) -> Iterator[Publisher]:
+        """Borrow a confirmed publisher.
+
+        Args:
+            connection: The caller's own connection, to be used instead of the pool's.
+
+        Raises:
+            NoPublisherFree: All of the pool were in use for ``rabbitdelay_confirm_timeout``.
+        """
+        if connection is None:
+            with self.pool.acquire(self.settings.confirm_timeout) as publisher:
+                yield publisher
+        else:
+            publisher = Publisher(connection)
+            try:
+                yield publisher
+            finally:
+                publisher.close_channel()
+
+    def prepare(self, connection: Connection) -> None:
+        """Make the levels stand on a broker, as a worker does on each new connection.
+
+        In full, which takes a blink where everything stands: what somebody has deleted by hand is
+        put back. Where operators declare, it is only checked.
+
+        Raises:
+            LayoutConflict: Another layout stands under the prefix.
+            TopologyIncomplete: Something is missing, and must not be declared.
+        """
+        if self.settings.declare == "auto":
+            declare(connection, self.topology)
+        else:
+            ensure_complete(connection, self.topology)
+
+    def send_many(
+        self,
+        task: celery.Task[Any, Any] | str,
+        rows: Iterable[Row | Mapping[str, Any]],
+        *,
+        tolerance: Delay = 0,
+        envelopes: bool | None = None,
+        progress: Callable[[Report], None] | None = None,
+        connection: Connection | None = None,
+        **options: Any,
+    ) -> Report:
+        """Send a task many times, with as many messages in flight as ``rabbitdelay_window`` allows.
+
+        Every row is confirmed when this returns. Rows that are due in the same tick travel in one
+        message, which distribution unpacks. What is not to wait in the levels (``rabbitdelay =
+        False``, another broker, ``task_always_eager``), and all that Celery writes in its first
+        protocol, is sent one by one with ``apply_async``.
+
+        Args:
+            task: The task, or its name.
+            rows: A :class:`~celery_rabbitdelay.Row`, or a mapping of its fields, for each call;
+                a generator is taken as it is needed, never as a whole. A delay counts from
+                when its row is taken.
+            tolerance: Seconds, or a timedelta, that each may start later if that saves stops or
+                fills envelopes.
+            envelopes: Whether rows share messages. None: where ``rabbitdelay_modules`` has
+                distribution.
+            progress: Called now and then, and at the end, with the report as it is.
+            connection: The caller's own connection, to be used instead of the pool's.
+            **options: What ``apply_async`` takes besides, for all rows: ``queue``, ``priority``,
+                ``headers``, ``expires``, ...
+
+        Returns:
+            What was sent.
+
+        Raises:
+            UnknownOption: An option is what each row has of its own, such as ``delay``.
+            RowsNotConfirmed: Some rows are not confirmed, and which. After 1,000 of them, or when
+                the broker cannot be reached, no further ones are taken.
+            NeedsDistribution: Envelopes, or what the options say, need distribution, which is not
+                served.
+        """
+        _refuse_what_rows_have(options)
+        if envelopes is None:
+            envelopes = "distribution" in self.settings.modules
+        tolerance_ms = tolerated(tolerance)
+        registered: Any = self.app.tasks.get(task) if isinstance(task, str) else task
+        if (
+            not self.available
+            or self.app.conf.task_always_eager
+            or self.app.conf.task_protocol == 1
+            or not getattr(registered, "rabbitdelay", True)
+        ):
+            return send_one_by_one(self.app, task, rows, progress, options)
+
+        def due_of(row: Row) -> Due:
+            if row.delay is not None:
+                refuse_two(row.delay, None, row.eta)
+            return self.due(row.delay, None, row.eta, tolerance_ms)
+
+        with self.publisher(connection) as publisher:
+            bulk = Bulk(
+                self.app, self.settings, publisher, task, due_of, envelopes, progress, options
+            )
+            return bulk.send(rows)
+
+    def due(
+        self,
+        delay: Delay | None,
+        countdown: float | None,
+        eta: datetime | str | None,
+        tolerance_ms: int = 0,
+    ) -> Due:
+        """Return when a task is due of which at most one of the three is given.
+
+        Raises:
+            InvalidDelay: It is not finite, or a naive ``eta`` without Celery's ``timezone``.
+            InvalidDelayType: It is no length of time, or no instant.
+        """
+        if delay is not None:
+            return Due.after(delay, tolerance_ms)
+        if countdown or eta is None:
+            return Due.after(countdown or 0, tolerance_ms)
+        return Due.at(self._instant(eta), tolerance_ms)
+
+    def _instant(self, eta: datetime | str) -> datetime:
+        try:
+            instant = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
+        except ValueError as wrong:
+            raise InvalidDelay(eta, f"takes an instant: {wrong}", "eta") from wrong
+        if not isinstance(instant, datetime):
+            raise InvalidDelayType(eta, "takes an aware datetime", "eta")
+        if instant.tzinfo is None and self.app.conf.timezone:
+            return make_aware(instant, self.app.timezone)
+        return instant
+
+    def make_ready(self, queue_name: str, message_count: int, consumer_count: int) -> None:
+        """Make a queue that was just declared ready for delayed tasks: kombu's ``on_declared``."""
+        if self.available and self.settings.declare == "auto":
+            with self.app.connection_for_write() as connection:
+                queue = self.app.amqp.queues.get(queue_name)
+                if queue is not None:
+                    # Tasks may be sent to another broker than the one that it was declared on.
+                    queue = queue(connection)
+                    queue.on_declared = None
+                    queue.declare()
+                hook = on_declared(connection, self.topology)
+                hook(queue_name, message_count, consumer_count)
+
+
+def _refuse_what_rows_have(options: Mapping[str, Any]) -> None:
+    if options.get("key") is not None:
+        raise UnknownOption("key", options["key"])
+    for name in ("delay", "countdown", "eta", "task_id"):
+        if options.get(name) is not None:
+            reason = "give it to each row, as its delay, eta or task_id"
+            raise UnknownOption(name, options[name], reason)
+
+
+def speaks_amqp(connection: Connection) -> bool:
+    """Return whether a connection goes to an AMQP broker, by py-amqp."""
+    return isinstance(connection.transport, pyamqp.Transport)

@@ -1,0 +1,230 @@
+"""The message of one task, and how to write others like it fast.
+
+The messages of many calls of one task differ in few places: the id, the arguments, when it is due.
+Everything else is written once.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any, Final
+
+import amqp
+from amqp.serialization import dumps
+from celery.utils.saferepr import saferepr
+from kombu.utils.json import JSONEncoder
+
+from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, framed, sealed, shared_block
+from celery_rabbitdelay.publishing.message import PERSISTENT
+from celery_rabbitdelay.publishing.wire import Content
+
+__all__ = ["PLACE", "PROPERTIES", "Template"]
+
+#: How hard an envelope is compressed: higher costs more time than it saves bytes.
+COMPRESSION: Final = 1
+
+#: The properties of a message, in AMQP's order. Celery leaves options among a message's that AMQP
+#: has none for.
+PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
+
+#: The headers that say where a message goes when it is due.
+PLACE: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
+
+#: These, and what distribution restores besides.
+ADDRESS: Final = (*PLACE, names.PRIORITY)
+
+#: What shows that Python may represent a value otherwise than Celery does, behind its first
+#: character: quotes and what is escaped, objects, values in values.
+_ODD: Final = re.compile(r'[\\"<\[({]')
+
+_NOTHING_SHARED: Final = shared_block({}, {})
+
+_LENGTH: Final = struct.Struct(">I")
+_TEXT: Final = struct.Struct(">cI")
+_NUMBER: Final = struct.Struct(">cq")
+
+
+class Mould:
+    """Writes the properties of messages that differ in some headers and the correlation id.
+
+    Args:
+        message: One of them.
+        own: The names of the headers that each has otherwise.
+    """
+
+    def __init__(self, message: amqp.Message, own: Collection[str]) -> None:
+        properties = dict(message.properties)
+        headers = properties.pop("application_headers")
+        #: What all messages share.
+        self.headers = {name: value for name, value in headers.items() if name not in own}
+        self.properties = {
+            name: value
+            for name, value in properties.items()
+            if name in PROPERTIES and name != "correlation_id"
+        }
+        self._table: bytes = dumps("F", (self.headers,))[_LENGTH.size :]
+        self._names = {name: bytes((len(name),)) + name.encode() for name in own}
+        before, after = map(PROPERTIES.index, ("application_headers", "correlation_id"))
+        self._flags = Content.of(message).properties[:2]
+        self._before = self._written(PROPERTIES[:before])
+        self._between = self._written(PROPERTIES[before + 1 : after])
+        self._after = self._written(PROPERTIES[after + 1 :])
+
+    def _written(self, which: Sequence[str]) -> bytes:
+        some = {name: self.properties[name] for name in which if name in self.properties}
+        return Content.of(amqp.Message(b"", **some)).properties[2:]
+
+    def cast(self, texts: Mapping[str, str], due_ms: int, correlation_id: str | None) -> bytes:
+        """Return the properties of a message.
+
+        Args:
+            texts: Its own headers, but for when it is due.
+            due_ms: When it is due, in milliseconds since 1970.
+            correlation_id: Its correlation id; None where the messages have none.
+        """
+        names_of, entries = self._names, [self._table]
+        for name, value in texts.items():
+            text = value.encode("utf-8", "surrogatepass")
+            entries += (names_of[name], _TEXT.pack(b"S", len(text)), text)
+        entries += (names_of[names.DUE], _NUMBER.pack(b"L", due_ms))
+        table = b"".join(entries)
+        parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]
+        if correlation_id is not None:
+            written = correlation_id.encode("utf-8", "surrogatepass")
+            parts += (bytes((len(written),)), written)
+        parts.append(self._after)
+        return b"".join(parts)
+
+
+class Template:
+    """Writes messages like a given one.
+
+    Args:
+        message: A task's message of Celery's protocol 2, ready to be published into the levels.
+        task_id: The id of its task.
+        embedded: The third part of its body: callbacks, errbacks, chain, chord.
+        encode: Serializes a body; None for JSON, which is then written faster.
+        reprs: The longest representation of the arguments and the keyword arguments in a header.
+        levels: How deep these go into nested values; None for to the end.
+        told: Which of those headers the caller has given, the same for all.
+    """
+
+    def __init__(
+        self,
+        message: amqp.Message,
+        task_id: str,
+        embedded: Mapping[str, Any],
+        encode: Callable[[Any], bytes] | None,
+        reprs: tuple[int, int],
+        levels: int | None = 3,
+        told: Collection[str] = (),
+    ) -> None:
+        headers = message.properties["application_headers"]
+        self._has_root = headers["root_id"] == task_id
+        self._reprs = {
+            name: most
+            for name, most in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
+            if name not in told
+        }
+        self._levels = levels
+        own = {"id", names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
+        self._mould = Mould(message, own)
+        self._embedded = embedded
+        self._encode = encode
+        self._json = JSONEncoder().encode
+        self._rest = f", {self._json(embedded)}]" if encode is None else ""
+
+    @property
+    def headers(self) -> Mapping[str, Any]:
+        """The headers that all messages share."""
+        return self._mould.headers
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The properties that all messages share."""
+        return self._mould.properties
+
+    def body(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+        """Return the body of a message."""
+        if self._encode is not None:
+            return self._encode((args, kwargs, self._embedded))
+        return f"{self._json((args, kwargs))[:-1]}{self._rest}".encode()
+
+    def _own(self, task_id: str, args: Any, kwargs: Any) -> dict[str, str]:
+        own = {"id": task_id}
+        if self._has_root:
+            own["root_id"] = task_id
+        for name, most in self._reprs.items():
+            own[name] = _brief(args if name == "argsrepr" else kwargs, most, self._levels)
+        return own
+
+    def content(
+        self, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], due_ms: int
+    ) -> Content:
+        """Return the message of a task.
+
+        Args:
+            task_id: Its id.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            due_ms: When it is due, in milliseconds since 1970.
+        """
+        properties = self._mould.cast(self._own(task_id, args, kwargs), due_ms, task_id)
+        return Content(properties, self.body(args, kwargs))
+
+    def item(self, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+        """Return the two blocks of a task in an envelope."""
+        own = self._own(task_id, args, kwargs)
+        own.pop("root_id", None)  # a copy of the id
+        headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own.items()])
+        return framed(f'{{"headers":{{{headers}}}}}'.encode()) + framed(self.body(args, kwargs))
+
+    def envelope(self, items: bytes, due_ms: int, *, shares: bool = True) -> Content:
+        """Return a message that holds tasks.
+
+        Args:
+            items: What :meth:`item` has returned for each, behind each other.
+            due_ms: When all of them are due, in milliseconds since 1970.
+            shares: Whether they share what the given message has, but for where it goes. Else each
+                item says all that its message has.
+
+        Raises:
+            InvalidEnvelope: A header that all share cannot be written as JSON.
+        """
+        mould = self._envelope
+        shared = self._shared if shares else _NOTHING_SHARED
+        return Content(mould.cast({}, due_ms, None), sealed(shared + items, COMPRESSION))
+
+    @cached_property
+    def _envelope(self) -> Mould:
+        """Writes the properties of envelopes."""
+        address = {name: self.headers[name] for name in ADDRESS if name in self.headers}
+        message = amqp.Message(
+            b"",
+            content_type=CONTENT_TYPE,
+            content_encoding="binary",
+            application_headers={**address, names.DUE: 0},
+            delivery_mode=PERSISTENT,
+            priority=self.properties.get("priority", 0),
+        )
+        return Mould(message, {names.DUE})
+
+    @cached_property
+    def _shared(self) -> bytes:
+        """The block with what all tasks of an envelope share."""
+        shared = {name: value for name, value in self.headers.items() if name not in ADDRESS}
+        copied = {"root_id": "id"} if self._has_root else {}
+        return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
+
+
+def _brief(value: Any, most: int, levels: int | None) -> str:
+    """Return what Celery's ``saferepr`` returns; where it is Python's own, that is faster."""
+    text = repr(value)
+    if len(text) <= most and _ODD.search(text, 1) is None:
+        return text
+    return saferepr(value, most, levels)  # type: ignore[arg-type]

@@ -1,0 +1,261 @@
+"""The ``rabbitdelay_*`` keys of the Celery configuration, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeGuard, get_args
+
+from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
+from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.topology import QueueType, Topology
+
+__all__ = ["MODULES", "Settings", "checked_modules", "checked_seconds"]
+
+#: The beginning of all our keys.
+PREFIX: Final = "rabbitdelay_"
+
+#: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
+MAX_PREFIX_LENGTH: Final = 100
+
+#: Seconds; no tick and no timeout is longer.
+A_YEAR: Final = 366 * 86_400
+
+#: With so many, the clock has more queues than RabbitMQ's documentation leaves unremarked (5,000).
+MAX_SHARDS: Final = 32
+
+Declare: TypeAlias = Literal["auto", "never"]
+
+#: The modules around the levels that a worker can serve.
+MODULES: Final = ("check-in", "distribution")
+
+#: AMQP counts the messages that a consumer may hold in 16 bits.
+MAX_WINDOW: Final = 65_535
+
+_LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
+    "clock": clock,
+    "binary": binary,
+    "geometric": geometric,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Our part of a Celery configuration; each attribute is the key without ``rabbitdelay_``.
+
+    Attributes:
+        prefix: The first part of every name on the broker.
+        layout: The levels: "clock", "binary" or "geometric"; a list of (name, base, unit), highest
+            first, for levels of your own; or a mapping of the layout's ``name``, also "custom",
+            and its options, for example ``{"name": "geometric", "factor": 60, "levels": 5}`` or
+            ``{"name": "clock", "zeros": "skip"}``.
+        tick: The resolution in seconds. A list of levels brings its own: the lowest unit.
+        queue_type: The type of the levels' queues: "quorum", or "classic", which can lose a message
+            that goes from one level to the next while the broker fails.
+        shards: How many queues each digit has. Each has a leader of its own, on another node of a
+            cluster, so that more can come due in a second.
+        takeover: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` always does.
+        declare: "auto": whoever first needs the topology declares it. "never": operators do, and
+            bind every destination to the delivery exchange as well.
+        confirm_timeout: Seconds until a missing confirm becomes an error.
+        window: How many messages a module, or ``send_many``, has in flight, unconfirmed, at the
+            most.
+        modules: Which modules the workers serve, of "check-in" and "distribution". A producer whose
+            setting lacks one refuses what only that one could deliver.
+        checkin_allowed: The names of the queues and exchanges that check-in may reach; ``*`` and
+            ``?`` stand for any characters and for one. None: those that the application knows.
+    """
+
+    prefix: str = "rabbitdelay"
+    layout: Any = "clock"
+    tick: float = 0.1
+    queue_type: QueueType = "quorum"
+    takeover: bool = True
+    declare: Declare = "auto"
+    shards: int = 1
+    confirm_timeout: float = 30.0
+    window: int = 1000
+    modules: Sequence[str] = MODULES
+    checkin_allowed: Sequence[str] | None = None
+
+    TAKES: ClassVar[Mapping[str, str]] = {
+        "prefix": (
+            f"takes 1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'; 'amq.' is "
+            "the broker's own"
+        ),
+        "layout": (
+            'takes "clock", "binary", "geometric", a mapping with one of these or "custom" as its '
+            '"name", or a list of (name, base, unit)'
+        ),
+        "tick": "takes a positive number of seconds, in whole milliseconds",
+        "queue_type": f"takes one of {', '.join(get_args(QueueType))}",
+        "shards": f"takes a whole number from 1 to {MAX_SHARDS}",
+        "takeover": "takes True or False",
+        "declare": f"takes one of {', '.join(get_args(Declare))}",
+        "confirm_timeout": "takes a positive number of seconds",
+        "window": f"takes a whole number from 1 to {MAX_WINDOW}",
+        "modules": f"takes a list of any of {', '.join(MODULES)}",
+        "checkin_allowed": "takes None, or a list of names in which * and ? may stand",
+    }
+
+    @classmethod
+    def of(cls, configuration: Mapping[str, Any], namespace: str | None = None) -> Settings:
+        """Read and check our keys in a Celery configuration.
+
+        Args:
+            configuration: ``app.conf``, or any mapping.
+            namespace: ``app.namespace``: what Django's settings put before each key.
+
+        Raises:
+            InvalidSetting: A key that does not exist, or a value that it does not take.
+        """
+        known = [setting.name for setting in fields(cls)]
+        found = {}
+        for key in configuration:
+            name = _name(key, namespace)
+            if name is None:
+                continue
+            if name not in known:
+                keys = ", ".join(PREFIX + name for name in known)
+                raise InvalidSetting(key, configuration[key], f"no such key; there are {keys}")
+            found[name] = configuration[key]
+        return cls(**found)
+
+    def __post_init__(self) -> None:
+        for name, takes in self.TAKES.items():
+            value = getattr(self, name)
+            if not getattr(self, f"_takes_{name}")(value):
+                raise InvalidSetting(PREFIX + name, value, takes)
+        try:
+            self.topology  # noqa: B018 - built here so that a wrong layout fails at the start
+        except (InvalidLayout, TypeError, ValueError) as wrong:
+            raise InvalidSetting(
+                f"{PREFIX}layout", self.layout, f"{wrong} (rabbitdelay_tick = {self.tick!r})"
+            ) from wrong
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The topology that the settings describe."""
+        return Topology(self.prefix, self._layout(), self.queue_type, self.shards)
+
+    @property
+    def for_producer(self) -> dict[str, Any]:
+        """What a :class:`~celery_rabbitdelay.kombu.DelayedProducer` takes of the settings."""
+        return {
+            "topology": self.topology,
+            "timeout": self.confirm_timeout,
+            "may_declare": self.declare == "auto",
+            "modules": self.modules,
+        }
+
+    def _layout(self) -> Layout:
+        if isinstance(self.layout, str):
+            return _LAYOUTS[self.layout](tick=self.tick)
+        if isinstance(self.layout, Mapping):
+            options = dict(self.layout)
+            name = options.pop("name")
+            if name == "custom":
+                return custom(**options)
+            return _LAYOUTS[name](**{"tick": self.tick, **options})
+        return custom(self.layout)
+
+    @staticmethod
+    def _takes_prefix(value: object) -> bool:
+        return (
+            isinstance(value, str)
+            and 0 < len(value) <= MAX_PREFIX_LENGTH
+            and value.isascii()
+            and all(character.isalnum() or character in "-_:." for character in value)
+            and not value.startswith("amq.")
+        )
+
+    @staticmethod
+    def _takes_layout(value: object) -> bool:
+        if isinstance(value, Mapping):
+            return value.get("name") in (*_LAYOUTS, "custom")
+        return (isinstance(value, str) and value in _LAYOUTS) or isinstance(value, list | tuple)
+
+    @staticmethod
+    def _takes_tick(value: object) -> bool:
+        return _is_positive(value) and (Fraction(repr(value)) * 1000).denominator == 1
+
+    @staticmethod
+    def _takes_queue_type(value: object) -> bool:
+        return value in get_args(QueueType)
+
+    @staticmethod
+    def _takes_shards(value: object) -> bool:
+        return _is_whole(value, MAX_SHARDS)
+
+    @staticmethod
+    def _takes_takeover(value: object) -> bool:
+        return isinstance(value, bool)
+
+    @staticmethod
+    def _takes_declare(value: object) -> bool:
+        return value in get_args(Declare)
+
+    @staticmethod
+    def _takes_confirm_timeout(value: object) -> bool:
+        return _is_positive(value)
+
+    @staticmethod
+    def _takes_window(value: object) -> bool:
+        return _is_whole(value, MAX_WINDOW)
+
+    @staticmethod
+    def _takes_modules(value: object) -> bool:
+        return _is_list_of_words(value) and set(value) <= set(MODULES)
+
+    @staticmethod
+    def _takes_checkin_allowed(value: object) -> bool:
+        return value is None or _is_list_of_words(value)
+
+
+def checked_modules(value: Any) -> tuple[str, ...]:
+    """Return which modules a worker is to serve, from its command line.
+
+    Raises:
+        InvalidSetting: One of them does not exist.
+    """
+    modules = value
+    if isinstance(value, str):
+        modules = [word for word in map(str.strip, value.split(",")) if word]
+    if not _is_list_of_words(modules) or not set(modules) <= set(MODULES):
+        raise InvalidSetting(f"{PREFIX}modules", value, Settings.TAKES["modules"])
+    return tuple(modules)
+
+
+def checked_seconds(key: str, value: Any) -> float:
+    """Return a timeout that one call gives.
+
+    Raises:
+        InvalidSetting: It is not a positive number of seconds.
+    """
+    if not _is_positive(value):
+        raise InvalidSetting(key, value, Settings.TAKES["confirm_timeout"])
+    return float(value)
+
+
+def _name(key: object, namespace: str | None) -> str | None:
+    """Return our name of a configuration key, None where it is not ours."""
+    if not isinstance(key, str):
+        return None
+    before = f"{namespace.rstrip('_')}_" if namespace else ""
+    if before and key.startswith(before + PREFIX.upper()):
+        key = key.removeprefix(before).lower()
+    return key.removeprefix(PREFIX) if key.startswith(PREFIX) else None
+
+
+def _is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
+    return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+
+
+def _is_whole(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= A_YEAR

@@ -1,0 +1,127 @@
+"""The producers that Celery publishes a delayed task with."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from celery.app.amqp import AMQP
+from kombu import Exchange, Producer, Queue
+
+from celery_rabbitdelay.app.settings import Settings, checked_seconds
+from celery_rabbitdelay.levels.destination import Destination, resolve
+from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.publishing.posting import RESENDS
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+__all__ = ["DelayedTaskProducer", "HoldingProducer"]
+
+
+class DelayedTaskProducer(DelayedProducer):
+    """Publishes one task into the levels, and everything else (events) as any producer does.
+
+    Celery resolves exchange, routing key, headers and properties of a task as if it had no delay,
+    tells its signals, and calls :meth:`publish`.
+
+    Args:
+        publisher: What publishes.
+        settings: The application's settings.
+        amqp: ``app.amqp``, for the queues that the application knows.
+        due: When the task may start.
+        is_retry: Whether the task is sent again, to where it came from.
+        came_from: The name of the queue that a retried task came from, where that is known.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        settings: Settings,
+        amqp: AMQP,
+        due: Due,
+        is_retry: bool = False,
+        came_from: str | None = None,
+    ) -> None:
+        super().__init__(publisher, **settings.for_producer)
+        self.amqp = amqp
+        self._due = due
+        self._is_retry = is_retry
+        self._came_from = came_from
+        self._task_is_sent = False
+
+    def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
+        """Publish the task into the levels, or whatever follows it as it is.
+
+        Args:
+            body: The task's body.
+            **options: What :meth:`kombu.Producer.publish` takes, as Celery gives it.
+        """
+        if self._task_is_sent:
+            super().publish(body, **options)
+            return
+        declare = options.pop("declare", None) or []
+        destination = self._destination(
+            options.pop("exchange"), options.pop("routing_key"), declare
+        )
+        retry = options.pop("retry", False)
+        policy = options.pop("retry_policy", None) or {}
+        timeout = options.pop("confirm_timeout", None)
+        if timeout is not None:
+            self.timeout = checked_seconds("confirm_timeout", timeout)
+        options.pop("timeout", None)
+        self.publish_delayed(
+            body,
+            destination,
+            self._due,
+            declare=declare,
+            resends=policy.get("max_retries", RESENDS) if retry else 0,
+            backoff=(
+                policy.get("interval_start") or 0.0,
+                policy.get("interval_step") or 0.0,
+                policy.get("interval_max") or 0.0,
+            ),
+            **options,
+        )
+        self._task_is_sent = True
+
+    def _destination(
+        self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any]
+    ) -> Destination:
+        name = exchange.name if isinstance(exchange, Exchange) else exchange or ""
+        queues = self.amqp.queues
+        routed_to = [entity for entity in declare if isinstance(entity, Queue)]
+        known = [*routed_to, *queues.values()]
+        consumed = queues.consume_from if self._is_retry else ()
+        return resolve(name, routing_key or "", known, consumed, self._came_from)
+
+
+class HoldingProducer:
+    """Publishes a task at once, with an ``eta`` until which a worker holds it.
+
+    This is how Celery delays a task, unless the application has a quorum queue and the task goes to
+    a topic exchange: then Celery takes its native delayed delivery when it is given the time.
+
+    Args:
+        producer: What publishes.
+        countdown: Seconds until the task may start.
+        eta: The instant at which it may start, where there is no countdown.
+    """
+
+    def __init__(
+        self, producer: Producer, countdown: float | None, eta: datetime | str | None
+    ) -> None:
+        self._producer = producer
+        when = datetime.now(UTC) + timedelta(seconds=countdown) if countdown else eta
+        self._eta = when.isoformat() if isinstance(when, datetime) else when
+
+    def publish(self, body: Any, *, headers: dict[str, Any] | None = None, **options: Any) -> Any:
+        """Publish the task, or the event that follows it."""
+        if headers and "eta" in headers:
+            headers["eta"] = self._eta
+        elif isinstance(body, dict) and "task" in body:
+            # Celery's message protocol 1.
+            body["eta"] = self._eta
+        return self._producer.publish(body, headers=headers, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)

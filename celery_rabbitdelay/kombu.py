@@ -1,0 +1,55 @@
+"""What kombu programs import: delays in RabbitMQ without Celery.
+
+Importing this module imports neither Celery nor Redis::
+
+    from kombu import Connection, Queue
+    from celery_rabbitdelay.kombu import DelayedProducer, Destination, Publisher, Topology
+
+    with Connection("amqp://") as connection:
+        producer = DelayedProducer(Publisher(connection), Topology())
+        producer.publish_delayed({"month": 7}, Destination(Queue("reports"), "", "reports"), 3600)
+"""
+
+from __future__ import annotations
+
+from celery_rabbitdelay.levels.destination import Destination, resolve
+from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.headers import strip
+from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.topology import Route, Topology
+from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
+from celery_rabbitdelay.publishing.declaration import (
+    bind_destination,
+    declare,
+    delete,
+    missing,
+    on_declared,
+)
+from celery_rabbitdelay.publishing.pool import PublisherPool
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+__all__ = [
+    "DelayedProducer",
+    "Destination",
+    "Due",
+    "Layout",
+    "Level",
+    "Publisher",
+    "PublisherPool",
+    "Route",
+    "Topology",
+    "Undeliverable",
+    "binary",
+    "bind_destination",
+    "clock",
+    "custom",
+    "declare",
+    "delete",
+    "examine",
+    "geometric",
+    "missing",
+    "on_declared",
+    "resolve",
+    "strip",
+]

@@ -1,0 +1,10 @@
+"""The modules around the levels: check-in, meditation and distribution, and what they share.
+
+Check-in is an ingest queue for any AMQP client, meditation is the overflow loop for delays above
+the capacity, and distribution is the consumer that publishes to the final exchange. They run on
+kombu connections and know nothing of Celery, whose workers serve them.
+
+Read ``checkin`` and ``distribution`` (what becomes of one message; pure), ``envelope`` and
+``undeliverable``, then ``consumer`` (receive, publish, acknowledge), ``service`` (the thread that
+reconnects) and ``statistics``.
+"""

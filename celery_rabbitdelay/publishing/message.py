@@ -1,0 +1,65 @@
+"""What a message is: its body, its headers, its priority, and what tells it from others. Pure."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Final
+
+import amqp
+
+from celery_rabbitdelay.levels import headers as names
+
+__all__ = [
+    "MAX_PRIORITY",
+    "MAX_WORD",
+    "PERSISTENT",
+    "body_of",
+    "capped",
+    "headers_of",
+    "shortened",
+    "task_id_of",
+]
+
+#: ``delivery_mode`` of a message that RabbitMQ writes to disk.
+PERSISTENT: Final = 2
+
+#: The highest priority that quorum queues do not serve first. Up to 4.2 a message above it would
+#: hold up the others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
+MAX_PRIORITY: Final = 4
+
+#: AMQP's longest name of an exchange, and its longest routing key, in bytes.
+MAX_WORD: Final = 255
+
+#: How many characters of a value a reason shows.
+SHOWN: Final = 200
+
+
+def body_of(message: amqp.Message) -> bytes:
+    """Return a message's body as the bytes that are sent."""
+    body: str | bytes = message.body
+    return body.encode() if isinstance(body, str) else body
+
+
+def task_id_of(message: amqp.Message) -> str:
+    """Return what tells a message from others: its task's id, or else what its body is."""
+    properties = message.properties
+    given = properties.get("correlation_id") or properties.get("message_id")
+    return str(given or zlib.crc32(body_of(message)))
+
+
+def headers_of(message: amqp.Message) -> dict[str, Any]:
+    """Return a message's headers; empty where it has none."""
+    return dict(message.properties.get("application_headers") or {})
+
+
+def capped(priority: int | None) -> tuple[int | None, dict[str, int]]:
+    """Return the priority that a message waits with, and the headers that keep a higher one."""
+    if priority is None or priority <= MAX_PRIORITY:
+        return priority, {}
+    return MAX_PRIORITY, {names.PRIORITY: priority}
+
+
+def shortened(value: object) -> str:
+    """Return what a value looks like, in few characters."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -1,0 +1,97 @@
+"""Publishers for the threads of a process, and none of them for the processes that it forks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import LifoQueue
+from weakref import WeakSet
+
+from kombu import Connection
+from kombu.exceptions import LimitExceeded
+from kombu.resource import Resource
+
+from celery_rabbitdelay.exceptions import NoPublisherFree
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+__all__ = ["PublisherPool"]
+
+
+class PublisherPool:
+    """Lends publishers to threads, one each, and keeps them for the next.
+
+    Args:
+        connection: Where to; every publisher works on a connection like it, opened when needed.
+        limit: How many publishers at most; a thread that comes later waits. None for a new
+            connection with every use.
+    """
+
+    def __init__(self, connection: Connection, limit: int | None = 10) -> None:
+        self._connection = connection
+        self._limit = limit
+        self._publishers = _Publishers(connection, limit)
+        _pools.add(self)
+
+    @contextmanager
+    def acquire(self, timeout: float | None = None) -> Iterator[Publisher]:
+        """Borrow a publisher for the length of a ``with`` block.
+
+        Args:
+            timeout: Seconds to wait for one to be free; None for as long as it takes.
+
+        Raises:
+            NoPublisherFree: All of them were in use for that long.
+        """
+        # Returned to where it came from: a fork or a close may have replaced the pool meanwhile.
+        publishers = self._publishers
+        try:
+            publisher = publishers.acquire(block=True, timeout=timeout)
+        except LimitExceeded as exceeded:
+            raise NoPublisherFree(self._limit, timeout) from exceeded
+        try:
+            yield publisher
+        finally:
+            publishers.release(publisher)
+
+    def close(self) -> None:
+        """Close the connections of the pool; it can be used again."""
+        publishers, self._publishers = self._publishers, _Publishers(self._connection, self._limit)
+        publishers.force_close_all()
+
+    def _forget(self) -> None:
+        # In a forked process the sockets are the parent's: closing them in order would end the
+        # parent's connections, so they are only let go.
+        self._publishers = _Publishers(self._connection, self._limit)
+
+
+class _Publishers(Resource):
+    """kombu's pool, of publishers."""
+
+    _resource: LifoQueue[Publisher]
+
+    def __init__(self, connection: Connection, limit: int | None) -> None:
+        self._connection = connection
+        super().__init__(limit=limit)
+
+    def new(self) -> Publisher:
+        return Publisher(self._connection.clone())
+
+    def setup(self) -> None:
+        """Fill the pool; nothing is connected before a publisher publishes."""
+        for _ in range(self.limit or 0):
+            self._resource.put_nowait(self.new())
+
+    def collect_resource(self, resource: Publisher) -> None:
+        resource.close()
+
+
+_pools: WeakSet[PublisherPool] = WeakSet()
+
+
+def _forget_parents_connections() -> None:
+    for pool in _pools:
+        pool._forget()
+
+
+os.register_at_fork(after_in_child=_forget_parents_connections)

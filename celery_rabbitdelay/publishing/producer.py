@@ -1,0 +1,235 @@
+"""A kombu producer whose messages wait in the levels before they reach their queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import amqp
+from kombu import Connection, Exchange, Producer, Queue
+from kombu.common import Broadcast, maybe_declare
+
+from celery_rabbitdelay.exceptions import NeedsDistribution
+from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels.destination import Destination
+from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.place_value import Delay
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import (
+    declare,
+    ensure_complete,
+    ensure_declared,
+    ensure_destination,
+    forget,
+)
+from celery_rabbitdelay.publishing.message import MAX_PRIORITY, capped, task_id_of
+from celery_rabbitdelay.publishing.posting import BACKOFF, RESENDS
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+__all__ = ["Delayed", "DelayedProducer"]
+
+
+class Delayed(NamedTuple):
+    """A message that is ready to be published into the levels.
+
+    Attributes:
+        message: The message.
+        word: The name of the queue that gets it when it is due, or :data:`.DISTRIBUTION`.
+        task_id: What says its shard.
+        queue: The queue that it is for; None where the exchange decides.
+    """
+
+    message: amqp.Message
+    word: str
+    task_id: str
+    queue: Queue | None
+
+
+class DelayedProducer(Producer):
+    """Publishes messages that reach their queue after a delay, each confirmed.
+
+    In a plain kombu program::
+
+        producer = DelayedProducer(Publisher(connection), Topology())
+        destination = Destination(Queue("reports"), "", "reports")
+        producer.publish_delayed({"month": 7}, destination, delay=3600)
+
+    Args:
+        publisher: What publishes; :meth:`publish`, without a delay, uses its connection as well.
+        topology: The levels.
+        timeout: Seconds until a missing confirm becomes an error.
+        may_declare: Whether a missing topology is declared; otherwise it is an error.
+        modules: The names of the modules that workers serve; see ``rabbitdelay_modules``. A kombu
+            program has none of its own.
+        serializer: The name of kombu's serializer, where the caller gives none.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        topology: Topology,
+        *,
+        timeout: float = 30.0,
+        may_declare: bool = True,
+        modules: Collection[str] = (),
+        serializer: str | None = None,
+    ) -> None:
+        super().__init__(publisher.connection, serializer=serializer, auto_declare=False)
+        self.publisher = publisher
+        self.topology = topology
+        self.timeout = timeout
+        self.may_declare = may_declare
+        self.modules = modules
+
+    def publish_delayed(
+        self,
+        body: Any,
+        destination: Destination,
+        due: Due | Delay,
+        *,
+        declare: Iterable[Exchange | Queue] = (),
+        resends: int | None = RESENDS,
+        backoff: tuple[float, float, float] = BACKOFF,
+        **options: Any,
+    ) -> None:
+        """Publish a message that reaches ``destination`` when it is due, never before.
+
+        The destination's queue is declared and bound first, so that no consumer needs to have run.
+
+        Args:
+            body: What to send, as for :meth:`kombu.Producer.publish`.
+            destination: The queue, and the exchange and key that the consumer is to see.
+            due: A delay in seconds or as a timedelta, rounded up to ticks; or a :class:`Due`.
+            declare: What else to declare first.
+            resends: How often to send again what the broker refuses, or after a lost connection;
+                None for as the time allows.
+            backoff: Seconds before the first resend, step and maximum.
+            **options: ``headers``, of which those that a broker or a former delay left are dropped;
+                kombu's ``serializer`` and ``compression``; ``content_type`` and
+                ``content_encoding`` of a body that is serialized already; AMQP's message
+                properties. ``expiration`` is dropped: RabbitMQ would apply it to the wait in each
+                level.
+
+        Raises:
+            DelayTooLong: The delay is above the layout's capacity, and nobody serves check-in.
+            NeedsDistribution: Not exactly one known queue gets the message, or its priority is
+                above what quorum queues keep in order; and nobody serves distribution.
+            PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
+            TopologyIncomplete: The topology is missing, and must not be declared.
+        """
+        due = due if isinstance(due, Due) else Due.after(due)
+        delayed = self.prepared(body, destination, due, **options)
+        self.publisher.publish(
+            delayed.message,
+            partial(self.address, delayed, due),
+            timeout=self.timeout,
+            resends=resends,
+            backoff=backoff,
+            **self.declaring(delayed.queue, declare),
+        )
+
+    def address(self, delayed: Delayed, due: Due) -> tuple[str, str]:
+        """Return the exchange and the routing key to publish a message with, now."""
+        left = due.left_ms()
+        return self.topology.address(left, delayed.word, delayed.task_id, due.tolerance_ms)
+
+    def declaring(
+        self, queue: Queue | None, declare: Iterable[Exchange | Queue]
+    ) -> dict[str, Callable[[Connection], None] | None]:
+        """Return what a :class:`Publisher` calls to declare what messages need, and to repair it.
+
+        Args:
+            queue: The queue that they are for; None where the exchange decides.
+            declare: What else they need.
+        """
+        further = [entity for entity in declare if entity is not queue]
+        # Somebody may have deleted an exchange of the topology although its marker still stands.
+        repair = partial(self._repair, queue=queue, further=further) if self.may_declare else None
+        return {
+            "prepare": partial(self._ready, queue=queue, further=further),
+            "repair": repair,
+        }
+
+    def prepared(
+        self,
+        body: Any,
+        destination: Destination,
+        due: Due,
+        *,
+        headers: Mapping[str, Any] | None = None,
+        serializer: str | None = None,
+        compression: str | None = None,
+        content_type: str | None = None,
+        content_encoding: str | None = None,
+        **properties: Any,
+    ) -> Delayed:
+        """Return the message that :meth:`publish_delayed` publishes, which takes the same.
+
+        Raises:
+            DelayTooLong: The delay is above the layout's capacity, and nobody serves check-in.
+            NeedsDistribution: Nobody serves distribution, which it needs.
+        """
+        if "check-in" not in self.modules:
+            self.topology.layout.check(due.delay_ms)
+        properties.pop("expiration", None)
+        # What kombu gives a message, where nothing else is said.
+        priority = properties.setdefault("priority", 0) or 0
+        own_headers = {
+            **names.strip(headers or {}),
+            names.DUE: due.at_ms,
+            names.EXCHANGE: destination.exchange,
+            names.ROUTING_KEY: destination.routing_key,
+        }
+        queue = destination.queue
+        if queue is None:
+            self._need_distribution(str(destination))
+            word = DISTRIBUTION
+        elif self.topology.queue_type == "quorum" and priority > MAX_PRIORITY:
+            self._need_distribution(f"a message of priority {priority}")
+            word = DISTRIBUTION
+            properties["priority"], kept = capped(priority)
+            own_headers.update(kept)
+        else:
+            word = own_headers[names.QUEUE] = queue.name
+        body, content_type, content_encoding = self._prepare(
+            body, serializer, content_type, content_encoding, compression, own_headers
+        )
+        reply_to = properties.get("reply_to")
+        if isinstance(reply_to, Queue):
+            properties["reply_to"] = reply_to.name
+        message = amqp.Message(
+            body,
+            content_type=content_type,
+            content_encoding=content_encoding,
+            application_headers=own_headers,
+            **properties,
+        )
+        return Delayed(message, word, task_id_of(message), queue)
+
+    def _ready(
+        self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
+    ) -> None:
+        if not self.may_declare:
+            ensure_complete(connection, self.topology, queue)
+            return
+        if queue is None:
+            ensure_declared(connection, self.topology)
+        else:
+            ensure_destination(connection, self.topology, queue)
+        for entity in further:
+            # A worker's own part of a broadcast is the worker's to declare.
+            declared = entity.exchange if isinstance(entity, Broadcast) else entity
+            maybe_declare(declared, connection.default_channel)
+
+    def _repair(
+        self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
+    ) -> None:
+        forget(connection)
+        declare(connection, self.topology)
+        self._ready(connection, queue, further)
+
+    def _need_distribution(self, what: str) -> None:
+        if "distribution" not in self.modules:
+            raise NeedsDistribution(what)

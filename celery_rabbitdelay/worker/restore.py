@@ -1,0 +1,78 @@
+"""The gate that a task passes when it arrives: it looks as if there had been no delay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, TypeAlias
+
+from kombu import Message
+
+from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.worker.early_tasks import Relay
+
+__all__ = ["GatedStrategies", "restore"]
+
+#: What Celery's consumer calls with each message of one task.
+Strategy: TypeAlias = Callable[..., Any]
+
+
+class GatedStrategies(dict[str, Strategy]):
+    """The execution strategies of a worker's consumer; each gets its messages restored.
+
+    Celery fills them in again on every connection and when the pool is restarted.
+
+    Args:
+        consumer: The consumer, with the strategies that it has already.
+
+    Attributes:
+        relay: Takes the tasks that are not due yet; None where the worker holds them.
+    """
+
+    def __init__(self, consumer: Any) -> None:
+        super().__init__()
+        self.relay: Relay | None = None
+        self._tasks = consumer.app.tasks
+        for task_name, strategy in consumer.strategies.items():
+            self[task_name] = strategy
+
+    def __setitem__(self, task_name: str, strategy: Strategy) -> None:
+        keeps_celerys_own = not getattr(self._tasks[task_name], "rabbitdelay", True)
+
+        @wraps(strategy)
+        def gated(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
+            restore(message)
+            go_on = partial(strategy, message, body, ack, *args, **kwargs)
+            if self.relay is None or keeps_celerys_own:
+                return go_on()
+            return None if self.relay.takes(message, body, ack, go_on) else go_on()
+
+        super().__setitem__(task_name, gated)
+
+
+def restore(message: Message) -> None:
+    """Undo in a message what the levels did to it; one that does not come from them stays as it is.
+
+    Exchange and routing key become those that it would have had without a delay: Celery sends
+    a retry to them. The broker's dead-letter headers go; when it is due, and for which queue it
+    was delayed, stay readable in ``task.request.headers``. Sentry's time in the queue begins when
+    the task is due. Distribution has done the rest already.
+    """
+    headers = message.headers
+    if not headers or names.DUE not in headers:
+        return
+    kept: dict[str, Any] = {names.DUE: headers[names.DUE]}
+    if names.QUEUE in headers:
+        if not headers.keys() >= names.RESTORABLE:
+            return
+        message.delivery_info["exchange"] = headers[names.EXCHANGE]
+        message.delivery_info["routing_key"] = headers[names.ROUTING_KEY]
+        kept[names.QUEUE] = headers[names.QUEUE]
+    restored = names.strip(headers)
+    nested = restored.get(names.NESTED)
+    for shown in (restored, nested) if isinstance(nested, dict) else (restored,):
+        shown.update(kept)
+        if names.SENTRY_ENQUEUED in shown:
+            shown[names.SENTRY_ENQUEUED] = kept[names.DUE] / 1000
+    headers.clear()
+    headers.update(restored)
