@@ -316,7 +316,8 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
         errors: The error of each row that was taken and not confirmed, by the row's number, from 0,
             in the rows' order. After a timeout or a lost connection the broker may have the row all
             the same.
-        rest: The number of the first row that was not taken any more; None where all were.
+        rest: The number of the first row that was not taken any more, None if all rows were. A
+            generator has yielded this row, to show that there is one, but it is not sent.
     """
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:

@@ -31,11 +31,9 @@ from celery_rabbitdelay.app.canvas import (
     settled,
 )
 from celery_rabbitdelay.app.extension import RabbitDelay, speaks_amqp
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, HoldingProducer
-from celery_rabbitdelay.exceptions import (
-    UnknownOption,
-)
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.due import refuse_two
 from celery_rabbitdelay.levels.place_value import Delay, milliseconds, tolerated
@@ -52,10 +50,6 @@ WORKER_STEPS = (
 
 #: The bootstep by which a worker serves the modules around the levels.
 MODULES_STEP = "celery_rabbitdelay.worker.bootsteps:Modules"
-
-#: Options of a delayed task that are taken by a later version; Celery would drop them in silence.
-NOT_YET = frozenset({"key"})
-
 
 #: The option of ``celery worker`` that says which modules it serves.
 MODULES_OPTION = click.Option(
@@ -173,7 +167,9 @@ class Celery(celery.Celery):
             NeedsDistribution: Not exactly one known queue gets the task, or its priority is above 4
                 and the levels are quorum queues.
             PublishError: The broker did not confirm.
+            UnknownOption: An option that only a later version takes.
         """
+        refuse_options_of_later_versions(options)
         came_from, options = _without_former_delay(options)
         chord_is_settled = options.pop(CHORD_IS_SETTLED, False)
         if not chord_is_settled and not options.get("retries"):
@@ -212,7 +208,6 @@ class Celery(celery.Celery):
             with self.producer_or_acquire(callers) as acquired:
                 held = HoldingProducer(acquired, countdown, eta)
                 return send(None, None, producer=held, connection=None)
-        _refuse_unknown(options)
         due = self.rabbitdelay.due(delay, countdown, eta, tolerance_ms)
         if due.is_over:
             return send(None, None)
@@ -276,11 +271,6 @@ def _add_steps(app: celery.Celery) -> None:
 def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.Celery:
     """Unpickle an application: the class that :func:`install` made cannot be imported by name."""
     return install(rebuild(*arguments))
-
-
-def _refuse_unknown(options: dict[str, Any]) -> None:
-    for name in NOT_YET & options.keys():
-        raise UnknownOption(name, options[name])
 
 
 def _without_former_delay(options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from celery.canvas import Signature
 
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions
 from celery_rabbitdelay.levels.place_value import milliseconds
 
 __all__ = ["CHORD_IS_SETTLED", "NESTED", "DelayingSignature", "portable", "settled"]
@@ -161,6 +162,7 @@ def portable(options: Mapping[str, Any], word: str) -> dict[str, Any]:
     Raises:
         InvalidDelay: The delay of a nested signature is not finite.
         InvalidDelayType: It is not a length of time.
+        UnknownOption: A nested signature has an option that only a later version takes.
     """
     nested = {
         name: _each(options[name], lambda part: _translated(part, word))
@@ -171,7 +173,9 @@ def portable(options: Mapping[str, Any], word: str) -> dict[str, Any]:
 
 
 def _translated(signature: Mapping[str, Any], word: str) -> dict[str, Any]:
-    options = portable(signature.get("options") or {}, word)
+    options = signature.get("options") or {}
+    refuse_options_of_later_versions(options)
+    options = portable(options, word)
     delay = options.pop("delay", None)
     translated = _with_parts(signature, lambda part: _translated(part, word))
     translated["options"] = options

@@ -14,6 +14,7 @@ from kombu import Connection
 from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions
 from celery_rabbitdelay.app.send_many import Bulk, Report, Row, send_one_by_one
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType, UnknownOption
@@ -157,18 +158,23 @@ class RabbitDelay:
             NeedsDistribution: Envelopes, or what the options say, need distribution, which is not
                 served.
         """
+        refuse_options_of_later_versions(options)
         _refuse_what_rows_have(options)
         if envelopes is None:
             envelopes = "distribution" in self.settings.modules
         tolerance_ms = tolerated(tolerance)
         registered: Any = self.app.tasks.get(task) if isinstance(task, str) else task
         if (
-            not self.available
+            not (self.available if connection is None else speaks_amqp(connection))
             or self.app.conf.task_always_eager
             or self.app.conf.task_protocol == 1
             or not getattr(registered, "rabbitdelay", True)
         ):
-            return send_one_by_one(self.app, task, rows, progress, options)
+            if connection is not None:
+                options["connection"] = connection
+            return send_one_by_one(
+                self.app, task, rows, progress, {**options, "tolerance": tolerance}
+            )
 
         def due_of(row: Row) -> Due:
             if row.delay is not None:
@@ -226,11 +232,13 @@ class RabbitDelay:
 
 
 def _refuse_what_rows_have(options: Mapping[str, Any]) -> None:
-    if options.get("key") is not None:
-        raise UnknownOption("key", options["key"])
     for name in ("delay", "countdown", "eta", "task_id"):
         if options.get(name) is not None:
             reason = "give it to each row, as its delay, eta or task_id"
+            raise UnknownOption(name, options[name], reason)
+    for name in ("producer", "publisher"):
+        if options.get(name) is not None:
+            reason = "give the connection to use as connection"
             raise UnknownOption(name, options[name], reason)
 
 

@@ -125,6 +125,10 @@ class Template:
         told: Collection[str] = (),
     ) -> None:
         headers = message.properties["application_headers"]
+        #: The same for all, if the caller has given one; else each has its id.
+        self._correlation_id = None
+        if message.properties.get("correlation_id") != task_id:
+            self._correlation_id = message.properties.get("correlation_id")
         self._has_root = headers["root_id"] == task_id
         self._reprs = {
             name: most
@@ -174,7 +178,7 @@ class Template:
             kwargs: Its keyword arguments.
             due_ms: When it is due, in milliseconds since 1970.
         """
-        properties = self._mould.cast(self._own(task_id, args, kwargs), due_ms, task_id)
+        properties = self._mould.cast(self._own(task_id, args, kwargs), due_ms, self._correlation_id or task_id)
         return Content(properties, self.body(args, kwargs))
 
     def item(self, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -219,7 +223,10 @@ class Template:
         """The block with what all tasks of an envelope share."""
         shared = {name: value for name, value in self.headers.items() if name not in ADDRESS}
         copied = {"root_id": "id"} if self._has_root else {}
-        return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
+        if self._correlation_id is None:
+            return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
+        properties = {**self.properties, "correlation_id": self._correlation_id}
+        return shared_block(shared, properties, copied)
 
 
 def _brief(value: Any, most: int, levels: int | None) -> str:

@@ -156,6 +156,7 @@ class Bulk:
         self._errors: dict[int, Exception] = {}
         self._taken = 0
         self._is_cut_off = False
+        self._rest: int | None = None
         self._broken: Exception | None = None
         self._callers: PublishError | None = None
         self._began = self._told = time.monotonic()
@@ -170,8 +171,7 @@ class Bulk:
         self._tell()
         not_confirmed = None
         if self._errors:
-            rest = self._taken if self._is_cut_off or self._broken else None
-            not_confirmed = RowsNotConfirmed(self._report, self._errors, rest)
+            not_confirmed = RowsNotConfirmed(self._report, self._errors, self._rest)
         if self._broken is not None:
             raise self._broken from not_confirmed
         if not_confirmed is not None:
@@ -213,20 +213,24 @@ class Bulk:
                 raise
             # What was taken and is not on its way yet; nothing further is taken.
             self._is_cut_off = True
-            for posting in posted:
+            for posting in posted:  # to the end of the rows that were taken
                 self._report.sent -= len(posting.subject)
                 self._fail(posting.subject, error)
 
     def _calls(self, rows: Iterable[Row | Mapping[str, Any]]) -> Iterator[tuple[int, Call]]:
         """The rows that can be sent, with their numbers."""
         source = iter(rows)
-        while not self._is_cut_off:
+        while True:
             try:
                 given = next(source)
             except StopIteration:
                 return
             except Exception as broken:  # noqa: BLE001 - what was taken before is sent first
-                self._broken = broken
+                self._broken, self._rest = broken, self._taken
+                return
+            if self._is_cut_off:
+                # Only to know whether there is another one.
+                self._rest = self._taken
                 return
             number, self._taken = self._taken, self._taken + 1
             try:
@@ -346,6 +350,9 @@ def send_one_by_one(
     began = told = time.monotonic()
     send = sending(app, task)
     for number, given in enumerate(rows):
+        if len(errors) >= MAX_ERRORS:
+            rest = number
+            break
         try:
             row = _row(given)
             times: dict[str, Any] = {"delay": row.delay, "eta": row.eta, "task_id": row.task_id}
@@ -363,9 +370,6 @@ def send_one_by_one(
         if progress is not None and now - told >= PROGRESS:
             told = now
             progress(report)
-        if len(errors) >= MAX_ERRORS:
-            rest = number + 1
-            break
     if progress is not None:
         progress(report)
     if errors:

@@ -13,6 +13,7 @@ import celery
 from celery.exceptions import Reject
 
 from celery_rabbitdelay.app.canvas import DelayingSignature
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
@@ -86,7 +87,9 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
             ValueError: A delay that is not finite.
+            UnknownOption: An option that only a later version takes.
         """
+        refuse_options_of_later_versions(options)
         if delay is not None:
             app: Any = self.app
             if app.conf.task_always_eager:
@@ -121,7 +124,9 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
+            UnknownOption: An option that only a later version takes.
         """
+        refuse_options_of_later_versions(options)
         if delay is not None:
             refuse_two(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000

@@ -199,6 +199,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"headers": {"mine": [1, "é"], "x-tenant": None, "n": 2**40}},
     {"expires": "2100-01-01T00:00:00+00:00"},
     {"reply_to": "someone", "app_id": "shop", "message_id": "m", "type": "t"},
+    {"correlation_id": "mine"},
     {"argsrepr": "<hidden>"},
     {"kwargsrepr": "<hidden>", "shadow": "other"},
     {"root_id": "root", "parent_id": "parent", "group_id": "group", "group_index": 3},
