@@ -18,7 +18,7 @@ from celery.exceptions import QueueNotFound
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.send_many import Report
+from celery_rabbitdelay.app.rows import Report
 from celery_rabbitdelay.exceptions import RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
 

@@ -22,6 +22,7 @@ from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
 from celery_rabbitdelay.levels.topology import Binding, Topology
+from celery_rabbitdelay.publishing.kombu_internals import declared_entities
 
 __all__ = [
     "Counts",
@@ -249,8 +250,7 @@ def connect(connection: Connection) -> None:
 
 def _seen(connection: Connection) -> set[Any]:
     """What is known to stand; kombu empties it when the connection is opened anew."""
-    declared: set[Any] = connection.declared_entities  # type: ignore[assignment]
-    return declared
+    return declared_entities(connection)
 
 
 def _mark(topology: Topology, *queues: Queue) -> tuple[str, ...]:

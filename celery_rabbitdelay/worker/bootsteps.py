@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from celery import bootsteps
 from celery.worker.components import Pool
-from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
 from celery.worker.control import inspect_command
 from kombu import Connection
@@ -22,6 +21,7 @@ from celery_rabbitdelay.modules.consumer import Module
 from celery_rabbitdelay.modules.distribution import distribute
 from celery_rabbitdelay.modules.service import Courier
 from celery_rabbitdelay.publishing.declaration import ensure_destination
+from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.early_tasks import Relay
 from celery_rabbitdelay.worker.restore import GatedStrategies
 
@@ -64,9 +64,7 @@ class DelayLevels(bootsteps.StartStopStep):
         """Stand in for Celery's own step, which would declare its native delayed delivery."""
         included: bool = super().include(consumer)
         if included:
-            consumer.steps[:] = [
-                step for step in consumer.steps if not isinstance(step, DelayedDelivery)
-            ]
+            leave_out_delayed_delivery(consumer)
         return included
 
     def start(self, consumer: Any) -> None:

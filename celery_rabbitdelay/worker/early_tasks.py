@@ -12,31 +12,39 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from queue import Empty, Queue
 from threading import Event, Lock, Thread
 from typing import Any, Final, TypeAlias
 
-from celery.exceptions import InvalidTaskError
 from celery.utils.log import get_logger
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
-from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.app.task import MAY_PASS
 from celery_rabbitdelay.levels.destination import Destination
 from celery_rabbitdelay.levels.due import Due
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
 from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.worker.celery_internals import (
+    eta_of,
+    has_event_loop,
+    is_revoked,
+    lower_prefetch,
+    name_of_queue,
+    raise_prefetch,
+    run_strategy,
+    stop_watching,
+    watch,
+    write_pending_acknowledgements,
+)
 
 __all__ = ["Relay"]
 
 logger = get_logger(__name__)
 
-#: The properties of a message that are sent on. Not ``user_id``, which has to be the connection's
-#: own user (https://www.rabbitmq.com/docs/validated-user-id).
-PROPERTIES: Final = (
+#: The properties that a message keeps. ``user_id`` is left out, since it has to be the user of the
+#: connection (https://www.rabbitmq.com/docs/validated-user-id).
+KEPT_PROPERTIES: Final = (
     "priority",
     "correlation_id",
     "reply_to",
@@ -46,11 +54,11 @@ PROPERTIES: Final = (
     "app_id",
 )
 
-#: Seconds between two attempts to publish what the broker does not take at the moment.
-PAUSE: Final = 1.0
+#: Seconds between two attempts to publish a message that the broker refuses at the moment.
+RETRY_INTERVAL: Final = 1.0
 
-#: Seconds that a worker which stops waits for the message that is being published.
-FAREWELL: Final = 2.0
+#: Seconds that a stopping worker waits for the confirm of the message that is being published.
+STOP_TIMEOUT: Final = 2.0
 
 #: Something that only the worker's event loop may do.
 Action: TypeAlias = Callable[[], None]
@@ -110,18 +118,17 @@ class Relay:
         self._thread.start()
 
     def register(self, hub: Any) -> None:
-        """Have the worker's event loop run what has to run in it: acknowledging."""
-        hub.add_reader(self._wakes, self._run_in_loop)
+        """Run acknowledgements in the worker's event loop, where they have to run."""
+        watch(hub, self._wakes, self._run_in_loop)
 
     def stop(self) -> None:
-        """End the thread; what was not published yet is the broker's to deliver again."""
+        """End the thread; the broker redelivers the messages that were not published yet."""
         self._stopping.set()
         self._came.put(None)
-        self._thread.join(FAREWELL)
-        # Only these: what the worker would begin to hold now comes to it once more.
+        self._thread.join(STOP_TIMEOUT)
+        # Run acknowledgements only; the broker redelivers the tasks that the worker would hold.
         _do_all(self._acknowledgements)
-        if self._consumer.hub is not None:
-            self._consumer.hub.remove_reader(self._wakes)
+        stop_watching(self._consumer, self._wakes)
         self._end()
 
     def _end(self) -> None:
@@ -146,24 +153,16 @@ class Relay:
         due = self._due(message, body)
         if due is None or due.delay_ms <= self._tick_ms:
             return False
-        revoked = self._consumer.controller.state.revoked
         destination = self._destination(message)
-        if destination is None or message.headers.get("id") in revoked:
+        if destination is None or is_revoked(self._consumer, message.headers.get("id")):
             return False
 
         def acknowledge() -> None:
             ack(logger, self._consumer.connection_errors)
-            if self._consumer.hub is None:
-                # Before 5.7, Celery would put it off until the broker happens to say something.
-                self._consumer.perform_pending_operations()
+            write_pending_acknowledgements(self._consumer)
 
         def hold_it() -> None:
-            try:
-                hold()
-            except (InvalidTaskError, ContentDisallowed) as invalid:
-                self._consumer.on_invalid_task(body, message, invalid)
-            except DecodeError as unreadable:
-                self._consumer.on_decode_error(message, unreadable)
+            run_strategy(self._consumer, message, body, hold)
 
         self._came.put(_Early(message, destination, due, acknowledge, hold_it))
         return True
@@ -175,21 +174,13 @@ class Relay:
             with suppress(Exception):  # what is wrong with the body is theirs to say
                 fields = message.payload if body is None else body
                 eta = fields.get("eta") if isinstance(fields, Mapping) else None
-        try:
-            instant = maybe_iso8601(eta)
-        except (AttributeError, TypeError, ValueError):
-            return None
-        if not isinstance(instant, datetime):
-            return None
-        # As Celery's requests do, which take a naive one for UTC.
-        return Due.at(maybe_make_aware(instant, self._consumer.app.timezone))
+        instant = eta_of(eta, self._consumer.app.timezone)
+        return None if instant is None else Due.at(instant)
 
     def _destination(self, message: Message) -> Destination | None:
         """The queue that the message came out of, unless it ends with this worker."""
         info = message.delivery_info
-        tags: dict[str, str] = self._consumer.task_consumer._active_tags
-        name = next((name for name, tag in tags.items() if tag == info.get("consumer_tag")), None)
-        queue = self._consumer.app.amqp.queues.get(name)
+        queue = self._consumer.app.amqp.queues.get(name_of_queue(self._consumer, message))
         if queue is None or queue.auto_delete or queue.exclusive:
             return None
         return Destination(queue, info["exchange"], info["routing_key"])
@@ -224,8 +215,8 @@ class Relay:
         if early.again_at is None:
             logger.warning("A task that is not due could not be put into the levels: %s", failure)
             # It keeps its place at the worker. As for a task that Celery holds, there is another.
-            self._do_in_loop(self._other_actions, self._consumer.qos.increment_eventually)
-        early.again_at = time.monotonic() + PAUSE
+            self._do_in_loop(self._other_actions, partial(raise_prefetch, self._consumer))
+        early.again_at = time.monotonic() + RETRY_INTERVAL
         self._failed.append(early)
 
     def _give_up(self, early: _Early, error: Exception) -> None:
@@ -247,7 +238,7 @@ class Relay:
 
     def _give_back_its_place(self, early: _Early) -> None:
         if early.again_at is not None:
-            self._consumer.qos.decrement_eventually()
+            lower_prefetch(self._consumer)
 
     def _publish(self, early: _Early) -> None:
         message, settings = early.message, self._delays.settings
@@ -256,7 +247,7 @@ class Relay:
             headers["eta"] = None
         properties: dict[str, Any] = {
             name: message.properties[name]
-            for name in PROPERTIES
+            for name in KEPT_PROPERTIES
             if message.properties.get(name) is not None
         }
         destination = early.destination
@@ -282,7 +273,7 @@ class Relay:
 
     def _do_in_loop(self, actions: deque[Action], action: Action) -> None:
         actions.append(action)
-        if self._consumer.hub is None:
+        if not has_event_loop(self._consumer):
             # gevent and eventlet: this thread is a greenlet beside the loop's.
             _do_all(actions)
         else:

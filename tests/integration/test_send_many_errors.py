@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay.app.send_many import MAX_ERRORS, PROGRESS, Report, Row
+from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     InvalidDelay,
@@ -197,7 +197,7 @@ def test_an_error_of_publishing_that_progress_raises_is_not_taken_for_one_of_a_r
 
     def rows() -> Iterator[Any]:
         yield notes.row(0)
-        work(PROGRESS)
+        work(PROGRESS_INTERVAL)
         yield notes.row(1)
 
     with pytest.raises(ConnectionLost) as caught:
@@ -347,7 +347,7 @@ def test_one_by_one_the_numbers_are_told_and_errors_have_an_end(
 
     def rows() -> Iterator[dict[str, Any]]:
         yield {}
-        work(PROGRESS)
+        work(PROGRESS_INTERVAL)
         yield {}
         yield {"key": "order:7"}
         for _ in range(2 * MAX_ERRORS):

@@ -209,7 +209,7 @@ def test_beside_a_quorum_queue_a_held_task_says_until_when_in_each_protocol(
     app.conf.task_default_queue = "held"
     # A fake: memory stands in for RabbitMQ, which nothing is asked of.
     monkeypatch.setattr(
-        "celery_rabbitdelay.app.application.Celery._speaks_amqp", lambda *arguments: True
+        "celery_rabbitdelay.app.extension.RabbitDelay.is_available", lambda *arguments: True
     )
 
     @app.task(rabbitdelay=False, shared=False)

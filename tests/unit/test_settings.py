@@ -38,7 +38,12 @@ def test_every_kind_of_layout_can_be_set(layout: Any, levels: int) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [clock(tick=1), binary(levels=5), geometric(factor=60, levels=3), custom([("hours", 24, 3600)])],
+    [
+        clock(tick=1),
+        binary(levels=5),
+        geometric(factor=60, levels=3),
+        custom([("hours", 24, 3600)]),
+    ],
     ids=lambda layout: layout.name,
 )
 def test_a_layout_can_be_set_and_keeps_its_own_tick(layout: Layout) -> None:

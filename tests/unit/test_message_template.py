@@ -21,7 +21,13 @@ from kombu import Connection, Exchange, Queue
 from kombu.serialization import register
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.app.task_messages import Call, Capture, Writer, captured, writer_for
+from celery_rabbitdelay.app.task_messages import (
+    Call,
+    CapturingProducer,
+    Writer,
+    capture_message,
+    writer_for,
+)
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.due import Due
@@ -77,8 +83,8 @@ class Maker:
 
     def __init__(self, options: dict[str, Any], given: Any = app, first: Any = FIRST) -> None:
         publisher = Publisher(Connection(NOWHERE))
-        self.by_celery: Callable[[Call], Capture] = partial(
-            captured,
+        self.by_celery: Callable[[Call], CapturingProducer] = partial(
+            capture_message,
             given,
             given.rabbitdelay.settings,
             publisher,
