@@ -41,7 +41,12 @@ def main() -> None:
     orders = read_orders(spark).cache()
     print(f"{orders.count():,} reminders to send")
     begins = datetime.now(UTC)
-    orders.foreachPartition(lambda partition: send_reminders(partition, begins))
+
+    def send(partition: Iterable[Row]) -> None:
+        report = send_reminders(partition, begins)
+        print(f"{report.confirmed:,} reminders confirmed, in {report.messages:,} messages")
+
+    orders.foreachPartition(send)
     spark.stop()
 
 

@@ -64,7 +64,7 @@ class Journal:
             messages: How many messages hold them.
         """
         if due_ms:
-            self._redis.hset(self._sent, mapping={**due_ms})
+            self._redis.hset(self._sent, mapping={order: str(due) for order, due in due_ms.items()})
         self._redis.incrby(self._messages, messages)
 
     def write_start(self, start: Start) -> None:
