@@ -32,17 +32,23 @@ class Courier:
     Args:
         module: The module.
         connection: Where to; connections like it are opened.
-        prepare: Called with each new connection, to declare what is missing.
+        declare: Called with each new connection, to declare what the module needs.
+        on_lost: Called when a connection is lost, or the module fails on it.
     """
 
     def __init__(
-        self, module: Module, connection: Connection, prepare: Callable[[Connection], None]
+        self,
+        module: Module,
+        connection: Connection,
+        declare: Callable[[Connection], None],
+        on_lost: Callable[[], None],
     ) -> None:
         self.module = module
         self.tally = Tally()
         self.stopping = Event()
         self._connection = connection
-        self._prepare = prepare
+        self._declare = declare
+        self._on_lost = on_lost
         self._thread = Thread(target=self._run, name=f"rabbitdelay-{module.name}", daemon=True)
 
     def start(self) -> None:
@@ -63,6 +69,7 @@ class Courier:
                 with self._connection.clone() as connection:
                     self._serve(connection)
             except Exception as lost:
+                self._on_lost()
                 if self.tally.finished > finished:
                     pause = shortest
                 expected = (*self._connection.recoverable_connection_errors, PublishError)
@@ -80,7 +87,7 @@ class Courier:
             connect(connection)
             transport: Any = connection.connection
             with transport.transport.having_timeout(self.module.timeout):
-                self._prepare(connection)
+                self._declare(connection)
             logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
             served = Session(self.module, connection, self.tally, self.stopping).serve()
         except Exception:

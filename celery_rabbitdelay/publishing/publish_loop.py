@@ -33,7 +33,7 @@ from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, Sent
 from celery_rabbitdelay.publishing.connection import Line, remaining
 from celery_rabbitdelay.publishing.posting import Patience, Posting
 
-__all__ = ["Batch", "Prepare"]
+__all__ = ["Batch", "Declaration"]
 
 #: Seconds that the caller's iterator takes for one message without being called slow.
 SLOW: Final = 0.005
@@ -42,7 +42,7 @@ SLOW: Final = 0.005
 LOOK_EVERY: Final = 0.05
 
 #: Called with a connection, to declare what is missing.
-Prepare: TypeAlias = Callable[[Connection], None]
+Declaration: TypeAlias = Callable[[Connection], None]
 
 
 class _CallersError(BaseException):
@@ -60,8 +60,8 @@ class Batch:
         line: What they are published over.
         source: The messages; no more of them are taken than may be in flight.
         patience: How long and how often each is tried.
-        prepare: Called with each new connection, and at least once, to declare what is missing.
-        repair: Called where no queue takes a message or an exchange does not exist.
+        declare: Called with each new connection, and at least once, to declare what is missing.
+        redeclare: Called if no queue takes a message or an exchange does not exist.
         done: Called with each message that is confirmed, or has an error.
     """
 
@@ -70,16 +70,16 @@ class Batch:
         line: Line,
         source: Iterator[Posting],
         patience: Patience,
-        prepare: Prepare | None,
-        repair: Prepare | None,
+        declare: Declaration | None,
+        redeclare: Declaration | None,
         done: Callable[[Posting], None] | None,
     ) -> None:
         self._line = line
         self._source: Iterator[Posting] | None = source
         self._patience = patience
-        self._prepare = prepare
-        self._repair = repair
-        self._needs_repair = False
+        self._declare = declare
+        self._redeclare = redeclare
+        self._must_redeclare = False
         self._done = done
         self._confirming: ConfirmChannel | None = None
         #: Seconds that the caller's iterator took for the last message; unknown before the first.
@@ -106,7 +106,7 @@ class Batch:
     def _run(self) -> None:
         while self._has_more():
             try:
-                self._serve(self._ready())
+                self._serve(self._channel())
             except PublishError as error:
                 self._end_with(error, error.__cause__)
             except NotAllowed as refused:
@@ -167,18 +167,20 @@ class Batch:
         """How many messages may be in flight."""
         return 1 if self._suspects else self._patience.window
 
-    def _ready(self) -> ConfirmChannel:
+    def _channel(self) -> ConfirmChannel:
         """A channel on a connection where everything is declared."""
         deadline = self._again[0][1].deadline
         try:
             confirming = self._line.open(deadline)
         except AccessRefused as refused:
             raise self._lost(refused) from refused
-        if self._prepare is not None:
-            self._declare(confirming, self._prepare, deadline)
+        if self._declare is not None:
+            self._run_declaration(confirming, self._declare, deadline)
         return confirming
 
-    def _declare(self, confirming: ConfirmChannel, declare: Prepare, deadline: float) -> None:
+    def _run_declaration(
+        self, confirming: ConfirmChannel, declare: Declaration, deadline: float
+    ) -> None:
         try:
             with confirming.answers_within(remaining(deadline)):
                 declare(self._line.connection)
@@ -207,15 +209,16 @@ class Batch:
             self._confirming = None
 
     def _send(self, confirming: ConfirmChannel) -> None:
-        if self._needs_repair and self._repair is not None:
-            self._needs_repair = False
-            self._declare(confirming, self._repair, self._again[0][1].deadline)
+        if self._must_redeclare and self._redeclare is not None:
+            self._must_redeclare = False
+            deadline = self._again[0][1].deadline
+            self._run_declaration(confirming, self._redeclare, deadline)
         timeout, look_at = self._patience.timeout, time.monotonic() + LOOK_EVERY
-        # What comes back meanwhile is sent again once it is repaired.
+        # What comes back meanwhile is sent again once all is declared again.
         while (
             confirming.blocked is None
             and confirming.in_flight < self._window
-            and not self._needs_repair
+            and not self._must_redeclare
         ):
             posting = self._next()
             if posting is None:
@@ -287,8 +290,8 @@ class Batch:
             if not self._patience.is_over(attempt) and at < posting.deadline:
                 self._send_again(posting, at)
                 return
-        elif isinstance(error, MessageReturned) and self._repair and not posting.returned:
-            posting.returned = self._needs_repair = True
+        elif isinstance(error, MessageReturned) and self._redeclare and not posting.returned:
+            posting.returned = self._must_redeclare = True
             self._send_again(posting, 0.0)
             return
         self._finish(posting, error)
@@ -324,12 +327,12 @@ class Batch:
         if not isinstance(closed, NotFound):
             raise MessageNacked(*address, str(closed)) from closed
         first = self._again[0][1]
-        if self._repair is None or first.returned:
+        if self._redeclare is None or first.returned:
             raise MessageReturned(*address, str(closed)) from closed
         for _, posting in self._again:
             posting.returned = True
             posting.resent += 1
-        self._needs_repair = True
+        self._must_redeclare = True
 
     def _find_refused(self, in_flight: int, closed: PreconditionFailed) -> None:
         """One of those in flight is what the broker refuses: it is too large, for example.

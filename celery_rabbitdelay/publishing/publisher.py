@@ -25,7 +25,7 @@ from celery_rabbitdelay.publishing.posting import (
     Patience,
     Posting,
 )
-from celery_rabbitdelay.publishing.publish_loop import Batch, Prepare
+from celery_rabbitdelay.publishing.publish_loop import Batch, Declaration
 from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["Publisher"]
@@ -47,8 +47,8 @@ class Publisher(Line):
         timeout: float = TIMEOUT,
         resends: int | None = RESENDS,
         backoff: tuple[float, float, float] = BACKOFF,
-        prepare: Prepare | None = None,
-        repair: Prepare | None = None,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
     ) -> None:
         """Publish a message and return once the broker has it on disk.
 
@@ -63,14 +63,14 @@ class Publisher(Line):
             resends: How often the message is sent again after the broker has refused it, or the
                 connection was lost; None for as often as the time allows.
             backoff: Seconds before the first resend, the step by which they grow, their maximum.
-            prepare: Called with each new connection, and at least once, to declare what is missing.
-            repair: Called once where no queue takes the message or its exchange does not exist;
+            declare: Called with each new connection, and at least once, to declare what is missing.
+            redeclare: Called once if no queue takes the message or its exchange does not exist;
                 it is then sent once more.
 
         Raises:
             MessageNacked: The broker refused the message, also each time it was sent again.
             MessageReturned: No queue takes it, or the exchange does not exist.
-            DeclarationRefused: The broker refused what ``prepare`` declares.
+            DeclarationRefused: The broker refused what ``declare`` declares.
             ConfirmTimeout: No confirm within ``timeout``.
             ConnectionBlocked: The broker blocked the connection for all of that time.
             ConnectionLost: The connection could not be opened or broke, also at each resend.
@@ -85,7 +85,7 @@ class Publisher(Line):
             )
         posting = Posting(content, address)
         patience = Patience(timeout, resends, backoff)
-        self.publish_all([posting], patience, prepare=prepare, repair=repair)
+        self.publish_all([posting], patience, declare=declare, redeclare=redeclare)
         if posting.error is not None:
             raise posting.error
 
@@ -94,8 +94,8 @@ class Publisher(Line):
         postings: Iterable[Posting],
         patience: Patience = PATIENCE,
         *,
-        prepare: Prepare | None = None,
-        repair: Prepare | None = None,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
         done: Callable[[Posting], None] | None = None,
     ) -> None:
         """Publish messages, many of them in flight, and return once each has its outcome.
@@ -103,9 +103,9 @@ class Publisher(Line):
         Args:
             postings: The messages. No more of them are taken than may be in flight.
             patience: How long and how often each is tried.
-            prepare: Called with each new connection, and at least once, to declare what is missing.
-            repair: Called where no queue takes a message or an exchange does not exist; the message
-                is then sent once more.
+            declare: Called with each new connection, and at least once, to declare what is missing.
+            redeclare: Called if no queue takes a message or an exchange does not exist; the
+                message is then sent once more.
             done: Called with each message that is confirmed, or has an error.
 
         What ``postings`` or ``done`` raise is raised as it is; what is in flight then has no
@@ -116,4 +116,4 @@ class Publisher(Line):
             PublishError: Nothing can be published any more. All messages that were taken and have
                 no outcome have this error; further ones were not taken.
         """
-        Batch(self, iter(postings), patience, prepare, repair, done).run()
+        Batch(self, iter(postings), patience, declare, redeclare, done).run()

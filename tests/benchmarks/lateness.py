@@ -56,7 +56,7 @@ from kombu.utils.json import dumps
 
 from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import binary, clock
-from celery_rabbitdelay.publishing.declaration import look_at
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.posting import Patience, Posting
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
@@ -173,7 +173,7 @@ class Bench:
         return speed
 
     def _have_come(self, way: Way) -> bool:
-        found = look_at(self._connection, way.queue)
+        found = queue_counts(self._connection, [way.queue])[way.queue.name]
         return found is not None and found.messages == PROBE
 
     def measure(self, name: str, rate: int, lead: float) -> Lateness | None:
@@ -192,7 +192,7 @@ class Bench:
         return late if batch.in_time else None
 
     def _is_consumed(self, way: Way) -> bool:
-        found = look_at(self._connection, way.queue)
+        found = queue_counts(self._connection, [way.queue])[way.queue.name]
         return found is not None and found.consumers > 0
 
     def _measure_eta(self, due_ms: list[int]) -> Lateness | None:

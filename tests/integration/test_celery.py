@@ -17,7 +17,7 @@ from celery_rabbitdelay.exceptions import (
     PublishError,
 )
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.publishing.declaration import missing, stands
+from celery_rabbitdelay.publishing.declaration import is_declared, missing
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
@@ -72,7 +72,7 @@ def test_no_delay_takes_celery_s_own_path(shop: Any, connection: Connection, pre
     for arrival in arrivals:
         assert headers.DUE not in arrival.message.headers
         assert arrival.message.headers["eta"] is None
-    assert not stands(connection, shop.rabbitdelay.topology)
+    assert not is_declared(connection, shop.rabbitdelay.topology)
 
 
 def test_three_days_and_some_lie_in_their_queue_under_their_key(
@@ -229,7 +229,7 @@ def test_a_broker_that_comes_back_empty_is_made_whole_by_the_worker(
         def whole_again() -> bool:
             try:
                 with Connection(private_rabbitmq.url) as connection:
-                    return stands(connection, topology)
+                    return is_declared(connection, topology)
             except OSError:
                 return False
 

@@ -13,7 +13,12 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import TopologyIncomplete
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.publishing.declaration import bind_destination, declare, missing, stands
+from celery_rabbitdelay.publishing.declaration import (
+    bind_destination,
+    declare,
+    is_declared,
+    missing,
+)
 from celery_rabbitdelay.testing import (
     RabbitMQServer,
     ServerNotStarted,
@@ -154,7 +159,7 @@ def test_where_no_queue_is_created_an_unknown_one_is_celery_s_own_error(
     shop = make_shop(task_create_missing_queues=False)
     with pytest.raises(QueueNotFound, match=added):
         shop.tasks["look"].apply_async(delay=0.3, queue=added)
-    assert not stands(connection, shop.rabbitdelay.topology)
+    assert not is_declared(connection, shop.rabbitdelay.topology)
 
     shop.tasks["look"].apply_async(delay=0.3, queue=f"{prefix}.second")
     (arrival,) = take(connection, [Queue(f"{prefix}.second")], 1)
@@ -337,6 +342,6 @@ def test_where_operators_declare_an_application_declares_nothing(
     shop = make_shop(rabbitdelay_declare="never")
     with pytest.raises(TopologyIncomplete, match=prefix):
         shop.tasks["look"].apply_async(delay=1)
-    shop.rabbitdelay.make_ready(f"{prefix}.default", 0, 0)
+    shop.rabbitdelay.bind_declared_queue(f"{prefix}.default", 0, 0)
     topology: Topology = shop.rabbitdelay.topology
     assert len(missing(connection, topology)) == len(topology.queues) + len(topology.exchanges) + 2

@@ -128,7 +128,7 @@ def test_an_interrupted_publish_harms_no_other(
 
     publish(publisher, target.name)
     with pytest.raises(TimeIsUp):
-        publish(publisher, target.name, prepare=interrupted)
+        publish(publisher, target.name, declare=interrupted)
     publish(publisher, target.name, timeout=TIMEOUT + GRACE)
     assert count(connection, target.name) == 2
 
@@ -136,11 +136,11 @@ def test_an_interrupted_publish_harms_no_other(
 def test_a_declaration_that_is_refused_is_an_error_with_the_broker_s_reason(
     publisher: Publisher, target: Queue
 ) -> None:
-    def prepare(connection: Connection) -> None:
+    def declare(connection: Connection) -> None:
         Queue(target.name, durable=False)(connection.default_channel).queue_declare()
 
     with pytest.raises(DeclarationRefused, match="inequivalent arg") as caught:
-        publish(publisher, target.name, prepare=prepare)
+        publish(publisher, target.name, declare=declare)
     assert caught.value.routing_key == target.name
     publish(publisher, target.name)
 

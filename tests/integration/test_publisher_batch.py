@@ -100,7 +100,7 @@ class TimeIsUp(BaseException):
 
 
 @pytest.mark.parametrize("error", [ValueError, ConnectionResetError, TimeoutError, TimeIsUp])
-@pytest.mark.parametrize("where", ["iterator", "done", "prepare"])
+@pytest.mark.parametrize("where", ["iterator", "done", "declare"])
 def test_what_the_caller_s_own_code_raises_is_raised_as_it_is(
     publisher: Publisher,
     target: Queue,
@@ -109,7 +109,7 @@ def test_what_the_caller_s_own_code_raises_is_raised_as_it_is(
     where: str,
 ) -> None:
     """Also what looks like a lost connection: a file, a pipe or a database may raise it."""
-    if where == "prepare" and issubclass(error, OSError):
+    if where == "declare" and issubclass(error, OSError):
         return  # It works on the publisher's connection, whose loss it then is.
     raised: list[BaseException] = []
 
@@ -126,12 +126,12 @@ def test_what_the_caller_s_own_code_raises_is_raised_as_it_is(
         if where == "done":
             fail()
 
-    def prepare(_: Connection) -> None:
-        if where == "prepare":
+    def declare(_: Connection) -> None:
+        if where == "declare":
             fail()
 
     with pytest.raises(error) as caught:
-        publisher.publish_all(source(), Patience(window=20), prepare=prepare, done=done)
+        publisher.publish_all(source(), Patience(window=20), declare=declare, done=done)
     assert caught.value is raised[0]
     assert len(raised) == 1
     still_works()

@@ -69,7 +69,7 @@ def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
 ) -> None:
     sent = postings(queue.name, 3000)
     finished: list[Posting] = []
-    prepared: list[Connection] = []
+    declared_on: list[Connection] = []
     closings = 0
 
     def close() -> None:
@@ -84,10 +84,10 @@ def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
             yield each
 
     publisher.publish_all(
-        source(), Patience(window=300), prepare=prepared.append, done=finished.append
+        source(), Patience(window=300), declare=declared_on.append, done=finished.append
     )
     assert closings == 2
-    assert len(prepared) == 3
+    assert len(declared_on) == 3
     assert Counter(map(id, finished)) == Counter(map(id, sent))
     assert {each.error for each in sent} == {None}
     with Connection(broker.url) as connection:
@@ -215,10 +215,10 @@ def test_a_memory_alarm_that_stays_is_an_error_of_its_own(
 def test_why_the_broker_closed_the_connection_is_told(
     broker: RabbitMQServer, publisher: Publisher, queue: Queue
 ) -> None:
-    def prepare(connection: Connection) -> None:
+    def declare(connection: Connection) -> None:
         broker.ctl("close_all_connections", "an operator was here")
         queue(connection.default_channel).queue_declare()
 
     with pytest.raises(ConnectionLost, match="an operator was here"):
-        publisher.publish_all([posting(queue.name)], Patience(resends=0), prepare=prepare)
+        publisher.publish_all([posting(queue.name)], Patience(resends=0), declare=declare)
     publisher.publish_all([posting(queue.name)])
