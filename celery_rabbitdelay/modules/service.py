@@ -33,7 +33,7 @@ class Courier:
         module: The module.
         connection: Where to; connections like it are opened.
         declare: Called with each new connection, to declare what the module needs.
-        on_lost: Called when a connection is lost, or the module fails on it.
+        on_lost: Called when an open connection is lost, or the module fails on it.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class Courier:
                 with self._connection.clone() as connection:
                     self._serve(connection)
             except Exception as lost:
-                self._on_lost()
                 if self.tally.finished > finished:
                     pause = shortest
                 expected = (*self._connection.recoverable_connection_errors, PublishError)
@@ -83,17 +82,22 @@ class Courier:
     def _serve(self, connection: Connection) -> None:
         options = connection.transport_options or {}
         connection.transport_options = {**options, "frame_handler": frame_handler}
+        served = False
         try:
             connect(connection)
-            transport: Any = connection.connection
-            with transport.transport.having_timeout(self.module.timeout):
-                self._declare(connection)
-            logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
-            served = Session(self.module, connection, self.tally, self.stopping).serve()
-        except Exception:
-            served = False
-            raise
+            served = self._serve_on(connection)
         finally:
             if not served:
                 # Without a word to the broker, which may not be listening.
                 connection.collect(socket_timeout=0.1)
+
+    def _serve_on(self, connection: Connection) -> bool:
+        try:
+            transport: Any = connection.connection
+            with transport.transport.having_timeout(self.module.timeout):
+                self._declare(connection)
+            logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
+            return Session(self.module, connection, self.tally, self.stopping).serve()
+        except Exception:
+            self._on_lost()
+            raise
