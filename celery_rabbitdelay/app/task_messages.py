@@ -23,7 +23,7 @@ from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.message import PERSISTENT, body_of
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publisher import Declare, Publisher
+from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["Call", "Capture", "Writer", "captured", "sending", "writer_for"]
@@ -92,7 +92,7 @@ class Capture(DelayedTaskProducer):
     options: dict[str, Any]
     delayed: Delayed
     patience: PublishPolicy
-    declares: dict[str, Declare | None]
+    declares: dict[str, Declaration | None]
 
     def publish_delayed(  # type: ignore[override]
         self,
@@ -108,10 +108,10 @@ class Capture(DelayedTaskProducer):
         """Keep all that there is to know."""
         self.body = body
         self.options = options
-        self.delayed = self.prepared(body, destination, due, **options)
+        self.delayed = self.delayed_message(body, destination, due, **options)
         self.delayed.message.properties["delivery_mode"] = PERSISTENT
         self.patience = PublishPolicy(self.timeout, resends, backoff)
-        self.declares = self.declaring(self.delayed.queue, declare)
+        self.declares = self.declarations(self.delayed.queue, declare)
 
 
 def captured(

@@ -32,17 +32,23 @@ class ModuleService:
     Args:
         module: The module.
         connection: Where to; connections like it are opened.
-        declare: Called with each new connection, to declare what is missing.
+        declare: Called with each new connection, to declare what the module needs.
+        on_lost: Called when an open connection is lost, or the module fails on it.
     """
 
     def __init__(
-        self, module: Module, connection: Connection, declare: Callable[[Connection], None]
+        self,
+        module: Module,
+        connection: Connection,
+        declare: Callable[[Connection], None],
+        on_lost: Callable[[], None],
     ) -> None:
         self.module = module
         self.statistics = ModuleStatistics()
         self.stopping = Event()
         self._connection = connection
         self._declare = declare
+        self._on_lost = on_lost
         self._thread = Thread(target=self._run, name=f"rabbitdelay-{module.name}", daemon=True)
 
     def start(self) -> None:
@@ -82,12 +88,18 @@ class ModuleService:
         finished = False
         try:
             connect(connection)
-            with Wire(connection).answers_within(self.module.timeout):
-                self._declare(connection)
-            logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
-            consumer = ModuleConsumer(self.module, connection, self.statistics, self.stopping)
-            finished = consumer.serve()
+            finished = self._serve_on(connection)
         finally:
             if not finished:
                 # Without AMQP's handshake, since the broker may not be answering.
                 connection.collect(socket_timeout=0.1)
+
+    def _serve_on(self, connection: Connection) -> bool:
+        try:
+            with Wire(connection).answers_within(self.module.timeout):
+                self._declare(connection)
+            logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
+            return ModuleConsumer(self.module, connection, self.statistics, self.stopping).serve()
+        except Exception:
+            self._on_lost()
+            raise

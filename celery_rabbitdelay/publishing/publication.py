@@ -30,7 +30,7 @@ class Publication:
         error: Why the broker has not confirmed the message; None if it has.
         resent: How often the message was sent again.
         deadline: When to give up, on the clock of :func:`time.monotonic`.
-        repaired: Whether what the message needs was declared again because no queue took it.
+        redeclared: Whether what the message needs was declared again because no queue took it.
     """
 
     __slots__ = (
@@ -39,7 +39,7 @@ class Publication:
         "deadline",
         "error",
         "exchange",
-        "repaired",
+        "redeclared",
         "resent",
         "routing_key",
         "subject",
@@ -54,4 +54,4 @@ class Publication:
         self.error: PublishError | None = None
         self.resent = 0
         self.deadline = math.inf
-        self.repaired = False
+        self.redeclared = False

@@ -71,8 +71,8 @@ class PublishLoop:
         source: Returns the next message, at most as many as may be in flight.
         policy: How long, and how often, each message is tried.
         done: Called with each message that is confirmed or has an error.
-        repair: Declares again what messages need, if no queue takes one of them or an exchange does
-            not exist; the message is then sent once more. None if nothing can be declared.
+        redeclare: Declares again what messages need, if no queue takes one of them or an exchange
+            does not exist; the message is then sent once more. None if nothing can be declared.
 
     Attributes:
         window: How many messages may be in flight.
@@ -85,15 +85,15 @@ class PublishLoop:
         source: Source,
         policy: PublishPolicy,
         done: Callable[[Publication], None],
-        repair: Callable[[], None] | None = None,
+        redeclare: Callable[[], None] | None = None,
     ) -> None:
         self.window = policy.window
         self.last_settled = 0.0
         self._source = source
         self._policy = policy
         self._done = done
-        self._repair = repair
-        self._needs_repair = False
+        self._redeclare = redeclare
+        self._must_redeclare = False
         self._channel: ConfirmChannel | None = None
         #: Messages to send before any new one, and when, the earliest first.
         self._resends: deque[tuple[float, Publication]] = deque()
@@ -151,13 +151,13 @@ class PublishLoop:
 
     def send(self) -> None:
         """Send as many messages as the window takes; they are written by the channel's flush."""
-        if self._needs_repair and self._repair is not None:
-            self._needs_repair = False
-            self._repair()
+        if self._must_redeclare and self._redeclare is not None:
+            self._must_redeclare = False
+            self._redeclare()
         channel, timeout = self.channel, self._policy.timeout
         read_at = time.monotonic() + READ_EVERY
-        # A message that is returned meanwhile is sent again after the repair.
-        while channel.blocked is None and not self._needs_repair:
+        # A message that is returned meanwhile is sent again after the declaration.
+        while channel.blocked is None and not self._must_redeclare:
             publication = self._next()
             if publication is None:
                 return
@@ -284,8 +284,8 @@ class PublishLoop:
             if not self._policy.is_over(attempt) and at < publication.deadline:
                 self._send_again(publication, at)
                 return
-        elif isinstance(error, MessageReturned) and self._repair and not publication.repaired:
-            publication.repaired = self._needs_repair = True
+        elif isinstance(error, MessageReturned) and self._redeclare and not publication.redeclared:
+            publication.redeclared = self._must_redeclare = True
             self._send_again(publication, 0.0)
             return
         self._finish(publication)
@@ -338,10 +338,10 @@ class PublishLoop:
         if closed.method_sig != spec.Basic.Publish or not in_flight:
             raise closed
         suspects = [publication for _, publication in islice(self._resends, in_flight)]
-        if isinstance(closed, NotFound) and self._repair and not suspects[0].repaired:
-            self._needs_repair = True
+        if isinstance(closed, NotFound) and self._redeclare and not suspects[0].redeclared:
+            self._must_redeclare = True
             for publication in suspects:
-                publication.repaired = True
+                publication.redeclared = True
                 publication.resent += 1
             return None
         if in_flight > 1:

@@ -33,10 +33,10 @@ from celery_rabbitdelay.publishing.publication import Address, Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, callers_errors_as_they_are
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = ["Declare", "Publisher"]
+__all__ = ["Declaration", "Publisher"]
 
 #: Called with a connection, to declare what is missing.
-Declare: TypeAlias = Callable[[Connection], None]
+Declaration: TypeAlias = Callable[[Connection], None]
 
 #: After these the connection is in order, and can be used for the next messages.
 HARMLESS: Final = (MessageNacked, MessageRefused, MessageReturned, DeclarationRefused)
@@ -66,8 +66,8 @@ class Publisher:
         timeout: float = TIMEOUT,
         resends: int | None = RESENDS,
         backoff: tuple[float, float, float] = BACKOFF,
-        declare: Declare | None = None,
-        repair: Declare | None = None,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
     ) -> None:
         """Publish a message and return once the broker has it on disk.
 
@@ -83,7 +83,7 @@ class Publisher:
                 connection was lost; None for as often as the time allows.
             backoff: Seconds before the first resend, the step by which they grow, their maximum.
             declare: Called with each new connection, and at least once, to declare what is missing.
-            repair: Called once if no queue takes the message or its exchange does not exist; the
+            redeclare: Called once if no queue takes the message or its exchange does not exist; the
                 message is then sent once more.
 
         Raises:
@@ -103,7 +103,7 @@ class Publisher:
             raise PublishError(*address(), f"cannot be written in AMQP: {error}") from error
         publication = Publication(content, address)
         policy = PublishPolicy(timeout, resends, backoff)
-        self.publish_all([publication], policy, declare=declare, repair=repair)
+        self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         if publication.error is not None:
             raise publication.error
 
@@ -112,8 +112,8 @@ class Publisher:
         publications: Iterable[Publication],
         policy: PublishPolicy = DEFAULT_POLICY,
         *,
-        declare: Declare | None = None,
-        repair: Declare | None = None,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
         done: Callable[[Publication], None] | None = None,
     ) -> None:
         """Publish messages, many of them in flight, and return once each has its outcome.
@@ -126,15 +126,15 @@ class Publisher:
             publications: The messages. No more of them are taken than may be in flight.
             policy: How long, and how often, each is tried.
             declare: Called with each new connection, and at least once, to declare what is missing.
-            repair: Called if no queue takes a message or an exchange does not exist; the message is
-                then sent once more.
+            redeclare: Called if no queue takes a message or an exchange does not exist; the
+                message is then sent once more.
             done: Called with each message that is confirmed, or has an error.
 
         Raises:
             PublishError: Nothing can be published any more. All messages that were taken and have
                 no outcome have this error; further ones were not taken.
         """
-        _Run(self._connection, publications, policy, declare, repair, done).run()
+        _Run(self._connection, publications, policy, declare, redeclare, done).run()
 
     def discard(self) -> None:
         """Drop the connection without AMQP's handshake; the next publish opens a new one."""
@@ -160,17 +160,17 @@ class _Run:
         connection: PublishingConnection,
         publications: Iterable[Publication],
         policy: PublishPolicy,
-        declare: Declare | None,
-        repair: Declare | None,
+        declare: Declaration | None,
+        redeclare: Declaration | None,
         done: Callable[[Publication], None] | None,
     ) -> None:
         self._connection = connection
         self._publications = iter(publications)
         self._policy = policy
         self._declare = declare
-        self._repair = repair
+        self._redeclare = redeclare
         self._loop = PublishLoop(
-            self._next, policy, done or _ignore, None if repair is None else self._declare_again
+            self._next, policy, done or _ignore, None if redeclare is None else self._declare_again
         )
         self._losses = 0
         self._lost_at = 0.0
@@ -215,10 +215,10 @@ class _Run:
         return channel
 
     def _declare_again(self) -> None:
-        assert self._repair is not None
-        self._call(self._repair)
+        assert self._redeclare is not None
+        self._call(self._redeclare)
 
-    def _call(self, declare: Declare) -> None:
+    def _call(self, declare: Declaration) -> None:
         publication = self._loop.next_waiting
         try:
             with self._loop.channel.wire.answers_within(remaining(publication.deadline)):

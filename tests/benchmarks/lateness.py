@@ -56,7 +56,7 @@ from kombu.utils.json import dumps
 
 from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import binary, clock
-from celery_rabbitdelay.publishing.declaration import look_at
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -174,7 +174,7 @@ class Bench:
         return speed
 
     def _have_come(self, way: Way) -> bool:
-        found = look_at(self._connection, way.queue)
+        found = queue_counts(self._connection, [way.queue])[way.queue.name]
         return found is not None and found.messages == PROBE
 
     def measure(self, name: str, rate: int, lead: float) -> Lateness | None:
@@ -193,7 +193,7 @@ class Bench:
         return late if batch.in_time else None
 
     def _is_consumed(self, way: Way) -> bool:
-        found = look_at(self._connection, way.queue)
+        found = queue_counts(self._connection, [way.queue])[way.queue.name]
         return found is not None and found.consumers > 0
 
     def _measure_eta(self, due_ms: list[int]) -> Lateness | None:

@@ -33,7 +33,7 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from celery_rabbitdelay.levels.layout import binary, clock
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import declare, ensure_destination
+from celery_rabbitdelay.publishing.declaration import declare, declare_destination
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -126,7 +126,7 @@ def compare(broker: RabbitMQServer, messages: int, rounds: int, window: int) -> 
         declare_native(connection, quorum_queue(END))
         for topology in LAYOUTS.values():
             declare(connection, topology)
-            ensure_destination(connection, topology, quorum_queue(END))
+            declare_destination(connection, topology, quorum_queue(END))
         publisher = Publisher(Connection(broker.url))
         rating = partial(rate, connection, publisher, window)
         measures: dict[str, Callable[[], float]] = {}

@@ -71,13 +71,13 @@ def test_a_resend_that_is_due_later_holds_up_none_that_is_due_now(
             yield posting(target.name)
         yield repaired
 
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         late(connection.default_channel).declare()
 
     finished: list[Publication] = []
     patience = PublishPolicy(20.0, resends=2, backoff=(0.0, 1.0, 1.0), window=4)
     began = time.monotonic()
-    publisher.publish_all(source(), patience, repair=repair, done=finished.append)
+    publisher.publish_all(source(), patience, redeclare=redeclare, done=finished.append)
     assert time.monotonic() - began < GRACE
     assert isinstance(refused.error, MessageNacked)
     assert repaired.error is None
@@ -127,7 +127,7 @@ def test_an_exchange_that_does_not_exist_is_repaired_and_none_is_missing(
     news = make_queue("news", exchange)
     repaired: list[Connection] = []
 
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         repaired.append(connection)
         news(connection.default_channel).declare()
 
@@ -137,7 +137,7 @@ def test_an_exchange_that_does_not_exist_is_repaired_and_none_is_missing(
         else posting(target.name, str(number))
         for number in range(200)
     ]
-    publisher.publish_all(sent, PublishPolicy(window=30), repair=repair)
+    publisher.publish_all(sent, PublishPolicy(window=30), redeclare=redeclare)
     assert len(repaired) == 1
     assert {each.error for each in sent} == {None}
     assert set(bodies(connection, news, 100)) == {str(n) for n in range(200) if n % 2}
@@ -150,7 +150,7 @@ def test_a_repair_that_mends_nothing_ends_it(
     repaired: list[Connection] = []
     sent = [posting("key", str(number), f"{prefix}-nothing") for number in range(20)]
     with pytest.raises(MessageReturned):
-        publisher.publish_all(sent, repair=repaired.append)
+        publisher.publish_all(sent, redeclare=repaired.append)
     assert len(repaired) == 1
     assert {type(each.error) for each in sent} == {MessageReturned}
     still_works()
@@ -159,12 +159,12 @@ def test_a_repair_that_mends_nothing_ends_it(
 def test_a_queue_that_does_not_exist_is_repaired_once_for_each_message_that_comes_back(
     connection: Connection, publisher: Publisher, queue: Queue, prefix: str
 ) -> None:
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         queue(connection.default_channel).declare()
 
     sent = [posting(queue.name, str(number)) for number in range(50)]
     sent.append(posting(f"{prefix}-nowhere"))
-    publisher.publish_all(sent, PublishPolicy(window=10), repair=repair)
+    publisher.publish_all(sent, PublishPolicy(window=10), redeclare=redeclare)
     assert [each.error for each in sent[:-1]] == [None] * 50
     assert isinstance(sent[-1].error, MessageReturned)
     assert sent[-1].resent == 1
@@ -179,11 +179,11 @@ def test_what_comes_back_while_a_slow_iterator_is_asked_is_sent_again_after_the_
             work(0.01)
             yield each
 
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         queue(connection.default_channel).declare()
 
     sent = postings(queue.name, 50)
-    publisher.publish_all(source(), repair=repair)
+    publisher.publish_all(source(), redeclare=redeclare)
     assert [each.error for each in sent] == [None] * 50
     assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
 
@@ -200,11 +200,11 @@ def test_a_repair_is_made_for_one_message_that_came_back_among_many(
                 work(0.1)
             yield each
 
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         late(connection.default_channel).declare()
 
     sent = [posting(late.name), *postings(target.name, 30)]
-    publisher.publish_all(source(), PublishPolicy(window=4), repair=repair)
+    publisher.publish_all(source(), PublishPolicy(window=4), redeclare=redeclare)
     assert [each.error for each in sent] == [None] * 31
     assert count(connection, late.name) == 1
 
