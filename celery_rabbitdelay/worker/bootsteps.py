@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final
 
@@ -12,11 +10,11 @@ from celery import bootsteps
 from celery.worker.components import Pool
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
-from celery.worker.control import inspect_command
 from kombu import Connection
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.settings import checked_modules
+from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module
 from celery_rabbitdelay.modules.distribution import distribute
@@ -24,8 +22,16 @@ from celery_rabbitdelay.modules.service import Courier
 from celery_rabbitdelay.publishing.declaration import ensure_destination
 from celery_rabbitdelay.worker.early_tasks import Relay
 from celery_rabbitdelay.worker.restore import GatedStrategies
+from celery_rabbitdelay.worker.status import rabbitdelay_status
 
-__all__ = ["DelayLevels", "Gate", "Modules", "prepare"]
+__all__ = [
+    "DelayLevels",
+    "Gate",
+    "Modules",
+    "allowed_destinations",
+    "prepare",
+    "rabbitdelay_status",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +179,7 @@ def _courier(app: Any, name: str) -> Courier:
     topology = settings.topology
     if name == "check-in":
         queue = topology.checkin
-        receive = CheckIn(topology, _Allowed(app, settings.checkin_allowed)).receive
+        receive = CheckIn(topology, allowed_destinations(app).includes).receive
     else:
         queue, receive = topology.distribution, distribute
     module = Module(
@@ -189,35 +195,14 @@ def _courier(app: Any, name: str) -> Courier:
     return Courier(module, connection, partial(prepare, app))
 
 
-class _Allowed:
-    """Which destinations check-in may reach.
+def allowed_destinations(app: Any) -> AllowedDestinations:
+    """Return where check-in may publish: what the setting says, or else what the queues do.
 
-    Args:
-        app: The application.
-        patterns: The names of queues and exchanges; None for those that the application knows.
+    The queues are those of the configuration. ``app.amqp.queues`` grows with every queue that the
+    application sends to or that the worker is told to consume from.
     """
-
-    def __init__(self, app: Any, patterns: Sequence[str] | None) -> None:
-        self._app = app
-        self._patterns = patterns
-
-    def __call__(self, exchange: str, routing_key: str) -> bool:
-        name = exchange or routing_key
-        if self._patterns is not None:
-            return any(fnmatchcase(name, pattern) for pattern in self._patterns)
-        queues = self._app.amqp.queues
-        if not exchange:
-            return dict.__contains__(queues, name)
-        sources = [
-            source
-            for queue in queues.values()
-            for source in (queue.exchange, *(binding.exchange for binding in queue.bindings))
-        ]
-        return any(source is not None and source.name == name for source in sources)
-
-
-@inspect_command(name="rabbitdelay_status")
-def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
-    """Rates and backlog of the modules around the delay levels."""
-    couriers: list[Courier] = getattr(state.consumer.controller, "rabbitdelay_couriers", [])
-    return {courier.module.name: courier.tally.status() for courier in couriers}
+    patterns = app.rabbitdelay.settings.checkin_allowed
+    if patterns is not None:
+        return AllowedDestinations.matching(patterns)
+    # Where task_queues is unset, Celery makes the default queue.
+    return AllowedDestinations.of_queues(app.amqp.Queues(app.conf.task_queues).values())
