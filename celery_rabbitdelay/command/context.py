@@ -29,7 +29,8 @@ def delays_of(context: CLIContext) -> RabbitDelay:
     """Return the delays of the application that ``celery -A`` names.
 
     Raises:
-        click.UsageError: Its delays do not wait in RabbitMQ, or a setting of theirs is wrong.
+        click.UsageError: Its delays do not wait in RabbitMQ, or a ``rabbitdelay_*`` setting is
+            wrong.
     """
     delays = getattr(context.app, "rabbitdelay", None)
     if not isinstance(delays, RabbitDelay):
