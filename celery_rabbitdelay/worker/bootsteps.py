@@ -20,14 +20,14 @@ from celery_rabbitdelay.modules.consumer import Module
 from celery_rabbitdelay.modules.distribution import distribute
 from celery_rabbitdelay.modules.service import Courier
 from celery_rabbitdelay.publishing.declaration import ensure_destination
-from celery_rabbitdelay.worker.early_tasks import Relay
-from celery_rabbitdelay.worker.restore import GatedStrategies
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.restore import RestoringStrategies
 from celery_rabbitdelay.worker.status import rabbitdelay_status
 
 __all__ = [
     "DelayLevels",
-    "Gate",
     "Modules",
+    "RestoreTasks",
     "allowed_destinations",
     "prepare",
     "rabbitdelay_status",
@@ -92,8 +92,11 @@ class DelayLevels(bootsteps.StartStopStep):
         )
 
 
-class Gate(bootsteps.StartStopStep):
-    """Puts the gate before the worker's tasks, and a relay beside them."""
+class RestoreTasks(bootsteps.StartStopStep):
+    """Restores each delayed task on its arrival, and puts early tasks into the levels.
+
+    Early tasks are those that arrive before they are due; see :class:`EarlyTasks`.
+    """
 
     requires = (DelayLevels,)
 
@@ -102,24 +105,24 @@ class Gate(bootsteps.StartStopStep):
         return bool(consumer.app.rabbitdelay.available)
 
     def start(self, consumer: Any) -> None:
-        """Put the gate up, with a relay for the new connection."""
-        if not isinstance(consumer.strategies, GatedStrategies):
-            consumer.strategies = GatedStrategies(consumer)
+        """Wrap the execution strategies, and begin to take early tasks of the new connection."""
+        if not isinstance(consumer.strategies, RestoringStrategies):
+            consumer.strategies = RestoringStrategies(consumer)
         if consumer.app.rabbitdelay.settings.takeover:
-            consumer.strategies.relay = Relay(consumer)
-            consumer.strategies.relay.start()
+            consumer.strategies.early_tasks = EarlyTasks(consumer)
+            consumer.strategies.early_tasks.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
-        """Have the event loop run what the relay cannot do in its own thread."""
-        if consumer.strategies.relay is not None:
-            consumer.strategies.relay.register(hub)
+        """Let the event loop run what early tasks need from the worker's own thread."""
+        if consumer.strategies.early_tasks is not None:
+            consumer.strategies.early_tasks.register(hub)
 
     def stop(self, consumer: Any) -> None:
-        """End the relay of the connection that is lost or closed."""
+        """Take no more early tasks of the connection that is lost or closed."""
         strategies = consumer.strategies
-        if isinstance(strategies, GatedStrategies) and strategies.relay is not None:
-            relay, strategies.relay = strategies.relay, None
-            relay.stop()
+        if isinstance(strategies, RestoringStrategies) and strategies.early_tasks is not None:
+            early_tasks, strategies.early_tasks = strategies.early_tasks, None
+            early_tasks.stop()
 
 
 #: How many messages a module takes from its queue before they are done. Distribution fewer: one of
