@@ -9,7 +9,6 @@ from typing import Any, Final
 from amqp.exceptions import NotFound
 from celery import bootsteps
 from celery.worker.components import Pool
-from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
 from kombu import Connection, Queue
 from kombu.common import Broadcast
@@ -25,6 +24,7 @@ from celery_rabbitdelay.publishing.declaration import (
     connect,
     declare_destination,
 )
+from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 from celery_rabbitdelay.worker.status import rabbitdelay_status
@@ -135,9 +135,7 @@ class DelayLevels(bootsteps.StartStopStep):
         """Stand in for Celery's own step, which would declare its native delayed delivery."""
         included: bool = super().include(consumer)
         if included:
-            consumer.steps[:] = [
-                step for step in consumer.steps if not isinstance(step, DelayedDelivery)
-            ]
+            leave_out_delayed_delivery(consumer)
         return included
 
     def start(self, consumer: Any) -> None:
