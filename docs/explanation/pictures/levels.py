@@ -118,9 +118,7 @@ def levels(axes: Any, words: list[str], stops: tuple[str, ...]) -> None:
         stop = next(waits)
         box(axes, x, QUEUE_Y, f"queue\n{stop.removeprefix('rabbitdelay.')}", QUEUE_FILL)
         arrow(axes, (x, EXCHANGE_Y - HEIGHT / 2 - 0.02), (x, QUEUE_Y + HEIGHT / 2 + 0.04))
-        axes.text(
-            x + 0.08, (EXCHANGE_Y + QUEUE_Y) / 2, f"digit {digit}", **_note("center", "left")
-        )
+        axes.text(x + 0.08, (EXCHANGE_Y + QUEUE_Y) / 2, f"digit {digit}", **_note("center", "left"))
         start = (x + WIDTH / 2 + 0.02, QUEUE_Y + 0.1)
         arrow(axes, start, (x + STEP - WIDTH / 2 + 0.12, EXCHANGE_Y - HEIGHT / 2 - 0.04), 0.3)
         axes.text(x, QUEUE_Y - 0.5, f"waits {digit} {HEADINGS[column]}", **_note("top"))
