@@ -26,6 +26,7 @@ __all__ = [
     "InvalidSetting",
     "LayoutConflict",
     "MessageNacked",
+    "MessageRefused",
     "MessageReturned",
     "NeedsDistribution",
     "NoPublisherFree",
@@ -242,7 +243,18 @@ class PublishError(RabbitDelayError, OperationalError):
 
 
 class MessageNacked(PublishError):
-    """The broker refused the message (``basic.nack``): a queue was full or its leader away."""
+    """The broker refused the message (``basic.nack``): a queue was full or its leader away.
+
+    It may take the same message later.
+    """
+
+
+class MessageRefused(PublishError):
+    """The broker closed the channel because of the message, and will do so each time.
+
+    The message is larger than ``max_message_size``, has an invalid property, or the user may not
+    write to the exchange; the reason is the broker's. Sending the same message again does not help.
+    """
 
 
 class MessageReturned(PublishError):

@@ -25,7 +25,7 @@ from celery_rabbitdelay.publishing.declaration import (
     forget,
 )
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, capped, task_id_of
-from celery_rabbitdelay.publishing.posting import BACKOFF, RESENDS
+from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 __all__ = ["Delayed", "DelayedProducer"]
@@ -148,7 +148,7 @@ class DelayedProducer(Producer):
         # Somebody may have deleted an exchange of the topology although its marker still stands.
         repair = partial(self._repair, queue=queue, further=further) if self.may_declare else None
         return {
-            "prepare": partial(self._ready, queue=queue, further=further),
+            "declare": partial(self._ready, queue=queue, further=further),
             "repair": repair,
         }
 

@@ -20,7 +20,7 @@ from celery_rabbitdelay.app.settings import checked_modules
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module
 from celery_rabbitdelay.modules.distribution import distribute
-from celery_rabbitdelay.modules.service import Courier
+from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.publishing.declaration import ensure_destination
 from celery_rabbitdelay.worker.early_tasks import Relay
 from celery_rabbitdelay.worker.restore import GatedStrategies
@@ -140,8 +140,8 @@ class Modules(bootsteps.StartStopStep):
 
     def __init__(self, worker: Any, rabbitdelay_modules: str | None = None, **options: Any) -> None:
         self._given = rabbitdelay_modules
-        self._couriers: list[Courier] = []
-        worker.rabbitdelay_couriers = self._couriers
+        self._services: list[ModuleService] = []
+        worker.rabbitdelay_services = self._services
         super().__init__(worker, **options)
 
     def include_if(self, worker: Any) -> bool:
@@ -156,19 +156,19 @@ class Modules(bootsteps.StartStopStep):
         """
         settings = worker.app.rabbitdelay.settings
         modules = settings.modules if self._given is None else checked_modules(self._given)
-        self._couriers += [_courier(worker.app, name) for name in modules]
-        for courier in self._couriers:
-            courier.start()
+        self._services += [_service(worker.app, name) for name in modules]
+        for service in self._services:
+            service.start()
 
     def stop(self, worker: Any) -> None:
         """Finish what the modules have begun, and end them."""
-        for courier in self._couriers:
-            courier.stopping.set()
-        while self._couriers:
-            self._couriers.pop().stop()
+        for service in self._services:
+            service.stopping.set()
+        while self._services:
+            self._services.pop().stop()
 
 
-def _courier(app: Any, name: str) -> Courier:
+def _service(app: Any, name: str) -> ModuleService:
     settings = app.rabbitdelay.settings
     topology = settings.topology
     if name == "check-in":
@@ -186,7 +186,7 @@ def _courier(app: Any, name: str) -> Courier:
         timeout=settings.confirm_timeout,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    return Courier(module, connection, partial(prepare, app))
+    return ModuleService(module, connection, partial(prepare, app))
 
 
 class _Allowed:
@@ -219,5 +219,5 @@ class _Allowed:
 @inspect_command(name="rabbitdelay_status")
 def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
     """Rates and backlog of the modules around the delay levels."""
-    couriers: list[Courier] = getattr(state.consumer.controller, "rabbitdelay_couriers", [])
-    return {courier.module.name: courier.tally.status() for courier in couriers}
+    services: list[ModuleService] = getattr(state.consumer.controller, "rabbitdelay_services", [])
+    return {each.module.name: each.statistics.status() for each in services}
