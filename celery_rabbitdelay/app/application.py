@@ -55,7 +55,7 @@ AppT = TypeVar("AppT", bound=celery.Celery)
 #: The bootsteps that make a worker ready for delayed tasks, as Celery imports them.
 WORKER_STEPS = (
     "celery_rabbitdelay.worker.bootsteps:DelayLevels",
-    "celery_rabbitdelay.worker.bootsteps:Gate",
+    "celery_rabbitdelay.worker.bootsteps:RestoreTasks",
 )
 
 #: The bootstep by which a worker serves the modules around the levels.

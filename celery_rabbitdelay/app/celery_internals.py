@@ -142,7 +142,7 @@ class DelayingAMQP(celery_amqp.AMQP):
         queues.__class__ = combined_class(DelayingQueues, type(queues))
         assert isinstance(queues, DelayingQueues)
         app: Any = self.app
-        queues.on_declared = app.rabbitdelay.make_ready
+        queues.on_declared = app.rabbitdelay.bind_declared_queue
         return queues
 
 

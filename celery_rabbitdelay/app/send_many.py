@@ -36,7 +36,7 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.levels.due import Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import MAX_WORD
-from celery_rabbitdelay.publishing.posting import Posting
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 __all__ = ["RowSender"]
@@ -142,18 +142,18 @@ class RowSender:
                 # JSON cannot express a header that all rows have: each row is a message.
                 self._envelopes = False
         calls = chain([(number, first)], calls)
-        postings = self._postings(producer, writer, calls)
-        patience = producer.patience._replace(window=self._settings.window)
+        publications = self._publications(producer, writer, calls)
+        policy = producer.policy._replace(window=self._settings.window)
         try:
-            self._publisher.publish_all(postings, patience, done=self._done, **producer.declares)
+            self._publisher.publish_all(publications, policy, done=self._done, **producer.declares)
         except PublishError as error:
             if error is self._error_of_progress:
                 raise
             # No further rows are taken; those that were taken and not sent yet have this error.
             self._stops_taking = True
-            for posting in postings:
-                self._report.sent -= len(posting.subject)
-                self._fail(posting.subject, error)
+            for publication in publications:
+                self._report.sent -= len(publication.subject)
+                self._fail(publication.subject, error)
 
     def _calls(self, rows: Iterable[Row | Mapping[str, Any]]) -> Iterator[tuple[int, Call]]:
         """Yield the calls of the rows that can be sent, with the rows' numbers."""
@@ -193,31 +193,31 @@ class RowSender:
             self._check_arguments(*args, **kwargs)
         return Call(row.task_id or next(self._ids), args, kwargs, due)
 
-    def _postings(
+    def _publications(
         self, producer: CapturingProducer, writer: Writer, calls: Iterator[tuple[int, Call]]
-    ) -> Iterator[Posting]:
+    ) -> Iterator[Publication]:
         if not self._envelopes:
             for number, call in calls:
-                yield from self._row_posting(producer, writer, [number], call)
+                yield from self._row_publication(producer, writer, [number], call)
             return
         grouper = Grouper(self._settings.topology.layout, writer.item)
         for number, call in calls:
             try:
                 groups = grouper.add(number, call, call.due)
             except InvalidEnvelope:
-                yield from self._row_posting(producer, writer, [number], call)
+                yield from self._row_publication(producer, writer, [number], call)
                 continue
             except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
                 self._fail([number], error)
                 continue
             for group in groups:
-                yield from self._group_posting(producer, writer, group)
+                yield from self._group_publication(producer, writer, group)
         for group in grouper.flush():
-            yield from self._group_posting(producer, writer, group)
+            yield from self._group_publication(producer, writer, group)
 
-    def _row_posting(
+    def _row_publication(
         self, producer: CapturingProducer, writer: Writer, rows: Sequence[int], call: Call
-    ) -> Iterator[Posting]:
+    ) -> Iterator[Publication]:
         try:
             content = writer.content(call)
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
@@ -225,13 +225,13 @@ class RowSender:
             return
         self._report.sent += len(rows)
         delayed = producer.delayed._replace(task_id=call.task_id)
-        yield Posting(content, partial(producer.address, delayed, call.due), rows)
+        yield Publication(content, partial(producer.address, delayed, call.due), rows)
 
-    def _group_posting(
+    def _group_publication(
         self, producer: CapturingProducer, writer: Writer, group: Group
-    ) -> Iterator[Posting]:
+    ) -> Iterator[Publication]:
         if len(group.rows) == 1 and writer.can_write_again:
-            yield from self._row_posting(producer, writer, group.rows, group.first)
+            yield from self._row_publication(producer, writer, group.rows, group.first)
             return
         due = group.due
         try:
@@ -241,14 +241,14 @@ class RowSender:
             return
         self._report.sent += len(group.rows)
         delayed = producer.delayed._replace(word=DISTRIBUTION, task_id=group.first.task_id)
-        yield Posting(content, partial(producer.address, delayed, due), group.rows)
+        yield Publication(content, partial(producer.address, delayed, due), group.rows)
 
-    def _done(self, posting: Posting) -> None:
+    def _done(self, publication: Publication) -> None:
         report = self._report
-        report.resent += posting.resent
-        rows = posting.subject
-        if posting.error is not None:
-            self._fail(rows, posting.error)
+        report.resent += publication.resent
+        rows = publication.subject
+        if publication.error is not None:
+            self._fail(rows, publication.error)
         else:
             report.confirmed += len(rows)
             report.messages += 1

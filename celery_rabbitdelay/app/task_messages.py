@@ -11,7 +11,7 @@ import celery
 from celery import signals
 
 from celery_rabbitdelay.app.celery_internals import repr_levels, repr_sizes
-from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, PROPERTIES, MessageTemplate
+from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, MessageTemplate
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
@@ -20,11 +20,10 @@ from celery_rabbitdelay.levels.due import Due
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
 from celery_rabbitdelay.publishing.message import PERSISTENT, body_of
-from celery_rabbitdelay.publishing.posting import Patience
+from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publish_loop import Prepare
-from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
+from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content
 
 __all__ = [
     "Call",
@@ -90,15 +89,15 @@ class CapturingProducer(DelayedTaskProducer):
         body: The task's body: arguments, keyword arguments, and callbacks, chain and chord.
         options: The options with which kombu serializes the body.
         delayed: The message.
-        patience: How long and how often to try, by Celery's options.
+        policy: How long and how often to try, by Celery's options.
         declares: The functions by which the publisher declares the destination.
     """
 
     body: Any
     options: dict[str, Any]
     delayed: Delayed
-    patience: Patience
-    declares: dict[str, Prepare | None]
+    policy: PublishPolicy
+    declares: dict[str, Declaration | None]
 
     def publish_delayed(  # type: ignore[override]
         self,
@@ -114,10 +113,10 @@ class CapturingProducer(DelayedTaskProducer):
         """Keep the message, and everything that publishing it takes."""
         self.body = body
         self.options = options
-        self.delayed = self.prepared(body, destination, due, **options)
+        self.delayed = self.delayed_message(body, destination, due, **options)
         self.delayed.message.properties["delivery_mode"] = PERSISTENT
-        self.patience = Patience(self.timeout, resends, backoff)
-        self.declares = self.declaring(self.delayed.queue, declare)
+        self.policy = PublishPolicy(self.timeout, resends, backoff)
+        self.declares = self.declarations(self.delayed.queue, declare)
 
 
 def capture_message(
@@ -258,7 +257,9 @@ class _CeleryWriter:
         own = {name: value for name, value in headers.items() if name not in ENVELOPE_HEADERS}
         if names.PRIORITY in self._template.headers:
             own.setdefault(names.PRIORITY, properties.get("priority"))
-        properties = {name: value for name, value in properties.items() if name in PROPERTIES}
+        properties = {
+            name: value for name, value in properties.items() if name in MESSAGE_PROPERTIES
+        }
         try:
             return Item(body_of(message), own, properties).framed()
         except InvalidEnvelope:
