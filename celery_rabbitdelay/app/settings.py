@@ -113,6 +113,7 @@ class Settings:
         """
         known = [setting.name for setting in fields(cls)]
         found = {}
+        written: dict[str, str] = {}
         for key in configuration:
             name = _name(key, namespace)
             if name is None:
@@ -121,7 +122,13 @@ class Settings:
                 keys = ", ".join(PREFIX + name for name in known)
                 raise InvalidSetting(key, configuration[key], f"no such key; there are {keys}")
             found[name] = configuration[key]
-        return cls(**found)
+            written[PREFIX + name] = key
+        try:
+            return cls(**found)
+        except InvalidSetting as wrong:
+            # As the user has written it, for example CELERY_RABBITDELAY_TICK in Django's settings.
+            key = written.get(wrong.key, wrong.key)
+            raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
 
     def __post_init__(self) -> None:
         for name, takes in self.TAKES.items():
