@@ -100,7 +100,7 @@ class Project:
         """
         query = (
             "SELECT result FROM django_celery_results_taskresult "
-            "WHERE status = 'SUCCESS' AND task_name = ? AND periodic_task_name IS ?"
+            "WHERE status = 'SUCCESS' AND task_name = ? AND periodic_task_name IS ? ORDER BY id"
         )
         with closing(sqlite3.connect(self.folder / "db.sqlite3", timeout=60)) as database:
             return [json.loads(result) for (result,) in database.execute(query, (task, periodic))]

@@ -136,18 +136,11 @@ def test_a_periodic_task_of_the_database_sends_delayed_tasks(project: Project) -
     assert project.call(f"from orders.models import Order\nanswer = {was_reminded}")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("CELERY_RABBITDELAY_TICK", -1, "takes a positive number of seconds"),
-        ("CELERY_RABBITDELAY_LAYOUTS", "clock", "no such key"),
-    ],
-)
 def test_a_wrong_setting_ends_the_worker_and_is_named_as_django_s_settings_name_it(
-    tmp_path: Path, module_broker_url: str, name: str, value: Any, says: str
+    tmp_path: Path, module_broker_url: str
 ) -> None:
-    settings = {"CELERY_BROKER_URL": module_broker_url, name: value}
+    settings = {"CELERY_BROKER_URL": module_broker_url, "CELERY_RABBITDELAY_TICK": -1}
     project = Project(tmp_path / "shop", APPLICATIONS["Celery"], settings)
     run = project.run(WORKER)
     assert run.returncode != 0
-    assert f"{name} = {value!r}: {says}" in run.stdout + run.stderr
+    assert "CELERY_RABBITDELAY_TICK = -1: takes a positive number of seconds" in run.stderr
