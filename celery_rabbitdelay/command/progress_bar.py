@@ -11,7 +11,7 @@ from typing import IO, Any, TextIO, cast
 
 import click
 
-from celery_rabbitdelay.app.send_many import Report
+from celery_rabbitdelay.app.rows import Report
 
 __all__ = ["progress_bar"]
 

@@ -12,7 +12,7 @@ import click
 from celery.bin.base import CLIContext
 from celery.exceptions import QueueNotFound
 
-from celery_rabbitdelay.app.send_many import Report
+from celery_rabbitdelay.app.rows import Report
 from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
 from celery_rabbitdelay.command.lines import INTERRUPTED, Lines
 from celery_rabbitdelay.command.progress_bar import progress_bar

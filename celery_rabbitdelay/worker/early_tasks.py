@@ -12,23 +12,31 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from queue import Empty, Queue
 from threading import Event, Lock, Thread
 from typing import Any, Final, TypeAlias
 
-from celery.exceptions import InvalidTaskError
 from celery.utils.log import get_logger
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
-from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.app.task import MAY_PASS
 from celery_rabbitdelay.levels.destination import Destination
 from celery_rabbitdelay.levels.due import Due
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
 from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.worker.celery_internals import (
+    eta_of,
+    has_event_loop,
+    is_revoked,
+    lower_prefetch,
+    name_of_queue,
+    raise_prefetch,
+    run_strategy,
+    stop_watching,
+    watch,
+    write_pending_acknowledgements,
+)
 
 __all__ = ["EarlyTasks"]
 
@@ -36,7 +44,7 @@ logger = get_logger(__name__)
 
 #: The properties of a message that are published again. Not ``user_id``, which must be the user of
 #: the connection (https://www.rabbitmq.com/docs/validated-user-id).
-PROPERTIES: Final = (
+KEPT_PROPERTIES: Final = (
     "priority",
     "correlation_id",
     "reply_to",
@@ -47,10 +55,10 @@ PROPERTIES: Final = (
 )
 
 #: Seconds between two attempts to publish a message that the broker refuses at the moment.
-PAUSE: Final = 1.0
+RETRY_INTERVAL: Final = 1.0
 
-#: Seconds that a stopping worker waits for the message that is being published.
-FAREWELL: Final = 2.0
+#: Seconds that a stopping worker waits for the confirm of the message that is being published.
+STOP_TIMEOUT: Final = 2.0
 
 #: Something that only the worker's event loop may run.
 Action: TypeAlias = Callable[[], None]
@@ -111,17 +119,16 @@ class EarlyTasks:
 
     def register(self, hub: Any) -> None:
         """Let the worker's event loop run the acknowledgements, which must run in it."""
-        hub.add_reader(self._wakes, self._run_in_loop)
+        watch(hub, self._wakes, self._run_in_loop)
 
     def stop(self) -> None:
         """End the thread; the broker delivers unpublished messages again."""
         self._stopping.set()
         self._came.put(None)
-        self._thread.join(FAREWELL)
-        # Acknowledgements only; held tasks are redelivered.
+        self._thread.join(STOP_TIMEOUT)
+        # Run acknowledgements only; held tasks are redelivered.
         _do_all(self._acknowledgements)
-        if self._consumer.hub is not None:
-            self._consumer.hub.remove_reader(self._wakes)
+        stop_watching(self._consumer, self._wakes)
         self._end()
 
     def _end(self) -> None:
@@ -146,24 +153,16 @@ class EarlyTasks:
         due = self._due(message, body)
         if due is None or due.delay_ms <= self._tick_ms:
             return False
-        revoked = self._consumer.controller.state.revoked
         destination = self._destination(message)
-        if destination is None or message.headers.get("id") in revoked:
+        if destination is None or is_revoked(self._consumer, message.headers.get("id")):
             return False
 
         def acknowledge() -> None:
             ack(logger, self._consumer.connection_errors)
-            if self._consumer.hub is None:
-                # Before 5.7, Celery would put it off until the next event from the broker.
-                self._consumer.perform_pending_operations()
+            write_pending_acknowledgements(self._consumer)
 
         def hold_it() -> None:
-            try:
-                hold()
-            except (InvalidTaskError, ContentDisallowed) as invalid:
-                self._consumer.on_invalid_task(body, message, invalid)
-            except DecodeError as unreadable:
-                self._consumer.on_decode_error(message, unreadable)
+            run_strategy(self._consumer, message, body, hold)
 
         self._came.put(_Early(message, destination, due, acknowledge, hold_it))
         return True
@@ -175,21 +174,13 @@ class EarlyTasks:
             with suppress(Exception):  # a strategy reports an invalid body
                 fields = message.payload if body is None else body
                 eta = fields.get("eta") if isinstance(fields, Mapping) else None
-        try:
-            instant = maybe_iso8601(eta)
-        except (AttributeError, TypeError, ValueError):
-            return None
-        if not isinstance(instant, datetime):
-            return None
-        # Celery's requests take a naive instant for UTC as well.
-        return Due.at(maybe_make_aware(instant, self._consumer.app.timezone))
+        instant = eta_of(eta, self._consumer.app.timezone)
+        return None if instant is None else Due.at(instant)
 
     def _destination(self, message: Message) -> Destination | None:
         """Return where the message came from; None if its queue ends with this worker."""
         info = message.delivery_info
-        tags: dict[str, str] = self._consumer.task_consumer._active_tags
-        name = next((name for name, tag in tags.items() if tag == info.get("consumer_tag")), None)
-        queue = self._consumer.app.amqp.queues.get(name)
+        queue = self._consumer.app.amqp.queues.get(name_of_queue(self._consumer, message))
         if queue is None or queue.auto_delete or queue.exclusive:
             return None
         return Destination(queue, info["exchange"], info["routing_key"])
@@ -225,8 +216,8 @@ class EarlyTasks:
             logger.warning("A task that is not due could not be put into the levels: %s", failure)
             # The message stays unacknowledged, so raise the prefetch count, as Celery does for a
             # task that it holds.
-            self._do_in_loop(self._other_actions, self._consumer.qos.increment_eventually)
-        early.again_at = time.monotonic() + PAUSE
+            self._do_in_loop(self._other_actions, partial(raise_prefetch, self._consumer))
+        early.again_at = time.monotonic() + RETRY_INTERVAL
         self._failed.append(early)
 
     def _give_up(self, early: _Early, error: Exception) -> None:
@@ -248,7 +239,7 @@ class EarlyTasks:
 
     def _give_back_its_place(self, early: _Early) -> None:
         if early.again_at is not None:
-            self._consumer.qos.decrement_eventually()
+            lower_prefetch(self._consumer)
 
     def _publish(self, early: _Early) -> None:
         message, settings = early.message, self._delays.settings
@@ -257,7 +248,7 @@ class EarlyTasks:
             headers["eta"] = None
         properties: dict[str, Any] = {
             name: message.properties[name]
-            for name in PROPERTIES
+            for name in KEPT_PROPERTIES
             if message.properties.get(name) is not None
         }
         destination = early.destination
@@ -283,7 +274,7 @@ class EarlyTasks:
 
     def _do_in_loop(self, actions: deque[Action], action: Action) -> None:
         actions.append(action)
-        if self._consumer.hub is None:
+        if not has_event_loop(self._consumer):
             # gevent and eventlet: this thread is a greenlet beside the loop's.
             _do_all(actions)
         else:

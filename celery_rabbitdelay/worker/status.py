@@ -13,7 +13,7 @@ import celery
 from celery.worker.control import inspect_command
 from kombu import Connection
 
-from celery_rabbitdelay.modules.service import Courier
+from celery_rabbitdelay.modules.service import ModuleService
 
 __all__ = ["rabbitdelay_status", "status_of_workers"]
 
@@ -24,8 +24,8 @@ COMMAND: Final = "rabbitdelay_status"
 @inspect_command(name=COMMAND)
 def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
     """Rates and backlog of the modules around the delay levels."""
-    couriers: list[Courier] = getattr(state.consumer.controller, "rabbitdelay_couriers", [])
-    return {courier.module.name: courier.tally.status() for courier in couriers}
+    services: list[ModuleService] = getattr(state.consumer.controller, "rabbitdelay_services", [])
+    return {each.module.name: each.statistics.status() for each in services}
 
 
 def status_of_workers(
