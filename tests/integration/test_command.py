@@ -378,9 +378,14 @@ def test_a_broker_that_cannot_be_reached_is_said_in_a_line(configuration: dict[s
 
     lines = '{"delay": 3600}\n{"delay": 4}\n{"delay": 5}\n'
     told = run_celery(nowhere, "rabbitdelay send look", lines)
+    alone = run_celery(nowhere, "rabbitdelay send look --no-envelopes", lines)
 
-    assert told.returncode == 1
-    named = [line[:6] for line in told.stderr.splitlines()]
-    assert named == ["line 1", "line 2", "line 3", "lines "]
-    assert "Connection refused" in told.stderr
-    assert "Traceback" not in told.stderr
+    # All lines are read before the first envelope is sent.
+    assert [line[:6] for line in told.stderr.splitlines()] == ["line 1", "line 2", "line 3"]
+    first, rest = alone.stderr.splitlines()
+    assert first.startswith("line 1 was not confirmed: ")
+    assert rest == "lines from 2 on were not taken"
+    for each in (told, alone):
+        assert each.returncode == 1
+        assert "Connection refused" in each.stderr
+        assert "Traceback" not in each.stderr
