@@ -30,15 +30,14 @@ from celery_rabbitdelay.app.canvas import (
     portable,
     settled,
 )
-from celery_rabbitdelay.app.extension import RabbitDelay, speaks_amqp
+from celery_rabbitdelay.app.extension import RabbitDelay, refuse_two_times, speaks_amqp
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, HoldingProducer
 from celery_rabbitdelay.exceptions import (
     UnknownOption,
 )
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.levels.due import refuse_two
-from celery_rabbitdelay.levels.place_value import Delay, milliseconds, tolerated
+from celery_rabbitdelay.levels.delay import Delay, milliseconds, tolerance_milliseconds
 
 __all__ = ["Celery", "install"]
 
@@ -182,8 +181,8 @@ class Celery(celery.Celery):
             takeover = self.rabbitdelay.settings.takeover
             options = portable(options, "countdown" if takeover else "delay")
         if delay is not None:
-            refuse_two(delay, countdown, eta)
-        tolerance_ms = tolerated(tolerance)
+            refuse_two_times(delay, countdown, eta)
+        tolerance_ms = tolerance_milliseconds(tolerance)
 
         def send(
             countdown: Any, eta: Any, producer: Any = producer, connection: Any = connection
@@ -214,11 +213,11 @@ class Celery(celery.Celery):
                 return send(None, None, producer=held, connection=None)
         _refuse_unknown(options)
         due = self.rabbitdelay.due(delay, countdown, eta, tolerance_ms)
-        if due.is_over:
+        if due.is_past:
             return send(None, None)
         settings = self.rabbitdelay.settings
         if "check-in" not in settings.modules:
-            settings.topology.layout.check(due.delay_ms)
+            settings.topology.layout.check_capacity(due.delay_ms)
         with self.rabbitdelay.publisher(callers_connection) as publisher:
             is_retry = bool(options.get("retries"))
             ours = DelayedTaskProducer(publisher, settings, self.amqp, due, is_retry, came_from)

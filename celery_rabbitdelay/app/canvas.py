@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from celery.canvas import Signature
 
-from celery_rabbitdelay.levels.place_value import milliseconds
+from celery_rabbitdelay.levels.delay import milliseconds
 
 __all__ = ["CHORD_IS_SETTLED", "NESTED", "DelayingSignature", "portable", "settled"]
 

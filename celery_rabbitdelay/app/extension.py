@@ -17,14 +17,13 @@ from kombu.utils.objects import cached_property
 from celery_rabbitdelay.app.send_many import Bulk, Report, Row, send_one_by_one
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType, UnknownOption
-from celery_rabbitdelay.levels.due import Due, refuse_two
-from celery_rabbitdelay.levels.place_value import Delay, tolerated
+from celery_rabbitdelay.levels.delay import Delay, Due, tolerance_milliseconds
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare, ensure_complete, on_declared
 from celery_rabbitdelay.publishing.pool import PublisherPool
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-__all__ = ["RabbitDelay", "speaks_amqp"]
+__all__ = ["RabbitDelay", "refuse_two_times", "speaks_amqp"]
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +159,7 @@ class RabbitDelay:
         _refuse_what_rows_have(options)
         if envelopes is None:
             envelopes = "distribution" in self.settings.modules
-        tolerance_ms = tolerated(tolerance)
+        tolerance_ms = tolerance_milliseconds(tolerance)
         registered: Any = self.app.tasks.get(task) if isinstance(task, str) else task
         if (
             not self.available
@@ -172,7 +171,7 @@ class RabbitDelay:
 
         def due_of(row: Row) -> Due:
             if row.delay is not None:
-                refuse_two(row.delay, None, row.eta)
+                refuse_two_times(row.delay, None, row.eta)
             return self.due(row.delay, None, row.eta, tolerance_ms)
 
         with self.publisher(connection) as publisher:
@@ -232,6 +231,17 @@ def _refuse_what_rows_have(options: Mapping[str, Any]) -> None:
         if options.get(name) is not None:
             reason = "give it to each row, as its delay, eta or task_id"
             raise UnknownOption(name, options[name], reason)
+
+
+def refuse_two_times(delay: Delay, countdown: float | None, eta: datetime | str | None) -> None:
+    """Refuse a delay together with a countdown or an eta.
+
+    Raises:
+        InvalidDelayType: Both were given.
+    """
+    for name, value in (("countdown", countdown), ("eta", eta)):
+        if value is not None:
+            raise InvalidDelayType(delay, f"cannot be combined with {name} = {value!r}")
 
 
 def speaks_amqp(connection: Connection) -> bool:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.layout import Layout
 
 __all__ = ["Bag", "Sorter"]
@@ -101,7 +101,8 @@ class Sorter:
             wait_ms = max(wait_ms, min(due.delay_ms // PART, MAX_WAIT))
         self._until_ns = min(self._until_ns, now_ns + wait_ms * _NS_PER_MS)
         ahead_ms = max(-((self._reference_ns - due.at_ns) // _NS_PER_MS), 0)
-        ticks = -(-self._layout.eased(ahead_ms, due.tolerance_ms, shared=True) // tick_ms)
+        shared_ms = self._layout.with_fewest_stops(ahead_ms, due.tolerance_ms, coarsest=True)
+        ticks = -(-shared_ms // tick_ms)
         if len(item) >= MAX_BYTES and ticks in self._bags:
             # What fills a bag by itself shares none: it may be more than an envelope may hold.
             waited_enough.append(self._bags.pop(ticks))

@@ -15,7 +15,7 @@ import amqp
 
 from celery_rabbitdelay.exceptions import Refused
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.levels.due import LATEST
+from celery_rabbitdelay.levels.delay import LATEST
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
@@ -48,7 +48,7 @@ class CheckIn:
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self._topology = topology
-        self._meditated = topology.meditated.name
+        self._meditated = topology.modules.meditated.name
         self._allowed = allowed
         self._now_ms = now_ms
 

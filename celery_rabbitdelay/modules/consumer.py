@@ -121,7 +121,7 @@ class Session:
         self._waiting: deque[_Parcel] = deque()
         self._open: deque[_Parcel] = deque()
         self._again: deque[tuple[float, _Parcel, Outgoing, int]] = deque()
-        self._undeliverable = module.topology.undeliverable.exchange.name
+        self._undeliverable = module.topology.modules.undeliverable.exchange.name
         self._known = {"", self._undeliverable}
         self._unfinished = 0
         self._finished: list[int] = []

@@ -27,8 +27,8 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope
 __all__ = [
     "CONTENT_TYPE",
     "DICTIONARY",
-    "MAX_BYTES",
-    "MAX_MESSAGES",
+    "MAX_ENVELOPE_BYTES",
+    "MAX_ENVELOPE_MESSAGES",
     "Envelope",
     "Item",
     "framed",
@@ -40,10 +40,10 @@ __all__ = [
 CONTENT_TYPE: Final = "application/vnd.rabbitdelay.envelope.1"
 
 #: The most messages that an envelope may hold.
-MAX_MESSAGES: Final = 100_000
+MAX_ENVELOPE_MESSAGES: Final = 100_000
 
 #: The most bytes that it may hold, uncompressed.
-MAX_BYTES: Final = 64 * 2**20
+MAX_ENVELOPE_BYTES: Final = 64 * 2**20
 
 #: What a compressed envelope need not spell out: names and usual values of a Celery task. It
 #: is a part of the format; another one would be the format's next version. What most envelopes
@@ -107,8 +107,10 @@ class Envelope(NamedTuple):
         Raises:
             InvalidEnvelope: There are too many, or a header cannot be written as JSON.
         """
-        if len(self.items) > MAX_MESSAGES:
-            raise InvalidEnvelope(f"{len(self.items)} messages are more than {MAX_MESSAGES}")
+        if len(self.items) > MAX_ENVELOPE_MESSAGES:
+            raise InvalidEnvelope(
+                f"{len(self.items)} messages are more than {MAX_ENVELOPE_MESSAGES}"
+            )
         blocks = [shared_block(self.headers, self.properties)]
         blocks += [item.framed() for item in self.items]
         return sealed(b"".join(blocks), level)
@@ -131,8 +133,8 @@ class Envelope(NamedTuple):
         copies = _parts(told.get("copies", {}))
         items: list[Item] = []
         for own in blocks:
-            if len(items) == MAX_MESSAGES:
-                raise InvalidEnvelope(f"it holds more than {MAX_MESSAGES} messages")
+            if len(items) == MAX_ENVELOPE_MESSAGES:
+                raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_MESSAGES} messages")
             content = next(blocks, None)
             if content is None:
                 raise InvalidEnvelope("it ends in the middle of a message")
@@ -179,8 +181,8 @@ def sealed(blocks: bytes, level: int) -> bytes:
     Raises:
         InvalidEnvelope: There are too many bytes.
     """
-    if len(blocks) > MAX_BYTES:
-        raise InvalidEnvelope(f"{len(blocks)} bytes are more than {MAX_BYTES}")
+    if len(blocks) > MAX_ENVELOPE_BYTES:
+        raise InvalidEnvelope(f"{len(blocks)} bytes are more than {MAX_ENVELOPE_BYTES}")
     stream = zlib.compressobj(level, zdict=DICTIONARY)
     return stream.compress(blocks) + stream.flush()
 
@@ -200,11 +202,11 @@ def _blocks_of(data: bytes) -> Iterator[memoryview]:
 def _decompressed(body: bytes) -> bytes:
     stream = zlib.decompressobj(zdict=DICTIONARY)
     try:
-        data = stream.decompress(body, MAX_BYTES + 1)
+        data = stream.decompress(body, MAX_ENVELOPE_BYTES + 1)
     except zlib.error as error:
         raise InvalidEnvelope(f"it cannot be decompressed: {error}") from error
-    if len(data) > MAX_BYTES:
-        raise InvalidEnvelope(f"it holds more than {MAX_BYTES} bytes")
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_BYTES} bytes")
     if not stream.eof:
         raise InvalidEnvelope("it ends before its compressed stream does")
     return data

@@ -82,7 +82,7 @@ def bare(topology: Topology, message: amqp.Message, reason: str) -> Outgoing:
     left = amqp.Message(
         message.body, application_headers={names.REASON: reason}, delivery_mode=PERSISTENT
     )
-    return Outgoing(topology.undeliverable.exchange.name, "", left)
+    return Outgoing(topology.modules.undeliverable.exchange.name, "", left)
 
 
 def undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Outgoing:
@@ -105,4 +105,4 @@ def undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Outgoi
     if expiration is not None:
         headers.setdefault(names.EXPIRATION, expiration)
     message = changed(outgoing.message, headers, expiration=None)
-    return Outgoing(topology.undeliverable.exchange.name, outgoing.routing_key, message)
+    return Outgoing(topology.modules.undeliverable.exchange.name, outgoing.routing_key, message)

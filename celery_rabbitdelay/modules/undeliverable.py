@@ -13,9 +13,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.levels.destination import topic_matches
+from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.routing_key import decode_destination
-from celery_rabbitdelay.levels.topology import Binding, Topology
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.destination import topic_matches
 
 __all__ = ["Undeliverable", "examine"]
 
@@ -70,7 +71,7 @@ def examine(
 
 
 def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: str | None) -> str:
-    modules = (topology.checkin.name, topology.distribution.name)
+    modules = (topology.modules.checkin.name, topology.modules.distribution.name)
     if last_stop in modules:
         return f"the workers that took it from {last_stop} never finished it"
     if key is None:
@@ -95,7 +96,7 @@ def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: s
 
 def _entrance(topology: Topology, key: str) -> str | None:
     """The exchange that a message is published to: of its first digit that is not zero."""
-    digits = topology.digits_of_key(key)
+    digits = topology.keys.digits(key)
     if digits is None:
         return None
     levels = zip(topology.layout.levels, digits, strict=True)

@@ -21,7 +21,8 @@ from amqp.exceptions import NotFound, PreconditionFailed
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
-from celery_rabbitdelay.levels.topology import Binding, Topology
+from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.levels.topology import Topology
 
 __all__ = [
     "Counts",
@@ -66,7 +67,7 @@ def declare(connection: Connection, topology: Topology) -> None:
         LayoutConflict: Another layout stands under the same prefix.
     """
     with _channel(connection) as channel, _conflicts_explained(topology):
-        topology.guard(channel).declare()
+        topology.identity.guard(channel).declare()
         for exchange in topology.exchanges:
             exchange(channel).declare()
         for queue in topology.queues:
@@ -74,7 +75,7 @@ def declare(connection: Connection, topology: Topology) -> None:
         for binding in topology.bindings:
             _bind(channel, binding)
         # Last, so that a process that dies before this line leaves nothing that looks complete.
-        topology.marker(channel).declare()
+        topology.identity.marker(channel).declare()
 
 
 def ensure_declared(connection: Connection, topology: Topology) -> None:
@@ -109,7 +110,7 @@ def ensure_complete(
     """
     seen = _mark(topology)
     if seen not in _seen(connection):
-        ours = {topology.guard.name, topology.marker.name}
+        ours = {topology.identity.guard.name, topology.identity.marker.name}
         absent = tuple(name for name in missing(connection, topology) if name not in ours)
         if absent:
             raise TopologyIncomplete(topology.prefix, absent)
@@ -122,7 +123,7 @@ def ensure_complete(
 
 def stands(connection: Connection, topology: Topology) -> bool:
     """Return whether a process has declared the whole of this topology on the broker."""
-    return _exists(connection, topology.marker)
+    return _exists(connection, topology.identity.marker)
 
 
 def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
@@ -130,7 +131,7 @@ def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
 
     AMQP cannot tell whether a binding exists.
     """
-    exchanges = [topology.guard, *topology.exchanges, topology.marker]
+    exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
     absent = [exchange.name for exchange in exchanges if not _exists(connection, exchange)]
     absent += [queue.name for queue in topology.queues if look_at(connection, queue) is None]
     return tuple(absent)
@@ -160,10 +161,10 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
             raise TopologyNotEmpty(topology.prefix, waiting)
     with _channel(connection) as channel:
         # First, so that no other process takes the rest for complete.
-        topology.marker(channel).delete()
+        topology.identity.marker(channel).delete()
         for queue in topology.queues:
             queue(channel).delete()
-        for exchange in (*reversed(topology.exchanges), topology.guard):
+        for exchange in (*reversed(topology.exchanges), topology.identity.guard):
             exchange(channel).delete()
     forget(connection)
 
@@ -193,7 +194,7 @@ def bind_destination(connection: Connection, topology: Topology, queue_name: str
         channel.queue_bind(
             queue=queue_name,
             exchange=topology.delivery.name,
-            routing_key=topology.destination_pattern(queue_name),
+            routing_key=topology.keys.destination_pattern(queue_name),
         )
 
 
@@ -255,7 +256,12 @@ def _seen(connection: Connection) -> set[Any]:
 
 def _mark(topology: Topology, *queues: Queue) -> tuple[str, ...]:
     """What is noted on a connection where a topology stands, or a queue that is bound to it."""
-    return ("rabbitdelay", topology.prefix, topology.fingerprint, *(each.name for each in queues))
+    return (
+        "rabbitdelay",
+        topology.prefix,
+        topology.identity.fingerprint,
+        *(each.name for each in queues),
+    )
 
 
 def _channel(connection: Connection) -> Any:

@@ -129,7 +129,7 @@ def frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[Fr
 
     In place of properties that cannot be read, a message gets two headers: why they cannot
     (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE`), and the bytes that they are
-    (:data:`~celery_rabbitdelay.levels.headers.PROPERTIES`).
+    (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE_PROPERTIES`).
     """
     handle: Callable[[Frame], bool] = method_framing.frame_handler(connection, callback)
 
@@ -143,7 +143,10 @@ def frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[Fr
                 raise  # by whoever was told of the frame
             start, properties = payload[:BEFORE_PROPERTIES], payload[BEFORE_PROPERTIES:]
             told: Any = amqp.Message(
-                application_headers={names.UNREADABLE: reason, names.PROPERTIES: bytes(properties)}
+                application_headers={
+                    names.UNREADABLE: reason,
+                    names.UNREADABLE_PROPERTIES: bytes(properties),
+                }
             )
             return handle((kind, channel, bytes(start) + told._serialize_properties()))
 

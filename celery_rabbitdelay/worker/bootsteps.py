@@ -82,7 +82,7 @@ class DelayLevels(bootsteps.StartStopStep):
         logger.info(
             "Delay levels %r (%s) are in place.",
             delays.topology.prefix,
-            delays.topology.fingerprint,
+            delays.topology.identity.fingerprint,
         )
 
 
@@ -172,10 +172,10 @@ def _courier(app: Any, name: str) -> Courier:
     settings = app.rabbitdelay.settings
     topology = settings.topology
     if name == "check-in":
-        queue = topology.checkin
+        queue = topology.modules.checkin
         receive = CheckIn(topology, _Allowed(app, settings.checkin_allowed)).receive
     else:
-        queue, receive = topology.distribution, distribute
+        queue, receive = topology.modules.distribution, distribute
     module = Module(
         name,
         topology,

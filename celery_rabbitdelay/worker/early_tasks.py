@@ -25,8 +25,8 @@ from kombu import Message
 from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.app.task import MAY_PASS
-from celery_rabbitdelay.levels.destination import Destination
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 
@@ -218,7 +218,7 @@ class Relay:
 
     def _try_again(self, early: _Early, failure: Exception) -> None:
         """Put a message behind the others, unless it is due: then the worker runs it."""
-        if early.due.left_ms() <= 0:
+        if early.due.remaining_ms() <= 0:
             self._give_up(early, failure)
             return
         if early.again_at is None:
@@ -232,7 +232,7 @@ class Relay:
         logger.warning(
             "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: %s",
             early.message.headers.get("id"),
-            early.due.left_ms() / 1000,
+            early.due.remaining_ms() / 1000,
             error,
         )
         self._do_in_loop(self._other_actions, partial(self._hold, early))

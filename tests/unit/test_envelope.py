@@ -79,7 +79,7 @@ def test_what_is_no_envelope_is_refused(body: bytes, why: str) -> None:
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
-    bomb = zlib.compress(b"\0" * (envelope.MAX_BYTES + 10_000_000), 9)
+    bomb = zlib.compress(b"\0" * (envelope.MAX_ENVELOPE_BYTES + 10_000_000), 9)
     assert len(bomb) < 100_000
     with pytest.raises(InvalidEnvelope, match="more than 67108864 bytes"):
         Envelope.unpack(bomb)
@@ -87,7 +87,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
 
 def test_too_many_messages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     body = Envelope(tuple(Item(b"") for _ in range(6))).pack()
-    monkeypatch.setattr(envelope, "MAX_MESSAGES", 5)
+    monkeypatch.setattr(envelope, "MAX_ENVELOPE_MESSAGES", 5)
     with pytest.raises(InvalidEnvelope, match="more than 5 messages"):
         Envelope.unpack(body)
     with pytest.raises(InvalidEnvelope, match="6 messages are more than 5"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -95,7 +95,7 @@ def test_in_every_layout_the_stop_behind_each_stop_is_the_one_that_is_missed(
     layout: Layout,
 ) -> None:
     topology = Topology("p", layout)
-    route = topology.route_of_milliseconds(layout.capacity_ms, "q")
+    route = topology.route(timedelta(milliseconds=layout.capacity_ms), "q")
     for position, following in enumerate(route.stops):
         message = found(*route.stops[:position], key=route.routing_key)
         assert f"({following})" in examine(message, topology, route.routing_key).reason
