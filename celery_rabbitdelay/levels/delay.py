@@ -1,7 +1,4 @@
-"""Delays and due times, in whole milliseconds: RabbitMQ counts in those as well.
-
-https://www.rabbitmq.com/docs/ttl
-"""
+"""Delays and due times in whole milliseconds, as RabbitMQ has them."""
 
 from __future__ import annotations
 
@@ -39,11 +36,8 @@ def milliseconds(delay: Delay) -> int:
 
     A float means the decimal number that it prints as, so 1.1 is 1,100 ms and not 1,101.
 
-    Args:
-        delay: Seconds, as any real number, or a timedelta. May be negative.
-
     Raises:
-        InvalidDelayType: Not a number and not a timedelta; also a bool, a string or a datetime.
+        InvalidDelayType: Not a real number and not a timedelta; also a bool.
         InvalidDelay: Not a number (NaN) or infinite.
     """
     if type(delay) is int:
@@ -51,8 +45,7 @@ def milliseconds(delay: Delay) -> int:
     if type(delay) is float and isfinite(delay):
         return ceil(_EXACT.scaleb(Decimal(repr(delay)), 3))
     if isinstance(delay, timedelta):
-        microseconds = (delay.days * 86_400 + delay.seconds) * 1_000_000 + delay.microseconds
-        return -(-microseconds // 1000)
+        return -(delay // timedelta(milliseconds=-1))
     if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
         raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
     # Rationals are finite, but isfinite overflows where one exceeds the range of floats.
@@ -141,7 +134,7 @@ class Due(NamedTuple):
     def remaining_ms(self) -> int:
         """Return the milliseconds from now until the message is due, rounded up.
 
-        A relative delay is returned unchanged while only a negligible part of it has passed.
+        A relative delay stays unchanged while only a negligible part of it has passed.
         """
         remaining = -((time.time_ns() - self.at_ns) // _NS_PER_MS)
         passed = self.delay_ms - remaining

@@ -23,8 +23,8 @@ PRIORITY: Final = "rabbitdelay-priority"
 #: The ``expiration`` property that distribution gives back to the message: str, milliseconds.
 EXPIRATION: Final = "rabbitdelay-expiration"
 
-#: The delay that a client checks a message in with: milliseconds, an integer or a numeric string.
-#: It is the header of the delayed-message-exchange plugin.
+#: The delay of a message for check-in: milliseconds, an integer or a numeric string. It is the
+#: header of the delayed-message-exchange plugin.
 X_DELAY: Final = "x-delay"
 
 #: Why a module put the message into ``undeliverable``, in words. The broker gives no reason.

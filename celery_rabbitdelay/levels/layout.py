@@ -84,8 +84,7 @@ class Layout:
         zeros: How a zero digit is passed.
 
     Raises:
-        InvalidLayout: No level; a base below 2; place values that do not follow from each other;
-            two levels whose queues would share a name; a time to live above ten years.
+        InvalidLayout: The levels are not a place-value system, or RabbitMQ cannot hold them.
     """
 
     name: str
@@ -167,14 +166,8 @@ class Layout:
         """Return the delay in the range [delay, delay + tolerance] that has the fewest stops.
 
         A message stops once for each non-zero digit. Rounding a delay up to a multiple of a place
-        value clears all digits below, so the one to return is among these multiples.
-
-        Args:
-            delay_ms: A delay in milliseconds; returned as it is if no multiple is in the range, or
-                if it is not positive.
-            tolerance_ms: How much longer it may be, in milliseconds.
-            coarsest: Of several delays with the fewest stops, return the longest, which most other
-                delays in the range are rounded to as well, and not the shortest.
+        value clears all digits below, so the result is among these multiples: the shortest of those
+        with the fewest stops, or else the ``coarsest``, which most other delays are rounded to.
         """
         longest_ms = min(delay_ms + tolerance_ms, self.capacity_ms)
         multiples = (-(-delay_ms // place_ms) * place_ms for place_ms in self.places_ms)
@@ -187,10 +180,7 @@ class Layout:
 
 
 def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:
-    """Days, hours, minutes, seconds and ticks of 1, 0.1, 0.01 or 0.001 seconds.
-
-    These are 180 queues and 4,000 days at the default tick.
-    """
+    """Days, hours, minutes, seconds and ticks: 180 queues and 4,000 days at the default tick."""
     tick_ms = milliseconds(tick)
     if tick_ms not in (1, 10, 100, 1000):
         raise InvalidLayout(f"the clock takes a tick of 1, 0.1, 0.01 or 0.001 s, not {tick!r}")
@@ -201,10 +191,7 @@ def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:
 
 
 def binary(tick: Delay = 0.1, levels: int = 28, zeros: Zeros = "bind") -> Layout:
-    """Levels of one bit each, as in NServiceBus and in Celery's native delayed delivery.
-
-    The lowest bit is worth ``tick`` seconds.
-    """
+    """Levels of one bit each, as in NServiceBus; the lowest is worth ``tick`` seconds."""
     return _uniform("binary", tick, 2, levels, zeros)
 
 

@@ -26,9 +26,8 @@ from typing import Final, NamedTuple
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
-from celery_rabbitdelay.levels.entities import Binding, Entities, QueueType
+from celery_rabbitdelay.levels.entities import Binding, Entities, Identity, ModuleQueues, QueueType
 from celery_rabbitdelay.levels.layout import Layout, clock
-from celery_rabbitdelay.levels.module_queues import Identity, ModuleQueues
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
 
 __all__ = ["Route", "Topology"]
@@ -165,13 +164,10 @@ class Topology:
         )
 
     def _level_bindings(self, shard: int) -> Iterator[Binding]:
-        """From each level to its queues, and onwards for a zero.
-
-        To skip zeros, a level is bound to the queues of all lower levels as well.
-        """
-        end = len(self.layout.levels)
-        for index, source in enumerate(self._exchange_names[:-1]):
-            behind = end if self.layout.zeros == "skip" else index + 1
+        """From each level to its queues (to skip zeros, those of all below too), and onwards."""
+        *sources, _ = self._exchange_names
+        for index, source in enumerate(sources):
+            behind = len(sources) if self.layout.zeros == "skip" else index + 1
             for lower in range(index, behind):
                 for digit, queue in enumerate(self._queues[shard][lower]):
                     if queue:
@@ -184,9 +180,9 @@ class Topology:
     @cached_property
     def _queues(self) -> list[list[list[Queue | None]]]:
         """By shard, level and digit."""
-        levels = list(enumerate(self.layout.levels))
+        bases = list(enumerate(self.layout.bases))
         return [
-            [[self._queue(i, digit, shard) for digit in range(level.base)] for i, level in levels]
+            [[self._queue(index, digit, shard) for digit in range(base)] for index, base in bases]
             for shard in range(self.shards)
         ]
 

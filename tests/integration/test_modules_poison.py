@@ -11,7 +11,7 @@ import pytest
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels.module_queues import POISON_LIMIT
+from celery_rabbitdelay.levels.entities import POISON_LIMIT
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.modules.undeliverable import examine
