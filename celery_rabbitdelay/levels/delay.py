@@ -48,19 +48,16 @@ def milliseconds(delay: Delay) -> int:
         return -(delay // timedelta(milliseconds=-1))
     if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
         raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
-    # Rationals are finite, but isfinite overflows where one exceeds the range of floats.
-    if not isinstance(delay, Rational) and not isfinite(delay):
-        raise InvalidDelay(delay, "takes a finite number of seconds")
-    if isinstance(delay, Decimal | Rational):
+    # Rationals first: one beyond the range of floats makes isfinite overflow.
+    if isinstance(delay, Rational) or (isinstance(delay, Decimal) and isfinite(delay)):
         return ceil(Fraction(delay) * 1000)
+    if not isfinite(delay):
+        raise InvalidDelay(delay, "takes a finite number of seconds")
     return milliseconds(float(delay))
 
 
 def tolerance_milliseconds(tolerance: Delay) -> int:
-    """Return a tolerance in milliseconds, rounded down: never later than allowed.
-
-    It is refused like a delay, and also if it is negative.
-    """
+    """Return a tolerance, which is not negative, in milliseconds, rounded down: never too late."""
     try:
         if milliseconds(tolerance) < 0:
             raise InvalidDelay(tolerance, "must not be negative")
@@ -90,8 +87,7 @@ class Due(NamedTuple):
         """Due after a delay, in seconds or as a timedelta, from now on.
 
         Raises:
-            InvalidDelay: The delay is not finite, or its due time does not fit in 64 bits.
-            InvalidDelayType: It is not a number and not a timedelta.
+            InvalidDelay: The delay is invalid, or its due time does not fit in 64 bits.
         """
         delay_ms = milliseconds(delay)
         # A due time before 1970 cannot be written as a header; 1970 is past as well.
@@ -113,8 +109,7 @@ class Due(NamedTuple):
             raise InvalidDelayType(instant, "takes an aware datetime", "eta")
         if instant.utcoffset() is None:
             reason = (
-                "takes an aware datetime, and this one is naive. Use datetime.now(UTC), or set "
-                "Celery's timezone to say what it means"
+                "is naive: use datetime.now(UTC), or set Celery's timezone to say what it means"
             )
             raise InvalidDelay(instant, reason, "eta")
         at_ns = (instant - _EPOCH) // timedelta(microseconds=1) * 1000
@@ -132,10 +127,7 @@ class Due(NamedTuple):
         return self.delay_ms <= 0
 
     def remaining_ms(self) -> int:
-        """Return the milliseconds from now until the message is due, rounded up.
-
-        A relative delay stays unchanged while only a negligible part of it has passed.
-        """
+        """Return the milliseconds from now until the message is due, rounded up."""
         remaining = -((time.time_ns() - self.at_ns) // _NS_PER_MS)
         passed = self.delay_ms - remaining
         if not self.is_instant and passed * NEGLIGIBLE_PART <= self.delay_ms:

@@ -39,7 +39,7 @@ class Binding(NamedTuple):
 
 
 class Entities(NamedTuple):
-    """Makes the exchanges and queues of one topology.
+    """Makes the exchanges and queues of one topology, from their names without prefix.
 
     Attributes:
         prefix: The first part of every name.
@@ -53,14 +53,14 @@ class Entities(NamedTuple):
         """Return the name of an exchange or queue with its prefix."""
         return f"{self.prefix}.{suffix}"
 
-    def exchange(self, name: str, kind: str) -> Exchange:
+    def exchange(self, suffix: str, kind: str) -> Exchange:
         """Return an exchange, whose unroutable messages go to ``undeliverable``."""
         arguments = {"alternate-exchange": self.name("undeliverable")}
-        return Exchange(name, type=kind, durable=True, arguments=arguments)
+        return Exchange(self.name(suffix), type=kind, durable=True, arguments=arguments)
 
     def queue(
         self,
-        name: str,
+        suffix: str,
         exchange: Exchange | None = None,
         *,
         ttl_ms: int | None = None,
@@ -84,7 +84,7 @@ class Entities(NamedTuple):
                 # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
                 arguments["x-dead-letter-strategy"] = "at-least-once"
                 arguments["x-overflow"] = "reject-publish"
-        return Queue(name, exchange, durable=True, queue_arguments=arguments)
+        return Queue(self.name(suffix), exchange, durable=True, queue_arguments=arguments)
 
 
 class ModuleQueues(NamedTuple):
@@ -95,9 +95,8 @@ class ModuleQueues(NamedTuple):
         checkin: The ingest queue: any AMQP client publishes here, with the delay in a header.
         meditation: The overflow loop: a delay above the capacity waits here for one capacity.
         distribution: Gets the messages that are due and that a worker publishes to their exchange.
-        meditated: The exchange through which a message returns from meditation to the queue of
-            check-in. It is not check-in's own, which clients publish to: a message that comes this
-            way was checked before.
+        meditated: The exchange through which a message returns from meditation to check-in's queue.
+            Clients need no permission for it: what comes through it was checked before.
     """
 
     undeliverable: Queue
@@ -109,20 +108,18 @@ class ModuleQueues(NamedTuple):
     @classmethod
     def of(cls, entities: Entities, capacity_ms: int) -> ModuleQueues:
         """Return the queues beside levels of a capacity."""
-        undeliverable, checkin, meditation, distribution, meditated = map(
-            entities.name, cls._fields
-        )
         fanout, queue = partial(entities.exchange, kind="fanout"), entities.queue
-        served = partial(queue, dead_letter_to=undeliverable, delivery_limit=POISON_LIMIT)
         # The alternate exchange of all others; it has none itself.
-        last = Exchange(undeliverable, type="fanout", durable=True)
-        ttl_ms = min(capacity_ms, MAX_TTL)
+        last = Exchange(entities.name("undeliverable"), type="fanout", durable=True)
+        served = partial(queue, dead_letter_to=last.name, delivery_limit=POISON_LIMIT)
+        meditated, ttl_ms = fanout("meditated"), min(capacity_ms, MAX_TTL)
+        loop = partial(queue, ttl_ms=ttl_ms, dead_letter_to=meditated.name)
         return cls(
-            queue(undeliverable, last, delivery_limit=NO_DELIVERY_LIMIT),
-            served(checkin, fanout(checkin)),
-            queue(meditation, fanout(meditation), ttl_ms=ttl_ms, dead_letter_to=meditated),
-            served(distribution),
-            fanout(meditated),
+            undeliverable=queue("undeliverable", last, delivery_limit=NO_DELIVERY_LIMIT),
+            checkin=served("checkin", fanout("checkin")),
+            meditation=loop("meditation", fanout("meditation")),
+            distribution=served("distribution"),
+            meditated=meditated,
         )
 
     @property

@@ -26,13 +26,7 @@ __all__ = ["Layout", "Level", "Zeros", "binary", "clock", "custom", "geometric"]
 Zeros: TypeAlias = Literal["bind", "skip", "queue"]
 
 #: The units that levels and queues are counted in, in milliseconds; ``custom`` may add others.
-UNITS: Final = {
-    "days": 86_400_000,
-    "hours": 3_600_000,
-    "minutes": 60_000,
-    "seconds": 1_000,
-    "ms": 1,
-}
+UNITS: Final = {"days": 86_400_000, "hours": 3_600_000, "minutes": 60_000, "seconds": 1000, "ms": 1}
 
 #: RabbitMQ refuses an ``x-message-ttl`` above ten years, in milliseconds (measured on 3.10 to 4.3).
 MAX_TTL: Final = 315_360_000_000
@@ -107,11 +101,10 @@ class Layout:
             if ttl > MAX_TTL:
                 yield f"level {level.name}: needs a TTL of {ttl} ms, RabbitMQ's bound is {MAX_TTL}"
         for higher, lower in pairwise(self.levels):
-            whole = lower.place_ms * lower.base
-            if higher.place_ms != whole:
+            if higher.place_ms != lower.place_ms * lower.base:
                 yield (
-                    f"one {higher.name} is {higher.place_ms} ms, but {lower.base} counts of "
-                    f"{lower.name} are {whole} ms; they have to be equal"
+                    f"one {higher.name} is {higher.place_ms} ms, but {lower.base} of {lower.name} "
+                    f"are {lower.place_ms * lower.base} ms; they have to be equal"
                 )
         names = [level.queue_name(digit) for level in self.levels for digit in range(1, level.base)]
         if len(set(names)) != len(names):
@@ -203,13 +196,11 @@ def geometric(
 
 
 def custom(levels: Iterable[tuple[str, int, Delay]], zeros: Zeros = "bind") -> Layout:
-    """Levels of your own, highest first.
+    """Levels of your own, highest first, each a (name, base, unit).
 
-    Args:
-        levels: A (name, base, unit) each: what the level's queues are counted in, how many values
-            its digit takes, and what one count is worth, in seconds or as a timedelta. A unit of
-            ten days may be called "days": it is then the level ``days.x10``.
-        zeros: How a zero digit is passed.
+    These are what the level's queues are counted in, how many values its digit takes, and what one
+    count is worth, in seconds or as a timedelta. A level named "days" with a unit of ten days has
+    the exchange ``days.x10``.
     """
     return Layout("custom", tuple(map(_custom_level, levels)), zeros)
 

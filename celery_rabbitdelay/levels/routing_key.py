@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 __all__ = ["DISTRIBUTION", "RoutingKeys", "decode_destination", "encode_destination"]
 
-#: The destination word of the distribution module; :func:`encode_destination` never returns it.
+#: The destination that stands for the distribution module; its word is not encoded.
 DISTRIBUTION: Final = "%distribution"
 
 #: The longest word for a queue, in bytes; a longer one is hashed.
@@ -41,7 +41,9 @@ class RoutingKeys(NamedTuple):
 
     def key(self, shard: int, digits: Iterable[int], destination: str) -> str:
         """Return the key of a message to a queue, or to :data:`DISTRIBUTION`."""
-        return ".".join((*self.shard_words(shard), *map(str, digits), _word(destination)))
+        return ".".join(
+            (*self.shard_words(shard), *map(str, digits), encode_destination(destination))
+        )
 
     def pattern(self, shard: int, level: int, *digits: int) -> str:
         """Return the topic pattern of a shard's keys that have ``digits`` from a level on."""
@@ -50,7 +52,7 @@ class RoutingKeys(NamedTuple):
     def destination_pattern(self, destination: str) -> str:
         """Return the exact pattern of all keys of a destination."""
         words = ["*"] * (len(self.shard_words(0)) + self.levels)
-        return ".".join((*words, _word(destination)))
+        return ".".join((*words, encode_destination(destination)))
 
     def digits(self, key: str) -> tuple[str, ...] | None:
         """Return the digits in a key; None if it is not a key of this topology."""
@@ -72,9 +74,11 @@ class RoutingKeys(NamedTuple):
 def encode_destination(name: str) -> str:
     """Return a queue's name as one word of a routing key, different for different names.
 
-    ``daily.reports`` becomes ``daily%2Ereports``; ``*`` and ``#``, which are wildcards, are encoded
-    too. AMQP allows a key 255 bytes, so a long name becomes ``%~`` and its SHA-256.
+    ``daily.reports`` becomes ``daily%2Ereports``; the wildcards ``*`` and ``#`` are encoded too. A
+    long name becomes ``%~`` and its SHA-256: AMQP allows a key 255 bytes.
     """
+    if name == DISTRIBUTION:
+        return name
     word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
     if len(word.encode()) <= MAX_WORD_LENGTH:
         return word
@@ -84,7 +88,3 @@ def encode_destination(name: str) -> str:
 def decode_destination(word: str) -> str | None:
     """Return the queue's name for a word; None if the name was hashed."""
     return None if word.startswith("%~") else unquote(word)
-
-
-def _word(destination: str) -> str:
-    return destination if destination == DISTRIBUTION else encode_destination(destination)

@@ -1,7 +1,6 @@
 """The levels as exchanges, queues and bindings, and the route of a message through them.
 
-Everything here is a value, built from kombu's entities; nothing opens a connection. A level is a
-topic exchange and a queue for each of its digits::
+A level is a topic exchange, and a queue for each of its digits, built from kombu's entities::
 
     producer --> exchange of the first non-zero digit
                     | digit 7                     | digit 0
@@ -81,14 +80,12 @@ class Topology:
         Args:
             delay: Seconds, or a timedelta; or a :class:`Due`, which has its own tolerance. Rounded
                 up to ticks; zero or less leads straight to the delivery exchange.
-            destination: The name of the queue that gets the message when it is due; or
-                :data:`.DISTRIBUTION`, for the module that publishes it to its exchange.
+            destination: The queue that gets the message when it is due, or :data:`.DISTRIBUTION`.
             task_id: Any text; with several shards, it determines the shard.
             tolerance: Seconds, or a timedelta, that it may arrive later if that saves stops.
 
         Raises:
-            InvalidDelay: The delay is not a finite number.
-            InvalidDelayType: The delay is not a number and not a timedelta.
+            InvalidDelay: The delay or the tolerance is invalid.
         """
         if isinstance(delay, Due):
             delay_ms, tolerance_ms = delay.remaining_ms(), delay.tolerance_ms
@@ -127,13 +124,13 @@ class Topology:
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """All exchanges except those of the identity, in an order in which they can be declared."""
-        levels = (self._entities.exchange(name, "topic") for name in self._exchange_names)
-        return (*self.modules.exchanges, *levels)
+        levels = (self._entities.exchange(level.name, "topic") for level in self.layout.levels)
+        return (*self.modules.exchanges, *levels, self.delivery)
 
     @cached_property
     def delivery(self) -> Exchange:
         """The exchange behind the last level: it routes each message to its destination."""
-        return self._entities.exchange(self._exchange_names[-1], "topic")
+        return self._entities.exchange("delivery", "topic")
 
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
@@ -193,7 +190,7 @@ class Topology:
         level = self.layout.levels[index]
         words = (level.queue_name(digit), *self.keys.shard_words(shard))
         return self._entities.queue(
-            self._entities.name(".".join(words)),
+            ".".join(words),
             ttl_ms=digit * level.place_ms or PASS_THROUGH_TTL,
             dead_letter_to=self._exchange_names[index + 1],
         )
