@@ -31,7 +31,7 @@ from uuid import uuid4
 
 from kombu import Connection
 
-from celery_rabbitdelay.app.send_many import Row
+from celery_rabbitdelay.app.rows import Row
 from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks.measure import bars, private_broker, save, show, version_of
@@ -70,7 +70,7 @@ class Bench:
         self.settings = {"rabbitdelay_prefix": self.queue, "rabbitdelay_shards": case.shards}
         self.app: Any = make_app(broker.url, self.queue, self.settings)
         self.connection = Connection(broker.url)
-        self.app.rabbitdelay.prepare(self.connection)
+        self.app.rabbitdelay.declare(self.connection)
 
     def send(self) -> float:
         """Send all tasks for one instant; return it, in seconds since 1970."""

@@ -41,7 +41,7 @@ from typing import Any, Final, NamedTuple
 
 from kombu import Connection
 
-from celery_rabbitdelay.app.send_many import Row
+from celery_rabbitdelay.app.rows import Row
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks.measure import bars, private_broker, save
 from tests.benchmarks.memory import measure, settle
@@ -145,7 +145,7 @@ def levels(envelopes: bool, tasks: int) -> dict[str, float]:
     """Measure tasks that wait in the levels."""
     with private_broker() as broker, Connection(broker.url) as connection:
         app: Any = make_app(broker.url, "pending", {})
-        app.rabbitdelay.prepare(connection)
+        app.rabbitdelay.declare(connection)
         warm_up = [Row((0,), delay=random.uniform(3600, WEEK)) for _ in range(WARM_UP)]
         app.rabbitdelay.send_many("note", warm_up, envelopes=False)
         wait_for(lambda: listed(broker)[0] == WARM_UP, "the first messages", 60.0, interval=1.0)
