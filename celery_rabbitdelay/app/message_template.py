@@ -7,101 +7,39 @@ Everything else is written once.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final
 
 import amqp
-from amqp.serialization import dumps
-from celery.utils.saferepr import saferepr
 from kombu.utils.json import JSONEncoder
 
+from celery_rabbitdelay.app.celery_internals import celerys_repr
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, framed, sealed, shared_block
 from celery_rabbitdelay.publishing.message import PERSISTENT
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
 
-__all__ = ["PLACE", "PROPERTIES", "Template"]
+__all__ = ["DESTINATION_HEADERS", "MessageTemplate"]
 
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
 
-#: The properties of a message, in AMQP's order. Celery leaves options among a message's that AMQP
-#: has none for.
-PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
-
 #: The headers that say where a message goes when it is due.
-PLACE: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
+DESTINATION_HEADERS: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
 
-#: These, and what distribution restores besides.
-ADDRESS: Final = (*PLACE, names.PRIORITY)
+#: The headers that an envelope has instead of its messages: these, and the priority.
+RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, names.PRIORITY)
 
-#: What shows that Python may represent a value otherwise than Celery does, behind its first
-#: character: quotes and what is escaped, objects, values in values.
-_ODD: Final = re.compile(r'[\\"<\[({]')
+#: A representation in which this is found, behind the first character, may differ between Python
+#: and Celery: quotes and escapes, objects, nested values.
+_MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
 
 _NOTHING_SHARED: Final = shared_block({}, {})
 
-_LENGTH: Final = struct.Struct(">I")
-_TEXT: Final = struct.Struct(">cI")
-_NUMBER: Final = struct.Struct(">cq")
 
-
-class Mould:
-    """Writes the properties of messages that differ in some headers and the correlation id.
-
-    Args:
-        message: One of them.
-        own: The names of the headers that each has otherwise.
-    """
-
-    def __init__(self, message: amqp.Message, own: Collection[str]) -> None:
-        properties = dict(message.properties)
-        headers = properties.pop("application_headers")
-        #: What all messages share.
-        self.headers = {name: value for name, value in headers.items() if name not in own}
-        self.properties = {
-            name: value
-            for name, value in properties.items()
-            if name in PROPERTIES and name != "correlation_id"
-        }
-        self._table: bytes = dumps("F", (self.headers,))[_LENGTH.size :]
-        self._names = {name: bytes((len(name),)) + name.encode() for name in own}
-        before, after = map(PROPERTIES.index, ("application_headers", "correlation_id"))
-        self._flags = Content.of(message).properties[:2]
-        self._before = self._written(PROPERTIES[:before])
-        self._between = self._written(PROPERTIES[before + 1 : after])
-        self._after = self._written(PROPERTIES[after + 1 :])
-
-    def _written(self, which: Sequence[str]) -> bytes:
-        some = {name: self.properties[name] for name in which if name in self.properties}
-        return Content.of(amqp.Message(b"", **some)).properties[2:]
-
-    def cast(self, texts: Mapping[str, str], due_ms: int, correlation_id: str | None) -> bytes:
-        """Return the properties of a message.
-
-        Args:
-            texts: Its own headers, but for when it is due.
-            due_ms: When it is due, in milliseconds since 1970.
-            correlation_id: Its correlation id; None where the messages have none.
-        """
-        names_of, entries = self._names, [self._table]
-        for name, value in texts.items():
-            text = value.encode("utf-8", "surrogatepass")
-            entries += (names_of[name], _TEXT.pack(b"S", len(text)), text)
-        entries += (names_of[names.DUE], _NUMBER.pack(b"L", due_ms))
-        table = b"".join(entries)
-        parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]
-        if correlation_id is not None:
-            written = correlation_id.encode("utf-8", "surrogatepass")
-            parts += (bytes((len(written),)), written)
-        parts.append(self._after)
-        return b"".join(parts)
-
-
-class Template:
+class MessageTemplate:
     """Writes messages like a given one.
 
     Args:
@@ -109,9 +47,9 @@ class Template:
         task_id: The id of its task.
         embedded: The third part of its body: callbacks, errbacks, chain, chord.
         encode: Serializes a body; None for JSON, which is then written faster.
-        reprs: The longest representation of the arguments and the keyword arguments in a header.
-        levels: How deep these go into nested values; None for to the end.
-        told: Which of those headers the caller has given, the same for all.
+        reprs: The most characters of the headers that show the arguments and the keyword arguments.
+        levels: How deep these headers go into nested values; None for no limit.
+        given_reprs: Which of these headers the caller has given; they are the same for all.
     """
 
     def __init__(
@@ -122,18 +60,22 @@ class Template:
         encode: Callable[[Any], bytes] | None,
         reprs: tuple[int, int],
         levels: int | None = 3,
-        told: Collection[str] = (),
+        given_reprs: Collection[str] = (),
     ) -> None:
         headers = message.properties["application_headers"]
+        # The one that the caller has given, for all; None if each message has its task's id.
+        self._correlation_id = None
+        if message.properties.get("correlation_id") != task_id:
+            self._correlation_id = message.properties.get("correlation_id")
         self._has_root = headers["root_id"] == task_id
         self._reprs = {
             name: most
             for name, most in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
-            if name not in told
+            if name not in given_reprs
         }
         self._levels = levels
         own = {"id", names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
-        self._mould = Mould(message, own)
+        self._encoder = PropertiesEncoder(message, own)
         self._embedded = embedded
         self._encode = encode
         self._json = JSONEncoder().encode
@@ -142,12 +84,12 @@ class Template:
     @property
     def headers(self) -> Mapping[str, Any]:
         """The headers that all messages share."""
-        return self._mould.headers
+        return self._encoder.headers
 
     @property
     def properties(self) -> Mapping[str, Any]:
         """The properties that all messages share."""
-        return self._mould.properties
+        return self._encoder.properties
 
     def body(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
         """Return the body of a message."""
@@ -174,7 +116,9 @@ class Template:
             kwargs: Its keyword arguments.
             due_ms: When it is due, in milliseconds since 1970.
         """
-        properties = self._mould.cast(self._own(task_id, args, kwargs), due_ms, task_id)
+        properties = self._encoder.encode(
+            self._own(task_id, args, kwargs), due_ms, self._correlation_id or task_id
+        )
         return Content(properties, self.body(args, kwargs))
 
     def item(self, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -188,43 +132,50 @@ class Template:
         """Return a message that holds tasks.
 
         Args:
-            items: What :meth:`item` has returned for each, behind each other.
+            items: The concatenated results of :meth:`item`.
             due_ms: When all of them are due, in milliseconds since 1970.
-            shares: Whether they share what the given message has, but for where it goes. Else each
-                item says all that its message has.
+            shares: Whether they share the headers and properties of the given message, except its
+                destination. If not, each item has all headers and properties of its message.
 
         Raises:
-            InvalidEnvelope: A header that all share cannot be written as JSON.
+            InvalidEnvelope: A shared header cannot be written as JSON.
         """
-        mould = self._envelope
+        encoder = self._envelope
         shared = self._shared if shares else _NOTHING_SHARED
-        return Content(mould.cast({}, due_ms, None), sealed(shared + items, COMPRESSION))
+        return Content(encoder.encode({}, due_ms, None), sealed(shared + items, COMPRESSION))
 
     @cached_property
-    def _envelope(self) -> Mould:
+    def _envelope(self) -> PropertiesEncoder:
         """Writes the properties of envelopes."""
-        address = {name: self.headers[name] for name in ADDRESS if name in self.headers}
+        destination = {
+            name: self.headers[name] for name in RESTORED_HEADERS if name in self.headers
+        }
         message = amqp.Message(
             b"",
             content_type=CONTENT_TYPE,
             content_encoding="binary",
-            application_headers={**address, names.DUE: 0},
+            application_headers={**destination, names.DUE: 0},
             delivery_mode=PERSISTENT,
             priority=self.properties.get("priority", 0),
         )
-        return Mould(message, {names.DUE})
+        return PropertiesEncoder(message, {names.DUE})
 
     @cached_property
     def _shared(self) -> bytes:
-        """The block with what all tasks of an envelope share."""
-        shared = {name: value for name, value in self.headers.items() if name not in ADDRESS}
+        """The block with the headers and properties that all tasks of an envelope share."""
+        shared = {
+            name: value for name, value in self.headers.items() if name not in RESTORED_HEADERS
+        }
         copied = {"root_id": "id"} if self._has_root else {}
-        return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
+        if self._correlation_id is None:
+            return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
+        properties = {**self.properties, "correlation_id": self._correlation_id}
+        return shared_block(shared, properties, copied)
 
 
 def _brief(value: Any, most: int, levels: int | None) -> str:
-    """Return what Celery's ``saferepr`` returns; where it is Python's own, that is faster."""
+    """Return how Celery shows a value in a header; by Python's faster ``repr`` if that is equal."""
     text = repr(value)
-    if len(text) <= most and _ODD.search(text, 1) is None:
+    if len(text) <= most and _MAY_DIFFER.search(text, 1) is None:
         return text
-    return saferepr(value, most, levels)  # type: ignore[arg-type]
+    return celerys_repr(value, most, levels)

@@ -22,6 +22,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
 from tests.integration.modules import wait_until_served
+from tests.integration.publishing import GRACE
 from tests.integration.shop import PATIENCE, QUEUES
 from tests.integration.worker import Worker
 
@@ -180,7 +181,7 @@ def test_the_caller_s_own_connection_is_used_and_stays_usable(
     assert len(take(connection, [shop.amqp.queues[f"{prefix}.default"]], 4)) == 4
 
 
-def test_the_gate_stays_when_the_pool_is_restarted(
+def test_tasks_are_still_restored_after_the_pool_is_restarted(
     shop: Any, configuration: dict[str, Any], prefix: str
 ) -> None:
     with Worker({**configuration, "worker_pool_restarts": True}) as worker:
@@ -294,7 +295,7 @@ def test_a_task_whose_confirm_does_not_come_raises_in_time(
             began = time.monotonic()
             with pytest.raises(PublishError) as caught:
                 shop.tasks["look"].apply_async(delay=3, **options)
-            assert time.monotonic() - began < timeout + 8
+            assert time.monotonic() - began < timeout + GRACE
             assert isinstance(caught.value, ConfirmTimeout | ConnectionLost)
     finally:
         private_rabbitmq.resume()

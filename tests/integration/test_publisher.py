@@ -10,10 +10,12 @@ import amqp
 import pytest
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.app.task import MAY_PASS
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     DeclarationRefused,
     MessageNacked,
+    MessageRefused,
     MessageReturned,
     PublishError,
 )
@@ -57,6 +59,28 @@ def test_a_message_to_an_exchange_that_does_not_exist_raises_and_the_next_one_go
     assert count(connection, target.name) == 1
 
 
+@pytest.mark.parametrize("internal", [True, False], ids=["403", "406"])
+def test_a_message_that_the_broker_will_never_take_is_an_error_of_its_own(
+    connection: Connection, publisher: Publisher, target: Queue, prefix: str, internal: bool
+) -> None:
+    """It is no nack, after which a task with ``acks_late`` would be retried for ever."""
+    channel: Any = connection.default_channel
+    exchange, properties = "", {} if internal else {"expiration": "soon"}
+    if internal:
+        exchange = f"{prefix}-internal"
+        # An exchange that clients may not publish to; kombu has no option for it.
+        arguments: Any = (0, exchange, "fanout", False, True, False, True, False, {})
+        channel.send_method((40, 10), "BssbbbbbF", arguments, wait=(40, 11))
+    message = amqp.Message("x", **properties)
+    with pytest.raises(MessageRefused, match="internal exchange" if internal else "expiration"):
+        publisher.publish(message, lambda: (exchange, target.name))
+    assert not issubclass(MessageRefused, MAY_PASS)
+    publish(publisher, target.name)
+    assert count(connection, target.name) == 1
+    if internal:
+        channel.exchange_delete(exchange)
+
+
 def test_each_error_belongs_to_its_own_message(
     connection: Connection, publisher: Publisher, target: Queue, prefix: str
 ) -> None:
@@ -93,10 +117,14 @@ def test_a_broker_that_refuses_the_login_is_an_error_at_once(broker_url: str) ->
 
 def test_a_connection_that_is_refused_is_not_waited_for() -> None:
     publisher = Publisher(Connection("amqp://guest:guest@127.0.0.1:1//"))
-    began = time.monotonic()
-    with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1//"):
-        publish(publisher, "queue", resends=0)
-    assert time.monotonic() - began < 1.5
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1//"):
+            publish(publisher, "queue", resends=0)
+        seconds.append(time.monotonic() - began)
+    # Left to itself, kombu waits two seconds each time; a busy machine does not do so thrice.
+    assert min(seconds) < 1.5
     publisher.close()
 
 
@@ -136,11 +164,11 @@ def test_an_interrupted_publish_harms_no_other(
 def test_a_declaration_that_is_refused_is_an_error_with_the_broker_s_reason(
     publisher: Publisher, target: Queue
 ) -> None:
-    def declare(connection: Connection) -> None:
+    def prepare(connection: Connection) -> None:
         Queue(target.name, durable=False)(connection.default_channel).queue_declare()
 
     with pytest.raises(DeclarationRefused, match="inequivalent arg") as caught:
-        publish(publisher, target.name, declare=declare)
+        publish(publisher, target.name, declare=prepare)
     assert caught.value.routing_key == target.name
     publish(publisher, target.name)
 
@@ -150,10 +178,10 @@ def test_a_caller_s_connection_is_given_back_as_it_was(
 ) -> None:
     transport: Any = connection.connection
     on_blocked = transport.on_blocked = lambda reason: None
-    connection.connect_timeout = 5.0
+    connection.connect_timeout = 25.0
     publisher = Publisher(connection)
-    publish(publisher, target.name, timeout=1.0)
+    publish(publisher, target.name, timeout=20.0)
     publisher.close_channel()
     assert transport.on_blocked is on_blocked
-    assert connection.connect_timeout == 5.0
+    assert connection.connect_timeout == 25.0
     assert connection.connected

@@ -65,13 +65,13 @@ def test_a_declaration_that_is_not_answered_is_an_error_in_time(
 ) -> None:
     broker, publisher = private
 
-    def declare(connection: Connection) -> None:
+    def prepare(connection: Connection) -> None:
         Exchange("amq.topic", type="topic")(connection.default_channel).declare(passive=True)
 
     with _suspended(broker):
         began = time.monotonic()
         with pytest.raises(PublishError):
-            publish(publisher, "test-private", timeout=TIMEOUT, declare=declare)
+            publish(publisher, "test-private", timeout=TIMEOUT, declare=prepare)
         assert time.monotonic() - began < TIMEOUT + GRACE
 
 

@@ -21,3 +21,21 @@ def test_each_row_of_the_table_of_senders_names_tests_that_exist() -> None:
         source = (TESTS / file).read_text()
         for name in names:
             assert f"def {name}(" in source, f"{file} has no {name}"
+
+
+def test_each_link_of_the_pages_on_top_leads_to_a_file() -> None:
+    root = TESTS.parent
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = re.sub(r"```.*?```", "", (root / page).read_text(), flags=re.DOTALL)
+        targets = re.findall(r"\]\(([^)#\s]+)", text)
+        assert targets, page
+        for target in targets:
+            if not target.startswith("https://"):
+                assert (root / target).exists(), f"{page} links to {target}"
+
+
+def test_contributing_names_each_target_of_make() -> None:
+    root = TESTS.parent
+    targets = set(re.findall(r"^([a-z-]+):.*##", (root / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^\| `make ([a-z-]+)`", (root / "CONTRIBUTING.md").read_text(), re.M))
+    assert named == targets
