@@ -1,8 +1,9 @@
 """Every error that celery_rabbitdelay raises.
 
 All of them are a :class:`RabbitDelayError`. Each also is the built-in or kombu error that callers
-already catch at that place: a wrong delay is a :class:`ValueError` or :class:`TypeError`, a failed
-publish is a :class:`kombu.exceptions.OperationalError`, as ``apply_async`` documents it.
+already catch at that place: a wrong delay is a :class:`ValueError` or :class:`TypeError`; if the
+message cannot be sent as things are, it is a :class:`kombu.exceptions.OperationalError`, as
+``apply_async`` documents it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "InvalidSetting",
     "LayoutConflict",
     "MessageNacked",
+    "MessageRefused",
     "MessageReturned",
     "NeedsDistribution",
     "NoPublisherFree",
@@ -134,8 +136,8 @@ class UnknownOption(RabbitDelayError, TypeError):
         return f"{self.name} = {self.value!r}: {self.reason}"
 
 
-class LayoutConflict(RabbitDelayError):
-    """Another layout stands on the broker under the same prefix.
+class LayoutConflict(RabbitDelayError, OperationalError):
+    """Another layout is declared on the broker under the same prefix.
 
     Attributes:
         prefix: The prefix that both claim.
@@ -157,7 +159,7 @@ class LayoutConflict(RabbitDelayError):
         )
 
 
-class TopologyIncomplete(RabbitDelayError):
+class TopologyIncomplete(RabbitDelayError, OperationalError):
     """Exchanges or queues of the layout are missing on the broker.
 
     Attributes:
@@ -201,8 +203,11 @@ class TopologyNotEmpty(RabbitDelayError):
         )
 
 
-class NeedsDistribution(RabbitDelayError, NotImplementedError):
+class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError):
     """The levels alone cannot deliver this message as it would have been without a delay.
+
+    Sending it again does not help. It is an :class:`~kombu.exceptions.OperationalError` all the
+    same, because Celery marks a task as failed for no other error in sending its callbacks.
 
     Attributes:
         what: What the message asks for.
@@ -242,7 +247,18 @@ class PublishError(RabbitDelayError, OperationalError):
 
 
 class MessageNacked(PublishError):
-    """The broker refused the message (``basic.nack``): a queue was full or its leader away."""
+    """The broker refused the message (``basic.nack``): a queue was full or its leader away.
+
+    It may take the same message later.
+    """
+
+
+class MessageRefused(PublishError):
+    """The broker closed the channel because of the message, and will do so each time.
+
+    The message is larger than ``max_message_size``, has an invalid property, or the user may not
+    write to the exchange; the reason is the broker's. Sending the same message again does not help.
+    """
 
 
 class MessageReturned(PublishError):
@@ -252,8 +268,8 @@ class MessageReturned(PublishError):
 class DeclarationRefused(PublishError):
     """The broker refused to declare what the message needs; the reason is the broker's.
 
-    Mostly the destination's queue stands there with other arguments than the application gives it,
-    or the user may not declare it.
+    Usually the destination's queue exists with other arguments than the application gives it, the
+    user lacks the permission, or nobody has declared an exclusive queue.
     """
 
 

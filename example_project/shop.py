@@ -1,59 +1,31 @@
-"""The shop's Celery application and its one task: ask a customer for a review."""
+"""A record shop's Celery application and its task: ask a customer for a review of an order."""
 
 from __future__ import annotations
 
-import time
-
-from celery import Task
+import json
+import os
+from typing import Final
+from urllib.request import Request, urlopen
 
 from celery_rabbitdelay import Celery
-from example_project.gateway import MailGateway, MailRefused
-from example_project.journal import Journal, Start
-from example_project.run import Run
 
-__all__ = ["app", "journal", "remind"]
+#: Where the mail provider takes mails.
+MAIL_GATEWAY_URL: Final = os.environ.get("MAIL_GATEWAY_URL", "http://127.0.0.1:8025/mails")
 
-run = Run.from_environment()
+app = Celery("record_shop", broker=os.environ.get("CELERY_BROKER_URL", "amqp://"))
 
-app = Celery("record_shop", broker=run.broker_url, backend=run.redis_url)
-app.conf.update(
-    rabbitdelay_prefix=run.prefix,
-    task_default_queue=run.queue,
-    # A task is acknowledged when it is done, so that a killed worker's tasks go to the next one.
-    task_acks_late=True,
-    task_reject_on_worker_lost=True,
-    result_expires=3600,
-    result_backend_transport_options={"global_keyprefix": f"{run.prefix}:"},
-    # Remote control would leave its exchanges on a broker that is not ours.
-    worker_enable_remote_control=False,
-)
-
-redis = run.connect_redis()
-journal = Journal(redis, run.prefix)
-gateway = MailGateway(redis, run.prefix)
+# A worker acknowledges a task when it has ended. RabbitMQ redelivers the tasks of a killed worker.
+app.conf.update(task_acks_late=True, task_reject_on_worker_lost=True)
 
 
-@app.task(
-    bind=True,
-    autoretry_for=(MailRefused,),
-    max_retries=10,
-    retry_backoff=True,
-    # With jitter, the wait before a retry would be a random one; here every run is to be the same.
-    retry_jitter=False,
-)
-def remind(self: Task[..., str], order_id: str, customer_id: str, number_of_cds: int) -> str:
-    """Ask a customer for a review of an order; a refused mail is tried again 1, 2, 4 ... s later.
+@app.task(autoretry_for=(OSError,), max_retries=10, retry_backoff=True, retry_jitter=False)
+def remind(order_id: str, customer_id: str, number_of_cds: int) -> None:
+    """Ask a customer for a review; if the gateway refuses the mail, try again 1, 2, 4 ... s later.
 
-    Returns:
-        What became of the mail; it is the task's result.
+    The task may run twice. The idempotency key makes the gateway send the mail once all the same.
     """
-    started_ms = time.time_ns() // 1_000_000
-    request = self.request
-    due_ms = (request.headers or {}).get("rabbitdelay-due")
-    redelivered = bool((request.delivery_info or {}).get("redelivered"))
-    journal.write_start(Start(order_id, request.retries, due_ms, started_ms, redelivered))
-
-    went_out = gateway.send(order_id, idempotency_key=order_id, attempt=request.retries)
-    if not went_out:
-        return f"customer {customer_id} had got the mail about order {order_id} already"
-    return f"asked customer {customer_id} how the {number_of_cds} CDs of {order_id} sound"
+    text = f"Dear customer {customer_id}, how do your {number_of_cds} CDs sound?"
+    mail = {"customer": customer_id, "order": order_id, "text": text}
+    headers = {"Content-Type": "application/json", "Idempotency-Key": order_id}
+    with urlopen(Request(MAIL_GATEWAY_URL, json.dumps(mail).encode(), headers), timeout=10):
+        pass  # urlopen has raised an HTTPError, an OSError, if the gateway refused the mail

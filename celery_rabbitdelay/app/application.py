@@ -66,7 +66,7 @@ MODULES_OPTION = click.Option(
 
 
 class DelayingQueues(celery_amqp.Queues):
-    """Celery's queues; one that a running worker is told to consume from is made ready."""
+    """Celery's queues; those that a running worker is told to consume from are bound as well."""
 
     #: What kombu calls when such a queue was declared.
     on_declared: Callable[[str, int, int], None] | None = None
@@ -80,7 +80,7 @@ class DelayingQueues(celery_amqp.Queues):
 
 
 class DelayingAMQP(celery_amqp.AMQP):
-    """Celery's AMQP features; its queues know how to become ready for delayed tasks."""
+    """Celery's AMQP features; its queues are bound to the levels when they are declared."""
 
     def Queues(self, *args: Any, **options: Any) -> celery_amqp.Queues:  # noqa: N802
         """Create Celery's queues by name."""
@@ -91,7 +91,7 @@ class DelayingAMQP(celery_amqp.AMQP):
         queues.__class__ = mixed(DelayingQueues, type(queues))
         assert isinstance(queues, DelayingQueues)
         app: Any = self.app
-        queues.on_declared = app.rabbitdelay.make_ready
+        queues.on_declared = app.rabbitdelay.bind_declared_queue
         return queues
 
 

@@ -20,7 +20,7 @@ from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType, Unknow
 from celery_rabbitdelay.levels.due import Due, refuse_two
 from celery_rabbitdelay.levels.place_value import Delay, tolerated
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import declare, ensure_complete, on_declared
+from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
 from celery_rabbitdelay.publishing.pool import PublisherPool
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -100,20 +100,21 @@ class RabbitDelay:
             finally:
                 publisher.close_channel()
 
-    def prepare(self, connection: Connection) -> None:
-        """Make the levels stand on a broker, as a worker does on each new connection.
+    def declare(self, connection: Connection) -> None:
+        """Declare the levels on a broker, as a worker does at its start and after a reconnect.
 
-        In full, which takes a blink where everything stands: what somebody has deleted by hand is
-        put back. Where operators declare, it is only checked.
+        All of them are declared, whatever is there already, which takes about 50 ms: this puts back
+        what somebody has deleted by hand. With ``rabbitdelay_declare = "never"`` they are only
+        checked.
 
         Raises:
-            LayoutConflict: Another layout stands under the prefix.
-            TopologyIncomplete: Something is missing, and must not be declared.
+            LayoutConflict: Another layout is declared under the prefix.
+            TopologyIncomplete: Something is missing, and the settings forbid to declare it.
         """
         if self.settings.declare == "auto":
             declare(connection, self.topology)
         else:
-            ensure_complete(connection, self.topology)
+            check_complete(connection, self.topology)
 
     def send_many(
         self,
@@ -211,11 +212,16 @@ class RabbitDelay:
             return make_aware(instant, self.app.timezone)
         return instant
 
-    def make_ready(self, queue_name: str, message_count: int, consumer_count: int) -> None:
-        """Make a queue that was just declared ready for delayed tasks: kombu's ``on_declared``."""
+    def bind_declared_queue(self, queue_name: str, message_count: int, consumer_count: int) -> None:
+        """Bind a queue that was just declared to the levels: kombu's ``on_declared``.
+
+        An exclusive queue is left alone: only the connection that declared it can bind it.
+        """
+        queue = self.app.amqp.queues.get(queue_name)
+        if queue is not None and queue.exclusive:
+            return
         if self.available and self.settings.declare == "auto":
             with self.app.connection_for_write() as connection:
-                queue = self.app.amqp.queues.get(queue_name)
                 if queue is not None:
                     # Tasks may be sent to another broker than the one that it was declared on.
                     queue = queue(connection)

@@ -14,14 +14,13 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final
 
 import amqp
-from amqp.serialization import dumps
 from celery.utils.saferepr import saferepr
 from kombu.utils.json import JSONEncoder
 
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, framed, sealed, shared_block
 from celery_rabbitdelay.publishing.message import PERSISTENT
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
 
 __all__ = ["PLACE", "PROPERTIES", "Template"]
 
@@ -47,58 +46,6 @@ _NOTHING_SHARED: Final = shared_block({}, {})
 _LENGTH: Final = struct.Struct(">I")
 _TEXT: Final = struct.Struct(">cI")
 _NUMBER: Final = struct.Struct(">cq")
-
-
-class Mould:
-    """Writes the properties of messages that differ in some headers and the correlation id.
-
-    Args:
-        message: One of them.
-        own: The names of the headers that each has otherwise.
-    """
-
-    def __init__(self, message: amqp.Message, own: Collection[str]) -> None:
-        properties = dict(message.properties)
-        headers = properties.pop("application_headers")
-        #: What all messages share.
-        self.headers = {name: value for name, value in headers.items() if name not in own}
-        self.properties = {
-            name: value
-            for name, value in properties.items()
-            if name in PROPERTIES and name != "correlation_id"
-        }
-        self._table: bytes = dumps("F", (self.headers,))[_LENGTH.size :]
-        self._names = {name: bytes((len(name),)) + name.encode() for name in own}
-        before, after = map(PROPERTIES.index, ("application_headers", "correlation_id"))
-        self._flags = Content.of(message).properties[:2]
-        self._before = self._written(PROPERTIES[:before])
-        self._between = self._written(PROPERTIES[before + 1 : after])
-        self._after = self._written(PROPERTIES[after + 1 :])
-
-    def _written(self, which: Sequence[str]) -> bytes:
-        some = {name: self.properties[name] for name in which if name in self.properties}
-        return Content.of(amqp.Message(b"", **some)).properties[2:]
-
-    def cast(self, texts: Mapping[str, str], due_ms: int, correlation_id: str | None) -> bytes:
-        """Return the properties of a message.
-
-        Args:
-            texts: Its own headers, but for when it is due.
-            due_ms: When it is due, in milliseconds since 1970.
-            correlation_id: Its correlation id; None where the messages have none.
-        """
-        names_of, entries = self._names, [self._table]
-        for name, value in texts.items():
-            text = value.encode("utf-8", "surrogatepass")
-            entries += (names_of[name], _TEXT.pack(b"S", len(text)), text)
-        entries += (names_of[names.DUE], _NUMBER.pack(b"L", due_ms))
-        table = b"".join(entries)
-        parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]
-        if correlation_id is not None:
-            written = correlation_id.encode("utf-8", "surrogatepass")
-            parts += (bytes((len(written),)), written)
-        parts.append(self._after)
-        return b"".join(parts)
 
 
 class Template:
@@ -133,7 +80,7 @@ class Template:
         }
         self._levels = levels
         own = {"id", names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
-        self._mould = Mould(message, own)
+        self._encoder = PropertiesEncoder(message, own)
         self._embedded = embedded
         self._encode = encode
         self._json = JSONEncoder().encode
@@ -142,12 +89,12 @@ class Template:
     @property
     def headers(self) -> Mapping[str, Any]:
         """The headers that all messages share."""
-        return self._mould.headers
+        return self._encoder.headers
 
     @property
     def properties(self) -> Mapping[str, Any]:
         """The properties that all messages share."""
-        return self._mould.properties
+        return self._encoder.properties
 
     def body(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
         """Return the body of a message."""
@@ -174,7 +121,7 @@ class Template:
             kwargs: Its keyword arguments.
             due_ms: When it is due, in milliseconds since 1970.
         """
-        properties = self._mould.cast(self._own(task_id, args, kwargs), due_ms, task_id)
+        properties = self._encoder.encode(self._own(task_id, args, kwargs), due_ms, task_id)
         return Content(properties, self.body(args, kwargs))
 
     def item(self, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -196,12 +143,12 @@ class Template:
         Raises:
             InvalidEnvelope: A header that all share cannot be written as JSON.
         """
-        mould = self._envelope
+        encoder = self._envelope
         shared = self._shared if shares else _NOTHING_SHARED
-        return Content(mould.cast({}, due_ms, None), sealed(shared + items, COMPRESSION))
+        return Content(encoder.encode({}, due_ms, None), sealed(shared + items, COMPRESSION))
 
     @cached_property
-    def _envelope(self) -> Mould:
+    def _envelope(self) -> PropertiesEncoder:
         """Writes the properties of envelopes."""
         address = {name: self.headers[name] for name in ADDRESS if name in self.headers}
         message = amqp.Message(
@@ -212,7 +159,7 @@ class Template:
             delivery_mode=PERSISTENT,
             priority=self.properties.get("priority", 0),
         )
-        return Mould(message, {names.DUE})
+        return PropertiesEncoder(message, {names.DUE})
 
     @cached_property
     def _shared(self) -> bytes:

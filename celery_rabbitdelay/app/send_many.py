@@ -38,7 +38,7 @@ from celery_rabbitdelay.levels.due import Due
 from celery_rabbitdelay.levels.place_value import Delay
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import MAX_WORD
-from celery_rabbitdelay.publishing.posting import Posting
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 __all__ = ["Bulk", "Report", "Row", "send_one_by_one"]
@@ -253,7 +253,7 @@ class Bulk:
 
     def _postings(
         self, made: Capture, writer: Writer, calls: Iterator[tuple[int, Call]]
-    ) -> Iterator[Posting]:
+    ) -> Iterator[Publication]:
         if not self._envelopes:
             for number, call in calls:
                 yield from self._alone(made, writer, [number], call)
@@ -275,7 +275,7 @@ class Bulk:
 
     def _alone(
         self, made: Capture, writer: Writer, rows: Sequence[int], call: Call
-    ) -> Iterator[Posting]:
+    ) -> Iterator[Publication]:
         try:
             content = writer.content(call)
         except Exception as error:  # noqa: BLE001 - whatever an argument's own code raises
@@ -283,9 +283,9 @@ class Bulk:
             return
         self._report.sent += len(rows)
         delayed = made.delayed._replace(task_id=call.task_id)
-        yield Posting(content, partial(made.address, delayed, call.due), rows)
+        yield Publication(content, partial(made.address, delayed, call.due), rows)
 
-    def _together(self, made: Capture, writer: Writer, bag: Bag) -> Iterator[Posting]:
+    def _together(self, made: Capture, writer: Writer, bag: Bag) -> Iterator[Publication]:
         if len(bag.rows) == 1 and writer.writes_twice:
             yield from self._alone(made, writer, bag.rows, bag.first)
             return
@@ -297,9 +297,9 @@ class Bulk:
             return
         self._report.sent += len(bag.rows)
         delayed = made.delayed._replace(word=DISTRIBUTION, task_id=bag.first.task_id)
-        yield Posting(content, partial(made.address, delayed, due), bag.rows)
+        yield Publication(content, partial(made.address, delayed, due), bag.rows)
 
-    def _done(self, posting: Posting) -> None:
+    def _done(self, posting: Publication) -> None:
         report = self._report
         report.resent += posting.resent
         rows = posting.subject

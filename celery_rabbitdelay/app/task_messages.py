@@ -21,10 +21,9 @@ from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.due import Due
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.message import PERSISTENT, body_of
-from celery_rabbitdelay.publishing.posting import Patience
+from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publish_loop import Prepare
-from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["Call", "Capture", "Writer", "captured", "sending", "writer_for"]
@@ -92,8 +91,8 @@ class Capture(DelayedTaskProducer):
     body: Any
     options: dict[str, Any]
     delayed: Delayed
-    patience: Patience
-    declares: dict[str, Prepare | None]
+    patience: PublishPolicy
+    declares: dict[str, Declaration | None]
 
     def publish_delayed(  # type: ignore[override]
         self,
@@ -109,10 +108,10 @@ class Capture(DelayedTaskProducer):
         """Keep all that there is to know."""
         self.body = body
         self.options = options
-        self.delayed = self.prepared(body, destination, due, **options)
+        self.delayed = self.delayed_message(body, destination, due, **options)
         self.delayed.message.properties["delivery_mode"] = PERSISTENT
-        self.patience = Patience(self.timeout, resends, backoff)
-        self.declares = self.declaring(self.delayed.queue, declare)
+        self.patience = PublishPolicy(self.timeout, resends, backoff)
+        self.declares = self.declarations(self.delayed.queue, declare)
 
 
 def captured(

@@ -1,4 +1,4 @@
-"""What a courier does on one connection: it takes messages and publishes what becomes of each."""
+"""What a module does on one connection: receive, publish what each message becomes, acknowledge."""
 
 from __future__ import annotations
 
@@ -7,47 +7,48 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from threading import Event
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import amqp
-from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError, NotFound
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay.exceptions import ConfirmTimeout, MessageNacked, Refused
+from celery_rabbitdelay.exceptions import MessageNacked, MessageRefused, Refused
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, bare, undeliverable, written
-from celery_rabbitdelay.modules.statistics import Tally
-from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, Sent
+from celery_rabbitdelay.modules.statistics import ModuleStatistics
+from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.message import headers_of, shortened
-from celery_rabbitdelay.publishing.wire import acknowledging
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publish_loop import PublishLoop, callers_errors_as_they_are
+from celery_rabbitdelay.publishing.wire import ack_frames, requeue_frames
 
-__all__ = ["Module", "Session"]
+__all__ = ["Module", "ModuleConsumer"]
 
 logger = logging.getLogger(__name__)
 
-#: How many messages are opened at once: one may be an envelope, and hold many megabytes.
-OPEN: Final = 4
+#: How many received messages are unpacked side by side: one may be an envelope of many megabytes.
+UNPACKED_AT_ONCE: Final = 4
 
-#: How many messages of one parcel are published before the next one has its turn.
-SLICE: Final = 100
+#: How many messages of one envelope are published before the next received message has its turn.
+TURN: Final = 100
 
-#: How often a message is published that the broker refuses, and seconds between two times: as many
-#: as a leader may be away, and no more, since all others wait for it.
+#: How often a message is sent that the broker nacks, and seconds between two attempts: long enough
+#: for a new leader, and no longer, since the others wait meanwhile.
 ATTEMPTS: Final = 10
-PAUSE: Final = 3.0
+NACK_PAUSE: Final = 3.0
 
-#: How many frames are taken in before what they have brought is published; a message is three.
+#: How many frames are read before what they bring is published; a delivery takes three.
 FRAMES: Final = 300
 
-#: Seconds that the thread waits for the broker before it looks whether it is to stop.
-TURN: Final = 0.2
+#: Seconds that the thread waits for a frame before it checks whether it is to stop.
+READ_TIMEOUT: Final = 0.2
 
-#: Seconds between two looks at how many messages are waiting.
-LOOK: Final = 2.0
+#: Seconds between two samples of how many messages are ready.
+SAMPLE_EVERY: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Module:
         name: Its name.
         topology: The topology that its queue belongs to.
         queue: The queue.
-        receive: Says what becomes of a message.
-        prefetch: How many messages are taken from the queue before they are done.
+        receive: Returns what becomes of a message.
+        prefetch: How many messages are taken from the queue before the first is acknowledged.
         window: How many messages may be in flight, unconfirmed.
         timeout: Seconds without any confirm until the connection is given up.
     """
@@ -73,145 +74,170 @@ class Module:
     timeout: float
 
 
-class _Parcel:
-    """A message that was received, and what has become of it so far."""
+class _Received:
+    """A message that was received, and what is left to do about it."""
 
     __slots__ = ("message", "outgoing", "pending", "unpacked")
 
     def __init__(self, message: amqp.Message, outgoing: Iterator[Outgoing]) -> None:
         self.message = message
         self.outgoing = outgoing
+        #: How many messages that it became are not settled.
         self.pending = 0
+        #: Whether all messages that it becomes are known.
         self.unpacked = False
 
 
-class Session:
+class _Origin(NamedTuple):
+    """What a publication is: the message as it was made, and the one that it was made from."""
+
+    received: _Received
+    outgoing: Outgoing
+
+
+class ModuleConsumer:
     """Serves a module on one connection.
 
-    A message is acknowledged once everything that it became is confirmed. Whatever goes wrong
-    before, the broker delivers it again.
+    A message is acknowledged once everything that it became is confirmed. If anything goes wrong
+    before, the broker delivers the message again.
 
-    It begins carefully, since one message may be why the last connection was lost, or the last
-    process: what was delivered before is taken one at a time, and what becomes of it published one
-    at a time. So only that message counts as delivered in vain, until the broker puts it into
-    ``undeliverable``; and what the broker closes the channel for is known.
+    It begins carefully, because one message may be why the last connection was lost, or the last
+    process: messages that were delivered before are taken one at a time, and published one at a
+    time. So only the message that does harm counts as delivered in vain, until the broker puts it
+    into ``undeliverable``.
 
     Args:
         module: The module.
         connection: A connection that is open.
-        tally: Where to count what is done.
+        statistics: Where to count what is done.
         stopping: Set once no more messages are to be taken.
     """
 
     def __init__(
-        self, module: Module, connection: Connection, tally: Tally, stopping: Event
+        self,
+        module: Module,
+        connection: Connection,
+        statistics: ModuleStatistics,
+        stopping: Event,
     ) -> None:
         self._module = module
-        self._tally = tally
+        self._connection = connection
+        self._statistics = statistics
         self._stopping = stopping
         self._careful = True
-        self._last: tuple[_Parcel, Outgoing] | None = None
-        self._tag = ""
-        self._connection = connection
-        self._transport: Any = connection.connection
-        self._publishing = ConfirmChannel(connection)
-        self._taking = cast(Any, connection.channel())
+        # The time-out is for the broker as a whole: a single message has no deadline.
+        policy = PublishPolicy(
+            module.timeout, ATTEMPTS - 1, (NACK_PAUSE, 0.0, NACK_PAUSE), module.window
+        )
+        self._loop = PublishLoop(self._next, policy, self._done)
+        self._loop.window = 1
+        self._loop.use(ConfirmChannel(connection, self._loop.settled))
+        self._wire = self._loop.channel.wire
+        self._consuming = cast(Any, connection.channel())
         # A body stays the bytes that it is.
-        self._taking.auto_decode = False
-        self._waiting: deque[_Parcel] = deque()
-        self._open: deque[_Parcel] = deque()
-        self._again: deque[tuple[float, _Parcel, Outgoing, int]] = deque()
+        self._consuming.auto_decode = False
+        self._consumer_tag = ""
+        self._waiting: deque[_Received] = deque()
+        self._unpacking: deque[_Received] = deque()
+        self._turn_left = TURN
         self._undeliverable = module.topology.undeliverable.exchange.name
-        self._known = {"", self._undeliverable}
+        self._existing_exchanges = {"", self._undeliverable}
         self._unfinished = 0
-        self._finished: list[int] = []
-        self._progress = time.monotonic()
-        self._looked = 0.0
+        self._to_acknowledge: list[int] = []
+        self._sampled_at = 0.0
 
     def serve(self) -> bool:
-        """Take messages until it is to stop; return whether all begun are finished.
+        """Consume until the service stops.
 
-        A broker that has blocked the connection answers nothing, and for how long, nobody knows:
-        what is not finished then is delivered to another worker.
+        A broker that has blocked the connection may not answer for any length of time. Messages
+        that are not finished then are delivered to another worker.
+
+        Returns:
+            Whether everything that was begun is finished.
         """
+        with callers_errors_as_they_are():
+            return self._serve()
+
+    def _serve(self) -> bool:
         self._consume(1)
-        careful = taking = True
+        careful = consuming = True
         while True:
             stopping = self._stopping.is_set()
-            if stopping and self._publishing.blocked is not None:
+            if stopping and self._loop.channel.blocked is not None:
                 return False
-            if stopping and taking:
+            if stopping and consuming:
                 self._cancel()
-                taking = False
-                self._return_what_was_not_begun()
-            if not taking and not self._unfinished:
+                consuming = False
+                self._requeue_waiting()
+            if not consuming and not self._unfinished:
                 return True
-            if taking and careful and not self._careful:
-                # AMQP has no way to let a consumer take more.
+            if consuming and careful and not self._careful:
+                # AMQP cannot raise the prefetch of a consumer.
                 careful = False
                 self._cancel()
                 self._consume(self._module.prefetch)
+                self._loop.window = self._module.window
             try:
                 self._turn()
             except ChannelError as closed:
-                self._blame(closed)
-            time.sleep(0)  # gevent and eventlet: the others' turn
+                self._after_close(closed)
+            time.sleep(0)  # lets the other greenlets of gevent and eventlet run
 
     def _turn(self) -> None:
-        self._publish()
-        self._publishing.flush(self._module.timeout)
+        """Publish what can be published, and read what the broker sends."""
+        channel = self._loop.channel
+        self._loop.send()
+        channel.flush(self._module.timeout)
         self._acknowledge()
+        can_send = bool(self._unpacking or self._waiting) and self._loop.has_room
         try:
-            self._publishing.take_in(0 if self._has_room() else TURN, FRAMES)
+            channel.read(0 if can_send else READ_TIMEOUT, FRAMES)
         except TimeoutError:
-            # py-amqp may run out of time while it opens a channel that the broker has closed; then
-            # nobody is told that it was.
-            if not (self._publishing.open and self._taking.is_open):
+            # py-amqp may run out of time while it opens a channel that the broker has closed, and
+            # then raises nothing about the close.
+            if not (channel.open and self._consuming.is_open):
                 raise
         self._acknowledge()
         self._connection.heartbeat_check()
-        self._check_progress()
-        self._look()
+        self._loop.check_time()
+        self._sample()
 
-    def _blame(self, closed: ChannelError) -> None:
-        """Refuse the message that the broker has closed the channel for, where it is known."""
-        if self._last is None or not self._careful or self._publishing.in_flight != 1:
-            raise closed
-        parcel, outgoing = self._last
-        if closed.method_sig != spec.Basic.Publish or outgoing.exchange == self._undeliverable:
-            raise closed
-        blocked = self._publishing.blocked
-        self._publishing.close(self._module.timeout)
+    def _after_close(self, closed: ChannelError) -> None:
+        """Go on with another channel if the broker has closed the one that publishes."""
+        former = self._loop.channel
+        self._loop.channel_closed(closed)
+        former.close(self._module.timeout)
         with self._answers():
-            self._publishing = ConfirmChannel(self._connection)
-        self._publishing.blocked = blocked
-        self._refuse(parcel, outgoing, f"the broker does not take it: {closed}")
-        parcel.pending -= 1
+            channel = ConfirmChannel(self._connection, self._loop.settled)
+        channel.blocked = former.blocked
+        self._loop.use(channel)
 
     def _consume(self, prefetch: int) -> None:
         with self._answers():
-            self._taking.basic_qos(0, prefetch, False)
-            self._tag = self._taking.basic_consume(self._module.queue.name, callback=self._came)
+            self._consuming.basic_qos(0, prefetch, False)
+            queue = self._module.queue.name
+            self._consumer_tag = self._consuming.basic_consume(queue, callback=self._on_message)
 
     def _cancel(self) -> None:
         with self._answers():
-            self._taking.basic_cancel(self._tag)
+            self._consuming.basic_cancel(self._consumer_tag)
 
     def _answers(self) -> Any:
-        """Bound the wait for an answer, so that a connection that says nothing does not hold us."""
-        return self._publishing.answers_within(self._module.timeout)
+        """Bound the wait for an answer, so that a silent broker does not hold the thread."""
+        return self._wire.answers_within(self._module.timeout)
 
-    def _return_what_was_not_begun(self) -> None:
-        while self._waiting:
-            parcel = self._waiting.popleft()
-            self._taking.basic_reject(parcel.message.delivery_tag, requeue=True)
-            self._unfinished -= 1
+    def _requeue_waiting(self) -> None:
+        """Give the messages back that were received, and not begun."""
+        tags = [cast(int, received.message.delivery_tag) for received in self._waiting]
+        self._waiting.clear()
+        self._unfinished -= len(tags)
+        self._wire.write(requeue_frames(self._consuming.channel_id, tags), self._module.timeout)
 
-    def _came(self, message: amqp.Message) -> None:
+    def _on_message(self, message: amqp.Message) -> None:
         self._unfinished += 1
-        self._tally.received += 1
+        self._statistics.received += 1
         self._careful = self._careful and message.delivery_info["redelivered"]
-        self._waiting.append(_Parcel(message, self._receive(message)))
+        self._waiting.append(_Received(message, self._receive(message)))
 
     def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         unreadable = headers_of(message).get(names.UNREADABLE)
@@ -219,73 +245,49 @@ class Session:
             raise Refused(f"its properties cannot be read: {unreadable}")
         yield from self._module.receive(message)
 
-    def _has_room(self) -> bool:
-        """Whether there is something to publish at once."""
-        publishing, window = self._publishing, self._module.window
-        return (
-            bool(self._open or self._waiting)
-            and publishing.blocked is None
-            and publishing.in_flight + len(self._again) < (1 if self._careful else window)
-        )
+    def _next(self) -> Publication | None:
+        """Return the next message to publish: the source of the publish loop."""
+        while True:
+            while self._waiting and len(self._unpacking) < UNPACKED_AT_ONCE:
+                self._unpacking.append(self._waiting.popleft())
+            if not self._unpacking:
+                return None
+            if not self._turn_left:
+                self._unpacking.rotate(-1)
+                self._turn_left = TURN
+            self._turn_left -= 1
+            received = self._unpacking[0]
+            try:
+                outgoing = next(received.outgoing)
+            except StopIteration:
+                self._unpacking.popleft()
+                self._turn_left = TURN
+                received.unpacked = True
+                self._finish(received)
+            except Exception as error:
+                if not isinstance(error, Refused):
+                    logger.exception("%s: a message cannot be read", self._module.name)
+                received.outgoing = iter(())
+                reason = error.reason if isinstance(error, Refused) else shortened(error)
+                return self._refuse(received, _as_it_came(received.message), reason)
+            else:
+                return self._publication(received, outgoing)
 
-    def _publish(self) -> None:
-        while self._again and self._again[0][0] <= time.monotonic():
-            if self._publishing.blocked is not None:
-                return
-            _, parcel, outgoing, attempt = self._again.popleft()
-            self._send(parcel, outgoing, attempt)
-            parcel.pending -= 1
-        for _ in range(SLICE):
-            if not self._has_room():
-                return
-            while self._waiting and len(self._open) < OPEN:
-                self._open.append(self._waiting.popleft())
-            self._next(self._open[0])
-        self._open.rotate(-1)
-
-    def _next(self, parcel: _Parcel) -> None:
+    def _publication(self, received: _Received, outgoing: Outgoing) -> Publication:
+        # Counted first: while the broker is asked for the exchange, other messages are settled.
+        received.pending += 1
         try:
-            outgoing = next(parcel.outgoing)
-        except StopIteration:
-            self._open.remove(parcel)
-            parcel.unpacked = True
-            self._finish(parcel)
-        except Exception as error:
-            if not isinstance(error, Refused):
-                logger.exception("%s: a message cannot be read", self._module.name)
-            parcel.outgoing = iter(())
-            reason = error.reason if isinstance(error, Refused) else shortened(error)
-            self._refuse(parcel, self._as_it_came(parcel.message), reason)
-        else:
-            self._send(parcel, outgoing)
-
-    @staticmethod
-    def _as_it_came(message: amqp.Message) -> Outgoing:
-        info: Any = message.delivery_info
-        return Outgoing(info["exchange"], info["routing_key"], message)
-
-    def _send(self, parcel: _Parcel, outgoing: Outgoing, attempt: int = 1) -> None:
-        # Counted first: whoever waits for the broker lets other messages of the parcel settle.
-        parcel.pending += 1
-        try:
-            content = written(outgoing, self._transport.frame_max)
+            content = written(outgoing, self._wire.frame_max)
             if not self._exists(outgoing.exchange):
                 raise Refused(f"there is no exchange {outgoing.exchange!r}")
         except Refused as refused:
-            self._refuse(parcel, outgoing, refused.reason)
-            parcel.pending -= 1
-            return
-        self._last = parcel, outgoing
-        self._publishing.send(
-            content,
-            outgoing.exchange,
-            outgoing.routing_key,
-            self._module.timeout,
-            partial(self._settled, parcel, outgoing, attempt),
-        )
+            received.pending -= 1
+            return self._refuse(received, outgoing, refused.reason)
+        address = outgoing.exchange, outgoing.routing_key
+        return Publication(content, lambda: address, _Origin(received, outgoing))
 
     def _exists(self, exchange: str) -> bool:
-        if exchange in self._known:
+        if exchange in self._existing_exchanges:
             return True
         # Publishing to an exchange that does not exist closes the channel, with all in flight.
         with self._answers(), self._connection.channel() as channel:
@@ -294,71 +296,73 @@ class Session:
             except NotFound:
                 return False
             except AccessRefused:
-                pass  # it may be there all the same
-        self._known.add(exchange)
+                pass  # it may exist all the same
+        self._existing_exchanges.add(exchange)
         return True
 
-    def _refuse(self, parcel: _Parcel, outgoing: Outgoing, reason: str) -> None:
+    def _refuse(self, received: _Received, outgoing: Outgoing, reason: str) -> Publication:
+        """Return the publication that puts a message into ``undeliverable``."""
         logger.warning("%s: a message is undeliverable: %s", self._module.name, reason)
-        self._tally.undeliverable += 1
+        self._statistics.undeliverable += 1
         topology = self._module.topology
         refused = undeliverable(topology, outgoing, reason)
         try:
-            written(refused, self._transport.frame_max)
+            content = written(refused, self._wire.frame_max)
         except Refused:
             refused = bare(topology, outgoing.message, reason)
-        parcel.pending += 1
-        # Not at once: whoever is told what became of a message must not send another one.
-        self._again.appendleft((0.0, parcel, refused, 1))
+            content = written(refused, self._wire.frame_max)
+        received.pending += 1
+        address = refused.exchange, refused.routing_key
+        return Publication(content, lambda: address, _Origin(received, refused))
 
-    def _settled(self, parcel: _Parcel, outgoing: Outgoing, attempt: int, sent: Sent) -> None:
-        self._progress = time.monotonic()
-        if sent.error is None:
-            self._tally.published += 1
-        elif isinstance(sent.error, MessageNacked) and attempt < ATTEMPTS:
-            parcel.pending += 1
-            self._again.append((time.monotonic() + PAUSE, parcel, outgoing, attempt + 1))
+    def _done(self, publication: Publication) -> None:
+        """Count a message that is settled: ``done`` of the publish loop."""
+        origin: _Origin = publication.subject
+        received, outgoing = origin
+        error = publication.error
+        if error is None:
+            self._statistics.published += 1
         elif outgoing.exchange == self._undeliverable:
-            raise sent.error
-        elif isinstance(sent.error, MessageNacked):
-            self._refuse(parcel, outgoing, f"the broker refused it {ATTEMPTS} times")
+            raise error
         else:
-            where = f"the exchange {outgoing.exchange!r}" if outgoing.exchange else "there"
-            key = outgoing.routing_key
-            self._refuse(parcel, outgoing, f"{where} has no queue for the key {key!r}")
-        parcel.pending -= 1
-        self._finish(parcel)
+            if isinstance(error, MessageNacked):
+                reason = f"the broker nacked it {ATTEMPTS} times"
+            elif isinstance(error, MessageRefused):
+                reason = f"the broker does not take it: {error.reason}"
+            else:
+                where = f"the exchange {outgoing.exchange!r}" if outgoing.exchange else "there"
+                reason = f"{where} has no queue for the key {outgoing.routing_key!r}"
+            self._loop.send_first(self._refuse(received, outgoing, reason))
+        received.pending -= 1
+        self._finish(received)
 
-    def _finish(self, parcel: _Parcel) -> None:
-        if parcel.unpacked and not parcel.pending:
-            self._finished.append(cast(int, parcel.message.delivery_tag))
+    def _finish(self, received: _Received) -> None:
+        if received.unpacked and not received.pending:
+            self._to_acknowledge.append(cast(int, received.message.delivery_tag))
             self._unfinished -= 1
-            self._tally.finished += 1
+            self._statistics.finished += 1
 
     def _acknowledge(self) -> None:
-        if self._finished:
-            frames = acknowledging(self._taking.channel_id, self._finished)
-            self._finished.clear()
+        if self._to_acknowledge:
+            frames = ack_frames(self._consuming.channel_id, self._to_acknowledge)
+            self._to_acknowledge.clear()
+            self._wire.write(frames, self._module.timeout)
+
+    def _sample(self) -> None:
+        channel = self._loop.channel
+        if channel.blocked is not None or time.monotonic() - self._sampled_at < SAMPLE_EVERY:
+            return
+        self._sampled_at = time.monotonic()
+        try:
             with self._answers():
-                self._transport.transport.write(frames)
-            self._transport.bytes_sent += 1
+                answer = self._consuming.queue_declare(self._module.queue.name, passive=True)
+        except TimeoutError:
+            if channel.blocked is None:
+                raise
+        else:
+            self._statistics.sample(answer.message_count)
 
-    def _check_progress(self) -> None:
-        publishing = self._publishing
-        if not publishing.in_flight or publishing.blocked is not None:
-            self._progress = time.monotonic()
-        elif time.monotonic() - self._progress > self._module.timeout:
-            raise ConfirmTimeout("", "", "the broker did not confirm in time")
 
-    def _look(self) -> None:
-        if self._publishing.blocked is None and time.monotonic() - self._looked >= LOOK:
-            self._looked = time.monotonic()
-            name = self._module.queue.name
-            try:
-                with self._answers():
-                    answer = self._taking.queue_declare(name, passive=True)
-            except TimeoutError:
-                if self._publishing.blocked is None:
-                    raise
-            else:
-                self._tally.look(answer.message_count)
+def _as_it_came(message: amqp.Message) -> Outgoing:
+    info: Any = message.delivery_info
+    return Outgoing(info["exchange"], info["routing_key"], message)

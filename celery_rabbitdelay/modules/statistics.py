@@ -6,21 +6,21 @@ import time
 from collections import deque
 from typing import Final
 
-__all__ = ["Tally"]
+__all__ = ["ModuleStatistics"]
 
 #: Seconds over which a rate is taken.
 SPAN: Final = 10.0
 
 
-class Tally:
+class ModuleStatistics:
     """Counts what a module does.
 
     Attributes:
-        received: How many messages it has received.
+        received: How many messages the module has received.
         finished: How many of these it has acknowledged.
         published: How many messages it has published, confirmed.
         undeliverable: How many messages it has put into ``undeliverable``.
-        backlog: How many messages were ready in its queue when it last looked.
+        backlog: How many messages were ready in its queue when it was last asked.
     """
 
     def __init__(self) -> None:
@@ -29,19 +29,19 @@ class Tally:
         self.published = 0
         self.undeliverable = 0
         self.backlog = 0
-        self._seen: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
+        self._samples: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
 
-    def look(self, backlog: int) -> None:
-        """Note how many messages are ready; called every few seconds."""
+    def sample(self, backlog: int) -> None:
+        """Note how many messages are ready, and all counts; called every few seconds."""
         self.backlog = backlog
         now = time.monotonic()
-        self._seen.append((now, self.received, self.published))
-        while len(self._seen) > 2 and now - self._seen[1][0] > SPAN:
-            self._seen.popleft()
+        self._samples.append((now, self.received, self.published))
+        while len(self._samples) > 2 and now - self._samples[1][0] > SPAN:
+            self._samples.popleft()
 
     def status(self) -> dict[str, float]:
-        """Return all counts, and what was received and published in a second of late."""
-        (begin, received, published), (end, *_) = self._seen[0], self._seen[-1]
+        """Return all counts, and the rates per second over the last ten seconds or so."""
+        (begin, received, published), (end, *_) = self._samples[0], self._samples[-1]
         seconds = max(time.monotonic() - begin, 0.001) if end > begin else SPAN
         return {
             "received": self.received,

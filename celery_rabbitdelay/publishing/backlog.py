@@ -1,4 +1,4 @@
-"""How many messages wait where, as the broker tells it."""
+"""How many messages wait in which queue of a topology, as the broker reports it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple
 from kombu import Connection
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import Counts, look_at
+from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
 
 __all__ = ["Backlog", "backlog_of"]
 
 
 class Backlog(NamedTuple):
-    """What waits in a topology.
+    """The messages that wait in a topology.
 
     Attributes:
-        levels: For each level, by its name without prefix, the messages in its queues. One that is
-            just going from one level to the next is in none of them.
-        others: For ``check-in``, ``meditation``, ``distribution`` and ``undeliverable``, the
-            messages and consumers of its queue.
-        missing: The names of queues that are not there.
+        levels: The messages in each level's queues, by the level's name without prefix. A message
+            that is just passing from one level to the next is not counted.
+        others: The messages and consumers of the queues of ``check-in``, ``meditation``,
+            ``distribution`` and ``undeliverable``.
+        missing: The names of queues that do not exist.
     """
 
     levels: Mapping[str, int]
@@ -30,13 +30,13 @@ class Backlog(NamedTuple):
 
 
 def backlog_of(connection: Connection, topology: Topology) -> Backlog:
-    """Ask the broker for every queue of a topology; takes a tenth of a second for the clock.
+    """Ask the broker for the counts of every queue of a topology, in a few round trips.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology; nothing is declared.
     """
-    found = {queue.name: look_at(connection, queue) for queue in topology.queues}
+    found = queue_counts(connection, topology.queues)
     levels = {
         level: sum(counts.messages for queue in queues if (counts := found[queue.name]))
         for level, queues in topology.level_queues.items()

@@ -1,16 +1,14 @@
-"""Which messages the broker has not confirmed yet, and the channel that they were sent on.
+"""A channel in confirm mode, and the messages on it that the broker has not settled yet.
 
 RabbitMQ takes responsibility for a message with ``basic.ack``
-(https://www.rabbitmq.com/docs/confirms); until then it may be lost with the connection, and nobody
-else tells.
+(https://www.rabbitmq.com/docs/confirms). Until then the message may be lost with the connection.
 """
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any, Final, TypeAlias
 
@@ -18,162 +16,125 @@ import amqp
 from amqp.exceptions import AMQPError
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned, PublishError
-from celery_rabbitdelay.publishing.wire import METHOD, Content, publishing
+from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
+from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.wire import Content, Wire, publish_frames
 
-__all__ = ["ConfirmChannel", "Sent", "SentMessages"]
+__all__ = ["ConfirmChannel", "Unconfirmed"]
 
-#: How many bytes are written at once: enough that writing costs little, and few enough that the
-#: broker begins at once.
+#: Bytes that are collected before they are written: enough that a write costs little, few enough
+#: that the broker begins at once.
 WRITE_SIZE: Final = 65_536
 
-#: Seconds that one look at the socket takes where there is nothing.
-LOOK: Final = 0.001
+#: Seconds to wait for a frame when only those that have arrived already are wanted.
+NO_WAIT: Final = 0.001
 
-#: How the method ``basic.ack`` begins; then the tag, and whether it means all up to it.
-ACK: Final = struct.pack(">HH", 60, 80)
-_ACKED: Final = struct.Struct(">Q?")
+#: Called with a publication once the broker has acked, nacked or returned it.
+OnSettled: TypeAlias = Callable[[Publication], None]
 
 
-class Sent:
-    """A message that was sent, and what became of it.
+class Unconfirmed:
+    """The publications of one channel that are not settled, by delivery tag. Pure.
 
-    Attributes:
-        exchange: The exchange that it was sent to.
-        routing_key: Its routing key.
-        content: What was sent.
-        subject: Whatever the sender wants to find again.
-        settled: Whether the broker has said its last word about it.
-        error: What that word was, None where it is a confirm.
-        then: Called with this once it is settled; None for nothing.
+    Args:
+        on_settled: Called with each publication once it is settled.
     """
 
-    __slots__ = ("content", "error", "exchange", "routing_key", "settled", "subject", "then")
-
-    def __init__(
-        self,
-        exchange: str,
-        routing_key: str,
-        content: Content,
-        then: Then | None = None,
-        subject: Any = None,
-    ) -> None:
-        self.exchange = exchange
-        self.routing_key = routing_key
-        self.content = content
-        self.then = then
-        self.subject = subject
-        self.settled = False
-        self.error: PublishError | None = None
-
-    def settle(self) -> None:
-        """Note the broker's last word."""
-        self.settled = True
-        if self.then is not None:
-            self.then(self)
-
-    def has_address(self, exchange: str, routing_key: str) -> bool:
-        """Return whether it was sent to this exchange with this key."""
-        return (self.exchange, self.routing_key) == (exchange, routing_key)
-
-
-#: What is called with a message that is settled.
-Then: TypeAlias = Callable[[Sent], None]
-
-
-class SentMessages:
-    """The messages of one channel that are not settled, by their delivery tags; pure."""
-
-    def __init__(self) -> None:
+    def __init__(self, on_settled: OnSettled) -> None:
+        self.on_settled = on_settled
         self._last_tag = 0
-        self._unsettled: dict[int, Sent] = {}
+        self._by_tag: dict[int, Publication] = {}
 
     def __len__(self) -> int:
-        return len(self._unsettled)
+        return len(self._by_tag)
 
-    def add(self, sent: Sent) -> None:
-        """Note a message; the broker counts them in the order of sending, from 1."""
+    def add(self, publication: Publication) -> None:
+        """Add a publication; the broker counts them in the order of sending, from 1."""
         self._last_tag += 1
-        self._unsettled[self._last_tag] = sent
+        self._by_tag[self._last_tag] = publication
 
-    def subjects(self) -> list[Any]:
-        """Return the subjects of those that are not settled, in the order of sending."""
-        return [sent.subject for sent in self._unsettled.values()]
+    def all(self) -> list[Publication]:
+        """Return the publications in the order of sending."""
+        return list(self._by_tag.values())
 
-    def forget(self, subjects: Collection[Any]) -> None:
-        """Wait for some of them no more; what the broker still says of them is passed over."""
-        gone = [tag for tag, sent in self._unsettled.items() if sent.subject in subjects]
+    def first(self) -> Publication | None:
+        """Return the one that was sent first; None if all are settled."""
+        return next(iter(self._by_tag.values()), None)
+
+    def forget(self, publications: Collection[Publication]) -> None:
+        """Stop waiting for some of them; later answers about them are ignored."""
+        gone = [tag for tag, each in self._by_tag.items() if each in publications]
         for tag in gone:
-            del self._unsettled[tag]
+            del self._by_tag[tag]
 
     def ack(self, tag: int, multiple: bool) -> None:
-        """The broker has confirmed a message, or all up to it."""
-        for sent in self._settle(tag, multiple):
-            sent.settle()
+        """Settle a publication, or all up to it, as confirmed (or as returned before)."""
+        for publication in self._pop(tag, multiple):
+            self.on_settled(publication)
 
     def nack(self, tag: int, multiple: bool) -> None:
-        """The broker has refused a message, or all up to it."""
-        for sent in self._settle(tag, multiple):
+        """Settle a publication, or all up to it, as refused."""
+        for publication in self._pop(tag, multiple):
             reason = "the broker refused the message: a queue is full, or its leader is away"
-            sent.error = MessageNacked(sent.exchange, sent.routing_key, reason)
-            sent.settle()
+            publication.error = MessageNacked(publication.exchange, publication.routing_key, reason)
+            self.on_settled(publication)
 
     def returned(
         self, reply: AMQPError, exchange: str, routing_key: str, message: amqp.Message
     ) -> None:
-        """No queue takes a message; its ack follows, since the broker has done all it can.
+        """Note that no queue takes a message; the broker acks it next.
 
-        It has no tag. But what it is says which of those in flight it is: among equal ones it does
-        not matter. AMQP may have changed the type of a header on the way; then it is the first.
+        ``basic.return`` has no delivery tag, so the message itself tells which publication it is.
+        Among equal ones it does not matter which. If the broker has changed the type of a header
+        on the way, it is the first with the same address.
         """
-        there = [
-            sent
-            for sent in self._unsettled.values()
-            if sent.error is None and sent.has_address(exchange, routing_key)
+        candidates = [
+            each
+            for each in self._by_tag.values()
+            if each.error is None and (each.exchange, each.routing_key) == (exchange, routing_key)
         ]
         content = Content.of(message)
-        same = (sent for sent in there if sent.content == content)
-        returned = next(same, next(iter(there), None))
-        if returned is not None:
-            returned.error = MessageReturned(exchange, routing_key, str(reply))
+        equal = (each for each in candidates if each.content == content)
+        publication = next(equal, next(iter(candidates), None))
+        if publication is not None:
+            publication.error = MessageReturned(exchange, routing_key, str(reply))
 
-    def _settle(self, tag: int, multiple: bool) -> list[Sent]:
-        # Tags grow, and so does the order of the dict.
-        tags = list(takewhile(tag.__ge__, self._unsettled)) if multiple else [tag]
-        return [self._unsettled.pop(each) for each in tags if each in self._unsettled]
+    def _pop(self, tag: int, multiple: bool) -> list[Publication]:
+        # Tags grow, and a dict keeps the order in which they were added.
+        tags = list(takewhile(tag.__ge__, self._by_tag)) if multiple else [tag]
+        return [self._by_tag.pop(each) for each in tags if each in self._by_tag]
 
 
 class ConfirmChannel:
     """A channel in confirm mode.
 
-    Messages are collected and written many at a time. After any exception the broker may count
-    otherwise than we do: use the channel no more.
+    Messages are collected and written many at a time. After any exception the broker's delivery
+    tags may differ from ours: do not use the channel any more.
 
     Args:
-        connection: Where to open it; the connection is opened if it is not.
+        connection: Where to open the channel; the connection is opened if it is not.
+        on_settled: Called with each publication once it is settled, while frames are read.
 
     Attributes:
-        blocked: Why the broker takes no messages at the moment; None where it does.
-        unsettled: The messages that it has not said its last word about.
+        wire: The connection's socket.
+        blocked: Why the broker takes no messages at the moment; None if it does.
+        unconfirmed: The publications that are not settled.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, on_settled: OnSettled) -> None:
+        self.wire = Wire(connection)
         self.blocked: str | None = None
-        self.unsettled = SentMessages()
-        transport: Any = connection.connection
-        self._transport = transport
+        self.unconfirmed = Unconfirmed(on_settled)
         self._collected: list[bytes] = []
         self._collected_bytes = 0
         channel: Any = connection.channel()
         channel.confirm_select()
-        channel.events["basic_ack"].add(self.unsettled.ack)
-        channel.events["basic_nack"].add(self.unsettled.nack)
-        channel.events["basic_return"].add(self.unsettled.returned)
+        channel.events["basic_ack"].add(self.unconfirmed.ack)
+        channel.events["basic_nack"].add(self.unconfirmed.nack)
+        channel.events["basic_return"].add(self.unconfirmed.returned)
         self._channel = channel
         self._number: int = channel.channel_id
-        self._callers_callbacks = (self._transport.on_blocked, self._transport.on_unblocked)
-        self._transport.on_blocked = self._on_blocked
-        self._transport.on_unblocked = self._on_unblocked
+        self._callers_callbacks = self.wire.set_on_blocked(self._on_blocked, self._on_unblocked)
 
     @property
     def open(self) -> bool:
@@ -182,59 +143,51 @@ class ConfirmChannel:
 
     @property
     def in_flight(self) -> int:
-        """How many messages are not settled."""
-        return len(self.unsettled)
+        """How many publications are not settled."""
+        return len(self.unconfirmed)
 
-    def send(
-        self,
-        content: Content,
-        exchange: str,
-        routing_key: str,
-        timeout: float,
-        then: Then | None = None,
-        subject: Any = None,
-    ) -> Sent:
-        """Send a message; what becomes of it is told while :meth:`drain` runs.
+    def send(self, publication: Publication, timeout: float) -> None:
+        """Send a message to its present address.
 
         Args:
-            content: The message.
-            exchange: Where to.
-            routing_key: With which key.
+            publication: The message.
             timeout: Seconds that writing may take.
-            then: Called with what is returned once it is settled, inside of :meth:`drain`.
-            subject: Whatever the caller wants to find again.
 
         Raises:
             amqp.exceptions.FrameSyntaxError: Headers and properties are too long for a frame.
-            struct.error: Exchange or routing key are too long. In both cases, nothing is sent.
+            struct.error: The exchange's name or the routing key is too long. In both cases,
+                nothing is sent.
         """
-        frames = publishing(self._number, exchange, routing_key, content, self._transport.frame_max)
-        sent = Sent(exchange, routing_key, content, then, subject)
-        self.unsettled.add(sent)
+        publication.exchange, publication.routing_key = publication.address()
+        frames = publish_frames(
+            self._number,
+            publication.exchange,
+            publication.routing_key,
+            publication.content,
+            self.wire.frame_max,
+        )
+        self.unconfirmed.add(publication)
         self._collected.append(frames)
         self._collected_bytes += len(frames)
         if self._collected_bytes >= WRITE_SIZE:
             self.flush(timeout)
-        return sent
 
     def flush(self, timeout: float) -> None:
-        """Write what was collected, unless the broker takes nothing at the moment."""
+        """Write what was collected, unless the broker has blocked the connection."""
         if not self._collected or self.blocked is not None:
             return
         frames, self._collected, self._collected_bytes = b"".join(self._collected), [], 0
-        with self.answers_within(timeout):
-            self._transport.transport.write(frames)
-        self._transport.bytes_sent += 1  # py-amqp counts writes, for its heartbeat
+        self.wire.write(frames, timeout)
 
     def drain(self, until: Callable[[], bool], deadline: float) -> bool:
-        """Write what was sent, and take in what the broker says until ``until()``.
+        """Write what was sent, and read frames until ``until()`` is true.
 
         Args:
             until: Asked after every frame.
             deadline: On the clock of :func:`time.monotonic`.
 
         Returns:
-            False when time ran out.
+            False if time ran out.
         """
         while not until():
             remaining = deadline - time.monotonic()
@@ -242,76 +195,42 @@ class ConfirmChannel:
                 return False
             self.flush(remaining)
             try:
-                self.take_in(remaining)
+                self.read(remaining)
             except TimeoutError:
                 return until()
         return True
 
-    def look(self, timeout: float) -> None:
-        """Write what was sent, and take in what the broker has said already.
-
-        Args:
-            timeout: Seconds that writing may take.
-        """
-        self.flush(timeout)
-        self.hear()
-
-    def hear(self) -> None:
-        """Take in what the broker has said already."""
+    def read_all(self) -> None:
+        """Read the frames that have arrived already."""
         with suppress(TimeoutError):
             while True:
-                self.take_in(LOOK)
+                self.read(NO_WAIT)
 
-    def take_in(self, timeout: float, most: int = 1) -> None:
-        """Take in a frame of the connection, also of another channel, and those behind it.
+    def read(self, timeout: float, most: int = 1) -> None:
+        """Read a frame of the connection, of whatever channel, and those behind it.
 
         Args:
             timeout: Seconds to wait for the first one.
-            most: How many frames at the most; the further ones are not waited for.
+            most: How many frames to read; further ones are not waited for.
 
         Raises:
-            TimeoutError: None came.
+            TimeoutError: No frame arrived.
         """
-        self._take_in_one(timeout)
+        self._read_one(timeout)
         with suppress(TimeoutError):
             for _ in range(most - 1):
-                self._take_in_one(0)
+                self._read_one(0)
 
-    def _take_in_one(self, timeout: float) -> None:
-        transport = self._transport
-        with transport.transport.having_timeout(timeout):
-            frame = transport.transport.read_frame()
-        kind, channel, payload = frame
-        if kind == METHOD and channel == self._number and payload[:4] == ACK:
-            # What nearly every frame is, handled without py-amqp's way through callbacks.
-            transport.bytes_recv += 1
-            self.unsettled.ack(*_ACKED.unpack_from(payload, 4))
-        else:
-            transport.on_inbound_frame(frame)
-
-    @contextmanager
-    def answers_within(self, seconds: float) -> Iterator[None]:
-        """Bound every wait for an answer on this connection; without it there is none."""
-        told: AMQPError | None = None
-        try:
-            with self._transport.transport.having_timeout(seconds):
-                try:
-                    yield
-                except AMQPError as error:
-                    told = error
-                    raise
-        except OSError:
-            if told is not None:
-                # The broker has said why it closes the connection; py-amqp then fails to set the
-                # time limit of a socket that is closed.
-                raise told from told.__cause__
-            raise
+    def _read_one(self, timeout: float) -> None:
+        ack = self.wire.read(timeout, self._number)
+        if ack is not None:
+            self.unconfirmed.ack(*ack)
 
     def close(self, timeout: float) -> None:
-        """Close the channel, and give the connection back as it was."""
-        self._transport.on_blocked, self._transport.on_unblocked = self._callers_callbacks
+        """Close the channel, and leave the connection's callbacks as they were."""
+        self.wire.set_on_blocked(*self._callers_callbacks)
         if self.open:
-            with self.answers_within(timeout):
+            with self.wire.answers_within(timeout):
                 self._channel.close()
 
     def _on_blocked(self, reason: str) -> None:

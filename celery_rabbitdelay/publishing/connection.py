@@ -1,4 +1,4 @@
-"""A connection that messages are published over: opened when needed, dropped when in doubt."""
+"""A connection to publish over: opened when needed, dropped when in doubt."""
 
 from __future__ import annotations
 
@@ -8,80 +8,85 @@ from typing import Final
 
 from kombu import Connection
 
-from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
+from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled
 
-__all__ = ["Line", "remaining"]
+__all__ = ["PublishingConnection", "remaining"]
 
-#: Seconds that opening a connection may take where the connection sets no bound of its own.
+#: Seconds that opening a connection may take if the connection sets no limit of its own.
 CONNECT_TIMEOUT: Final = 5.0
 
 #: Seconds that closing a channel may take; nothing depends on it any more.
 CLOSE_TIMEOUT: Final = 2.0
 
 
-class Line:
+class PublishingConnection:
     """One connection with one channel in confirm mode. For one thread at a time.
 
     Args:
-        connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
-            again whenever it was lost.
+        kombu: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and again
+            whenever it was lost.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self._confirming: ConfirmChannel | None = None
+    def __init__(self, kombu: Connection) -> None:
+        self.kombu = kombu
+        self._channel: ConfirmChannel | None = None
 
     @property
     def connection_errors(self) -> tuple[type[BaseException], ...]:
         """The errors that mean that the connection is lost."""
-        errors: tuple[type[BaseException], ...] = self.connection.connection_errors
+        errors: tuple[type[BaseException], ...] = self.kombu.connection_errors
         return errors
 
     @property
     def channel_errors(self) -> tuple[type[BaseException], ...]:
         """The errors with which the broker closes a channel."""
-        errors: tuple[type[BaseException], ...] = self.connection.channel_errors
+        errors: tuple[type[BaseException], ...] = self.kombu.channel_errors
         return errors
 
-    def open(self, deadline: float) -> ConfirmChannel:
-        """Return a channel that can be used, on a connection that is opened if need be."""
-        if self._confirming is None or not self._confirming.open:
-            own_timeout = self.connection.connect_timeout
-            self.connection.connect_timeout = min(
-                own_timeout or CONNECT_TIMEOUT, remaining(deadline)
+    def channel(self, deadline: float, on_settled: OnSettled) -> ConfirmChannel:
+        """Return a channel that can be used, and open the connection if needed.
+
+        Args:
+            deadline: When to give up, on the clock of :func:`time.monotonic`.
+            on_settled: What the channel calls with each publication that is settled.
+        """
+        if self._channel is not None and self._channel.open:
+            self._channel.unconfirmed.on_settled = on_settled
+            return self._channel
+        own_timeout = self.kombu.connect_timeout
+        self.kombu.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, remaining(deadline))
+        try:
+            # Each broker of a fail-over list once: nothing was sent yet, so this is no resend.
+            # Left to itself, kombu waits two seconds and tries again.
+            self.kombu.ensure_connection(
+                max_retries=max(len(self.kombu.alt) - 1, 0),
+                timeout=remaining(deadline),  # type: ignore[arg-type]
+                reraise_as_library_errors=False,
             )
-            try:
-                # Each broker of a fail-over list once: nothing was sent yet, so that this is no
-                # resend. Left to itself, kombu waits two seconds and tries again.
-                self.connection.ensure_connection(
-                    max_retries=max(len(self.connection.alt) - 1, 0),
-                    timeout=remaining(deadline),  # type: ignore[arg-type]
-                    reraise_as_library_errors=False,
-                )
-                self._confirming = ConfirmChannel(self.connection)
-            finally:
-                self.connection.connect_timeout = own_timeout
-        return self._confirming
+            self._channel = ConfirmChannel(self.kombu, on_settled)
+        finally:
+            self.kombu.connect_timeout = own_timeout
+        return self._channel
 
     def discard(self) -> None:
-        """Drop the connection without a word to the broker; `open` makes a new one."""
-        self._confirming = None
-        self.connection.collect(socket_timeout=0.1)
+        """Drop the connection without AMQP's handshake; :meth:`channel` opens a new one."""
+        self._channel = None
+        self.kombu.collect(socket_timeout=0.1)
 
     def close_channel(self) -> None:
         """Close the channel; the connection stays open for others."""
-        confirming, self._confirming = self._confirming, None
-        if confirming is not None:
-            # What was published is confirmed; a close that fails changes nothing about that.
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            # Everything that was published is settled; a close that fails changes nothing.
             with suppress(*self.connection_errors, *self.channel_errors):
-                confirming.close(CLOSE_TIMEOUT)
+                channel.close(CLOSE_TIMEOUT)
 
     def close(self) -> None:
-        """Close the connection in order; it can be used no more."""
+        """Close the connection in order; it cannot be used any more."""
         self.close_channel()
-        self.connection.release()
+        self.kombu.release()
 
 
 def remaining(deadline: float) -> float:
-    """Seconds until the deadline, but enough for one look at the socket."""
+    """Return the seconds until a deadline, but enough for one look at the socket."""
     return max(deadline - time.monotonic(), 0.001)

@@ -1,47 +1,54 @@
-"""Declaring, verifying and deleting a topology on a broker, over any kombu connection.
+"""Declaring, checking and deleting a topology on a broker, over any kombu connection.
 
 As a function::
 
     declare(connection, topology)
     bind_destination(connection, topology, "reports")
 
-As something that a kombu queue runs when it is declared, so that whoever declares the queue makes
-it ready for delayed messages::
+As the hook that kombu calls when it has declared a queue, which declares the topology and binds the
+queue to it::
 
     Queue("reports", on_declared=on_declared(connection, topology))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
 
-from amqp.exceptions import NotFound, PreconditionFailed
-from kombu import Connection, Exchange, Queue
+from amqp.exceptions import PreconditionFailed, ResourceLocked
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
 from celery_rabbitdelay.levels.topology import Binding, Topology
+from celery_rabbitdelay.publishing.wire import find_exchanges, find_queues
 
 __all__ = [
     "Counts",
     "bind_destination",
+    "check_complete",
     "connect",
     "declare",
+    "declare_destination",
+    "declare_if_missing",
     "delete",
-    "ensure_complete",
-    "ensure_declared",
-    "ensure_destination",
     "forget",
-    "look_at",
+    "is_declared",
     "missing",
     "on_declared",
-    "stands",
+    "queue_counts",
 ]
+
+#: How many methods are sent for each answer of the broker. A few would do for the whole topology;
+#: but the broker takes some 15 ms to declare a quorum queue, and each answer has to come within the
+#: caller's timeout.
+METHODS_PER_ANSWER: Final = 20
 
 
 class Counts(NamedTuple):
-    """What RabbitMQ tells of a queue.
+    """The counts that RabbitMQ reports for a queue.
 
     Attributes:
         messages: How many messages are ready.
@@ -53,235 +60,271 @@ class Counts(NamedTuple):
 
 
 def declare(connection: Connection, topology: Topology) -> None:
-    """Declare every exchange, queue and binding of a topology; what stands already is left alone.
+    """Declare every exchange, queue and binding of a topology; existing ones are left alone.
 
-    Takes one to two seconds for the clock. :func:`ensure_declared` first looks whether that is
-    needed.
+    The first declaration of the clock takes two to three seconds, a repeated one about 50 ms.
+    :func:`declare_if_missing` declares only if the marker is missing.
 
     Args:
         connection: Any kombu connection to RabbitMQ; a channel of its own is opened and closed.
-        topology: What to declare.
+        topology: The topology to declare.
 
     Raises:
-        LayoutConflict: Another layout stands under the same prefix.
+        LayoutConflict: Another layout is declared under the same prefix.
+        amqp.exceptions.AccessRefused: The user lacks a permission; the message names the object.
     """
-    with _channel(connection) as channel, _conflicts_explained(topology):
-        topology.guard(channel).declare()
-        for exchange in topology.exchanges:
-            exchange(channel).declare()
-        for queue in topology.queues:
-            queue(channel).queue_declare()
-        for binding in topology.bindings:
-            _bind(channel, binding)
-        # Last, so that a process that dies before this line leaves nothing that looks complete.
-        topology.marker(channel).declare()
+    with _channel(connection) as channel, _conflict_explained(topology):
+        _pipeline(
+            topology.guard(channel).declare,
+            *(exchange(channel).declare for exchange in topology.exchanges),
+            *(queue(channel).queue_declare for queue in topology.queues),
+            *(_bind_method(channel, binding) for binding in topology.bindings),
+            # Last, so that a process that dies before this line leaves nothing that looks complete.
+            topology.marker(channel).declare,
+        )
 
 
-def ensure_declared(connection: Connection, topology: Topology) -> None:
-    """Declare a topology unless it is in place; costs nothing the second time on a connection.
+def declare_if_missing(connection: Connection, topology: Topology) -> None:
+    """Declare a topology unless its marker is there; a connection is asked only once.
 
     Raises:
-        LayoutConflict: Another layout stands under the same prefix.
+        LayoutConflict: Another layout is declared under the same prefix.
     """
-    seen = _mark(topology)
-    if seen in _seen(connection):
+    key = _key(topology)
+    if key in _known(connection):
         return
-    if not stands(connection, topology):
+    if not is_declared(connection, topology):
         declare(connection, topology)
-    _seen(connection).add(seen)
+    _known(connection).add(key)
 
 
-def ensure_complete(
+def check_complete(
     connection: Connection, topology: Topology, destination: Queue | None = None
 ) -> None:
-    """Check a topology that operators have declared; costs nothing the second time.
+    """Check a topology that operators have declared; a connection is checked only once.
 
-    Guard and marker are ours alone and may be missing. Whether the destination is bound cannot be
-    asked by AMQP.
+    Guard and marker are declared by this package alone, so they may be missing. AMQP has no method
+    that tells whether the destination is bound.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
-        destination: The queue that a message is for, which has to be there too.
+        destination: The queue that a message is for; it has to exist as well.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
     """
-    seen = _mark(topology)
-    if seen not in _seen(connection):
+    key = _key(topology)
+    if key not in _known(connection):
         ours = {topology.guard.name, topology.marker.name}
         absent = tuple(name for name in missing(connection, topology) if name not in ours)
         if absent:
             raise TopologyIncomplete(topology.prefix, absent)
-        _seen(connection).add(seen)
-    if destination is not None and _mark(topology, destination) not in _seen(connection):
-        if look_at(connection, destination) is None:
+        _known(connection).add(key)
+    if destination is not None and _key(topology, destination) not in _known(connection):
+        if not _queue_exists(connection, destination):
             raise TopologyIncomplete(topology.prefix, (destination.name,))
-        _seen(connection).add(_mark(topology, destination))
+        _known(connection).add(_key(topology, destination))
 
 
-def stands(connection: Connection, topology: Topology) -> bool:
+def is_declared(connection: Connection, topology: Topology) -> bool:
     """Return whether a process has declared the whole of this topology on the broker."""
-    return _exists(connection, topology.marker)
+    with _channel(connection) as channel:
+        return all(find_exchanges(channel, [topology.marker.name]))
 
 
 def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
     """Return the names of the topology's exchanges and queues that are not on the broker.
 
-    AMQP cannot tell whether a binding exists.
+    AMQP has no method that tells whether a binding exists.
     """
     exchanges = [topology.guard, *topology.exchanges, topology.marker]
-    absent = [exchange.name for exchange in exchanges if not _exists(connection, exchange)]
-    absent += [queue.name for queue in topology.queues if look_at(connection, queue) is None]
-    return tuple(absent)
+    with _channel(connection) as channel:
+        exist = find_exchanges(channel, [exchange.name for exchange in exchanges])
+    absent = [each.name for each, exists in zip(exchanges, exist, strict=True) if not exists]
+    counts = queue_counts(connection, topology.queues)
+    return (*absent, *(name for name, found in counts.items() if found is None))
 
 
 def delete(connection: Connection, topology: Topology, *, force: bool = False) -> None:
-    """Delete a topology from the broker; what is missing already is passed over.
+    """Delete a topology from the broker; missing exchanges and queues are passed over.
 
-    Stop the producers first: what they publish between the look for messages and the end of the
-    deletion is lost. The look counts the messages that are ready. One that cannot go on at the
-    moment, because the queue behind it is full or its leader away, is in the hands of the broker's
-    dead-letter worker, and RabbitMQ counts it nowhere that AMQP can ask; it is deleted too.
+    Stop the producers first: messages published between the check for waiting messages and the end
+    of the deletion are lost. The check counts the messages that are ready. A message that cannot go
+    on at the moment, because the queue behind it is full or its leader away, is held by the
+    broker's dead-letter worker and in no count that AMQP can ask for; it is deleted too.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
-        topology: What to delete.
+        topology: The topology to delete.
         force: Also delete queues in which messages wait.
 
     Raises:
         TopologyNotEmpty: Messages still wait, and ``force`` is False.
     """
     if not force:
-        counts = {queue.name: look_at(connection, queue) for queue in topology.queues}
+        counts = queue_counts(connection, topology.queues)
         waiting = {name: found.messages for name, found in counts.items() if found}
         waiting = {name: messages for name, messages in waiting.items() if messages}
         if waiting:
             raise TopologyNotEmpty(topology.prefix, waiting)
     with _channel(connection) as channel:
-        # First, so that no other process takes the rest for complete.
-        topology.marker(channel).delete()
-        for queue in topology.queues:
-            queue(channel).delete()
-        for exchange in (*reversed(topology.exchanges), topology.guard):
-            exchange(channel).delete()
+        _pipeline(
+            # First, so that no other process takes the rest for complete.
+            topology.marker(channel).delete,
+            *(queue(channel).delete for queue in topology.queues),
+            *(exchange(channel).delete for exchange in reversed(topology.exchanges)),
+            topology.guard(channel).delete,
+        )
     forget(connection)
 
 
-def look_at(connection: Connection, queue: Queue) -> Counts | None:
-    """Return what is in a queue now, None where there is no such queue."""
+def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, Counts | None]:
+    """Return the counts of queues by their names; None for a queue that does not exist."""
+    names = [queue.name for queue in queues]
     with _channel(connection) as channel:
-        try:
-            _, messages, consumers = channel.queue_declare(queue.name, passive=True)
-        except NotFound:
-            return None
-    return Counts(messages, consumers)
+        found = find_queues(channel, names)
+    return {
+        name: None if counts is None else Counts(*counts)
+        for name, counts in zip(names, found, strict=True)
+    }
 
 
 def bind_destination(connection: Connection, topology: Topology, queue_name: str) -> None:
     """Bind a queue to the delivery exchange, so that delayed messages reach it.
 
     Args:
-        connection: Any kombu connection to RabbitMQ.
-        topology: A topology that stands on the broker.
-        queue_name: A queue that stands on the broker.
+        connection: Any kombu connection to RabbitMQ. An exclusive queue can be bound only over the
+            connection that declared it.
+        topology: A topology that is declared on the broker.
+        queue_name: A queue that exists on the broker.
 
     Raises:
-        amqp.exceptions.NotFound: There is no such queue, or no such topology.
+        amqp.exceptions.NotFound: The queue or the topology does not exist.
     """
     with _channel(connection) as channel:
-        channel.queue_bind(
-            queue=queue_name,
-            exchange=topology.delivery.name,
-            routing_key=topology.destination_pattern(queue_name),
-        )
+        _bind_destination(channel, topology, queue_name)
 
 
-def ensure_destination(connection: Connection, topology: Topology, queue: Queue) -> None:
-    """Declare a topology and a queue and bind the queue; costs nothing the second time.
+def declare_destination(connection: Connection, topology: Topology, queue: Queue) -> None:
+    """Declare a topology and a queue and bind the queue; done only once on a connection.
+
+    An exclusive queue is not declared, because it would then belong to this connection. It is
+    bound if it belongs to this connection already; otherwise its consumer has to bind it.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
-        topology: The topology; declared unless it is in place.
-        queue: The queue with its exchange and arguments. One that says ``no_declare`` is only
-            bound.
+        topology: The topology; declared unless its marker is there.
+        queue: The queue with its exchange and arguments. A queue with ``no_declare`` is only bound.
+
+    Raises:
+        amqp.exceptions.NotFound: The queue is exclusive, and nobody has declared it.
     """
-    seen = _mark(topology, queue)
-    if seen in _seen(connection):
+    key = _key(topology, queue)
+    if key in _known(connection):
         return
-    ensure_declared(connection, topology)
+    declare_if_missing(connection, topology)
     with _channel(connection) as channel:
-        queue(channel).declare()
-    bind_destination(connection, topology, queue.name)
-    _seen(connection).add(seen)
+        if queue.exclusive:
+            with suppress(ResourceLocked):  # it belongs to another connection
+                _bind_destination(channel, topology, queue.name)
+        else:
+            queue(channel).declare()
+            _bind_destination(channel, topology, queue.name)
+    _known(connection).add(key)
 
 
 def on_declared(connection: Connection, topology: Topology) -> Callable[[str, int, int], None]:
-    """Return a kombu ``on_declared`` hook that makes a queue ready for delayed messages.
+    """Return a kombu ``on_declared`` hook that declares the topology and binds the queue to it.
+
+    Not for exclusive queues, which no other connection can bind: call :func:`bind_destination` with
+    the connection that declared the queue.
 
     Args:
-        connection: Where to; each call opens a connection of its own like it, so that the hook
-            may run in any thread and beside any other use of the connection.
-        topology: The topology; declared unless it is in place.
+        connection: The broker. Each call opens a new connection with the same parameters, so that
+            the hook may run in any thread and beside any other use of the connection.
+        topology: The topology; declared unless its marker is there.
     """
 
-    def make_ready(queue_name: str, message_count: int, consumer_count: int) -> None:
+    def declare_and_bind(queue_name: str, message_count: int, consumer_count: int) -> None:
         with connection.clone() as own:
-            ensure_declared(own, topology)
+            declare_if_missing(own, topology)
             bind_destination(own, topology, queue_name)
 
-    return make_ready
+    return declare_and_bind
 
 
 def forget(connection: Connection) -> None:
-    """Forget what is known to stand on the broker, so that it is looked for again."""
-    _seen(connection).clear()
+    """Forget what is known to be declared on the broker, so that the next call asks again."""
+    _known(connection).clear()
 
 
 def connect(connection: Connection) -> None:
     """Open a connection unless it is open, to the first broker of its list that answers."""
     if not connection.connected:
-        # Left to itself, kombu gives up after two brokers of a fail-over list.
+        # By default, kombu gives up after two brokers of a fail-over list.
         connection.ensure_connection(
             max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
         )
 
 
-def _seen(connection: Connection) -> set[Any]:
-    """What is known to stand; kombu empties it when the connection is opened anew."""
+def _known(connection: Connection) -> set[Any]:
+    """Keys of what is known to be declared; kombu empties the set when it connects anew."""
     declared: set[Any] = connection.declared_entities  # type: ignore[assignment]
     return declared
 
 
-def _mark(topology: Topology, *queues: Queue) -> tuple[str, ...]:
-    """What is noted on a connection where a topology stands, or a queue that is bound to it."""
+def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
+    """The key in :func:`_known` of a topology, or of a queue that is bound to it."""
     return ("rabbitdelay", topology.prefix, topology.fingerprint, *(each.name for each in queues))
 
 
 def _channel(connection: Connection) -> Any:
-    """A channel of its own: the broker answers what it does not find by closing the channel."""
+    """A new channel: when the broker refuses a method, it closes the channel."""
     connect(connection)
     return connection.channel()
 
 
-def _bind(channel: Any, binding: Binding) -> None:
-    if binding.target_is_exchange:
-        channel.exchange_bind(binding.target, binding.source, binding.pattern)
-    else:
-        channel.queue_bind(binding.target, binding.source, binding.pattern)
+class _Method(Protocol):
+    """A method of AMQP that takes ``nowait``."""
+
+    def __call__(self, *, nowait: bool) -> Any: ...
 
 
-def _exists(connection: Connection, exchange: Exchange) -> bool:
-    with _channel(connection) as channel:
-        try:
-            exchange(channel).declare(passive=True)
-        except NotFound:
-            return False
-    return True
+def _pipeline(*methods: _Method) -> None:
+    """Call methods of one channel with few answers: the broker answers every 20th, and the last.
+
+    The broker executes the methods of a channel in their order. When it refuses one, it closes the
+    channel and ignores those behind it, so the error is that of the refused method, although it is
+    raised at the next answer. Neither side can block the other: a method with ``nowait`` has no
+    answer, so the broker's socket never fills up while this side is still writing.
+    """
+    for number, method in enumerate(methods, start=1):
+        method(nowait=number % METHODS_PER_ANSWER != 0 and number < len(methods))
+
+
+def _bind_method(channel: Any, binding: Binding) -> _Method:
+    bind = channel.exchange_bind if binding.target_is_exchange else channel.queue_bind
+    return partial(bind, binding.target, binding.source, binding.pattern)
+
+
+def _bind_destination(channel: Any, topology: Topology, queue_name: str) -> None:
+    channel.queue_bind(
+        queue=queue_name,
+        exchange=topology.delivery.name,
+        routing_key=topology.destination_pattern(queue_name),
+    )
+
+
+def _queue_exists(connection: Connection, queue: Queue) -> bool:
+    try:
+        return queue_counts(connection, [queue])[queue.name] is not None
+    except ResourceLocked:
+        return True  # it is an exclusive queue of another connection
 
 
 @contextmanager
-def _conflicts_explained(topology: Topology) -> Iterator[None]:
+def _conflict_explained(topology: Topology) -> Iterator[None]:
     try:
         yield
     except PreconditionFailed as conflict:

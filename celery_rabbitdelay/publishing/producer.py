@@ -18,14 +18,14 @@ from celery_rabbitdelay.levels.place_value import Delay
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
+    check_complete,
     declare,
-    ensure_complete,
-    ensure_declared,
-    ensure_destination,
+    declare_destination,
+    declare_if_missing,
     forget,
 )
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, capped, task_id_of
-from celery_rabbitdelay.publishing.posting import BACKOFF, RESENDS
+from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 __all__ = ["Delayed", "DelayedProducer"]
@@ -97,12 +97,13 @@ class DelayedProducer(Producer):
         """Publish a message that reaches ``destination`` when it is due, never before.
 
         The destination's queue is declared and bound first, so that no consumer needs to have run.
+        An exclusive queue has to be declared and bound by its consumer.
 
         Args:
             body: What to send, as for :meth:`kombu.Producer.publish`.
             destination: The queue, and the exchange and key that the consumer is to see.
             due: A delay in seconds or as a timedelta, rounded up to ticks; or a :class:`Due`.
-            declare: What else to declare first.
+            declare: Other exchanges and queues to declare first.
             resends: How often to send again what the broker refuses, or after a lost connection;
                 None for as the time allows.
             backoff: Seconds before the first resend, step and maximum.
@@ -120,14 +121,14 @@ class DelayedProducer(Producer):
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
         due = due if isinstance(due, Due) else Due.after(due)
-        delayed = self.prepared(body, destination, due, **options)
+        delayed = self.delayed_message(body, destination, due, **options)
         self.publisher.publish(
             delayed.message,
             partial(self.address, delayed, due),
             timeout=self.timeout,
             resends=resends,
             backoff=backoff,
-            **self.declaring(delayed.queue, declare),
+            **self.declarations(delayed.queue, declare),
         )
 
     def address(self, delayed: Delayed, due: Due) -> tuple[str, str]:
@@ -135,24 +136,24 @@ class DelayedProducer(Producer):
         left = due.left_ms()
         return self.topology.address(left, delayed.word, delayed.task_id, due.tolerance_ms)
 
-    def declaring(
+    def declarations(
         self, queue: Queue | None, declare: Iterable[Exchange | Queue]
     ) -> dict[str, Callable[[Connection], None] | None]:
-        """Return what a :class:`Publisher` calls to declare what messages need, and to repair it.
+        """Return the arguments ``declare`` and ``redeclare`` of :meth:`Publisher.publish`.
 
         Args:
-            queue: The queue that they are for; None where the exchange decides.
-            declare: What else they need.
+            queue: The queue that the messages are for; None where the exchange decides.
+            declare: Other exchanges and queues that the messages need.
         """
         further = [entity for entity in declare if entity is not queue]
-        # Somebody may have deleted an exchange of the topology although its marker still stands.
-        repair = partial(self._repair, queue=queue, further=further) if self.may_declare else None
+        # Somebody may have deleted an exchange of the topology, but not its marker.
+        redeclare = partial(self._redeclare, queue=queue, further=further)
         return {
-            "prepare": partial(self._ready, queue=queue, further=further),
-            "repair": repair,
+            "declare": partial(self._declare, queue=queue, further=further),
+            "redeclare": redeclare if self.may_declare else None,
         }
 
-    def prepared(
+    def delayed_message(
         self,
         body: Any,
         destination: Destination,
@@ -208,27 +209,27 @@ class DelayedProducer(Producer):
         )
         return Delayed(message, word, task_id_of(message), queue)
 
-    def _ready(
+    def _declare(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
     ) -> None:
         if not self.may_declare:
-            ensure_complete(connection, self.topology, queue)
+            check_complete(connection, self.topology, queue)
             return
         if queue is None:
-            ensure_declared(connection, self.topology)
+            declare_if_missing(connection, self.topology)
         else:
-            ensure_destination(connection, self.topology, queue)
+            declare_destination(connection, self.topology, queue)
         for entity in further:
-            # A worker's own part of a broadcast is the worker's to declare.
+            # Each worker declares its own queue of a broadcast.
             declared = entity.exchange if isinstance(entity, Broadcast) else entity
             maybe_declare(declared, connection.default_channel)
 
-    def _repair(
+    def _redeclare(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
     ) -> None:
         forget(connection)
         declare(connection, self.topology)
-        self._ready(connection, queue, further)
+        self._declare(connection, queue, further)
 
     def _need_distribution(self, what: str) -> None:
         if "distribution" not in self.modules:

@@ -1,4 +1,11 @@
-"""Publishing messages, many of them in flight, until each of them has its outcome."""
+"""The publish loop: many messages in flight, until each of them has its outcome.
+
+There is one, and both a publisher and a module run it: the publisher feeds it from an iterator, a
+module from its consumer. The loop keeps the window full, sends nacked messages again after a pause,
+declares once more what a returned message needs, gives up what takes too long, and finds the
+message that made the broker close the channel. It knows one channel at a time; opening the next
+one after a lost connection is its owner's part.
+"""
 
 from __future__ import annotations
 
@@ -7,367 +14,353 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from operator import itemgetter
 from typing import Final, TypeAlias
 
-from amqp.exceptions import (
-    AccessRefused,
-    FrameSyntaxError,
-    NotAllowed,
-    NotFound,
-    PreconditionFailed,
-)
-from kombu import Connection
+from amqp import spec
+from amqp.exceptions import ChannelError, FrameSyntaxError, NotFound
 
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
-    ConnectionLost,
-    DeclarationRefused,
     MessageNacked,
+    MessageRefused,
     MessageReturned,
     PublishError,
 )
-from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, Sent
-from celery_rabbitdelay.publishing.connection import Line, remaining
-from celery_rabbitdelay.publishing.posting import Patience, Posting
+from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.publication import Publication
 
-__all__ = ["Batch", "Prepare"]
+__all__ = ["PublishLoop", "Source", "callers_errors_as_they_are"]
 
-#: Seconds that the caller's iterator takes for one message without being called slow.
-SLOW: Final = 0.005
+#: Seconds that a source may take for one message before what was sent is written without waiting
+#: for the next one.
+SLOW_SOURCE: Final = 0.005
 
-#: Seconds that may pass, while messages are taken, without a look at what the broker says.
-LOOK_EVERY: Final = 0.05
+#: Seconds that may pass, while messages are sent, without reading the broker's answers.
+READ_EVERY: Final = 0.05
 
-#: Called with a connection, to declare what is missing.
-Prepare: TypeAlias = Callable[[Connection], None]
+#: Returns the next message; None if there is none now.
+Source: TypeAlias = Callable[[], Publication | None]
 
 
 class _CallersError(BaseException):
-    """What the caller's own code has raised; its type must not be taken for the connection's."""
+    """An error of the source or of ``done``; its type must not be taken for the connection's."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
         self.error = error
 
 
-class Batch:
-    """The messages of one call, in whatever order the broker settles them.
+@contextmanager
+def callers_errors_as_they_are() -> Iterator[None]:
+    """Raise what the source or ``done`` raised inside of a loop as it was raised."""
+    try:
+        yield
+    except _CallersError as wrapped:
+        raise wrapped.error from wrapped.error.__cause__
+
+
+class PublishLoop:
+    """Publishes messages over one channel after the other.
 
     Args:
-        line: What they are published over.
-        source: The messages; no more of them are taken than may be in flight.
-        patience: How long and how often each is tried.
-        prepare: Called with each new connection, and at least once, to declare what is missing.
-        repair: Called where no queue takes a message or an exchange does not exist.
-        done: Called with each message that is confirmed, or has an error.
+        source: Returns the next message, at most as many as may be in flight.
+        policy: How long, and how often, each message is tried.
+        done: Called with each message that is confirmed or has an error.
+        redeclare: Declares again what messages need, if no queue takes one of them or an exchange
+            does not exist; the message is then sent once more. None if nothing can be declared.
+
+    Attributes:
+        window: How many messages may be in flight.
+        last_settled: When the broker last settled a message, on the clock of
+            :func:`time.monotonic`; 0 before the first.
     """
 
     def __init__(
         self,
-        line: Line,
-        source: Iterator[Posting],
-        patience: Patience,
-        prepare: Prepare | None,
-        repair: Prepare | None,
-        done: Callable[[Posting], None] | None,
+        source: Source,
+        policy: PublishPolicy,
+        done: Callable[[Publication], None],
+        redeclare: Callable[[], None] | None = None,
     ) -> None:
-        self._line = line
-        self._source: Iterator[Posting] | None = source
-        self._patience = patience
-        self._prepare = prepare
-        self._repair = repair
-        self._needs_repair = False
+        self.window = policy.window
+        self.last_settled = 0.0
+        self._source = source
+        self._policy = policy
         self._done = done
-        self._confirming: ConfirmChannel | None = None
-        #: Seconds that the caller's iterator took for the last message; unknown before the first.
-        self._took = SLOW
-        #: What is to be sent before anything new, and when, on the clock of time.monotonic: the
-        #: earliest first.
-        self._again: deque[tuple[float, Posting]] = deque()
-        #: How many messages are sent one at a time, because one of them has the channel closed.
+        self._redeclare = redeclare
+        self._must_redeclare = False
+        self._channel: ConfirmChannel | None = None
+        #: Messages to send before any new one, and when, the earliest first.
+        self._resends: deque[tuple[float, Publication]] = deque()
+        #: How many messages are sent one at a time, since one of them has closed the channel.
         self._suspects = 0
-        self._losses = 0
+        #: Whether the source had no message when it was last asked.
+        self._source_is_empty = False
+        #: Seconds that the source took for its last message; unknown before the first.
+        self._source_took = SLOW_SOURCE
+        #: Since when the broker owes an answer.
         self._progress = time.monotonic()
 
-    def run(self) -> None:
-        """Publish them.
+    @property
+    def channel(self) -> ConfirmChannel:
+        """The channel that messages are sent on."""
+        assert self._channel is not None, "the loop has no channel yet"
+        return self._channel
 
-        Raises:
-            PublishError: Nothing can be published any more.
+    def use(self, channel: ConfirmChannel) -> None:
+        """Send on this channel from now on; the former one must not have messages in flight."""
+        self._channel = channel
+        self._progress = time.monotonic()
+
+    def has_more(self) -> bool:
+        """Return whether a message is to be sent or in flight; asks the source if need be."""
+        if self._channel is not None and self._channel.in_flight:
+            return True
+        if not self._resends and (publication := self._take()) is not None:
+            self._resends.append((0.0, publication))
+        return bool(self._resends)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a new message would be sent at once."""
+        channel = self.channel
+        occupied = channel.in_flight + len(self._resends)
+        return channel.blocked is None and not self._suspects and occupied < self.window
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a message is in flight, or waits to be sent again."""
+        return bool(self._resends or self.channel.in_flight)
+
+    @property
+    def next_waiting(self) -> Publication:
+        """The message that is sent next; there has to be one."""
+        return self._resends[0][1]
+
+    def send_first(self, publication: Publication) -> None:
+        """Send a message before all others: for one that ``done`` has in place of another.
+
+        Not at once, since the channel is reading the broker's answers while ``done`` is called.
         """
-        try:
-            self._run()
-        except _CallersError as callers:
-            raise callers.error from callers.error.__cause__
+        self._resends.appendleft((0.0, publication))
 
-    def _run(self) -> None:
-        while self._has_more():
+    def send(self) -> None:
+        """Send as many messages as the window takes; they are written by the channel's flush."""
+        if self._must_redeclare and self._redeclare is not None:
+            self._must_redeclare = False
+            self._redeclare()
+        channel, timeout = self.channel, self._policy.timeout
+        read_at = time.monotonic() + READ_EVERY
+        # A message that is returned meanwhile is sent again after the declaration.
+        while channel.blocked is None and not self._must_redeclare:
+            publication = self._next()
+            if publication is None:
+                return
+            if not channel.in_flight:
+                self._progress = time.monotonic()
             try:
-                self._serve(self._ready())
-            except PublishError as error:
-                self._end_with(error, error.__cause__)
-            except NotAllowed as refused:
-                # The virtual host does not exist, or is not the user's: so it is the next time.
-                self._end_with(self._lost(refused), refused)
-            except self._line.connection_errors as lost:
-                self._after_loss(lost)
-            except BaseException:
-                # Also an interrupt or a time limit: nobody knows what is on its way, and the next
-                # message must not be taken for this one.
-                self._line.discard()
-                raise
+                channel.send(publication, timeout)
+            except (FrameSyntaxError, struct.error) as error:
+                reason = f"cannot be written in AMQP: {error}"
+                address = publication.exchange, publication.routing_key
+                publication.error = PublishError(*address, reason)
+                self._finish(publication)
+            if self._source_took >= SLOW_SOURCE:
+                channel.flush(timeout)
+            if channel.in_flight and time.monotonic() >= read_at:
+                channel.flush(timeout)
+                channel.read_all()
+                read_at = time.monotonic() + READ_EVERY
 
-    def _has_more(self) -> bool:
-        """Whether there is a message to send; takes one where none is waiting."""
-        if not self._again and (posting := self._take()) is not None:
-            self._again.append((0.0, posting))
-        return bool(self._again)
-
-    def _take(self) -> Posting | None:
-        if self._source is None:
+    def _next(self) -> Publication | None:
+        in_flight = self.channel.in_flight
+        if in_flight >= (1 if self._suspects else self.window):
             return None
+        if self._resends and self._resends[0][0] <= time.monotonic():
+            return self._resends.popleft()[1]
+        return self._take() if self.has_room else None
+
+    def _take(self) -> Publication | None:
         began = time.monotonic()
         try:
-            posting = next(self._source, None)
+            publication = self._source()
         except Exception as error:
             raise _CallersError(error) from error
         now = time.monotonic()
-        self._took = now - began
-        if self._took >= LOOK_EVERY:
-            self._excuse(self._took)
-        if posting is None:
-            self._source = None
-        else:
-            posting.deadline = now + self._patience.timeout
-        return posting
+        self._source_took = now - began
+        if self._source_took >= READ_EVERY:
+            self._excuse(self._source_took)
+        self._source_is_empty = publication is None
+        return publication
 
     def _excuse(self, seconds: float) -> None:
-        """The caller was busy for so long, and the broker's answers were not listened to."""
+        """The source was busy for so long, and nobody read the broker's answers."""
         self._progress += seconds
-        in_flight = self._confirming.unsettled.subjects() if self._confirming else []
-        posting: Posting
-        for posting in (*in_flight, *(posting for _, posting in self._again)):
-            posting.deadline += seconds
+        in_flight = self._channel.unconfirmed.all() if self._channel else []
+        for publication in (*in_flight, *(publication for _, publication in self._resends)):
+            publication.deadline += seconds
 
-    def _next(self) -> Posting | None:
-        if self._again and self._again[0][0] <= time.monotonic():
-            return self._again.popleft()[1]
-        return self._take() if self._may_take else None
-
-    @property
-    def _may_take(self) -> bool:
-        """Whether new messages are taken: not while too many are waiting to be sent again."""
-        return self._source is not None and len(self._again) < self._patience.window
-
-    @property
-    def _window(self) -> int:
-        """How many messages may be in flight."""
-        return 1 if self._suspects else self._patience.window
-
-    def _ready(self) -> ConfirmChannel:
-        """A channel on a connection where everything is declared."""
-        deadline = self._again[0][1].deadline
-        try:
-            confirming = self._line.open(deadline)
-        except AccessRefused as refused:
-            raise self._lost(refused) from refused
-        if self._prepare is not None:
-            self._declare(confirming, self._prepare, deadline)
-        return confirming
-
-    def _declare(self, confirming: ConfirmChannel, declare: Prepare, deadline: float) -> None:
-        try:
-            with confirming.answers_within(remaining(deadline)):
-                declare(self._line.connection)
-        except self._line.channel_errors as refused:
-            raise DeclarationRefused(*self._again[0][1].address(), str(refused)) from refused
-
-    def _serve(self, confirming: ConfirmChannel) -> None:
-        """Publish all there is on one channel."""
-        self._confirming = confirming
-        try:
-            while self._has_more() or confirming.in_flight:
-                self._send(confirming)
-                if self._again or confirming.in_flight:
-                    self._wait(confirming)
-        except PublishError:
-            self._take_back(confirming)
-            # What the broker says about these later must not be taken for the next ones'.
-            self._line.discard()
-            raise
-        except self._line.channel_errors as closed:
-            self._after_close(confirming, closed)
-        except self._line.connection_errors:
-            self._take_back(confirming)
-            raise
-        finally:
-            self._confirming = None
-
-    def _send(self, confirming: ConfirmChannel) -> None:
-        if self._needs_repair and self._repair is not None:
-            self._needs_repair = False
-            self._declare(confirming, self._repair, self._again[0][1].deadline)
-        timeout, look_at = self._patience.timeout, time.monotonic() + LOOK_EVERY
-        # What comes back meanwhile is sent again once it is repaired.
-        while (
-            confirming.blocked is None
-            and confirming.in_flight < self._window
-            and not self._needs_repair
-        ):
-            posting = self._next()
-            if posting is None:
-                return
-            exchange, routing_key = posting.address()
-            try:
-                confirming.send(
-                    posting.content, exchange, routing_key, timeout, self._settled, posting
-                )
-            except (FrameSyntaxError, struct.error) as unwritable:
-                reason = f"cannot be written in AMQP: {unwritable}"
-                self._finish(posting, PublishError(exchange, routing_key, reason))
-            if self._took >= SLOW:
-                # It does not wait for the next one.
-                confirming.flush(timeout)
-            if confirming.in_flight and time.monotonic() >= look_at:
-                confirming.look(timeout)
-                look_at = time.monotonic() + LOOK_EVERY
-
-    def _wait(self, confirming: ConfirmChannel) -> None:
-        """Take in confirms until more can be sent, or time is up for a message."""
-        oldest: Posting = next(iter(confirming.unsettled.subjects()), None) or self._again[0][1]
+    def wait(self) -> None:
+        """Read answers until more can be sent, or time is up for a message."""
+        channel = self.channel
+        oldest = channel.unconfirmed.first() or self.next_waiting
         now = time.monotonic()
-        again_at = self._again[0][0] if self._again else oldest.deadline
-        has_more = self._may_take or (bool(self._again) and again_at <= now)
-        enough = self._window * 3 // 4 if has_more else 0
-        was_blocked, was_in_flight = confirming.blocked is not None, confirming.in_flight > 0
-        if not was_blocked and not was_in_flight and again_at <= now:
+        resend_at = self._resends[0][0] if self._resends else oldest.deadline
+        if self._suspects:
+            room = 0
+        elif self._resends and resend_at <= now:
+            room = self.window
+        else:
+            room = 0 if self._source_is_empty else max(self.window - len(self._resends), 0)
+        # Not for each message of its own: many of them are written at once.
+        enough = room * 3 // 4
+        was_blocked, was_in_flight = channel.blocked is not None, channel.in_flight > 0
+        if not was_blocked and not was_in_flight and resend_at <= now:
             # It has come due since it was looked at: there is nothing to wait for.
             return
 
         def can_go_on() -> bool:
-            if was_blocked or confirming.blocked is not None:
-                return was_blocked != (confirming.blocked is not None)
-            return was_in_flight and confirming.in_flight <= enough
+            if was_blocked or channel.blocked is not None:
+                return was_blocked != (channel.blocked is not None)
+            return was_in_flight and channel.in_flight <= enough
 
-        wake = again_at if now < again_at < oldest.deadline else oldest.deadline
-        if not confirming.drain(can_go_on, wake) and time.monotonic() >= oldest.deadline:
-            self._give_up(confirming, oldest)
+        wake = resend_at if now < resend_at < oldest.deadline else oldest.deadline
+        if not channel.drain(can_go_on, wake):
+            self.check_time()
 
-    def _give_up(self, confirming: ConfirmChannel, oldest: Posting) -> None:
-        """Time is up for one message, at least."""
-        was_in_flight = oldest in confirming.unsettled.subjects()
-        # This process may have been busy or suspended while the broker spoke.
-        confirming.hear()
-        if was_in_flight and oldest not in confirming.unsettled.subjects():
-            return
-        now, address = time.monotonic(), oldest.address()
-        if confirming.blocked is not None:
-            raise ConnectionBlocked(*address, confirming.blocked)
-        if now - self._progress >= self._patience.timeout or not confirming.in_flight:
-            raise ConfirmTimeout(*address, "the broker did not confirm in time")
-        over = [each for each in confirming.unsettled.subjects() if each.deadline <= now]
-        confirming.unsettled.forget(over)
-        posting: Posting
-        for posting in over:
-            reason = "the broker did not confirm in time, though it did confirm others"
-            self._finish(posting, ConfirmTimeout(*posting.address(), reason))
+    def check_time(self) -> None:
+        """Give up the messages whose time is over.
 
-    def _settled(self, sent: Sent) -> None:
-        posting: Posting = sent.subject
-        self._progress = time.monotonic()
-        self._losses = 0
-        self._suspects = max(self._suspects - 1, 0)
-        error = sent.error
-        if isinstance(error, MessageNacked):
-            attempt = posting.resent + 1
-            at = self._progress + self._patience.pause(attempt)
-            if not self._patience.is_over(attempt) and at < posting.deadline:
-                self._send_again(posting, at)
-                return
-        elif isinstance(error, MessageReturned) and self._repair and not posting.returned:
-            posting.returned = self._needs_repair = True
-            self._send_again(posting, 0.0)
-            return
-        self._finish(posting, error)
-
-    def _send_again(self, posting: Posting, at: float) -> None:
-        posting.resent += 1
-        insort(self._again, (at, posting), key=itemgetter(0))
-
-    def _finish(self, posting: Posting, error: PublishError | None) -> None:
-        posting.error = error
-        if self._done is None:
-            return
-        try:
-            self._done(posting)
-        except Exception as callers:
-            raise _CallersError(callers) from callers
-
-    def _take_back(self, confirming: ConfirmChannel) -> None:
-        """What is in flight is to be sent again, in its order, before everything else."""
-        in_flight = confirming.unsettled.subjects()
-        self._again.extendleft((0.0, posting) for posting in reversed(in_flight))
-
-    def _after_close(self, confirming: ConfirmChannel, closed: BaseException) -> None:
-        """The broker has closed the channel: it tells why, but not because of which message."""
-        in_flight = confirming.in_flight
-        self._take_back(confirming)
-        # py-amqp opens a channel that the broker closed again, but not in confirm mode.
-        self._line.close_channel()
-        if isinstance(closed, PreconditionFailed):
-            self._find_refused(in_flight, closed)
-            return
-        address = self._again[0][1].address()
-        if not isinstance(closed, NotFound):
-            raise MessageNacked(*address, str(closed)) from closed
-        first = self._again[0][1]
-        if self._repair is None or first.returned:
-            raise MessageReturned(*address, str(closed)) from closed
-        for _, posting in self._again:
-            posting.returned = True
-            posting.resent += 1
-        self._needs_repair = True
-
-    def _find_refused(self, in_flight: int, closed: PreconditionFailed) -> None:
-        """One of those in flight is what the broker refuses: it is too large, for example.
-
-        All are sent again, one at a time, and the one that has the channel closed then is it.
+        Raises:
+            ConfirmTimeout: The broker has settled no message for all of that time.
+            ConnectionBlocked: The broker blocked the connection for all of that time.
         """
+        channel, now = self.channel, time.monotonic()
+        if not channel.in_flight or channel.blocked is not None:
+            self._progress = now
+        oldest = channel.unconfirmed.first() or (self._resends[0][1] if self._resends else None)
+        if oldest is not None and oldest.deadline <= now:
+            self._give_up(oldest)
+        elif now - self._progress > self._policy.timeout:
+            self._stop_waiting(oldest)
+
+    def _give_up(self, oldest: Publication) -> None:
+        channel = self.channel
+        was_in_flight = oldest is channel.unconfirmed.first()
+        # This process may have been busy or suspended while the broker answered.
+        channel.read_all()
+        if was_in_flight and oldest is not channel.unconfirmed.first():
+            return
+        if channel.blocked is not None:
+            raise ConnectionBlocked(*oldest.address(), channel.blocked)
+        now = time.monotonic()
+        if now - self._progress >= self._policy.timeout or not channel.in_flight:
+            self._stop_waiting(oldest)
+        over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
+        channel.unconfirmed.forget(over)
+        for publication in over:
+            reason = "the broker did not confirm in time, though it did confirm others"
+            publication.error = ConfirmTimeout(*publication.address(), reason)
+            self._finish(publication)
+
+    @staticmethod
+    def _stop_waiting(oldest: Publication | None) -> None:
+        address = ("", "") if oldest is None else oldest.address()
+        raise ConfirmTimeout(*address, "the broker did not confirm in time")
+
+    def settled(self, publication: Publication) -> None:
+        """Note the broker's answer: what a channel calls with each settled publication."""
+        self.last_settled = self._progress = time.monotonic()
+        self._suspects = max(self._suspects - 1, 0)
+        error = publication.error
+        if isinstance(error, MessageNacked):
+            attempt = publication.resent + 1
+            at = self._progress + self._policy.pause(attempt)
+            if not self._policy.is_over(attempt) and at < publication.deadline:
+                self._send_again(publication, at)
+                return
+        elif isinstance(error, MessageReturned) and self._redeclare and not publication.redeclared:
+            publication.redeclared = self._must_redeclare = True
+            self._send_again(publication, 0.0)
+            return
+        self._finish(publication)
+
+    def _send_again(self, publication: Publication, at: float) -> None:
+        publication.error = None
+        publication.resent += 1
+        insort(self._resends, (at, publication), key=itemgetter(0))
+
+    def _finish(self, publication: Publication) -> None:
+        try:
+            self._done(publication)
+        except Exception as error:
+            raise _CallersError(error) from error
+
+    def take_back(self) -> int:
+        """Put the messages in flight in front of all others, in their order; there is no channel.
+
+        Returns:
+            How many were in flight.
+        """
+        in_flight: list[Publication] = []
+        if self._channel is not None:
+            in_flight, self._channel = self._channel.unconfirmed.all(), None
+        for publication in in_flight:
+            # It may have been returned, without the ack that would have settled it.
+            publication.error = None
+        self._resends.extendleft((0.0, publication) for publication in reversed(in_flight))
+        return len(in_flight)
+
+    def count_resends(self) -> None:
+        """Count all messages that wait as sent once more."""
+        for _, publication in self._resends:
+            publication.resent += 1
+
+    def channel_closed(self, closed: ChannelError) -> Publication | None:
+        """Find out for which message the broker has closed the channel; it says why, but not which.
+
+        Call it before the next :meth:`use`. If there are several, all of them are sent again one at
+        a time, and the one for which the broker closes the channel then is the one. If an exchange
+        does not exist, what the messages need is declared again first.
+
+        Returns:
+            The message, with its error; None if it is not known yet.
+
+        Raises:
+            amqp.exceptions.ChannelError: The channel was not closed for a message.
+        """
+        in_flight = self.take_back()
+        if closed.method_sig != spec.Basic.Publish or not in_flight:
+            raise closed
+        suspects = [publication for _, publication in islice(self._resends, in_flight)]
+        if isinstance(closed, NotFound) and self._redeclare and not suspects[0].redeclared:
+            self._must_redeclare = True
+            for publication in suspects:
+                publication.redeclared = True
+                publication.resent += 1
+            return None
         if in_flight > 1:
             self._suspects = in_flight
-            for _, posting in islice(self._again, in_flight):
-                posting.resent += 1
-            return
+            for publication in suspects:
+                publication.resent += 1
+            return None
         self._suspects = max(self._suspects - 1, 0)
-        if in_flight:
-            _, posting = self._again.popleft()
-            self._finish(posting, MessageNacked(*posting.address(), str(closed)))
+        (culprit,) = suspects
+        self._resends.popleft()
+        kind = MessageReturned if isinstance(closed, NotFound) else MessageRefused
+        culprit.error = kind(culprit.exchange, culprit.routing_key, str(closed))
+        culprit.error.__cause__ = closed
+        self._finish(culprit)
+        return culprit
 
-    def _after_loss(self, lost: BaseException) -> None:
-        self._line.discard()
-        self._line.connection.maybe_switch_next()
-        self._losses += 1
-        pause = self._patience.pause(self._losses)
-        late = time.monotonic() + pause >= self._again[0][1].deadline
-        if self._patience.is_over(self._losses) or late:
-            self._end_with(self._lost(lost), lost)
-        for _, posting in self._again:
-            posting.resent += 1
-        time.sleep(pause)
-
-    def _lost(self, cause: BaseException) -> ConnectionLost:
-        broker = self._line.connection.as_uri()
-        reason = f"no connection to {broker}, attempt {max(self._losses, 1)}: {cause!r}"
-        return ConnectionLost(*self._again[0][1].address(), reason)
-
-    def _end_with(self, error: PublishError, cause: BaseException | None) -> None:
-        """Nothing can be published any more."""
-        if not isinstance(error, MessageNacked | MessageReturned | DeclarationRefused):
-            self._line.discard()
-        for _, posting in self._again:
-            self._finish(posting, error)
-        self._again.clear()
-        raise error from cause
+    def fail_all(self, error: PublishError) -> None:
+        """Finish all messages that wait with an error."""
+        while self._resends:
+            _, publication = self._resends.popleft()
+            publication.error = error
+            self._finish(publication)

@@ -1,43 +1,62 @@
-"""Publishing that ends only once the broker has confirmed: one message, or a million.
-
-Messages are written without waiting for the confirm of the one before, up to a window of them. Each
-has its own outcome. What the broker refuses is sent again after a pause; what was in flight when a
-connection was lost is sent again on the next one.
-"""
+"""Publishing that returns only once the broker has confirmed: one message, or a million."""
 
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Iterable
+from typing import Final, TypeAlias
 
 import amqp
-from amqp.exceptions import FrameSyntaxError
+from amqp.exceptions import AccessRefused, ChannelError, FrameSyntaxError, NotAllowed, NotFound
+from kombu import Connection
 
-from celery_rabbitdelay.exceptions import PublishError
-from celery_rabbitdelay.publishing.connection import Line
+from celery_rabbitdelay.exceptions import (
+    ConnectionLost,
+    DeclarationRefused,
+    MessageNacked,
+    MessageRefused,
+    MessageReturned,
+    PublishError,
+)
+from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
+from celery_rabbitdelay.publishing.connection import PublishingConnection, remaining
 from celery_rabbitdelay.publishing.message import PERSISTENT
-from celery_rabbitdelay.publishing.posting import (
+from celery_rabbitdelay.publishing.policy import (
     BACKOFF,
-    PATIENCE,
+    DEFAULT_POLICY,
     RESENDS,
     TIMEOUT,
-    Address,
-    Patience,
-    Posting,
+    PublishPolicy,
 )
-from celery_rabbitdelay.publishing.publish_loop import Batch, Prepare
+from celery_rabbitdelay.publishing.publication import Address, Publication
+from celery_rabbitdelay.publishing.publish_loop import PublishLoop, callers_errors_as_they_are
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = ["Publisher"]
+__all__ = ["Declaration", "Publisher"]
+
+#: Called with a connection, to declare what is missing.
+Declaration: TypeAlias = Callable[[Connection], None]
+
+#: After these the connection is in order, and can be used for the next messages.
+HARMLESS: Final = (MessageNacked, MessageRefused, MessageReturned, DeclarationRefused)
 
 
-class Publisher(Line):
+class Publisher:
     """Publishes over one connection, and waits for the confirms. For one thread at a time.
 
     Args:
         connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
             again whenever it was lost.
     """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = PublishingConnection(connection)
+
+    @property
+    def connection(self) -> Connection:
+        """The kombu connection."""
+        return self._connection.kombu
 
     def publish(
         self,
@@ -47,73 +66,214 @@ class Publisher(Line):
         timeout: float = TIMEOUT,
         resends: int | None = RESENDS,
         backoff: tuple[float, float, float] = BACKOFF,
-        prepare: Prepare | None = None,
-        repair: Prepare | None = None,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
     ) -> None:
         """Publish a message and return once the broker has it on disk.
 
-        A lost connection is opened again and the message sent again; the broker may then have it
-        twice. After an error, regard it as not sent: after a timeout or a lost connection it may
-        have been taken all the same.
+        After a lost connection the message is sent again on a new one; the broker may then have it
+        twice. After an error, regard it as not sent. Only after a timeout, a blocked or a lost
+        connection may the broker have taken it all the same.
 
         Args:
             message: The message with its properties; sent persistent and mandatory.
-            address: Returns the exchange and the routing key; asked at each attempt.
-            timeout: Seconds for everything, from connecting over resends to the confirm.
-            resends: How often the message is sent again after the broker has refused it, or the
+            address: Returns the exchange and the routing key; called for each attempt.
+            timeout: Seconds for everything, from connecting through resends to the confirm.
+            resends: How often the message is sent again after the broker has nacked it, or the
                 connection was lost; None for as often as the time allows.
             backoff: Seconds before the first resend, the step by which they grow, their maximum.
-            prepare: Called with each new connection, and at least once, to declare what is missing.
-            repair: Called once where no queue takes the message or its exchange does not exist;
-                it is then sent once more.
+            declare: Called with each new connection, and at least once, to declare what is missing.
+            redeclare: Called once if no queue takes the message or its exchange does not exist; the
+                message is then sent once more.
 
         Raises:
-            MessageNacked: The broker refused the message, also each time it was sent again.
+            MessageNacked: The broker nacked the message, also each time it was sent again.
+            MessageRefused: The broker does not take such a message, or not from this user.
             MessageReturned: No queue takes it, or the exchange does not exist.
-            DeclarationRefused: The broker refused what ``prepare`` declares.
+            DeclarationRefused: The broker refused what ``declare`` declares.
             ConfirmTimeout: No confirm within ``timeout``.
             ConnectionBlocked: The broker blocked the connection for all of that time.
             ConnectionLost: The connection could not be opened or broke, also at each resend.
-            PublishError: AMQP has no way to write one of the message's headers or properties.
+            PublishError: AMQP cannot encode one of the message's headers or properties.
         """
         message.properties["delivery_mode"] = PERSISTENT
         try:
             content = Content.of(message)
-        except (FrameSyntaxError, struct.error) as unwritable:
-            raise PublishError(*address(), f"cannot be written in AMQP: {unwritable}") from (
-                unwritable
-            )
-        posting = Posting(content, address)
-        patience = Patience(timeout, resends, backoff)
-        self.publish_all([posting], patience, prepare=prepare, repair=repair)
-        if posting.error is not None:
-            raise posting.error
+        except (FrameSyntaxError, struct.error) as error:
+            raise PublishError(*address(), f"cannot be written in AMQP: {error}") from error
+        publication = Publication(content, address)
+        policy = PublishPolicy(timeout, resends, backoff)
+        self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
+        if publication.error is not None:
+            raise publication.error
 
     def publish_all(
         self,
-        postings: Iterable[Posting],
-        patience: Patience = PATIENCE,
+        publications: Iterable[Publication],
+        policy: PublishPolicy = DEFAULT_POLICY,
         *,
-        prepare: Prepare | None = None,
-        repair: Prepare | None = None,
-        done: Callable[[Posting], None] | None = None,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
+        done: Callable[[Publication], None] | None = None,
     ) -> None:
         """Publish messages, many of them in flight, and return once each has its outcome.
 
-        Args:
-            postings: The messages. No more of them are taken than may be in flight.
-            patience: How long and how often each is tried.
-            prepare: Called with each new connection, and at least once, to declare what is missing.
-            repair: Called where no queue takes a message or an exchange does not exist; the message
-                is then sent once more.
-            done: Called with each message that is confirmed, or has an error.
+        What ``publications`` or ``done`` raise is raised as it is. Messages in flight then have no
+        outcome, and the broker may have taken them. Time spent in ``publications`` counts for no
+        message.
 
-        What ``postings`` or ``done`` raise is raised as it is; what is in flight then has no
-        outcome, and may have been taken by the broker. The time that ``postings`` takes counts for
-        no message.
+        Args:
+            publications: The messages. No more of them are taken than may be in flight.
+            policy: How long, and how often, each is tried.
+            declare: Called with each new connection, and at least once, to declare what is missing.
+            redeclare: Called if no queue takes a message or an exchange does not exist; the
+                message is then sent once more.
+            done: Called with each message that is confirmed, or has an error.
 
         Raises:
             PublishError: Nothing can be published any more. All messages that were taken and have
                 no outcome have this error; further ones were not taken.
         """
-        Batch(self, iter(postings), patience, prepare, repair, done).run()
+        _Run(self._connection, publications, policy, declare, redeclare, done).run()
+
+    def discard(self) -> None:
+        """Drop the connection without AMQP's handshake; the next publish opens a new one."""
+        self._connection.discard()
+
+    def close_channel(self) -> None:
+        """Close the publisher's channel; the connection stays open for others."""
+        self._connection.close_channel()
+
+    def close(self) -> None:
+        """Close the connection in order; the publisher cannot be used any more."""
+        self._connection.close()
+
+
+class _Run:
+    """One call of :meth:`Publisher.publish_all`: the publish loop on one connection after another.
+
+    Takes what that method takes.
+    """
+
+    def __init__(
+        self,
+        connection: PublishingConnection,
+        publications: Iterable[Publication],
+        policy: PublishPolicy,
+        declare: Declaration | None,
+        redeclare: Declaration | None,
+        done: Callable[[Publication], None] | None,
+    ) -> None:
+        self._connection = connection
+        self._publications = iter(publications)
+        self._policy = policy
+        self._declare = declare
+        self._redeclare = redeclare
+        self._loop = PublishLoop(
+            self._next, policy, done or _ignore, None if redeclare is None else self._declare_again
+        )
+        self._losses = 0
+        self._lost_at = 0.0
+
+    def _next(self) -> Publication | None:
+        publication = next(self._publications, None)
+        if publication is not None:
+            publication.deadline = time.monotonic() + self._policy.timeout
+        return publication
+
+    def run(self) -> None:
+        with callers_errors_as_they_are():
+            while self._loop.has_more():
+                try:
+                    self._publish(self._open())
+                except PublishError as error:
+                    self._end_with(error, error.__cause__)
+                except NotAllowed as refused:
+                    # The virtual host does not exist or is not the user's, and so the next time.
+                    self._end_with(self._lost(refused), refused)
+                except (
+                    *self._connection.connection_errors,
+                    *self._connection.channel_errors,
+                ) as lost:
+                    self._reconnect_later(lost)
+                except BaseException:
+                    # Also an interrupt or a time limit: messages may be in flight, and the next
+                    # caller's must not be taken for these.
+                    self._connection.discard()
+                    raise
+
+    def _open(self) -> ConfirmChannel:
+        """Return a channel on a connection where everything is declared."""
+        deadline = self._loop.next_waiting.deadline
+        try:
+            channel = self._connection.channel(deadline, self._loop.settled)
+        except AccessRefused as refused:
+            raise self._lost(refused) from refused
+        self._loop.use(channel)
+        if self._declare is not None:
+            self._call(self._declare)
+        return channel
+
+    def _declare_again(self) -> None:
+        assert self._redeclare is not None
+        self._call(self._redeclare)
+
+    def _call(self, declare: Declaration) -> None:
+        publication = self._loop.next_waiting
+        try:
+            with self._loop.channel.wire.answers_within(remaining(publication.deadline)):
+                declare(self._connection.kombu)
+        except self._connection.channel_errors as refused:
+            raise DeclarationRefused(*publication.address(), str(refused)) from refused
+
+    def _publish(self, channel: ConfirmChannel) -> None:
+        """Publish on one channel until nothing is left."""
+        try:
+            while self._loop.has_more():
+                self._loop.send()
+                if self._loop.is_waiting:
+                    self._loop.wait()
+        except PublishError:
+            # Late answers about these messages must not be taken for answers about the next ones.
+            self._connection.discard()
+            raise
+        except ChannelError as closed:
+            # py-amqp opens a channel that the broker closed again, but not in confirm mode.
+            self._connection.close_channel()
+            culprit = self._loop.channel_closed(closed)
+            if culprit is not None and isinstance(closed, AccessRefused | NotFound):
+                assert culprit.error is not None
+                # It would recur with every message to that exchange.
+                raise culprit.error from closed
+
+    def _reconnect_later(self, lost: BaseException) -> None:
+        self._loop.take_back()
+        self._connection.discard()
+        self._connection.kombu.maybe_switch_next()
+        if self._loop.last_settled > self._lost_at:
+            self._losses = 0
+        self._losses += 1
+        pause = self._policy.pause(self._losses)
+        late = time.monotonic() + pause >= self._loop.next_waiting.deadline
+        if self._policy.is_over(self._losses) or late:
+            self._end_with(self._lost(lost), lost)
+        self._lost_at = time.monotonic()
+        self._loop.count_resends()
+        time.sleep(pause)
+
+    def _lost(self, cause: BaseException) -> ConnectionLost:
+        broker = self._connection.kombu.as_uri()
+        reason = f"no connection to {broker}, attempt {max(self._losses, 1)}: {cause!r}"
+        return ConnectionLost(*self._loop.next_waiting.address(), reason)
+
+    def _end_with(self, error: PublishError, cause: BaseException | None) -> None:
+        """Nothing can be published any more."""
+        if not isinstance(error, HARMLESS):
+            self._connection.discard()
+        self._loop.take_back()
+        self._loop.fail_all(error)
+        raise error from cause
+
+
+def _ignore(publication: Publication) -> None:
+    """Stand for ``done`` where the caller gives none."""

@@ -1,43 +1,79 @@
-"""Messages as AMQP writes them: bytes that are made once, however often they are sent.
+"""AMQP's bytes: messages and frames as py-amqp writes and reads them.
 
-The format is that of AMQP 0-9-1 (https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 2.3.5 and
-4.2): a method frame, a header frame with the properties, and as many frames as the body takes.
+This is the only file that knows how py-amqp works inside. A message is encoded once, however often
+it is sent, and many frames go into one write, for which py-amqp has no public function. The format
+is that of AMQP 0-9-1 (https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 2.3.5 and 4.2): a
+method frame, a header frame with the properties, and as many frames as the body takes.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
-from amqp import method_framing
-from amqp.exceptions import FrameSyntaxError
+from amqp import method_framing, spec
+from amqp.exceptions import AMQPError, FrameSyntaxError, NotFound
+from amqp.serialization import dumps
+from kombu import Connection
 
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.publishing.message import shortened
 
-__all__ = ["METHOD", "Content", "acknowledging", "frame_handler", "publishing"]
+__all__ = [
+    "MESSAGE_PROPERTIES",
+    "Content",
+    "PropertiesEncoder",
+    "Wire",
+    "ack_frames",
+    "find_exchanges",
+    "find_queues",
+    "publish_frames",
+    "reading_unreadable_properties",
+    "requeue_frames",
+]
 
-#: The type of a frame that holds a method.
-METHOD: Final = 1
+#: The properties of a message, in AMQP's order.
+MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
 
-#: The bytes of a frame besides what it holds: type, channel, size, and the byte at its end.
-OVERHEAD: Final = 8
+#: The types of a frame that holds a method, and of one with a message's size and properties.
+METHOD_FRAME: Final = 1
+HEADER_FRAME: Final = 2
+BODY_FRAME: Final = 3
 
-#: The bytes of a header frame before the properties.
-HEADER_OVERHEAD: Final = 12
+#: The bytes of a frame besides its payload: type, channel, size, and the byte at its end.
+FRAME_OVERHEAD: Final = 8
+
+#: The bytes of a header frame before the properties: class, weight and size of the body.
+BEFORE_PROPERTIES: Final = 12
 
 _END: Final = b"\xce"
 _PUBLISH: Final = struct.Struct(">HHHB")
-_WORD: Final = struct.Struct(">B")
+_BYTE: Final = struct.Struct(">B")
 _FRAME: Final = struct.Struct(">BHI")
-_ACK: Final = struct.Struct(">BHIHHQB")
+_SETTLE: Final = struct.Struct(">BHIHHQB")
 _HEADER: Final = struct.Struct(">BHIHHQ")
+_LENGTH: Final = struct.Struct(">I")
+_TEXT: Final = struct.Struct(">cI")
+_NUMBER: Final = struct.Struct(">cq")
+_ACKED: Final = struct.Struct(">Q?")
+
+#: Class and method of ``basic.ack`` and of ``basic.nack``.
+_ACK: Final = (60, 80)
+_NACK: Final = (60, 120)
+_ACK_BYTES: Final = struct.pack(">HH", *_ACK)
+
+#: Of ``basic.nack``: give the message back to its queue.
+_REQUEUE: Final = 2
+
+#: Type, channel and payload.
+Frame: TypeAlias = tuple[int, int, Any]
 
 
 class Content(NamedTuple):
-    """A message as AMQP writes it.
+    """A message as bytes.
 
     Attributes:
         properties: Its properties, headers among them, with the flags that say which there are.
@@ -49,88 +85,234 @@ class Content(NamedTuple):
 
     @classmethod
     def of(cls, message: amqp.Message) -> Content:
-        """Write a message.
+        """Encode a message.
 
         Raises:
             amqp.exceptions.FrameSyntaxError: AMQP has no type for one of its headers.
-            struct.error: A number is too large, or a text too long, for its place.
+            struct.error: A number is too large, or a text too long, for its field.
         """
-        written: Any = message
-        body = written.body
+        encoded: Any = message
+        body = encoded.body
         if isinstance(body, str):
-            body = body.encode(written.properties.setdefault("content_encoding", "utf-8"))
-        return cls(written._serialize_properties(), body)
+            body = body.encode(encoded.properties.setdefault("content_encoding", "utf-8"))
+        return cls(encoded._serialize_properties(), body)
 
 
-def acknowledging(channel: int, tags: Iterable[int]) -> bytes:
-    """Return the frames that acknowledge messages.
-
-    Args:
-        channel: The number of the channel that they came by.
-        tags: Their delivery tags.
-    """
-    return b"".join([_ACK.pack(METHOD, channel, 13, 60, 80, tag, 0) + _END for tag in tags])
-
-
-def publishing(
+def publish_frames(
     channel: int, exchange: str, routing_key: str, content: Content, frame_max: int
 ) -> bytes:
     """Return the frames that publish a message, mandatory.
 
     Args:
         channel: The channel's number.
-        exchange: Where to; empty for the default exchange.
-        routing_key: With which key.
+        exchange: The exchange's name; empty for the default exchange.
+        routing_key: The routing key.
         content: The message.
-        frame_max: The bytes that a frame of the connection may have.
+        frame_max: The largest frame of the connection, in bytes.
 
     Raises:
         amqp.exceptions.FrameSyntaxError: Headers and properties do not fit into a frame.
         struct.error: The exchange's name or the routing key has more than 255 bytes.
     """
     properties, body = content
-    if len(properties) > frame_max - OVERHEAD - HEADER_OVERHEAD:
+    if len(properties) > frame_max - FRAME_OVERHEAD - BEFORE_PROPERTIES:
         raise FrameSyntaxError(
             f"headers and properties have {len(properties)} bytes, a frame {frame_max}"
         )
-    # Half a character is no UTF-8, but py-amqp writes it all the same.
+    # A lone surrogate is no UTF-8, but py-amqp encodes it all the same.
     name, key = (word.encode("utf-8", "surrogatepass") for word in (exchange, routing_key))
     parts = [
-        _FRAME.pack(METHOD, channel, 9 + len(name) + len(key)),
+        _FRAME.pack(METHOD_FRAME, channel, 9 + len(name) + len(key)),
         _PUBLISH.pack(60, 40, 0, len(name)),
         name,
-        _WORD.pack(len(key)),
+        _BYTE.pack(len(key)),
         key,
         b"\x01",  # mandatory
         _END,
-        _HEADER.pack(2, channel, 12 + len(properties), 60, 0, len(body)),
+        _HEADER.pack(HEADER_FRAME, channel, 12 + len(properties), 60, 0, len(body)),
         properties,
         _END,
     ]
-    most = frame_max - OVERHEAD
+    most = frame_max - FRAME_OVERHEAD
     for begin in range(0, len(body), most):
         chunk = body[begin : begin + most]
-        parts += (_FRAME.pack(3, channel, len(chunk)), chunk, _END)
+        parts += (_FRAME.pack(BODY_FRAME, channel, len(chunk)), chunk, _END)
     return b"".join(parts)
 
 
-#: The type of a frame that holds a message's size and properties.
-HEADER: Final = 2
-
-#: Bytes of such a frame before the properties: class, weight and size of the body.
-BEFORE_PROPERTIES: Final = 12
-
-#: Type, channel and payload.
-Frame: TypeAlias = tuple[int, int, Any]
+def ack_frames(channel: int, tags: Iterable[int]) -> bytes:
+    """Return the frames that acknowledge messages, by their delivery tags."""
+    return _settle_frames(channel, _ACK, tags, 0)
 
 
-def frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[Frame], bool]:
-    """Take in frames as py-amqp does, for the argument ``frame_handler`` of its connection.
+def requeue_frames(channel: int, tags: Iterable[int]) -> bytes:
+    """Return the frames that give messages back to their queue, by their delivery tags.
 
-    In place of properties that cannot be read, a message gets two headers: why they cannot
-    (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE`), and the bytes that they are
-    (:data:`~celery_rabbitdelay.levels.headers.PROPERTIES`).
+    With ``basic.nack``, which py-amqp cannot send. From RabbitMQ 4.0 on, ``basic.reject`` counts
+    towards a quorum queue's delivery limit
+    (https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling).
     """
+    return _settle_frames(channel, _NACK, tags, _REQUEUE)
+
+
+def _settle_frames(channel: int, method: tuple[int, int], tags: Iterable[int], bits: int) -> bytes:
+    return b"".join(
+        [_SETTLE.pack(METHOD_FRAME, channel, 13, *method, tag, bits) + _END for tag in tags]
+    )
+
+
+class Wire:
+    """The socket of an open connection, read and written frame by frame.
+
+    Args:
+        connection: A kombu connection by py-amqp; it is opened if it is not.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._amqp: Any = connection.connection
+
+    @property
+    def frame_max(self) -> int:
+        """The largest frame, in bytes."""
+        size: int = self._amqp.frame_max
+        return size
+
+    def write(self, frames: bytes, timeout: float) -> None:
+        """Write frames.
+
+        Args:
+            frames: Their bytes.
+            timeout: Seconds that it may take.
+        """
+        with self.answers_within(timeout):
+            self._amqp.transport.write(frames)
+        self._amqp.bytes_sent += 1  # py-amqp counts writes, for its heartbeat
+
+    def read(self, timeout: float, channel: int) -> tuple[int, bool] | None:
+        """Read a frame and handle it as py-amqp does, unless it is a ``basic.ack`` on a channel.
+
+        Nearly every frame is one; handling it here saves py-amqp's way through callbacks.
+
+        Args:
+            timeout: Seconds to wait for a frame; 0 for not at all.
+            channel: The channel's number.
+
+        Returns:
+            The delivery tag of the ack, and whether all up to it are acknowledged; None if the
+            frame was another one.
+
+        Raises:
+            TimeoutError: No frame arrived.
+        """
+        with self._amqp.transport.having_timeout(timeout):
+            frame: Frame = self._amqp.transport.read_frame()
+        kind, number, payload = frame
+        if kind != METHOD_FRAME or number != channel or payload[:4] != _ACK_BYTES:
+            self._amqp.on_inbound_frame(frame)
+            return None
+        self._amqp.bytes_recv += 1  # py-amqp counts frames, for its heartbeat
+        tag, multiple = _ACKED.unpack_from(payload, 4)
+        return tag, multiple
+
+    @contextmanager
+    def answers_within(self, seconds: float) -> Iterator[None]:
+        """Bound every wait for an answer on this connection, which has no bound otherwise."""
+        reported: AMQPError | None = None
+        try:
+            with self._amqp.transport.having_timeout(seconds):
+                try:
+                    yield
+                except AMQPError as error:
+                    reported = error
+                    raise
+        except OSError:
+            if reported is not None:
+                # The broker has said why it closes the connection; py-amqp then fails to set the
+                # time limit of a socket that is closed.
+                raise reported from reported.__cause__
+            raise
+
+    def set_on_blocked(self, on_blocked: Any, on_unblocked: Any) -> tuple[Any, Any]:
+        """Set what is called when the broker blocks the connection; return what was called."""
+        former = self._amqp.on_blocked, self._amqp.on_unblocked
+        self._amqp.on_blocked, self._amqp.on_unblocked = on_blocked, on_unblocked
+        return former
+
+
+class PropertiesEncoder:
+    """Encodes the properties of messages that differ in some headers and the correlation id.
+
+    Args:
+        message: One of the messages.
+        own: The names of the headers that each message has with a value of its own.
+
+    Attributes:
+        headers: The headers that all messages share.
+        properties: The properties that all messages share.
+    """
+
+    def __init__(self, message: amqp.Message, own: Collection[str]) -> None:
+        properties = dict(message.properties)
+        headers = properties.pop("application_headers")
+        self.headers = {name: value for name, value in headers.items() if name not in own}
+        # Celery leaves options among a message's properties that are none of AMQP's.
+        self.properties = {
+            name: value
+            for name, value in properties.items()
+            if name in MESSAGE_PROPERTIES and name != "correlation_id"
+        }
+        self._table: bytes = dumps("F", (self.headers,))[_LENGTH.size :]
+        self._names = {name: bytes((len(name),)) + name.encode() for name in own}
+        before, after = map(MESSAGE_PROPERTIES.index, ("application_headers", "correlation_id"))
+        self._flags = Content.of(message).properties[:2]
+        self._before = self._encoded(MESSAGE_PROPERTIES[:before])
+        self._between = self._encoded(MESSAGE_PROPERTIES[before + 1 : after])
+        self._after = self._encoded(MESSAGE_PROPERTIES[after + 1 :])
+
+    def _encoded(self, which: Sequence[str]) -> bytes:
+        some = {name: self.properties[name] for name in which if name in self.properties}
+        return Content.of(amqp.Message(b"", **some)).properties[2:]
+
+    def encode(self, texts: Mapping[str, str], due_ms: int, correlation_id: str | None) -> bytes:
+        """Return the properties of a message.
+
+        Args:
+            texts: Its own headers, except its due time.
+            due_ms: When it is due, in milliseconds since 1970.
+            correlation_id: Its correlation id; None if the messages have none.
+        """
+        names_of, entries = self._names, [self._table]
+        for name, value in texts.items():
+            text = value.encode("utf-8", "surrogatepass")
+            entries += (names_of[name], _TEXT.pack(b"S", len(text)), text)
+        entries += (names_of[names.DUE], _NUMBER.pack(b"L", due_ms))
+        table = b"".join(entries)
+        parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]
+        if correlation_id is not None:
+            encoded = correlation_id.encode("utf-8", "surrogatepass")
+            parts += (bytes((len(encoded),)), encoded)
+        parts.append(self._after)
+        return b"".join(parts)
+
+
+def reading_unreadable_properties(connection: Connection) -> None:
+    """Have messages with properties that py-amqp cannot read arrive all the same, marked.
+
+    RabbitMQ passes on what it does not look at, such as a header whose timestamp counts
+    milliseconds (a year beyond 9999) or a message id in Latin-1. py-amqp raises in the middle of
+    such a message, its connection cannot be used any more, and the broker delivers the message
+    again and again. Instead, the message gets two headers: the error
+    (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE`), and the properties' bytes
+    (:data:`~celery_rabbitdelay.levels.headers.PROPERTIES`).
+
+    Args:
+        connection: A connection that is not open yet.
+    """
+    options = connection.transport_options or {}
+    connection.transport_options = {**options, "frame_handler": _frame_handler}
+
+
+def _frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[Frame], bool]:
     handle: Callable[[Frame], bool] = method_framing.frame_handler(connection, callback)
 
     def on_frame(frame: Frame) -> bool:
@@ -138,22 +320,96 @@ def frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[Fr
             return handle(frame)
         except Exception:
             kind, channel, payload = frame
-            reason = _unreadable(payload) if kind == HEADER else None
+            reason = _why_unreadable(payload) if kind == HEADER_FRAME else None
             if reason is None:
-                raise  # by whoever was told of the frame
+                raise  # by a callback
             start, properties = payload[:BEFORE_PROPERTIES], payload[BEFORE_PROPERTIES:]
-            told: Any = amqp.Message(
+            marked: Any = amqp.Message(
                 application_headers={names.UNREADABLE: reason, names.PROPERTIES: bytes(properties)}
             )
-            return handle((kind, channel, bytes(start) + told._serialize_properties()))
+            return handle((kind, channel, bytes(start) + marked._serialize_properties()))
 
     return on_frame
 
 
-def _unreadable(payload: Any) -> str | None:
+def _why_unreadable(payload: Any) -> str | None:
     message: Any = amqp.Message()
     try:
         message.inbound_header(payload)
     except Exception as error:  # noqa: BLE001 - whatever the bytes make of it
         return shortened(error)
     return None
+
+
+# Passive declarations, many at a time.
+
+#: How many passive declarations are sent before their answers are read. An answer has some 50
+#: bytes, so those of one batch fit into the socket's buffers, and the broker never has to stop
+#: writing while this side is writing too.
+PASSIVE_BATCH: Final = 200
+
+
+def find_queues(channel: Any, names: Sequence[str]) -> list[tuple[int, int] | None]:
+    """Return messages and consumers of queues, in their order; None for one that does not exist.
+
+    Args:
+        channel: A channel that nobody else uses.
+        names: The names of the queues.
+
+    Raises:
+        amqp.exceptions.ChannelError: The broker refuses to say it; the message names the queue.
+    """
+
+    def ask(name: str) -> None:
+        flags = (True, False, False, False, False)  # passive, ..., nowait
+        channel.send_method(spec.Queue.Declare, "BsbbbbbF", (0, name, *flags, None))
+
+    found = _ask_in_batches(channel, names, ask, spec.Queue.DeclareOk)
+    return [answer and (answer[1], answer[2]) for answer in found]
+
+
+def find_exchanges(channel: Any, names: Sequence[str]) -> list[bool]:
+    """Return whether exchanges exist, in their order.
+
+    Args:
+        channel: A channel that nobody else uses.
+        names: The names of the exchanges.
+
+    Raises:
+        amqp.exceptions.ChannelError: The broker refuses to say it; the message names the exchange.
+    """
+
+    def ask(name: str) -> None:
+        flags = (True, False, False, False, False)  # passive, ..., nowait
+        # The broker does not compare the type.
+        channel.send_method(spec.Exchange.Declare, "BssbbbbbF", (0, name, "topic", *flags, None))
+
+    found = _ask_in_batches(channel, names, ask, spec.Exchange.DeclareOk)
+    return [answer is not None for answer in found]
+
+
+def _ask_in_batches(
+    channel: Any, names: Sequence[str], ask: Callable[[str], None], answer: tuple[int, int]
+) -> list[Any]:
+    """Return the arguments of each answer, None for NOT_FOUND.
+
+    For a missing object the broker closes the channel and ignores the questions behind it. py-amqp
+    has opened the channel again when it raises the error, so they are asked again: one first and
+    then ever more, because others are probably missing as well.
+    """
+    answers: list[Any] = []
+    size = PASSIVE_BATCH
+    while len(answers) < len(names):
+        batch = names[len(answers) : len(answers) + size]
+        for name in batch:
+            ask(name)
+        try:
+            for _ in batch:
+                # py-amqp handles one method at a time, so no answer is lost between two waits.
+                answers.append(channel.wait(answer, returns_tuple=True))
+        except NotFound:
+            answers.append(None)
+            size = 1
+        else:
+            size = min(size * 2, PASSIVE_BATCH)
+    return answers

@@ -1,58 +1,123 @@
-"""The bootsteps of a worker: ready for delayed tasks on every connection, and the modules."""
+"""The bootsteps of a worker: the declarations, restoring delayed tasks, and the modules."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from functools import partial
+from threading import Lock
 from typing import Any, Final
 
+from amqp.exceptions import NotFound
 from celery import bootsteps
 from celery.worker.components import Pool
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
 from celery.worker.control import inspect_command
-from kombu import Connection
+from kombu import Connection, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.settings import checked_modules
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module
 from celery_rabbitdelay.modules.distribution import distribute
-from celery_rabbitdelay.modules.service import Courier
-from celery_rabbitdelay.publishing.declaration import ensure_destination
+from celery_rabbitdelay.modules.service import ModuleService
+from celery_rabbitdelay.publishing.declaration import (
+    bind_destination,
+    connect,
+    declare_destination,
+)
 from celery_rabbitdelay.worker.early_tasks import Relay
 from celery_rabbitdelay.worker.restore import GatedStrategies
 
-__all__ = ["DelayLevels", "Gate", "Modules", "prepare"]
+__all__ = ["DelayLevels", "Gate", "Modules", "WorkerDeclaration"]
 
 logger = logging.getLogger(__name__)
 
 
-def prepare(app: Any, connection: Connection) -> None:
-    """Make a broker ready for a worker: the levels, and the worker's queues bound to them.
+class WorkerDeclaration:
+    """Declares what a worker needs: the levels, and its queues with their bindings.
 
-    Where operators declare, it is only looked whether the levels stand.
+    The worker's consumer and its modules have a connection each. The first one that connects
+    declares for all of them. When one of them is lost, the broker may come back empty: the next one
+    that connects declares everything again.
 
-    Raises:
-        LayoutConflict: Another layout stands under the prefix.
-        TopologyIncomplete: Something is missing, and must not be declared.
+    Args:
+        app: The worker's application.
     """
-    delays = app.rabbitdelay
-    delays.prepare(connection)
-    if delays.settings.declare == "auto":
-        for queue in app.amqp.queues.consume_from.values():
-            if not isinstance(queue, Broadcast):
-                ensure_destination(connection, delays.topology, queue)
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._lock = Lock()
+        #: The brokers where everything is declared. Connections with a fail-over list may be open
+        #: to different ones.
+        self._brokers: set[str] = set()
+
+    @property
+    def queues(self) -> list[Queue]:
+        """The queues that the worker consumes from, but not its own parts of broadcasts."""
+        queues = self._app.amqp.queues.consume_from.values()
+        return [queue for queue in queues if not isinstance(queue, Broadcast)]
+
+    def declare(self, connection: Connection) -> None:
+        """Declare everything, unless that was done since the last loss of a connection.
+
+        With ``rabbitdelay_declare = "never"``, check that the levels are there.
+
+        Args:
+            connection: A connection that is open.
+
+        Raises:
+            LayoutConflict: Another layout is declared under the prefix.
+            TopologyIncomplete: Something is missing, and the settings forbid to declare it.
+        """
+        with self._lock:
+            broker = connection.as_uri()
+            if broker in self._brokers:
+                return
+            delays = self._app.rabbitdelay
+            delays.declare(connection)
+            if delays.settings.declare == "auto":
+                for queue in self.queues:
+                    if not queue.exclusive:
+                        declare_destination(connection, delays.topology, queue)
+            self._brokers.add(broker)
+            logger.info(
+                "Delay levels %r (%s) are in place.",
+                delays.topology.prefix,
+                delays.topology.fingerprint,
+            )
+
+    def bind_exclusive_queues(self, connection: Connection) -> None:
+        """Bind the exclusive queues, which only the consumer's own connection can do.
+
+        Args:
+            connection: The connection that has declared them.
+        """
+        delays = self._app.rabbitdelay
+        if delays.settings.declare != "auto":
+            return
+        for queue in self.queues:
+            if not queue.exclusive:
+                continue
+            try:
+                bind_destination(connection, delays.topology, queue.name)
+            except NotFound as error:
+                logger.warning(
+                    "No delayed task reaches the exclusive queue %r: the worker reads it from "
+                    "another broker than the one that tasks are sent to: %s",
+                    queue.name,
+                    error,
+                )
+
+    def connection_lost(self) -> None:
+        """Declare everything again on the next connection."""
+        with self._lock:
+            self._brokers.clear()
 
 
 class DelayLevels(bootsteps.StartStopStep):
-    """Declares the levels and binds the worker's queues.
-
-    Celery starts the steps of its consumer anew on every connection, so that a broker that came
-    back empty is made whole again.
-    """
+    """Declares the levels and binds the worker's queues, on every connection of its consumer."""
 
     requires = (Tasks, DelayedDelivery)
 
@@ -70,20 +135,23 @@ class DelayLevels(bootsteps.StartStopStep):
         return included
 
     def start(self, consumer: Any) -> None:
-        """Make the broker ready; Celery calls this on every new connection.
+        """Declare what is missing; Celery calls this on every new connection.
 
         Raises:
             InvalidSetting: A ``rabbitdelay_*`` setting is wrong; the worker ends.
-            LayoutConflict: Another layout stands under the prefix; the worker ends.
+            LayoutConflict: Another layout is declared under the prefix; the worker ends.
+            TopologyIncomplete: Something is missing, and the settings forbid to declare it; the
+                worker ends.
         """
-        delays = consumer.app.rabbitdelay
+        declaration: WorkerDeclaration = consumer.controller.rabbitdelay_declaration
         with consumer.app.connection_for_write() as connection:
-            prepare(consumer.app, connection)
-        logger.info(
-            "Delay levels %r (%s) are in place.",
-            delays.topology.prefix,
-            delays.topology.fingerprint,
-        )
+            connect(connection)
+            declaration.declare(connection)
+        declaration.bind_exclusive_queues(consumer.connection)
+
+    def stop(self, consumer: Any) -> None:
+        """Celery calls this when the consumer's connection is lost, and when the worker ends."""
+        consumer.controller.rabbitdelay_declaration.connection_lost()
 
 
 class Gate(bootsteps.StartStopStep):
@@ -140,8 +208,9 @@ class Modules(bootsteps.StartStopStep):
 
     def __init__(self, worker: Any, rabbitdelay_modules: str | None = None, **options: Any) -> None:
         self._given = rabbitdelay_modules
-        self._couriers: list[Courier] = []
-        worker.rabbitdelay_couriers = self._couriers
+        self._services: list[ModuleService] = []
+        worker.rabbitdelay_services = self._services
+        self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
         super().__init__(worker, **options)
 
     def include_if(self, worker: Any) -> bool:
@@ -156,19 +225,19 @@ class Modules(bootsteps.StartStopStep):
         """
         settings = worker.app.rabbitdelay.settings
         modules = settings.modules if self._given is None else checked_modules(self._given)
-        self._couriers += [_courier(worker.app, name) for name in modules]
-        for courier in self._couriers:
-            courier.start()
+        self._services += [_service(worker.app, name, self._declaration) for name in modules]
+        for service in self._services:
+            service.start()
 
     def stop(self, worker: Any) -> None:
         """Finish what the modules have begun, and end them."""
-        for courier in self._couriers:
-            courier.stopping.set()
-        while self._couriers:
-            self._couriers.pop().stop()
+        for service in self._services:
+            service.stopping.set()
+        while self._services:
+            self._services.pop().stop()
 
 
-def _courier(app: Any, name: str) -> Courier:
+def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleService:
     settings = app.rabbitdelay.settings
     topology = settings.topology
     if name == "check-in":
@@ -186,7 +255,7 @@ def _courier(app: Any, name: str) -> Courier:
         timeout=settings.confirm_timeout,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    return Courier(module, connection, partial(prepare, app))
+    return ModuleService(module, connection, declaration.declare, declaration.connection_lost)
 
 
 class _Allowed:
@@ -219,5 +288,5 @@ class _Allowed:
 @inspect_command(name="rabbitdelay_status")
 def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
     """Rates and backlog of the modules around the delay levels."""
-    couriers: list[Courier] = getattr(state.consumer.controller, "rabbitdelay_couriers", [])
-    return {courier.module.name: courier.tally.status() for courier in couriers}
+    services: list[ModuleService] = getattr(state.consumer.controller, "rabbitdelay_services", [])
+    return {each.module.name: each.statistics.status() for each in services}

@@ -1,1 +1,1 @@
-"""Tests of the record shop; one file needs redis-server, none needs RabbitMQ or Java."""
+"""Tests of the record shop; none needs a server or Java."""

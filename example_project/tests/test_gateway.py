@@ -2,59 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
-from redis import Redis
 
-from celery_rabbitdelay.testing import RedisServer
-from example_project.gateway import REFUSED_PERCENT, MailGateway, MailRefused, refuses
+from example_project.demonstration.gateway import REFUSED_PERCENT, MailGateway, refusals
 
 ORDERS = [f"{number:05}-19970101-1" for number in range(10_000)]
-WILLING = next(order for order in ORDERS if not refuses(order, 0))
-UNWILLING = next(order for order in ORDERS if refuses(order, 0) and not refuses(order, 1))
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[Redis]:
-    """A private Redis."""
-    with RedisServer() as server, Redis.from_url(server.url, decode_responses=True) as client:
-        yield client
+WILLING = next(order for order in ORDERS if refusals(order) == 0)
+UNWILLING = next(order for order in ORDERS if refusals(order) == 1)
 
 
 @pytest.fixture
-def gateway(redis: Redis) -> MailGateway:
+def gateway() -> MailGateway:
     """A gateway that has not sent anything."""
-    redis.flushdb()
-    return MailGateway(redis, "test")
+    return MailGateway()
+
+
+def post(url: str, order: str) -> int:
+    """Post a mail as the shop does, and return the status of the answer."""
+    headers = {"Content-Type": "application/json", "Idempotency-Key": order}
+    body = json.dumps({"customer": "00001", "order": order, "text": "..."}).encode()
+    with urlopen(Request(url, body, headers), timeout=10) as answer:
+        status: int = answer.status
+        return status
 
 
 def test_it_refuses_about_as_many_attempts_as_it_says() -> None:
-    refused = sum(refuses(order, 0) for order in ORDERS)
+    refused = sum(refusals(order) > 0 for order in ORDERS)
     assert refused == pytest.approx(len(ORDERS) * REFUSED_PERCENT / 100, rel=0.1)
 
 
 def test_it_refuses_the_next_attempt_independently() -> None:
-    twice = sum(refuses(order, 0) and refuses(order, 1) for order in ORDERS)
+    twice = sum(refusals(order) > 1 for order in ORDERS)
     assert twice == pytest.approx(len(ORDERS) * (REFUSED_PERCENT / 100) ** 2, rel=0.3)
 
 
 def test_a_refused_mail_goes_out_at_the_next_attempt(gateway: MailGateway) -> None:
-    with pytest.raises(MailRefused):
-        gateway.send(UNWILLING, idempotency_key=UNWILLING, attempt=0)
+    assert not gateway.send(UNWILLING, idempotency_key=UNWILLING)
     assert gateway.mails() == {}
-    assert gateway.send(UNWILLING, idempotency_key=UNWILLING, attempt=1)
+    assert gateway.send(UNWILLING, idempotency_key=UNWILLING)
     assert gateway.mails() == {UNWILLING: 1}
+    assert gateway.refused() == 1
 
 
 def test_under_the_same_key_one_mail_goes_out(gateway: MailGateway) -> None:
-    assert gateway.send(WILLING, idempotency_key=WILLING, attempt=0)
-    assert not gateway.send(WILLING, idempotency_key=WILLING, attempt=0)
+    assert gateway.send(WILLING, idempotency_key=WILLING)
+    assert gateway.send(WILLING, idempotency_key=WILLING)
     assert gateway.mails() == {WILLING: 1}
 
 
 def test_without_the_same_key_a_second_mail_goes_out_and_is_counted(gateway: MailGateway) -> None:
-    for key in ("first", "second"):
-        assert gateway.send(WILLING, idempotency_key=key, attempt=0)
+    keys = [f"{WILLING}/{number}" for number in range(100)]
+    for key in [key for key in keys if refusals(key) == 0][:2]:
+        assert gateway.send(WILLING, idempotency_key=key)
     assert gateway.mails() == {WILLING: 2}
     assert gateway.orders_mailed() == 1
+
+
+def test_a_mail_that_is_posted_goes_out(gateway: MailGateway) -> None:
+    with gateway.served() as url:
+        assert post(url, WILLING) == 202
+    assert gateway.mails() == {WILLING: 1}
+
+
+def test_a_refusal_is_an_error_for_the_one_who_posts(gateway: MailGateway) -> None:
+    with gateway.served() as url, pytest.raises(HTTPError, match="503"):
+        post(url, UNWILLING)
+    assert gateway.mails() == {}

@@ -6,22 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from example_project.journal import Dispatch, Start
-from example_project.outcome import Kill, Outcome, percentile
-from example_project.report import table
+from example_project.demonstration.journal import Dispatch, Start
+from example_project.demonstration.outcome import Kill, Outcome, percentile
+from example_project.demonstration.report import table
 
 #: Order b was refused once; order c was running when the worker was killed, and ran again.
 GOOD = Outcome(
     dispatch=Dispatch(orders=3, seconds=1.5),
-    sent=frozenset("abc"),
+    sent={"a": 1_000, "b": 2_000, "c": 4_000},
+    messages=2,
     starts=[
-        Start("a", 0, 1_000, 1_050, False),
-        Start("b", 0, 2_000, 2_080, False),
-        Start("b", 1, 3_100, 3_101, False),
-        Start("c", 0, 4_000, 4_020, False),
-        Start("c", 0, 4_000, 7_000, True),
+        Start("a", 0, True, 1_050, False),
+        Start("b", 0, True, 2_080, False),
+        Start("b", 1, True, 3_101, False),
+        Start("c", 0, True, 4_020, False),
+        Start("c", 0, True, 7_000, True),
     ],
     mails={"a": 1, "b": 1, "c": 1},
+    refused=1,
     results=3,
     kill=Kill(killed_ms=4_030, waiting=1_000, in_levels=990),
 )
@@ -45,7 +47,7 @@ def test_the_worker_was_away_until_the_next_start() -> None:
 
 
 def test_a_reminder_without_a_delay_has_no_lateness_and_is_counted() -> None:
-    starts = [Start("a", 0, None, 1_050, False), *GOOD.starts[1:]]
+    starts = [Start("a", 0, False, 1_050, False), *GOOD.starts[1:]]
     overdue = replace(GOOD, starts=starts)
     assert overdue.overdue == 1
     assert overdue.lateness == [20, 80]
@@ -57,8 +59,16 @@ def test_a_reminder_without_a_delay_has_no_lateness_and_is_counted() -> None:
         (replace(GOOD, mails={"a": 1, "b": 1}), "1 reminders are lost"),
         (replace(GOOD, mails={"a": 1, "b": 2, "c": 1}), "1 orders were mailed more than once"),
         (replace(GOOD, dispatch=Dispatch(4, 1.0)), "1 orders were not sent"),
-        (replace(GOOD, starts=[Start("a", 0, 1_000, 999, False)]), "a reminder was early"),
-        (replace(GOOD, starts=[]), "no lateness was measured"),
+        (
+            replace(GOOD, starts=[Start("a", 0, True, 999, False), *GOOD.starts]),
+            "a reminder was early",
+        ),
+        (replace(GOOD, sent={**GOOD.sent, "a": 1_051}), "a reminder was early"),
+        (replace(GOOD, starts=GOOD.starts[1:]), "1 orders were mailed, and no start was seen"),
+        (
+            replace(GOOD, starts=[], mails={}, sent={}, dispatch=Dispatch(0, 1.0)),
+            "no lateness was measured",
+        ),
         (replace(GOOD, kill=Kill(4_030, 999, 999)), "only 999 reminders were waiting"),
     ],
 )

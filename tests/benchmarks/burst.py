@@ -70,7 +70,7 @@ class Bench:
         self.settings = {"rabbitdelay_prefix": self.queue, "rabbitdelay_shards": case.shards}
         self.app: Any = make_app(broker.url, self.queue, self.settings)
         self.connection = Connection(broker.url)
-        self.app.rabbitdelay.prepare(self.connection)
+        self.app.rabbitdelay.declare(self.connection)
 
     def send(self) -> float:
         """Send all tasks for one instant; return it, in seconds since 1970."""

@@ -56,8 +56,9 @@ from kombu.utils.json import dumps
 
 from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import binary, clock
-from celery_rabbitdelay.publishing.declaration import look_at
-from celery_rabbitdelay.publishing.posting import Patience, Posting
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
@@ -149,7 +150,7 @@ class Bench:
     ) -> None:
         self.broker = broker
         self.seconds: float = options.seconds
-        self._patience = Patience(window=options.window)
+        self._patience = PublishPolicy(window=options.window)
         self._in_burst: bool = options.burst
         self._pool = pool
         self._connection = Connection(broker.url)
@@ -173,7 +174,7 @@ class Bench:
         return speed
 
     def _have_come(self, way: Way) -> bool:
-        found = look_at(self._connection, way.queue)
+        found = queue_counts(self._connection, [way.queue])[way.queue.name]
         return found is not None and found.messages == PROBE
 
     def measure(self, name: str, rate: int, lead: float) -> Lateness | None:
@@ -192,7 +193,7 @@ class Bench:
         return late if batch.in_time else None
 
     def _is_consumed(self, way: Way) -> bool:
-        found = look_at(self._connection, way.queue)
+        found = queue_counts(self._connection, [way.queue])[way.queue.name]
         return found is not None and found.consumers > 0
 
     def _measure_eta(self, due_ms: list[int]) -> Lateness | None:
@@ -200,7 +201,7 @@ class Bench:
         settings = {"worker_prefetch_multiplier": 0}
         batch, app = Batch(), make_app(self.broker.url, queue, settings, ours=False)
 
-        def posting(each: int) -> Posting:
+        def posting(each: int) -> Publication:
             batch.first_due_ms = min(batch.first_due_ms, each)
             eta = datetime.fromtimestamp(each / MS_PER_S, UTC)
             told = app.amqp.as_task_v2(str(uuid4()), "note", (each,), eta=eta, ignore_result=True)
@@ -212,7 +213,7 @@ class Bench:
                 delivery_mode=2,
                 **told.properties,
             )
-            return Posting(Content.of(message), lambda: ("", queue))
+            return Publication(Content.of(message), lambda: ("", queue))
 
         options = ("-P", "threads", "-c", "2")
         with Worker(self.broker, queue, settings, *options, ours=False) as worker:

@@ -33,8 +33,9 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from celery_rabbitdelay.levels.layout import binary, clock
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import declare, ensure_destination
-from celery_rabbitdelay.publishing.posting import Patience, Posting
+from celery_rabbitdelay.publishing.declaration import declare, declare_destination
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer
@@ -91,11 +92,11 @@ def contestants(delays: Sequence[int]) -> dict[str, Contestant]:
     }
 
 
-def postings(addresses: Sequence[tuple[str, str]], content: Content) -> list[Posting]:
+def postings(addresses: Sequence[tuple[str, str]], content: Content) -> list[Publication]:
     """Make one message for each address."""
 
-    def posting(address: tuple[str, str]) -> Posting:
-        return Posting(content, lambda: address)
+    def posting(address: tuple[str, str]) -> Publication:
+        return Publication(content, lambda: address)
 
     return [posting(address) for address in addresses]
 
@@ -107,7 +108,7 @@ def rate(
     content = Content.of(amqp.Message(b"x" * SIZE, delivery_mode=2))
     made = postings(contestant.addresses, content)
     began = time.monotonic()
-    publisher.publish_all(made, Patience(timeout=PATIENCE, window=window))
+    publisher.publish_all(made, PublishPolicy(timeout=PATIENCE, window=window))
     taken = time.monotonic() - began
     assert not any(posting.error for posting in made)
     purge(connection, contestant.queues, len(made))
@@ -125,7 +126,7 @@ def compare(broker: RabbitMQServer, messages: int, rounds: int, window: int) -> 
         declare_native(connection, quorum_queue(END))
         for topology in LAYOUTS.values():
             declare(connection, topology)
-            ensure_destination(connection, topology, quorum_queue(END))
+            declare_destination(connection, topology, quorum_queue(END))
         publisher = Publisher(Connection(broker.url))
         rating = partial(rate, connection, publisher, window)
         measures: dict[str, Callable[[], float]] = {}

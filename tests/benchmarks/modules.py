@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from threading import Event
 from typing import Any, Final
 from uuid import uuid4
@@ -28,6 +29,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_MESSAGES, Envelope, Item
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from tests.integration.arrivals import count
@@ -46,13 +48,14 @@ Address = tuple[str, str, amqp.Message]
 
 def publish(connection: Connection, messages: Iterable[Address]) -> float:
     """Publish with a window of confirms; return the seconds that it took."""
-    channel = ConfirmChannel(connection)
+    channel = ConfirmChannel(connection, lambda publication: None)
     began = time.monotonic()
     deadline = began + PATIENCE
     for exchange, routing_key, message in messages:
         if channel.in_flight >= WINDOW:
             assert channel.drain(lambda: channel.in_flight < WINDOW // 2, deadline)
-        channel.send(Content.of(message), exchange, routing_key, PATIENCE)
+        address = exchange, routing_key
+        channel.send(Publication(Content.of(message), partial(tuple[str, str], address)), PATIENCE)
     assert channel.drain(lambda: not channel.in_flight, deadline)
     taken = time.monotonic() - began
     channel.close(PATIENCE)
@@ -175,7 +178,7 @@ def unpacking(bench: Bench) -> None:
             late.append(look.apply_async().get(timeout=30)["at"] - sent)
             time.sleep(0.05)
         seconds = time.monotonic() - began
-        lost = worker.log.count("begins anew") + worker.log.count("Connection to broker lost")
+        lost = worker.log.count("connects again") + worker.log.count("Connection to broker lost")
     late.sort()
     print(
         f"unpacking {MAX_MESSAGES} tasks took {seconds:.1f} s; {len(late)} tasks without a delay "

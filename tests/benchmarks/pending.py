@@ -145,7 +145,7 @@ def levels(envelopes: bool, tasks: int) -> dict[str, float]:
     """Measure tasks that wait in the levels."""
     with private_broker() as broker, Connection(broker.url) as connection:
         app: Any = make_app(broker.url, "pending", {})
-        app.rabbitdelay.prepare(connection)
+        app.rabbitdelay.declare(connection)
         warm_up = [Row((0,), delay=random.uniform(3600, WEEK)) for _ in range(WARM_UP)]
         app.rabbitdelay.send_many("note", warm_up, envelopes=False)
         wait_for(lambda: listed(broker)[0] == WARM_UP, "the first messages", 60.0, interval=1.0)

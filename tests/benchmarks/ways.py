@@ -22,7 +22,8 @@ from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import Layout, Level
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import bind_destination, declare
-from celery_rabbitdelay.publishing.posting import Address, Patience, Posting
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.publication import Address, Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
@@ -87,7 +88,11 @@ class Way:
         raise NotImplementedError
 
     def publish(
-        self, publisher: Publisher, due_ms: Sequence[int], patience: Patience, over: float = 0.0
+        self,
+        publisher: Publisher,
+        due_ms: Sequence[int],
+        patience: PublishPolicy,
+        over: float = 0.0,
     ) -> Batch:
         """Publish a message for each instant, with a window of confirms.
 
@@ -104,7 +109,7 @@ class Way:
         batch = Batch()
         size = patience.window if over else len(due_ms)
 
-        def done(posting: Posting) -> None:
+        def done(posting: Publication) -> None:
             if posting.error is not None or posting.resent:
                 batch.errors.append(posting.error or RuntimeError("sent again"))
 
@@ -119,14 +124,14 @@ class Way:
             raise error
         return batch
 
-    def _postings(self, due_ms: Iterable[int], batch: Batch) -> Iterator[Posting]:
+    def _postings(self, due_ms: Iterable[int], batch: Batch) -> Iterator[Publication]:
         for each in due_ms:
             place = self.place(each)
             batch.first_due_ms = min(batch.first_due_ms, place.due_ms)
             batch.stops += place.stops
             headers = {DUE: place.due_ms}
             message = amqp.Message(BODY, application_headers=headers, delivery_mode=2)
-            yield Posting(Content.of(message), place.address)
+            yield Publication(Content.of(message), place.address)
 
 
 def scaled(layout: Layout, scale: int) -> Layout:

@@ -9,7 +9,7 @@ from typing import Any
 import amqp
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.publishing.posting import Posting
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
@@ -30,14 +30,14 @@ def publish(
     publisher.publish(message, lambda: (exchange, queue_name), **options)
 
 
-def posting(key: str, body: str | bytes = "x", exchange: str = "") -> Posting:
+def posting(key: str, body: str | bytes = "x", exchange: str = "") -> Publication:
     """A message that is to be published with a key, and that is found again by its body."""
     data = body if isinstance(body, bytes) else body.encode()
     message = amqp.Message(data, content_encoding="binary", delivery_mode=2)
-    return Posting(Content.of(message), lambda: (exchange, key), body)
+    return Publication(Content.of(message), lambda: (exchange, key), body)
 
 
-def postings(key: str, number: int) -> list[Posting]:
+def postings(key: str, number: int) -> list[Publication]:
     """So many of them, whose bodies are their numbers."""
     return [posting(key, str(each)) for each in range(number)]
 

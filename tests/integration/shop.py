@@ -36,13 +36,14 @@ def make_app(configuration: dict[str, Any]) -> Celery:
 
     Args:
         configuration: Celery's settings, ``prefix`` and ``queue_type`` for its queues,
-            ``passing_queue``: True for one more, which goes with its worker, and ``knows_tasks``:
-            False for a producer that knows the tasks by name only.
+            ``passing_queue`` and ``exclusive_queue``: True for one more, which goes with its
+            worker, and ``knows_tasks``: False for a producer that knows the tasks by name only.
     """
     settings = dict(configuration)
     knows_tasks = settings.pop("knows_tasks", True)
     prefix, queue_type = settings.pop("prefix"), settings.pop("queue_type", "quorum")
     passing = settings.pop("passing_queue", False)
+    exclusive = settings.pop("exclusive_queue", False)
     app = Celery("shop", set_as_current=False)
     topic = Exchange(f"{prefix}.topic", type="topic")
     arguments = {"x-queue-type": queue_type}
@@ -67,6 +68,7 @@ def make_app(configuration: dict[str, Any]) -> Celery:
                 queue_arguments=arguments,
             ),
             *([Queue(f"{prefix}.passing", auto_delete=True)] if passing else []),
+            *([Queue(f"{prefix}.exclusive", exclusive=True)] if exclusive else []),
         ],
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,

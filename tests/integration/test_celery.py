@@ -17,10 +17,11 @@ from celery_rabbitdelay.exceptions import (
     PublishError,
 )
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.publishing.declaration import missing, stands
+from celery_rabbitdelay.publishing.declaration import is_declared, missing
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
+from tests.integration.modules import wait_until_served
 from tests.integration.shop import PATIENCE, QUEUES
 from tests.integration.worker import Worker
 
@@ -72,7 +73,7 @@ def test_no_delay_takes_celery_s_own_path(shop: Any, connection: Connection, pre
     for arrival in arrivals:
         assert headers.DUE not in arrival.message.headers
         assert arrival.message.headers["eta"] is None
-    assert not stands(connection, shop.rabbitdelay.topology)
+    assert not is_declared(connection, shop.rabbitdelay.topology)
 
 
 def test_three_days_and_some_lie_in_their_queue_under_their_key(
@@ -229,13 +230,55 @@ def test_a_broker_that_comes_back_empty_is_made_whole_by_the_worker(
         def whole_again() -> bool:
             try:
                 with Connection(private_rabbitmq.url) as connection:
-                    return stands(connection, topology)
+                    return is_declared(connection, topology)
             except OSError:
                 return False
 
         wait_for(whole_again, "the levels, declared again", timeout=60)
         result = shop.tasks["look"].apply_async(delay=0.2)
         assert result.get(timeout=PATIENCE)
+
+
+def test_a_task_whose_callback_nobody_can_deliver_fails_instead_of_staying_pending(
+    make_shop: Callable[..., Any], configuration: Any
+) -> None:
+    alone: dict[str, Any] = {"rabbitdelay_modules": []}
+    look = make_shop(**alone).tasks["look"]
+    with Worker({**configuration, **alone}):
+        result = look.apply_async(link=look.si().set(priority=9, countdown=1))
+        wait_for(result.ready, "the outcome")
+        assert result.state == "FAILURE"
+        assert type(result.result).__name__ == "NeedsDistribution"
+
+
+def test_a_retry_that_nobody_can_deliver_fails_and_is_not_tried_for_ever(
+    make_shop: Callable[..., Any], configuration: Any
+) -> None:
+    alone: dict[str, Any] = {"rabbitdelay_modules": []}
+    retry = make_shop(**alone).tasks["retry"]
+    with Worker({**configuration, **alone, "task_acks_late": True}) as worker:
+        result = retry.apply_async(([], 1, {"countdown": 1, "priority": 9}))
+        wait_for(result.ready, "the outcome")
+        assert result.state == "FAILURE"
+        assert type(result.result).__name__ == "NeedsDistribution"
+        assert worker.log.count(f"[{result.id}] received") == 1
+
+
+def test_a_worker_declares_once_at_its_start_and_once_after_all_its_connections_are_lost(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], configuration: Any
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    with Worker({**configuration, "broker_url": private_rabbitmq.url}) as worker:
+        wait_until_served(worker, "check-in", "distribution")
+        assert worker.log.count("are in place") == 1
+        for command in ("stop_app", "reset", "start_app"):
+            private_rabbitmq.ctl(command)
+        wait_until_served(worker, "check-in", "distribution", times=2)
+        result = shop.tasks["look"].apply_async(delay=0.2)
+        assert result.get(timeout=PATIENCE)
+        with Connection(private_rabbitmq.url) as connection:
+            assert missing(connection, shop.rabbitdelay.topology) == ()
+        assert worker.log.count("are in place") == 2
 
 
 def test_a_task_whose_confirm_does_not_come_raises_in_time(

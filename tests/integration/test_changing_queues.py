@@ -10,10 +10,15 @@ import pytest
 from celery.exceptions import QueueNotFound
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import TopologyIncomplete
+from celery_rabbitdelay.exceptions import DeclarationRefused, TopologyIncomplete
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.publishing.declaration import bind_destination, declare, missing, stands
+from celery_rabbitdelay.publishing.declaration import (
+    bind_destination,
+    declare,
+    is_declared,
+    missing,
+)
 from celery_rabbitdelay.testing import (
     RabbitMQServer,
     ServerNotStarted,
@@ -154,11 +159,41 @@ def test_where_no_queue_is_created_an_unknown_one_is_celery_s_own_error(
     shop = make_shop(task_create_missing_queues=False)
     with pytest.raises(QueueNotFound, match=added):
         shop.tasks["look"].apply_async(delay=0.3, queue=added)
-    assert not stands(connection, shop.rabbitdelay.topology)
+    assert not is_declared(connection, shop.rabbitdelay.topology)
 
     shop.tasks["look"].apply_async(delay=0.3, queue=f"{prefix}.second")
     (arrival,) = take(connection, [Queue(f"{prefix}.second")], 1)
     assert arrival.message.headers["task"] == "look"
+
+
+def test_a_worker_consumes_an_exclusive_queue_and_gets_delayed_tasks_and_retries_from_it(
+    make_shop: Callable[..., Any], configuration: dict[str, Any], prefix: str
+) -> None:
+    here = {"exclusive_queue": True}
+    shop, exclusive = make_shop(**here), f"{prefix}.exclusive"
+    # It is the worker's to declare.
+    with pytest.raises(DeclarationRefused, match=exclusive):
+        shop.tasks["look"].apply_async(delay=0.3, queue=exclusive)
+
+    with Worker({**configuration, **here}):
+        seen = shop.tasks["look"].apply_async(delay=0.3, queue=exclusive).get(timeout=PATIENCE)
+        assert seen["headers"]["rabbitdelay-queue"] == exclusive
+        again = shop.tasks["retry"].apply_async(([], 1, {"delay": 0.2}), queue=exclusive, delay=0.2)
+        first, second = again.get(timeout=PATIENCE)
+        assert second["headers"]["rabbitdelay-queue"] == exclusive
+        assert (first["retries"], second["retries"]) == (0, 1)
+
+
+def test_a_worker_on_two_brokers_says_that_its_exclusive_queue_gets_no_delayed_tasks(
+    two_hosts: tuple[str, str],
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    prefix: str,
+) -> None:
+    one, other = two_hosts
+    crossed = {"broker_read_url": one, "broker_write_url": other, "exclusive_queue": True}
+    with Worker({**configuration, **crossed}) as worker:
+        assert f"No delayed task reaches the exclusive queue '{prefix}.exclusive'" in worker.log
 
 
 def fail_over(live: str, dead: int = 2) -> list[str]:
@@ -337,6 +372,6 @@ def test_where_operators_declare_an_application_declares_nothing(
     shop = make_shop(rabbitdelay_declare="never")
     with pytest.raises(TopologyIncomplete, match=prefix):
         shop.tasks["look"].apply_async(delay=1)
-    shop.rabbitdelay.make_ready(f"{prefix}.default", 0, 0)
+    shop.rabbitdelay.bind_declared_queue(f"{prefix}.default", 0, 0)
     topology: Topology = shop.rabbitdelay.topology
     assert len(missing(connection, topology)) == len(topology.queues) + len(topology.exchanges) + 2

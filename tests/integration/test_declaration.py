@@ -13,13 +13,13 @@ from celery_rabbitdelay.levels.destination import Destination
 from celery_rabbitdelay.levels.layout import binary, clock, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
+    check_complete,
     declare,
+    declare_if_missing,
     delete,
-    ensure_complete,
-    ensure_declared,
+    is_declared,
     missing,
     on_declared,
-    stands,
 )
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -42,11 +42,11 @@ def test_a_declared_topology_is_complete_and_a_deleted_one_is_gone(
 
     declare(connection, topology)
     assert missing(connection, topology) == ()
-    assert stands(connection, topology)
+    assert is_declared(connection, topology)
 
     delete(connection, topology)
     assert len(missing(connection, topology)) == ALL
-    assert not stands(connection, topology)
+    assert not is_declared(connection, topology)
 
 
 def test_the_default_topology_has_180_digit_queues_on_the_broker(
@@ -62,7 +62,7 @@ def test_the_default_topology_has_180_digit_queues_on_the_broker(
 def test_declaring_again_changes_nothing(connection: Connection, topology: Topology) -> None:
     declare(connection, topology)
     declare(connection, topology)
-    ensure_declared(connection, topology)
+    declare_if_missing(connection, topology)
     assert missing(connection, topology) == ()
 
 
@@ -93,7 +93,7 @@ def test_a_process_that_died_while_declaring_leaves_nothing_that_looks_complete(
     topology.guard(channel).declare()
     topology.exchanges[0](channel).declare()
 
-    ensure_declared(connection, topology)
+    declare_if_missing(connection, topology)
 
     assert missing(connection, topology) == ()
 
@@ -105,15 +105,15 @@ def test_a_declaration_that_fails_half_way_leaves_nothing_that_looks_complete(
     in_the_way(connection.default_channel).queue_declare()
     with pytest.raises(LayoutConflict):
         declare(connection, topology)
-    assert not stands(connection, topology)
+    assert not is_declared(connection, topology)
 
 
 def test_what_was_deleted_is_declared_again_on_the_same_connection(
     connection: Connection, topology: Topology
 ) -> None:
-    ensure_declared(connection, topology)
+    declare_if_missing(connection, topology)
     delete(connection, topology)
-    ensure_declared(connection, topology)
+    declare_if_missing(connection, topology)
     assert missing(connection, topology) == ()
 
 
@@ -122,7 +122,7 @@ def test_a_queue_that_is_missing_is_named(connection: Connection, topology: Topo
     gone = topology.digit_queues[3]
     gone(connection.default_channel).delete()
     with pytest.raises(TopologyIncomplete, match=gone.name) as caught:
-        ensure_complete(connection, topology)
+        check_complete(connection, topology)
     assert caught.value.missing == (gone.name,)
 
 

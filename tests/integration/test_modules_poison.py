@@ -15,6 +15,7 @@ from celery_rabbitdelay.levels.topology import POISON_LIMIT, Topology
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.wire import Wire, requeue_frames
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.modules import OPEN, check_in, put_in_envelope
@@ -232,3 +233,25 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
     full(channel).delete()
     counts = {message.headers["id"]: message.headers["x-delivery-count"] for message in left}
     assert counts == {number: 2 if number == AROUND else 1 for number in range(AROUND, 2 * AROUND)}
+
+
+def test_messages_that_a_worker_gives_back_do_not_count_towards_the_limit(
+    connection: Connection, target: Queue
+) -> None:
+    """From RabbitMQ 4.0 on; up to 3.13 whatever comes back counts."""
+    channel: Any = connection.default_channel
+    for _ in range(2):
+        channel.basic_publish(amqp.Message("x"), "", target.name)
+    wait_until_waiting(connection, target.name, 2)
+    given_back = channel.basic_get(target.name)
+    rejected = channel.basic_get(target.name)
+    Wire(connection).write(requeue_frames(channel.channel_id, [given_back.delivery_tag]), 10)
+    channel.basic_reject(rejected.delivery_tag, requeue=True)
+    wait_until_waiting(connection, target.name, 2)
+    counts = sorted(
+        (channel.basic_get(target.name, no_ack=True).headers or {}).get("x-delivery-count", 0)
+        for _ in range(2)
+    )
+    transport: Any = connection.connection
+    version = int(transport.server_properties["version"].split(".")[0])
+    assert counts == ([0, 1] if version >= 4 else [1, 1])

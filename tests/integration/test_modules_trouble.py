@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.modules.service import FAREWELL
+from celery_rabbitdelay.modules.service import STOP_TIMEOUT
 from celery_rabbitdelay.publishing.declaration import declare, delete, missing
 from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
@@ -83,7 +83,7 @@ def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
             wait_for(lambda: time.time() > blocked + 4, "some time")
             assert count(connection, target.name) < MESSAGES
         arrivals = take(connection, [target], MESSAGES)
-        assert "begins anew" not in worker.log
+        assert "connects again" not in worker.log
     assert {arrival.message.headers["id"] for arrival in arrivals} == set(range(MESSAGES))
     assert min(arrival.at for arrival in arrivals) >= published + 4
 
@@ -109,7 +109,7 @@ def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
             wait_until_blocked(private_rabbitmq)
             os.kill(worker.pid, signal.SIGTERM)
             # Sooner than the modules' threads have to finish what they can finish.
-            wait_for(lambda: not worker.running, "the worker's end", timeout=FAREWELL)
+            wait_for(lambda: not worker.running, "the worker's end", timeout=STOP_TIMEOUT)
             assert count(connection, target.name) < MESSAGES
         came: set[int] = set()
 
@@ -159,7 +159,7 @@ def test_where_operators_declare_the_modules_name_what_was_deleted_and_wait_for_
     with Worker({**configuration, **NEVER}, [named(standing, "default")]) as worker:
         wait_until_served(worker)
         distribution(connection.default_channel).delete()
-        said = "distribution: begins anew in 1.0 s: TopologyIncomplete("
+        said = "distribution: connects again in 1.0 s: TopologyIncomplete("
         wait_for(lambda: said in worker.log, "the second attempt")
         assert distribution.name in worker.log[worker.log.index(said) :].splitlines()[0]
         assert missing(connection, topology) == (distribution.name,)
@@ -186,5 +186,5 @@ def test_a_topology_that_is_deleted_beside_its_worker_is_declared_again_as_a_who
         assert_delays(connection, shop, target)
         look.apply_async(delay=0.3).get(timeout=PATIENCE)
         # No loop: each began anew once, or twice if it did so amid the deletion.
-        assert worker.log.count("begins anew") <= 4
+        assert worker.log.count("connects again") <= 4
         assert "Traceback" not in worker.log

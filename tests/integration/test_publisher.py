@@ -10,10 +10,12 @@ import amqp
 import pytest
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.app.task import MAY_PASS
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     DeclarationRefused,
     MessageNacked,
+    MessageRefused,
     MessageReturned,
     PublishError,
 )
@@ -55,6 +57,28 @@ def test_a_message_to_an_exchange_that_does_not_exist_raises_and_the_next_one_go
         publish(publisher, "key", exchange=f"{prefix}-nothing")
     publish(publisher, target.name)
     assert count(connection, target.name) == 1
+
+
+@pytest.mark.parametrize("internal", [True, False], ids=["403", "406"])
+def test_a_message_that_the_broker_will_never_take_is_an_error_of_its_own(
+    connection: Connection, publisher: Publisher, target: Queue, prefix: str, internal: bool
+) -> None:
+    """It is no nack, after which a task with ``acks_late`` would be retried for ever."""
+    channel: Any = connection.default_channel
+    exchange, properties = "", {} if internal else {"expiration": "soon"}
+    if internal:
+        exchange = f"{prefix}-internal"
+        # An exchange that clients may not publish to; kombu has no option for it.
+        arguments: Any = (0, exchange, "fanout", False, True, False, True, False, {})
+        channel.send_method((40, 10), "BssbbbbbF", arguments, wait=(40, 11))
+    message = amqp.Message("x", **properties)
+    with pytest.raises(MessageRefused, match="internal exchange" if internal else "expiration"):
+        publisher.publish(message, lambda: (exchange, target.name))
+    assert not issubclass(MessageRefused, MAY_PASS)
+    publish(publisher, target.name)
+    assert count(connection, target.name) == 1
+    if internal:
+        channel.exchange_delete(exchange)
 
 
 def test_each_error_belongs_to_its_own_message(
@@ -128,7 +152,7 @@ def test_an_interrupted_publish_harms_no_other(
 
     publish(publisher, target.name)
     with pytest.raises(TimeIsUp):
-        publish(publisher, target.name, prepare=interrupted)
+        publish(publisher, target.name, declare=interrupted)
     publish(publisher, target.name, timeout=TIMEOUT + GRACE)
     assert count(connection, target.name) == 2
 
@@ -140,7 +164,7 @@ def test_a_declaration_that_is_refused_is_an_error_with_the_broker_s_reason(
         Queue(target.name, durable=False)(connection.default_channel).queue_declare()
 
     with pytest.raises(DeclarationRefused, match="inequivalent arg") as caught:
-        publish(publisher, target.name, prepare=prepare)
+        publish(publisher, target.name, declare=prepare)
     assert caught.value.routing_key == target.name
     publish(publisher, target.name)
 

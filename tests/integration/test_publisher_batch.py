@@ -19,7 +19,8 @@ from celery_rabbitdelay.exceptions import (
     MessageReturned,
     PublishError,
 )
-from celery_rabbitdelay.publishing.posting import Patience, Posting
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
@@ -33,21 +34,21 @@ def test_all_arrive_and_never_more_than_the_window_are_in_flight(
 ) -> None:
     number = 60 if window == 1 else 2500
     in_flight = most = 0
-    finished: list[Posting] = []
+    finished: list[Publication] = []
 
-    def source() -> Iterator[Posting]:
+    def source() -> Iterator[Publication]:
         nonlocal in_flight, most
         for each in postings(target.name, number):
             in_flight += 1
             most = max(most, in_flight)
             yield each
 
-    def done(each: Posting) -> None:
+    def done(each: Publication) -> None:
         nonlocal in_flight
         in_flight -= 1
         finished.append(each)
 
-    publisher.publish_all(source(), Patience(window=window), done=done)
+    publisher.publish_all(source(), PublishPolicy(window=window), done=done)
     assert most == window
     assert {each.error for each in finished} == {None}
     assert Counter(each.subject for each in finished) == Counter(map(str, range(number)))
@@ -71,8 +72,8 @@ def test_each_error_belongs_to_its_own_message(
     keys = {0: target.name, 1: f"{prefix}-nowhere", 2: full.name, 3: "k" * 300, 4: target.name}
     errors = {0: None, 1: MessageReturned, 2: MessageNacked, 3: PublishError, 4: None}
     sent = [posting(keys[number % 5], str(number)) for number in range(1000)]
-    finished: list[Posting] = []
-    publisher.publish_all(sent, Patience(resends=0, window=50), done=finished.append)
+    finished: list[Publication] = []
+    publisher.publish_all(sent, PublishPolicy(resends=0, window=50), done=finished.append)
     assert Counter(map(id, finished)) == Counter(map(id, sent))
     for number, each in enumerate(sent):
         expected = errors[number % 5]
@@ -117,12 +118,12 @@ def test_what_the_caller_s_own_code_raises_is_raised_as_it_is(
         raised.append(error("the caller's"))
         raise raised[-1]
 
-    def source() -> Iterator[Posting]:
+    def source() -> Iterator[Publication]:
         yield from postings(target.name, 50)
         if where == "iterator":
             fail()
 
-    def done(_: Posting) -> None:
+    def done(_: Publication) -> None:
         if where == "done":
             fail()
 
@@ -131,7 +132,7 @@ def test_what_the_caller_s_own_code_raises_is_raised_as_it_is(
             fail()
 
     with pytest.raises(error) as caught:
-        publisher.publish_all(source(), Patience(window=20), prepare=prepare, done=done)
+        publisher.publish_all(source(), PublishPolicy(window=20), declare=prepare, done=done)
     assert caught.value is raised[0]
     assert len(raised) == 1
     still_works()
@@ -145,7 +146,7 @@ def test_an_iterator_may_take_its_time(
     def holds(number: int) -> bool:
         return count(connection, target.name) == number
 
-    def source() -> Iterator[Posting]:
+    def source() -> Iterator[Publication]:
         sent = postings(target.name, 40)
         yield from sent[:20]
         work(2.5)
@@ -155,8 +156,8 @@ def test_an_iterator_may_take_its_time(
             wait_for(partial(holds, number), "all that were given")
         work(2.5)
 
-    outcomes: list[Posting] = []
-    publisher.publish_all(source(), Patience(1.0), done=outcomes.append)
+    outcomes: list[Publication] = []
+    publisher.publish_all(source(), PublishPolicy(1.0), done=outcomes.append)
     assert len(outcomes) == 40
     assert {each.error for each in outcomes} == {None}
     assert bodies(connection, target, 40) == Counter(map(str, range(40)))
@@ -169,16 +170,16 @@ def test_a_message_whose_time_is_over_before_anybody_looks_ends_all_the_same(
     publisher.publish_all([posting(target.name)])
     sent = posting(target.name)
 
-    def source() -> Iterator[Posting]:
+    def source() -> Iterator[Publication]:
         yield sent
         until = time.monotonic() + 0.045
         while time.monotonic() < until:
             pass
 
-    finished: list[Posting] = []
+    finished: list[Publication] = []
     # Whether it is confirmed depends on the machine.
     with suppress(ConfirmTimeout):
-        publisher.publish_all(source(), Patience(0.04), done=finished.append)
+        publisher.publish_all(source(), PublishPolicy(0.04), done=finished.append)
     assert finished == [sent]
     still_works()
 
@@ -189,7 +190,7 @@ def test_a_body_may_have_any_size(
 ) -> None:
     body = bytes(number % 251 for number in range(size))
     sent = [posting(target.name, body) for _ in range(5)]
-    publisher.publish_all(sent, Patience(window=3))
+    publisher.publish_all(sent, PublishPolicy(window=3))
     assert {each.error for each in sent} == {None}
     for arrival in take(connection, [target], 5):
         assert bytes(arrival.body or b"") == body
@@ -203,7 +204,7 @@ def test_names_keys_and_headers_may_be_of_any_script(
     queue(connection.default_channel).declare()
     headers: dict[str, Any] = {"naïve-é": "日本"}
     message = amqp.Message("größe", application_headers=headers, delivery_mode=2)
-    sent = Posting(Content.of(message), lambda: (exchange.name, "ключ-🗝"))
+    sent = Publication(Content.of(message), lambda: (exchange.name, "ключ-🗝"))
     publisher.publish_all([sent, posting("ключ-nowhere", exchange=exchange.name)])
     assert sent.error is None
     (arrival,) = take(connection, [queue], 1)

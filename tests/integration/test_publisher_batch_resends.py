@@ -11,8 +11,9 @@ import amqp
 import pytest
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
-from celery_rabbitdelay.publishing.posting import Patience, Posting
+from celery_rabbitdelay.exceptions import MessageNacked, MessageRefused, MessageReturned
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
@@ -34,7 +35,7 @@ def test_what_a_full_queue_refuses_is_sent_again_until_it_is_drained(
     thread = threading.Thread(target=drain)
     thread.start()
     sent = postings(full.name, 300)
-    publisher.publish_all(sent, Patience(resends=None, backoff=(0.0, 0.02, 0.1), window=80))
+    publisher.publish_all(sent, PublishPolicy(resends=None, backoff=(0.0, 0.02, 0.1), window=80))
     thread.join()
     assert {each.error for each in sent} == {None}
     assert sum(each.resent for each in sent) > 0
@@ -46,7 +47,7 @@ def test_what_a_full_queue_goes_on_to_refuse_is_an_error_after_so_many_resends(
 ) -> None:
     full = make_full(3)
     sent = postings(full.name, 100)
-    publisher.publish_all(sent, Patience(resends=2, backoff=(0.0, 0.01, 0.01), window=10))
+    publisher.publish_all(sent, PublishPolicy(resends=2, backoff=(0.0, 0.01, 0.01), window=10))
     refused = [each for each in sent if each.error is not None]
     assert len(refused) == 97
     assert {type(each.error) for each in refused} == {MessageNacked}
@@ -64,19 +65,19 @@ def test_a_resend_that_is_due_later_holds_up_none_that_is_due_now(
     publisher.publish_all([posting(full.name)])
     refused, repaired = posting(full.name), posting(late.name)
 
-    def source() -> Iterator[Posting]:
+    def source() -> Iterator[Publication]:
         yield refused
         while refused.resent < 2:
             yield posting(target.name)
         yield repaired
 
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         late(connection.default_channel).declare()
 
-    finished: list[Posting] = []
-    patience = Patience(20.0, resends=2, backoff=(0.0, 1.0, 1.0), window=4)
+    finished: list[Publication] = []
+    patience = PublishPolicy(20.0, resends=2, backoff=(0.0, 1.0, 1.0), window=4)
     began = time.monotonic()
-    publisher.publish_all(source(), patience, repair=repair, done=finished.append)
+    publisher.publish_all(source(), patience, redeclare=redeclare, done=finished.append)
     assert time.monotonic() - began < GRACE
     assert isinstance(refused.error, MessageNacked)
     assert repaired.error is None
@@ -90,7 +91,9 @@ def test_a_resend_that_comes_due_while_it_is_looked_for_is_sent(
     publisher.publish_all(postings(full.name, 1))
     for microseconds in range(2, 60):
         # Over all of them, some come due between two looks at the clock.
-        patience = Patience(timeout=5, resends=5, backoff=(microseconds / 1e6, 0.0, 1.0), window=1)
+        patience = PublishPolicy(
+            timeout=5, resends=5, backoff=(microseconds / 1e6, 0.0, 1.0), window=1
+        )
         sent = postings(full.name, 5)
         publisher.publish_all(sent, patience)
         assert all(isinstance(each.error, MessageNacked) for each in sent)
@@ -103,7 +106,7 @@ def test_an_exchange_that_does_not_exist_is_an_error_of_all_that_are_not_confirm
     sent[150] = posting("key", exchange=f"{prefix}-nothing")
     source = iter(sent)
     with pytest.raises(MessageReturned, match="no exchange"):
-        publisher.publish_all(source, Patience(window=20))
+        publisher.publish_all(source, PublishPolicy(window=20))
     assert isinstance(sent[150].error, MessageReturned)
     not_taken = list(source)
     taken = sent[: len(sent) - len(not_taken)]
@@ -124,7 +127,7 @@ def test_an_exchange_that_does_not_exist_is_repaired_and_none_is_missing(
     news = make_queue("news", exchange)
     repaired: list[Connection] = []
 
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         repaired.append(connection)
         news(connection.default_channel).declare()
 
@@ -134,7 +137,7 @@ def test_an_exchange_that_does_not_exist_is_repaired_and_none_is_missing(
         else posting(target.name, str(number))
         for number in range(200)
     ]
-    publisher.publish_all(sent, Patience(window=30), repair=repair)
+    publisher.publish_all(sent, PublishPolicy(window=30), redeclare=redeclare)
     assert len(repaired) == 1
     assert {each.error for each in sent} == {None}
     assert set(bodies(connection, news, 100)) == {str(n) for n in range(200) if n % 2}
@@ -147,7 +150,7 @@ def test_a_repair_that_mends_nothing_ends_it(
     repaired: list[Connection] = []
     sent = [posting("key", str(number), f"{prefix}-nothing") for number in range(20)]
     with pytest.raises(MessageReturned):
-        publisher.publish_all(sent, repair=repaired.append)
+        publisher.publish_all(sent, redeclare=repaired.append)
     assert len(repaired) == 1
     assert {type(each.error) for each in sent} == {MessageReturned}
     still_works()
@@ -156,12 +159,12 @@ def test_a_repair_that_mends_nothing_ends_it(
 def test_a_queue_that_does_not_exist_is_repaired_once_for_each_message_that_comes_back(
     connection: Connection, publisher: Publisher, queue: Queue, prefix: str
 ) -> None:
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         queue(connection.default_channel).declare()
 
     sent = [posting(queue.name, str(number)) for number in range(50)]
     sent.append(posting(f"{prefix}-nowhere"))
-    publisher.publish_all(sent, Patience(window=10), repair=repair)
+    publisher.publish_all(sent, PublishPolicy(window=10), redeclare=redeclare)
     assert [each.error for each in sent[:-1]] == [None] * 50
     assert isinstance(sent[-1].error, MessageReturned)
     assert sent[-1].resent == 1
@@ -171,16 +174,16 @@ def test_a_queue_that_does_not_exist_is_repaired_once_for_each_message_that_come
 def test_what_comes_back_while_a_slow_iterator_is_asked_is_sent_again_after_the_repair(
     connection: Connection, publisher: Publisher, queue: Queue
 ) -> None:
-    def source() -> Iterator[Posting]:
+    def source() -> Iterator[Publication]:
         for each in sent:
             work(0.01)
             yield each
 
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         queue(connection.default_channel).declare()
 
     sent = postings(queue.name, 50)
-    publisher.publish_all(source(), repair=repair)
+    publisher.publish_all(source(), redeclare=redeclare)
     assert [each.error for each in sent] == [None] * 50
     assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
 
@@ -190,18 +193,18 @@ def test_a_repair_is_made_for_one_message_that_came_back_among_many(
 ) -> None:
     late = make_queue("late")
 
-    def source() -> Iterator[Posting]:
+    def source() -> Iterator[Publication]:
         yield sent[0]
         for each in sent[1:]:
             if each is sent[1]:
                 work(0.1)
             yield each
 
-    def repair(connection: Connection) -> None:
+    def redeclare(connection: Connection) -> None:
         late(connection.default_channel).declare()
 
     sent = [posting(late.name), *postings(target.name, 30)]
-    publisher.publish_all(source(), Patience(window=4), repair=repair)
+    publisher.publish_all(source(), PublishPolicy(window=4), redeclare=redeclare)
     assert [each.error for each in sent] == [None] * 31
     assert count(connection, late.name) == 1
 
@@ -213,12 +216,12 @@ def test_messages_that_the_broker_closes_the_channel_for_are_their_own_errors(
     sent = postings(target.name, 60)
     for number in (0, 30, 31, 59):
         message = amqp.Message(b"never", expiration="soon", delivery_mode=2)
-        sent[number] = Posting(Content.of(message), sent[number].address, str(number))
-    publisher.publish_all(sent, Patience(window=window))
+        sent[number] = Publication(Content.of(message), sent[number].address, str(number))
+    publisher.publish_all(sent, PublishPolicy(window=window))
     refused = {each.subject: str(each.error) for each in sent if each.error is not None}
     assert set(refused) == {"0", "30", "31", "59"}
     assert all("invalid expiration" in reason for reason in refused.values())
-    assert all(isinstance(each.error, MessageNacked | None) for each in sent)
+    assert all(isinstance(each.error, MessageRefused | None) for each in sent)
     # Those that were on their way when the channel was closed may come twice.
     arrived = bodies(connection, target, count(connection, target.name))
     assert set(arrived) == {str(number) for number in range(60)} - set(refused)

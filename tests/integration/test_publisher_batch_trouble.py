@@ -17,7 +17,8 @@ from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     PublishError,
 )
-from celery_rabbitdelay.publishing.posting import Patience, Posting
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count
@@ -48,7 +49,7 @@ def publisher(broker: RabbitMQServer) -> Iterator[Publisher]:
     publisher.discard()
 
 
-def then(sent: list[Posting], number: int, event: Callable[[], Any]) -> Iterator[Posting]:
+def then(sent: list[Publication], number: int, event: Callable[[], Any]) -> Iterator[Publication]:
     """All of these, and before the one of this number, something happens."""
     yield from sent[:number]
     event()
@@ -58,7 +59,7 @@ def then(sent: list[Posting], number: int, event: Callable[[], Any]) -> Iterator
 def all_published(publisher: Publisher, key: str) -> bool:
     sent = postings(key, 20)
     try:
-        publisher.publish_all(sent, Patience(TIMEOUT))
+        publisher.publish_all(sent, PublishPolicy(TIMEOUT))
     except PublishError:
         return False
     return not any(each.error for each in sent)
@@ -68,7 +69,7 @@ def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
     broker: RabbitMQServer, publisher: Publisher, queue: Queue
 ) -> None:
     sent = postings(queue.name, 3000)
-    finished: list[Posting] = []
+    finished: list[Publication] = []
     prepared: list[Connection] = []
     closings = 0
 
@@ -77,14 +78,14 @@ def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
         closings += 1
         broker.ctl("close_all_connections", "testing")
 
-    def source() -> Iterator[Posting]:
+    def source() -> Iterator[Publication]:
         for number, each in enumerate(sent):
             if number in (700, 1900):
                 close()
             yield each
 
     publisher.publish_all(
-        source(), Patience(window=300), prepare=prepared.append, done=finished.append
+        source(), PublishPolicy(window=300), declare=prepared.append, done=finished.append
     )
     assert closings == 2
     assert len(prepared) == 3
@@ -110,11 +111,11 @@ def test_a_broker_that_is_killed_is_an_error_of_all_that_were_taken_and_of_no_ot
         publisher.publish_all([posting(queue.name, "before")])
         first += 1
     sent = postings(queue.name, 1000)
-    finished: list[Posting] = []
+    finished: list[Publication] = []
     source = then(sent, 500, broker.kill)
     began = time.monotonic()
     with pytest.raises(ConnectionLost, match=f"{broker.port}//, attempt 3") as caught:
-        publisher.publish_all(source, Patience(resends=2, window=100), done=finished.append)
+        publisher.publish_all(source, PublishPolicy(resends=2, window=100), done=finished.append)
     assert time.monotonic() - began < 30
     rest = list(source)
     taken = sent[: len(sent) - len(rest)]
@@ -140,7 +141,7 @@ def test_a_broker_that_falls_silent_is_a_timeout_in_time(
     began = time.monotonic()
     try:
         with pytest.raises(PublishError) as caught:
-            publisher.publish_all(source, Patience(TIMEOUT, window=100))
+            publisher.publish_all(source, PublishPolicy(TIMEOUT, window=100))
         assert time.monotonic() - began < TIMEOUT + GRACE
     finally:
         broker.resume()
@@ -162,7 +163,7 @@ def test_a_broker_that_is_silent_takes_no_more_than_fits_into_its_socket(
     began = time.monotonic()
     try:
         with pytest.raises(PublishError):
-            publisher.publish_all(source, Patience(TIMEOUT, window=100))
+            publisher.publish_all(source, PublishPolicy(TIMEOUT, window=100))
         assert time.monotonic() - began < 2 * TIMEOUT + GRACE
     finally:
         broker.resume()
@@ -183,7 +184,7 @@ def test_a_memory_alarm_is_waited_out(
 
     sent = postings(queue.name, 1000)
     try:
-        publisher.publish_all(then(sent, 500, alarm), Patience(60.0, window=100))
+        publisher.publish_all(then(sent, 500, alarm), PublishPolicy(60.0, window=100))
     finally:
         for thread in threads:
             thread.join()
@@ -204,7 +205,7 @@ def test_a_memory_alarm_that_stays_is_an_error_of_its_own(
     source = then(sent, 500, alarm)
     try:
         with pytest.raises(ConnectionBlocked) as caught:
-            publisher.publish_all(source, Patience(TIMEOUT, window=100))
+            publisher.publish_all(source, PublishPolicy(TIMEOUT, window=100))
     finally:
         broker.ctl("set_vm_memory_high_watermark", "0.4")
     taken = sent[: len(sent) - len(list(source))]
@@ -220,5 +221,5 @@ def test_why_the_broker_closed_the_connection_is_told(
         queue(connection.default_channel).queue_declare()
 
     with pytest.raises(ConnectionLost, match="an operator was here"):
-        publisher.publish_all([posting(queue.name)], Patience(resends=0), prepare=prepare)
+        publisher.publish_all([posting(queue.name)], PublishPolicy(resends=0), declare=prepare)
     publisher.publish_all([posting(queue.name)])

@@ -71,7 +71,7 @@ def test_a_declaration_that_is_not_answered_is_an_error_in_time(
     with _suspended(broker):
         began = time.monotonic()
         with pytest.raises(PublishError):
-            publish(publisher, "test-private", timeout=TIMEOUT, prepare=prepare)
+            publish(publisher, "test-private", timeout=TIMEOUT, declare=prepare)
         assert time.monotonic() - began < TIMEOUT + GRACE
 
 

@@ -11,14 +11,14 @@ from typing import Final
 
 from redis import Redis
 
-from example_project.gateway import MailGateway
-from example_project.journal import Dispatch, Journal
-from example_project.outcome import Kill, Outcome
-from example_project.processes import ChildProcess, spark_job, worker
-from example_project.progress import Progress
-from example_project.results import count_succeeded
-from example_project.run import Run
-from example_project.servers import count_in_levels, running_servers
+from example_project.demonstration.gateway import MailGateway
+from example_project.demonstration.journal import Dispatch, Journal
+from example_project.demonstration.outcome import Kill, Outcome
+from example_project.demonstration.processes import ChildProcess, spark_job, worker
+from example_project.demonstration.progress import Progress
+from example_project.demonstration.results import count_succeeded
+from example_project.demonstration.run import Run
+from example_project.demonstration.servers import count_in_levels, running_servers
 
 __all__ = ["Demonstration", "DemonstrationFailed", "demonstrate"]
 
@@ -52,13 +52,15 @@ def demonstrate(progress: Progress) -> Outcome:
     """
     with tempfile.TemporaryDirectory(prefix="record-shop-") as folder:
         progress.phase("RabbitMQ and Redis start")
+        gateway = MailGateway()
         with (
-            running_servers(secrets.token_hex(3)) as run,
+            gateway.served() as mail_gateway_url,
+            running_servers(secrets.token_hex(3), mail_gateway_url) as run,
             worker(Path(folder), run.environment) as mailer,
             spark_job(Path(folder), run.environment) as dispatcher,
             run.connect_redis() as redis,
         ):
-            outcome = Demonstration(run, redis, mailer, dispatcher, progress).watch()
+            outcome = Demonstration(run, redis, gateway, mailer, dispatcher, progress).watch()
             progress.phase("everything stops")
     return outcome
 
@@ -69,6 +71,7 @@ class Demonstration:
     Args:
         run: The run.
         redis: A client of the run's Redis.
+        gateway: The gateway that the run's mails go to.
         mailer: The worker.
         dispatcher: The Spark job.
         progress: What the user sees.
@@ -78,6 +81,7 @@ class Demonstration:
         self,
         run: Run,
         redis: Redis,
+        gateway: MailGateway,
         mailer: ChildProcess,
         dispatcher: ChildProcess,
         progress: Progress,
@@ -88,7 +92,7 @@ class Demonstration:
         self._dispatcher = dispatcher
         self._progress = progress
         self._journal = Journal(redis, run.prefix)
-        self._gateway = MailGateway(redis, run.prefix)
+        self._gateway = gateway
 
     def watch(self) -> Outcome:
         """See the run through to its end."""
@@ -102,9 +106,11 @@ class Demonstration:
         self._mailer.stop()
         return Outcome(
             dispatch=dispatch,
-            sent=frozenset(self._journal.sent()),
+            sent=self._journal.sent(),
+            messages=self._journal.messages(),
             starts=self._journal.starts(),
             mails=self._gateway.mails(),
+            refused=self._gateway.refused(),
             results=count_succeeded(self._redis, self._run.prefix),
             kill=kill,
         )
@@ -125,7 +131,7 @@ class Demonstration:
         killed_ms = time.time_ns() // 1_000_000
         self._mailer.kill()
         started = {start.order_id for start in self._journal.starts()}
-        waiting = len(self._journal.sent() - started)
+        waiting = len(self._journal.sent().keys() - started)
         kill = Kill(killed_ms, waiting, in_levels=count_in_levels(self._run))
         self._mailer.start()
         return kill

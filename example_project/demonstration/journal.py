@@ -1,8 +1,9 @@
-"""What happened in a run, written down in Redis by whoever did it."""
+"""What the worker and the Spark job did in a run, as they write it into Redis."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from redis import Redis
@@ -16,14 +17,14 @@ class Start(NamedTuple):
     Attributes:
         order_id: The order.
         attempt: 0 for the first, 1 for the first retry.
-        due_ms: When it was due, in milliseconds since 1970-01-01 UTC; None without a delay.
-        started_ms: When it started.
-        redelivered: Whether the broker had handed the message to a worker before.
+        is_delayed: Whether the message was sent with a delay.
+        started_ms: When it started, in milliseconds since 1970-01-01 UTC.
+        redelivered: Whether the broker had delivered the message to a worker before.
     """
 
     order_id: str
     attempt: int
-    due_ms: int | None
+    is_delayed: bool
     started_ms: int
     redelivered: bool
 
@@ -51,12 +52,20 @@ class Journal:
     def __init__(self, redis: Redis, prefix: str) -> None:
         self._redis = redis
         self._sent = f"{prefix}:journal:sent"
+        self._messages = f"{prefix}:journal:messages"
         self._starts = f"{prefix}:journal:starts"
         self._dispatch = f"{prefix}:journal:dispatch"
 
-    def write_sent(self, order_id: str) -> None:
-        """The broker has confirmed the reminder of this order."""
-        self._redis.sadd(self._sent, order_id)
+    def write_sent(self, due_ms: Mapping[str, int], messages: int) -> None:
+        """RabbitMQ has confirmed the reminders of some orders.
+
+        Args:
+            due_ms: When each of them is due, in milliseconds since 1970-01-01 UTC, by order.
+            messages: How many messages hold them.
+        """
+        if due_ms:
+            self._redis.hset(self._sent, mapping={order: str(due) for order, due in due_ms.items()})
+        self._redis.incrby(self._messages, messages)
 
     def write_start(self, start: Start) -> None:
         """A worker has begun."""
@@ -67,12 +76,17 @@ class Journal:
         self._redis.set(self._dispatch, json.dumps(dispatch))
 
     def sent_count(self) -> int:
-        """How many reminders the broker has confirmed."""
-        return self._redis.scard(self._sent)
+        """How many reminders RabbitMQ has confirmed."""
+        return self._redis.hlen(self._sent)
 
-    def sent(self) -> set[str]:
-        """The orders whose reminders the broker has confirmed."""
-        return {str(order_id) for order_id in self._redis.smembers(self._sent)}
+    def sent(self) -> dict[str, int]:
+        """The orders whose reminders RabbitMQ has confirmed, and when each is due."""
+        sent = self._redis.hgetall(self._sent)
+        return {str(order_id): int(due_ms) for order_id, due_ms in sent.items()}
+
+    def messages(self) -> int:
+        """How many messages hold the confirmed reminders."""
+        return int(self._redis.get(self._messages) or 0)
 
     def starts(self) -> list[Start]:
         """Every start, in order."""

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from example_project.outcome import FirstStart, Outcome, percentile
+from example_project.demonstration.outcome import FirstStart, Outcome, percentile
 
 __all__ = ["draw"]
 

@@ -17,7 +17,7 @@ from amqp.serialization import dumps
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.publishing.wire import Content, publishing
+from celery_rabbitdelay.publishing.wire import Content, ack_frames, publish_frames, requeue_frames
 
 #: The least that a peer may ask for: frame-min-size of AMQP 0-9-1.
 FRAME_MIN = 4096
@@ -107,14 +107,14 @@ def test_the_frames_of_a_message_are_those_of_py_amqp(
     if isinstance(body, str) and told.get("content_encoding") == "binary":
         del told["content_encoding"]
     content = Content.of(amqp.Message(body, **told))
-    ours = publishing(channel, exchange, routing_key, content, frame_max)
+    ours = publish_frames(channel, exchange, routing_key, content, frame_max)
     assert ours == by_pyamqp(channel, exchange, routing_key, amqp.Message(body, **told), frame_max)
 
 
 @pytest.mark.parametrize("size", range(4085, 4093))
 def test_a_body_at_the_frame_s_edge_takes_no_empty_frame(size: int) -> None:
     content = Content.of(amqp.Message(b"x" * size))
-    ours = publishing(1, "", "key", content, FRAME_MIN)
+    ours = publish_frames(1, "", "key", content, FRAME_MIN)
     assert ours == by_pyamqp(1, "", "key", amqp.Message(b"x" * size), FRAME_MIN)
     sizes = []
     while ours:
@@ -130,12 +130,12 @@ def test_a_body_at_the_frame_s_edge_takes_no_empty_frame(size: int) -> None:
 def test_a_name_above_255_bytes_cannot_be_written(where: str, name: str) -> None:
     names = {"exchange": "", "routing_key": "", where: name}
     with pytest.raises(struct.error):
-        publishing(1, **names, content=Content(b"\0\0", b""), frame_max=FRAME_MIN)
+        publish_frames(1, **names, content=Content(b"\0\0", b""), frame_max=FRAME_MIN)
 
 
 def test_half_a_character_is_written_as_py_amqp_writes_it() -> None:
     content = Content.of(amqp.Message(b"x"))
-    ours = publishing(1, "\ud800", "\udfff", content, FRAME_MIN)
+    ours = publish_frames(1, "\ud800", "\udfff", content, FRAME_MIN)
     assert ours == by_pyamqp(1, "\ud800", "\udfff", amqp.Message(b"x"), FRAME_MIN)
 
 
@@ -161,3 +161,19 @@ def test_a_header_of_a_decimal_keeps_its_digits() -> None:
     back: Any = amqp.Message()
     back._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
     assert back.properties["application_headers"] == {"price": Decimal("-1.25")}
+
+
+@pytest.mark.parametrize(
+    ("frames", "method", "bits"),
+    [(ack_frames, spec.Basic.Ack, (False,)), (requeue_frames, spec.Basic.Nack, (False, True))],
+    ids=["ack", "nack"],
+)
+def test_messages_are_settled_by_the_frames_of_the_specification(
+    frames: Any, method: tuple[int, int], bits: tuple[bool, ...]
+) -> None:
+    tags = [1, 2**40]
+    expected = b""
+    for tag in tags:
+        payload = struct.pack(">HH", *method) + dumps("L" + "b" * len(bits), (tag, *bits))
+        expected += struct.pack(">BHI", 1, 7, len(payload)) + payload + b"\xce"
+    assert frames(7, tags) == expected

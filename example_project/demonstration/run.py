@@ -1,4 +1,4 @@
-"""One run of the example: where its servers are, and what everything of it is called there."""
+"""One run of the demonstration: where its servers are, and how its names begin there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Final
 
 from redis import Redis
 
-__all__ = ["BROKER_URL", "REDIS_URL", "RUN_NAME", "Run"]
+__all__ = ["BROKER_URL", "REDIS_URL", "Run"]
 
-#: The environment variables that say where the servers are, and which run a process belongs to.
+#: The environment variables that name servers to use instead of private ones.
 BROKER_URL: Final = "RABBITDELAY_BROKER_URL"
 REDIS_URL: Final = "RABBITDELAY_REDIS_URL"
-RUN_NAME: Final = "RECORD_SHOP_RUN"
+
+#: What the processes of a run find in their environment.
+_RUN_NAME: Final = "RECORD_SHOP_RUN"
+_RUN_REDIS_URL: Final = "RECORD_SHOP_REDIS_URL"
 
 
 @dataclass(frozen=True)
@@ -24,26 +27,35 @@ class Run:
     Attributes:
         name: Two runs of different names never meet, not even on the same servers.
         broker_url: RabbitMQ.
-        redis_url: Redis: the mail gateway, the journal, and Celery's results.
+        redis_url: Redis, for the journal and for Celery's results.
+        mail_gateway_url: Where the mail gateway takes mails.
     """
 
-    name: str = "by-hand"
-    broker_url: str = "amqp://guest:guest@127.0.0.1:5672//"
-    redis_url: str = "redis://127.0.0.1:6379/0"
+    name: str
+    broker_url: str
+    redis_url: str
+    mail_gateway_url: str
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Run:
         """The run that this process belongs to."""
-        return cls(
-            environment.get(RUN_NAME, cls.name),
-            environment.get(BROKER_URL, cls.broker_url),
-            environment.get(REDIS_URL, cls.redis_url),
-        )
+        names = (_RUN_NAME, "CELERY_BROKER_URL", _RUN_REDIS_URL, "MAIL_GATEWAY_URL")
+        return cls(*(environment[name] for name in names))
 
     @property
     def environment(self) -> dict[str, str]:
         """The environment variables of the processes that belong to the run."""
-        return {RUN_NAME: self.name, BROKER_URL: self.broker_url, REDIS_URL: self.redis_url}
+        return {
+            # The shop's own.
+            "CELERY_BROKER_URL": self.broker_url,
+            "MAIL_GATEWAY_URL": self.mail_gateway_url,
+            # Celery prefers this variable, which the terminal may have set, to its configuration.
+            "CELERY_RESULT_BACKEND": self.redis_url,
+            # The mails stay on this machine even where the terminal has set a proxy.
+            "no_proxy": "127.0.0.1",
+            _RUN_NAME: self.name,
+            _RUN_REDIS_URL: self.redis_url,
+        }
 
     def connect_redis(self) -> Redis:
         """A client of the run's Redis that answers in text; it connects when it is first used."""

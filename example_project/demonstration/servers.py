@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from celery_rabbitdelay.kombu import Topology, delete
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, ServerNotStarted
-from example_project.run import BROKER_URL, REDIS_URL, Run
+from example_project.demonstration.run import BROKER_URL, REDIS_URL, Run
 
 __all__ = ["count_in_levels", "running_servers"]
 
@@ -21,7 +21,7 @@ _KEYS_AT_ONCE: Final = 1000
 
 
 @contextmanager
-def running_servers(name: str) -> Iterator[Run]:
+def running_servers(name: str, mail_gateway_url: str) -> Iterator[Run]:
     """Provide the servers of a run as long as the ``with`` block lasts.
 
     Private servers are stopped at the end, and their folders removed. On a server that
@@ -30,6 +30,7 @@ def running_servers(name: str) -> Iterator[Run]:
 
     Args:
         name: The run's name.
+        mail_gateway_url: Where the run's mail gateway takes mails.
 
     Raises:
         ServerNotStarted: A server could not be started, or does not answer.
@@ -41,6 +42,7 @@ def running_servers(name: str) -> Iterator[Run]:
             name,
             broker_url or servers.enter_context(RabbitMQServer()).url,
             redis_url or servers.enter_context(RedisServer()).url,
+            mail_gateway_url,
         )
         _see_that_they_answer(run)
         if broker_url:

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import ceil
 from typing import Final, NamedTuple
 
-from example_project.journal import Dispatch, Start
+from example_project.demonstration.journal import Dispatch, Start
 
 __all__ = ["LEAST_WAITING", "FirstStart", "Kill", "Outcome", "percentile"]
 
@@ -58,17 +58,22 @@ class Outcome:
 
     Attributes:
         dispatch: What the Spark job says.
-        sent: The orders whose reminders the broker has confirmed.
+        sent: The orders whose reminders RabbitMQ has confirmed, and when the shop said that each
+            is due, in milliseconds since 1970-01-01 UTC.
+        messages: How many messages held these reminders.
         starts: Every start of a task, in order.
-        mails: How many mails went out, by order.
+        mails: How many mails went out, by order, as the gateway counts them.
+        refused: How many attempts the gateway refused.
         results: How many tasks have the result SUCCESS in Celery's result backend.
         kill: When the worker was killed, and what was waiting then.
     """
 
     dispatch: Dispatch
-    sent: frozenset[str]
+    sent: Mapping[str, int]
+    messages: int
     starts: Sequence[Start]
     mails: Mapping[str, int]
+    refused: int
     results: int
     kill: Kill
 
@@ -85,7 +90,12 @@ class Outcome:
     @property
     def lost(self) -> int:
         """Orders without a mail although the broker had confirmed their reminder."""
-        return len(self.sent - self.mails.keys())
+        return len(self.sent.keys() - self.mails.keys())
+
+    @property
+    def unseen(self) -> int:
+        """Orders for which a mail went out although the journal has no start of their task."""
+        return len(self.mails.keys() - {start.order_id for start in self.starts})
 
     @property
     def retried(self) -> int:
@@ -110,17 +120,20 @@ class Outcome:
 
     @cached_property
     def first_starts(self) -> list[FirstStart]:
-        """The first start of each order that was sent with a delay."""
+        """The first start of each order that was sent with a delay, with the shop's due instant."""
         first: dict[str, FirstStart] = {}
         for start in self.starts:
-            if start.attempt == 0 and start.due_ms is not None:
-                first.setdefault(start.order_id, FirstStart(start.due_ms, start.started_ms))
+            if start.attempt == 0 and start.is_delayed and start.order_id in self.sent:
+                due_ms = self.sent[start.order_id]
+                first.setdefault(start.order_id, FirstStart(due_ms, start.started_ms))
         return list(first.values())
 
     @property
     def overdue(self) -> int:
         """Orders that were due before they could be sent, and so had no delay."""
-        return len({start.order_id for start in self.starts if start.due_ms is None})
+        return len(
+            {start.order_id for start in self.starts if start.attempt == 0 and not start.is_delayed}
+        )
 
     @property
     def back_ms(self) -> int:
@@ -152,6 +165,7 @@ class Outcome:
             ),
             f"{self.lost:,} reminders are lost": self.lost != 0,
             f"{self.duplicates:,} orders were mailed more than once": self.duplicates != 0,
+            f"{self.unseen:,} orders were mailed, and no start was seen": self.unseen != 0,
             "no lateness was measured": not self.lateness,
             "a reminder was early": bool(self.lateness) and self.lateness[0] < 0,
             f"only {self.kill.waiting:,} reminders were waiting when the worker was killed; "

@@ -18,14 +18,15 @@ __all__ = ["ChildProcess", "spark_job", "worker"]
 STOP_TIMEOUT: Final = 20.0
 
 #: The folder that holds this package: the processes import it, wherever they run.
-_PROJECT: Final = Path(__file__).parent.parent
+_PROJECT: Final = Path(__file__).parents[2]
 
 
 def worker(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
     """A Celery worker that executes the reminders."""
-    celery = ["celery", "-A", "example_project.shop", "worker", "--loglevel", "WARNING"]
+    shop = "example_project.demonstration.observed_shop"
+    celery = ["celery", "-A", shop, "worker", "--loglevel", "WARNING", "--concurrency", "8"]
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-    return ChildProcess("worker", [*celery, "--concurrency", "8", *quiet], folder, environment)
+    return ChildProcess("worker", [*celery, *quiet], folder, environment)
 
 
 def spark_job(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
@@ -35,7 +36,8 @@ def spark_job(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
         "SPARK_LOCAL_IP": "127.0.0.1",
         **environment,
     }
-    return ChildProcess("spark-job", ["example_project.spark_job"], folder, spark_environment)
+    job = "example_project.demonstration.observed_spark_job"
+    return ChildProcess("spark-job", [job], folder, spark_environment)
 
 
 class ChildProcess:

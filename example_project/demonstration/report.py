@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from example_project.outcome import Outcome, percentile
+from example_project.demonstration.outcome import Outcome, percentile
 
 __all__ = ["table"]
 
@@ -17,12 +17,18 @@ def _counts(outcome: Outcome) -> str:
     away = (outcome.back_ms - kill.killed_ms) / 1000
     rows: list[tuple[str, int | str, str]] = [
         ("sent", len(outcome.sent), f"of {dispatch.orders:,} orders, in {dispatch.seconds:.1f} s"),
+        ("  in messages", outcome.messages, "a message carries what is due at the same tick"),
         ("due before they could be sent", outcome.overdue, "sent without a delay"),
         ("waiting when the worker was killed", kill.waiting, ""),
-        ("  messages in the delay queues then", kill.in_levels, "counted by RabbitMQ, one by one"),
+        (
+            "  messages in the delay queues then",
+            kill.in_levels,
+            "counted by RabbitMQ, queue by queue",
+        ),
         ("delivered", outcome.delivered, f"{outcome.results:,} results in Redis say SUCCESS"),
         ("duplicates", outcome.duplicates, "orders with more than one mail"),
         ("lost", outcome.lost, "sent, and no mail"),
+        ("refused", outcome.refused, "attempts, by the gateway"),
         ("retried", outcome.retried, f"orders; {outcome.retries:,} retries"),
         ("redelivered", outcome.redelivered, f"messages; {outcome.started_twice:,} ran twice"),
         ("worker away", f"{away:.1f} s", "from the kill to the next start of a task"),

@@ -1,0 +1,50 @@
+"""How long, and how often, publishing a message is tried. Pure."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+__all__ = ["BACKOFF", "DEFAULT_POLICY", "RESENDS", "TIMEOUT", "PublishPolicy"]
+
+#: Seconds for everything about one message, unless the caller says.
+TIMEOUT: Final = 30.0
+
+#: How often a message is sent again, unless the caller says.
+RESENDS: Final = 3
+
+#: Seconds before the first resend, how many more before each further one, and the maximum.
+BACKOFF: Final = (0.0, 0.2, 1.0)
+
+#: How many messages may be in flight, unless the caller says.
+WINDOW: Final = 1000
+
+
+class PublishPolicy(NamedTuple):
+    """How long, and how often, publishing is tried.
+
+    Attributes:
+        timeout: Seconds for everything about one message, from connecting through resends to the
+            confirm.
+        resends: How often a message is sent again after the broker has refused it, and after how
+            many lost connections in a row publishing is given up; None for as often as the time
+            allows.
+        backoff: Seconds before the first resend, the step by which they grow, and their maximum.
+        window: How many messages may be in flight.
+    """
+
+    timeout: float = TIMEOUT
+    resends: int | None = RESENDS
+    backoff: tuple[float, float, float] = BACKOFF
+    window: int = WINDOW
+
+    def pause(self, attempt: int) -> float:
+        """Return the seconds to wait before a resend, counted from 1."""
+        first, step, longest = self.backoff
+        return first if attempt == 1 else min(first + step * (attempt - 1), longest)
+
+    def is_over(self, attempt: int) -> bool:
+        """Return whether a resend, counted from 1, is one too many."""
+        return self.resends is not None and attempt > self.resends
+
+
+DEFAULT_POLICY: Final = PublishPolicy()

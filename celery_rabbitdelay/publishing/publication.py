@@ -1,0 +1,57 @@
+"""A message in flight: its bytes, where it goes, and what became of it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from celery_rabbitdelay.exceptions import PublishError
+from celery_rabbitdelay.publishing.wire import Content
+
+__all__ = ["Address", "Publication"]
+
+#: Returns the exchange and the routing key of a message.
+Address: TypeAlias = Callable[[], tuple[str, str]]
+
+
+class Publication:
+    """A message to publish, and its outcome.
+
+    Args:
+        content: The message as bytes; it should be persistent.
+        address: Returns the exchange and the routing key. It is called for each attempt, because
+            those of a delayed message depend on the time that is left.
+        subject: Whatever the caller wants to find again.
+
+    Attributes:
+        exchange: The exchange of the last attempt.
+        routing_key: The routing key of the last attempt.
+        error: Why the broker has not confirmed the message; None if it has.
+        resent: How often the message was sent again.
+        deadline: When to give up, on the clock of :func:`time.monotonic`.
+        redeclared: Whether what the message needs was declared again because no queue took it.
+    """
+
+    __slots__ = (
+        "address",
+        "content",
+        "deadline",
+        "error",
+        "exchange",
+        "redeclared",
+        "resent",
+        "routing_key",
+        "subject",
+    )
+
+    def __init__(self, content: Content, address: Address, subject: Any = None) -> None:
+        self.content = content
+        self.address = address
+        self.subject = subject
+        self.exchange = ""
+        self.routing_key = ""
+        self.error: PublishError | None = None
+        self.resent = 0
+        self.deadline = math.inf
+        self.redeclared = False

@@ -1,0 +1,86 @@
+"""The command line of the demonstration: ``python -m example_project``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Final, NoReturn
+
+from celery_rabbitdelay.testing import ServerNotStarted
+from example_project.demonstration.histogram import draw
+from example_project.demonstration.outcome import Outcome
+from example_project.demonstration.progress import Progress
+from example_project.demonstration.report import table
+from example_project.demonstration.scenario import DemonstrationFailed, demonstrate
+
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> int:
+    """Run the demonstration.
+
+    Returns:
+        The exit code: 0 if every reminder was delivered once, and none of them early.
+    """
+    output = _output()
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        print("Spark needs Java 17: apt-get install openjdk-17-jre-headless", file=sys.stderr)
+        return 2
+    _stop_in_order()
+    progress = Progress()
+    try:
+        outcome = demonstrate(progress)
+    except (DemonstrationFailed, ServerNotStarted) as failure:
+        progress.end()
+        print(failure, file=sys.stderr)
+        return 1
+    progress.end()
+    return _report(outcome, output)
+
+
+def _output() -> Path:
+    parser = argparse.ArgumentParser(
+        prog="python -m example_project",
+        description="A record shop that reminds customers to review their order.",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("lateness.png"),
+        help="the picture of how late the reminders were (default: %(default)s)",
+    )
+    output: Path = parser.parse_args().output
+    if not output.parent.is_dir():
+        parser.error(f"--output {output}: there is no folder {output.parent}")
+    return output
+
+
+def _stop_in_order() -> None:
+    """Have the signals that end a process end it by way of its ``with`` blocks."""
+    for signum in _STOP_SIGNALS:
+        # One that is ignored from the start (nohup) stays so.
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, _stop)
+
+
+def _stop(signum: int, _frame: FrameType | None) -> NoReturn:
+    # A second Ctrl-C would leave servers and processes behind.
+    for ignored in _STOP_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    raise SystemExit(128 + signum)
+
+
+def _report(outcome: Outcome, output: Path) -> int:
+    print(f"\n{table(outcome)}\n")
+    if outcome.lateness:
+        draw(outcome, output)
+        print(f"How late the reminders were: {output}")
+    failures = outcome.failures()
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures else 0

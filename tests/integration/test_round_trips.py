@@ -1,0 +1,174 @@
+"""How often declaring and checking wait for the broker's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.exceptions import TopologyNotEmpty
+from celery_rabbitdelay.levels.layout import clock
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.backlog import backlog_of
+from celery_rabbitdelay.publishing.declaration import (
+    check_complete,
+    declare,
+    declare_destination,
+    delete,
+    missing,
+)
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import PASSIVE_BATCH, find_exchanges, find_queues
+from celery_rabbitdelay.worker.bootsteps import WorkerDeclaration
+from tests.integration.arrivals import wait_until_waiting
+from tests.integration.publishing import publish
+
+#: What "a few dozen" is.
+FEW = 30
+
+
+class RoundTrips:
+    """Counts how often a connection reads after it has written."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._has_written = False
+
+    def wrote(self) -> None:
+        self._has_written = True
+
+    def read(self) -> None:
+        self.count += self._has_written
+        self._has_written = False
+
+
+@contextmanager
+def counted(connection: Connection) -> Iterator[RoundTrips]:
+    """Count the round trips of an open connection."""
+    trips = RoundTrips()
+    amqp: Any = connection.connection
+    write, read = amqp.frame_writer, amqp.transport.read_frame
+
+    def write_frame(*args: Any) -> Any:
+        trips.wrote()
+        return write(*args)
+
+    def read_frame(*args: Any, **options: Any) -> Any:
+        trips.read()
+        return read(*args, **options)
+
+    amqp.frame_writer, amqp.transport.read_frame = write_frame, read_frame
+    yield trips
+    amqp.frame_writer, amqp.transport.read_frame = write, read
+
+
+@pytest.fixture
+def whole_clock(connection: Connection, make_topology: Callable[..., Topology]) -> Topology:
+    """The default levels, declared."""
+    topology = make_topology(clock())
+    declare(connection, topology)
+    return topology
+
+
+def test_the_clock_is_declared_and_deleted_in_a_few_round_trips(
+    connection: Connection, make_topology: Callable[..., Topology]
+) -> None:
+    topology = make_topology(clock())
+    connection.connect()
+    with counted(connection) as first:
+        declare(connection, topology)
+    with counted(connection) as again:
+        declare(connection, topology)
+    assert missing(connection, topology) == ()
+    with counted(connection) as gone:
+        delete(connection, topology)
+    assert max(first.count, again.count, gone.count) <= FEW
+
+
+@pytest.mark.parametrize("check", [missing, check_complete, backlog_of])
+def test_a_declared_clock_is_checked_in_a_few_round_trips(
+    connection: Connection, whole_clock: Topology, check: Callable[..., Any]
+) -> None:
+    with counted(connection) as trips:
+        check(connection, whole_clock)
+    assert trips.count <= 10
+
+
+def test_a_clock_in_which_messages_wait_is_not_deleted_after_a_few_round_trips(
+    connection: Connection, whole_clock: Topology, publisher: Publisher
+) -> None:
+    for queue in whole_clock.digit_queues[:2]:
+        publish(publisher, queue.name)
+    with counted(connection) as trips, pytest.raises(TopologyNotEmpty):
+        delete(connection, whole_clock)
+    assert trips.count <= 10
+
+
+def test_a_queue_is_declared_and_bound_once_on_a_connection(
+    connection: Connection, whole_clock: Topology, queue: Queue
+) -> None:
+    with counted(connection) as first:
+        declare_destination(connection, whole_clock, queue)
+    assert 0 < first.count <= FEW
+    with counted(connection) as second:
+        declare_destination(connection, whole_clock, queue)
+    assert second.count == 0
+
+
+def test_a_worker_s_connections_declare_once_and_again_after_one_of_them_is_lost(
+    shop: Any, connection: Connection, broker_url: str
+) -> None:
+    topology: Topology = shop.rabbitdelay.topology
+    declaration = WorkerDeclaration(shop)
+    with Connection(broker_url) as other:
+        connection.connect()
+        other.connect()
+        declaration.declare(connection)
+        with counted(other) as trips:
+            declaration.declare(other)
+        assert trips.count == 0
+
+        delete(connection, topology)
+        declaration.connection_lost()
+        declaration.declare(other)
+        with counted(connection) as trips:
+            declaration.declare(connection)
+        assert trips.count == 0
+    assert missing(connection, topology) == ()
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        set(),
+        {0},
+        {PASSIVE_BATCH - 1, PASSIVE_BATCH},
+        set(range(PASSIVE_BATCH * 2 + 10)),
+        set(range(0, PASSIVE_BATCH * 2 + 10, 7)),
+    ],
+    ids=["none", "first", "at the border of two batches", "all", "every seventh"],
+)
+def test_each_answer_is_taken_for_the_queue_or_exchange_that_was_asked_for(
+    connection: Connection,
+    publisher: Publisher,
+    make_queue: Callable[..., Queue],
+    gone: set[int],
+) -> None:
+    channel: Any = connection.default_channel
+    here, elsewhere = make_queue("here"), make_queue("elsewhere")
+    here(channel).declare()
+    publish(publisher, here.name)
+    wait_until_waiting(connection, here.name, 1)
+    total = PASSIVE_BATCH * 2 + 10
+
+    names = [elsewhere.name if number in gone else here.name for number in range(total)]
+    found = find_queues(channel, names)
+    assert {number for number, counts in enumerate(found) if counts is None} == gone
+    assert {counts for counts in found if counts is not None} <= {(1, 0)}
+
+    exchanges = [elsewhere.name if number in gone else "amq.fanout" for number in range(total)]
+    exist = find_exchanges(channel, exchanges)
+    assert {number for number, exists in enumerate(exist) if not exists} == gone
