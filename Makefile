@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test unit integration acceptance test-brokers chaos bench bench-sends bench-levels bench-lateness \
-        bench-burst bench-pending bench-growth bench-memory bench-modules lint types docs tox coverage clean
+        bench-burst bench-pending bench-growth bench-memory bench-modules lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -80,6 +80,9 @@ types: $(VENV)/check.done  ## mypy --strict
 
 docs: $(VENV)/check.done  ## The documentation, as HTML, in docs/_build
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+pictures: $(VENV)/test.done  ## The picture of the levels; those of benchmarks: build/benchmarks
+	$(BIN)/python docs/explanation/pictures/levels.py
 
 tox: $(VENV)/check.done  ## Unit and integration tests on Celery 5.5, 5.6 and 5.7; lint, types, docs
 	$(BIN)/tox

@@ -22,7 +22,7 @@ from celery_rabbitdelay.exceptions import __all__ as _errors
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.app.application import Celery, install
-    from celery_rabbitdelay.app.send_many import Report, Row
+    from celery_rabbitdelay.app.rows import Report, Row
 
 __all__ = ["Celery", "Report", "Row", "__version__", "install"]
 __all__ += _errors
@@ -33,8 +33,8 @@ __version__ = "0.1.0"
 _IMPORTED_ON_FIRST_USE: Final = {
     "Celery": "celery_rabbitdelay.app.application",
     "install": "celery_rabbitdelay.app.application",
-    "Report": "celery_rabbitdelay.app.send_many",
-    "Row": "celery_rabbitdelay.app.send_many",
+    "Report": "celery_rabbitdelay.app.rows",
+    "Row": "celery_rabbitdelay.app.rows",
 }
 
 

@@ -328,11 +328,12 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
     """Some rows of a ``send_many`` were not confirmed; all others are.
 
     Attributes:
-        report: What was sent; see :class:`celery_rabbitdelay.app.send_many.Report`.
+        report: What was sent; see :class:`celery_rabbitdelay.Report`.
         errors: The error of each row that was taken and not confirmed, by the row's number, from 0,
             in the rows' order. After a timeout or a lost connection the broker may have the row all
             the same.
-        rest: The number of the first row that was not taken any more; None where all were.
+        rest: The number of the first row that was not taken any more, None if all rows were. A
+            generator has yielded this row, to show that there is one, but it is not sent.
     """
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:

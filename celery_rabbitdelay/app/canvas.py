@@ -2,8 +2,9 @@
 
 Celery passes an option that it does not know, such as ``delay``, through its canvas unchanged. That
 goes wrong in two places. The options of a whole chord reach its body as well, which would wait a
-second time. And a signature that travels in another task's message, as a callback or as the rest of
-a chain, may be sent by a worker that has never heard of ``delay``; nor has JSON a timedelta.
+second time. And a signature that travels in another task's message, as a callback or as the
+remainder of a chain, may be sent by a worker that does not know ``delay``; and JSON cannot express
+a timedelta.
 """
 
 from __future__ import annotations
@@ -13,32 +14,41 @@ from typing import Any, Final
 
 from celery.canvas import Signature
 
+from celery_rabbitdelay.app.celery_internals import copied_as
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions
 from celery_rabbitdelay.levels.place_value import milliseconds
 
-__all__ = ["CHORD_IS_SETTLED", "NESTED", "DelayingSignature", "portable", "settled"]
+__all__ = [
+    "BODY_DELAY_IS_RESTORED",
+    "SIGNATURE_OPTIONS",
+    "DelayingSignature",
+    "restore_body_delay",
+    "translate_delays",
+]
 
-#: The options that say when a task may start. Of these, the one that is given last holds.
+#: The options that say when a task may start. The one that was given last wins.
 TIMES: Final = ("delay", "countdown", "eta")
 
 #: The options of a task that are its callbacks.
 LINKS: Final = ("link", "link_error")
 
 #: The options of a task that are signatures, or lists of them.
-NESTED: Final = (*LINKS, "chain", "chord")
+SIGNATURE_OPTIONS: Final = (*LINKS, "chain", "chord")
 
-#: Which arguments of a signature of several tasks are signatures, or lists of them.
+#: For each type of canvas, the arguments that are signatures, or lists of them.
 PARTS: Final[Mapping[str | None, tuple[str, ...]]] = {
     "group": ("tasks",),
     "chain": ("tasks",),
     "chord": ("header", "body"),
 }
 
-#: An option by which a signature tells ``send_task`` that it has called :func:`settled`.
-CHORD_IS_SETTLED: Final = "rabbitdelay_chord_is_settled"
+#: An option by which a signature tells ``send_task`` that it has called
+#: :func:`restore_body_delay` already.
+BODY_DELAY_IS_RESTORED: Final = "rabbitdelay_body_delay_is_restored"
 
 
 class DelayingSignature(Signature):
-    """A signature of one task, which can tell its own delay from that of a chord around it.
+    """A signature of one task that distinguishes its own delay from that of the chord it is in.
 
     Attributes:
         former: The options of the signature that this one was cloned from. Celery clones the body
@@ -46,7 +56,6 @@ class DelayingSignature(Signature):
     """
 
     former: Mapping[str, Any] = {}
-    _type: Any
 
     def set(self, immutable: bool | None = None, **options: Any) -> DelayingSignature:
         """Set options, as in Celery; a new time replaces what was set of the other times."""
@@ -67,10 +76,10 @@ class DelayingSignature(Signature):
         self, args: Any = None, kwargs: Any = None, route_name: str | None = None, **options: Any
     ) -> Any:
         """Send the task, as in Celery; a time that is given here replaces the signature's own."""
-        # Only a chord or a chain around this signature gives these by call.
+        # Only a chord or a chain that contains this signature gives these options here.
         if options.get("chord") is not None or options.get("chain"):
-            options = settled(options, options.get("delay"))
-            options[CHORD_IS_SETTLED] = True
+            options = restore_body_delay(options, options.get("delay"))
+            options[BODY_DELAY_IS_RESTORED] = True
         sent = self
         if _says_when(self.options) and _says_when(options):
             sent = self.clone()
@@ -79,10 +88,8 @@ class DelayingSignature(Signature):
 
     @classmethod
     def of(cls, signature: Any) -> DelayingSignature:
-        """Return one with everything that a plain signature has."""
-        ours: DelayingSignature = cls(signature, app=signature._app)
-        ours._type = signature._type
-        return ours
+        """Return a copy of a plain signature as one of this class."""
+        return copied_as(cls, signature)
 
 
 def _says_when(options: Mapping[str, Any]) -> bool:
@@ -96,46 +103,46 @@ def _drop_other_times(own: dict[str, Any], given: Mapping[str, Any]) -> None:
                 own.pop(time, None)
 
 
-def settled(options: Mapping[str, Any], delay: Any) -> dict[str, Any]:
-    """Return options in which the delay of a whole chord is not the delay of the chord's body.
+def restore_body_delay(options: Mapping[str, Any], delay: Any) -> dict[str, Any]:
+    """Return options in which the body of a chord has its own delay, not that of the whole chord.
 
-    Celery has given the options of the whole to the body, and gives them to each task of the header
-    as it is sent: so the two delays are the same. The body gets its own one back. Only a plain
-    signature, of several tasks or by name, does not know it any more, and loses it.
+    Celery has given the options of the whole chord to the body, and gives them to each task of the
+    header as well, so that the two delays are equal. The body gets its own delay back. A plain
+    signature, of several tasks or by name, does not remember its own delay, and loses it.
 
     Args:
-        options: Those with which a task of the header is sent; they stay as they are.
-        delay: The delay among them; None where there is none.
+        options: The options with which a task of the header is sent; they are not changed.
+        delay: The delay among them; None if there is none.
     """
     changed = dict(options)
     if options.get("chord") is not None:
-        body = _settled_within(options["chord"], delay)
+        body = _restore_within(options["chord"], delay)
         if "delay" in body["options"] and body["options"]["delay"] == delay:
             del body["options"]["delay"]
             body["options"].update(_own_times(options["chord"], delay))
         changed["chord"] = body
     if options.get("chain"):
-        changed["chain"] = [_settled_within(task, delay) for task in options["chain"]]
+        changed["chain"] = [_restore_within(task, delay) for task in options["chain"]]
     return changed
 
 
-def _settled_within(signature: Any, delay: Any) -> dict[str, Any]:
-    """Settle the chords around the tasks of a signature, which is in the header of each of them."""
-    changed = _with_parts(signature, lambda part: _settled_within(part, delay))
-    return {**changed, "options": settled(signature["options"], delay)}
+def _restore_within(signature: Any, delay: Any) -> dict[str, Any]:
+    """Restore the bodies of all chords that have a task of the signature in their header."""
+    changed = _with_parts(signature, lambda part: _restore_within(part, delay))
+    return {**changed, "options": restore_body_delay(signature["options"], delay)}
 
 
 def _own_times(body: Any, delay: Any) -> Mapping[str, Any]:
     former: Mapping[str, Any] = getattr(body, "former", {})
     linked = any(body["options"].get(link) != former.get(link) for link in LINKS)
     if former.get("delay") == delay and linked:
-        # Cloned once more to be linked, when it had the delay of the whole already.
+        # It was cloned again to be linked, after it had got the delay of the whole chord.
         return {}
     return {time: former[time] for time in TIMES if time in former}
 
 
 def _with_parts(signature: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a copy of a signature in which those that it is made of are changed."""
+    """Return a copy of a signature in which the signatures that it consists of are changed."""
     kwargs = signature.get("kwargs") or {}
     parts = PARTS.get(signature.get("subtask_type"), ())
     return {
@@ -150,44 +157,47 @@ def _each(signatures: Any, change: Callable[[Any], Any]) -> Any:
     return change(signatures) if isinstance(signatures, Mapping) else signatures
 
 
-def portable(options: Mapping[str, Any], word: str) -> dict[str, Any]:
-    """Return options whose nested signatures any worker understands.
+def translate_delays(options: Mapping[str, Any], word: str) -> dict[str, Any]:
+    """Return options whose nested signatures have a delay that any worker understands.
 
     Args:
-        options: The options of a task that is about to be sent; they stay as they are.
-        word: The option that says the delay of a nested signature, in seconds: ``countdown``, which
-            every Celery knows, or ``delay`` where a countdown would not wait in the levels.
+        options: The options of a task that is about to be sent; they are not changed.
+        word: The option for the delay of a nested signature, in seconds: ``countdown``, which every
+            Celery knows, or ``delay`` if a countdown would not wait in the levels.
 
     Raises:
         InvalidDelay: The delay of a nested signature is not finite.
         InvalidDelayType: It is not a length of time.
+        UnknownOption: A nested signature has an option that only a later version takes.
     """
     nested = {
-        name: _each(options[name], lambda part: _translated(part, word))
-        for name in NESTED
+        name: _each(options[name], lambda part: _translate(part, word))
+        for name in SIGNATURE_OPTIONS
         if options.get(name)
     }
     return {**options, **nested}
 
 
-def _translated(signature: Mapping[str, Any], word: str) -> dict[str, Any]:
-    options = portable(signature.get("options") or {}, word)
+def _translate(signature: Mapping[str, Any], word: str) -> dict[str, Any]:
+    options = signature.get("options") or {}
+    refuse_options_of_later_versions(options)
+    options = translate_delays(options, word)
     delay = options.pop("delay", None)
-    translated = _with_parts(signature, lambda part: _translated(part, word))
+    translated = _with_parts(signature, lambda part: _translate(part, word))
     translated["options"] = options
     if delay is None:
         return translated
-    return _delayed(translated, word, milliseconds(delay) / 1000)
+    return _add_delay(translated, word, milliseconds(delay) / 1000)
 
 
-def _delayed(signature: Mapping[str, Any], word: str, seconds: float) -> dict[str, Any]:
+def _add_delay(signature: Mapping[str, Any], word: str, seconds: float) -> dict[str, Any]:
     if signature.get("subtask_type") == "chord":
-        # Not left to the chord: before 5.7, Celery does not delay its header.
+        # Each task of the header gets the delay: before 5.7, Celery does not pass it on.
         kwargs = signature["kwargs"]
         # A header that is a group loses the group's own options.
         header = kwargs["header"]
         tasks = header["kwargs"]["tasks"] if isinstance(header, Mapping) else header
-        delayed = _each(tasks, lambda task: _delayed(task, word, seconds))
+        delayed = _each(tasks, lambda task: _add_delay(task, word, seconds))
         return {**signature, "kwargs": {**kwargs, "header": delayed}}
     options = {**signature["options"]}
     _drop_other_times(options, {word: seconds})

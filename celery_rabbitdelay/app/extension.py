@@ -9,12 +9,15 @@ from datetime import datetime
 from typing import Any
 
 import celery
-from celery.utils.time import make_aware
 from kombu import Connection
 from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
-from celery_rabbitdelay.app.send_many import Bulk, Report, Row, send_one_by_one
+from celery_rabbitdelay.app.celery_internals import aware
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions
+from celery_rabbitdelay.app.rows import Report, Row
+from celery_rabbitdelay.app.send_many import RowSender
+from celery_rabbitdelay.app.send_one_by_one import send_one_by_one
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType, UnknownOption
 from celery_rabbitdelay.levels.due import Due, refuse_two
@@ -24,7 +27,7 @@ from celery_rabbitdelay.publishing.declaration import check_complete, declare, o
 from celery_rabbitdelay.publishing.pool import PublisherPool
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-__all__ = ["RabbitDelay", "speaks_amqp"]
+__all__ = ["RabbitDelay"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +65,19 @@ class RabbitDelay:
 
     @cached_property
     def available(self) -> bool:
-        """Whether the application's broker is RabbitMQ, spoken to by py-amqp."""
-        return speaks_amqp(self.app.connection_for_write())
+        """Whether the application's broker is RabbitMQ, over py-amqp."""
+        return _is_rabbitmq(self.app.connection_for_write())
 
-    def warn_of_countdown(self, why: str) -> None:
-        """Log that a delay does not wait in the levels but is what Celery's countdown is; once.
+    def is_available(self, connection: Connection | None) -> bool:
+        """Return whether delays can wait in the levels of a broker.
+
+        Args:
+            connection: The caller's own connection; None for the application's.
+        """
+        return self.available if connection is None else _is_rabbitmq(connection)
+
+    def warn_not_in_levels(self, why: str) -> None:
+        """Log once that a delay does not wait in the levels, but is treated as a countdown.
 
         Args:
             why: The reason, and what happens to the task.
@@ -130,46 +141,51 @@ class RabbitDelay:
         """Send a task many times, with as many messages in flight as ``rabbitdelay_window`` allows.
 
         Every row is confirmed when this returns. Rows that are due in the same tick travel in one
-        message, which distribution unpacks. What is not to wait in the levels (``rabbitdelay =
-        False``, another broker, ``task_always_eager``), and all that Celery writes in its first
-        protocol, is sent one by one with ``apply_async``.
+        message, an envelope, which distribution unpacks. Tasks that do not wait in the levels
+        (``rabbitdelay=False``, another broker, ``task_always_eager``), and those of Celery's
+        message protocol 1, are sent one by one with ``apply_async``.
 
         Args:
             task: The task, or its name.
-            rows: A :class:`~celery_rabbitdelay.Row`, or a mapping of its fields, for each call;
-                a generator is taken as it is needed, never as a whole. A delay counts from
-                when its row is taken.
+            rows: A :class:`~celery_rabbitdelay.Row`, or a mapping of its fields, for each call.
+                A generator is read as rows are sent, never as a whole. A delay counts from the
+                moment when its row is taken.
             tolerance: Seconds, or a timedelta, that each may start later if that saves stops or
                 fills envelopes.
-            envelopes: Whether rows share messages. None: where ``rabbitdelay_modules`` has
+            envelopes: Whether rows share messages. None: if ``rabbitdelay_modules`` has
                 distribution.
-            progress: Called now and then, and at the end, with the report as it is.
+            progress: Called with the report every half second, and at the end.
             connection: The caller's own connection, to be used instead of the pool's.
-            **options: What ``apply_async`` takes besides, for all rows: ``queue``, ``priority``,
+            **options: Further options of ``apply_async``, for all rows: ``queue``, ``priority``,
                 ``headers``, ``expires``, ...
 
         Returns:
-            What was sent.
+            The report on what was sent.
 
         Raises:
-            UnknownOption: An option is what each row has of its own, such as ``delay``.
-            RowsNotConfirmed: Some rows are not confirmed, and which. After 1,000 of them, or when
-                the broker cannot be reached, no further ones are taken.
-            NeedsDistribution: Envelopes, or what the options say, need distribution, which is not
-                served.
+            UnknownOption: An option belongs to each row, such as ``delay``; or it is a producer, or
+                one that only a later version takes.
+            RowsNotConfirmed: Some rows are not confirmed; the error names them. After 1,000 of
+                them, or if the broker cannot be reached, no further rows are taken.
+            NeedsDistribution: Envelopes, or the options, need distribution, which no worker serves.
         """
-        _refuse_what_rows_have(options)
+        refuse_options_of_later_versions(options)
+        _refuse_options_of_a_row(options)
         if envelopes is None:
             envelopes = "distribution" in self.settings.modules
         tolerance_ms = tolerated(tolerance)
         registered: Any = self.app.tasks.get(task) if isinstance(task, str) else task
         if (
-            not self.available
+            not self.is_available(connection)
             or self.app.conf.task_always_eager
             or self.app.conf.task_protocol == 1
             or not getattr(registered, "rabbitdelay", True)
         ):
-            return send_one_by_one(self.app, task, rows, progress, options)
+            if connection is not None:
+                options["connection"] = connection
+            return send_one_by_one(
+                self.app, task, rows, progress, {**options, "tolerance": tolerance}
+            )
 
         def due_of(row: Row) -> Due:
             if row.delay is not None:
@@ -177,10 +193,10 @@ class RabbitDelay:
             return self.due(row.delay, None, row.eta, tolerance_ms)
 
         with self.publisher(connection) as publisher:
-            bulk = Bulk(
+            sender = RowSender(
                 self.app, self.settings, publisher, task, due_of, envelopes, progress, options
             )
-            return bulk.send(rows)
+            return sender.send(rows)
 
     def due(
         self,
@@ -189,11 +205,12 @@ class RabbitDelay:
         eta: datetime | str | None,
         tolerance_ms: int = 0,
     ) -> Due:
-        """Return when a task is due of which at most one of the three is given.
+        """Return when a task is due; at most one of the three times may be given.
 
         Raises:
-            InvalidDelay: It is not finite, or a naive ``eta`` without Celery's ``timezone``.
-            InvalidDelayType: It is no length of time, or no instant.
+            InvalidDelay: A time that is not finite, or a naive ``eta`` without Celery's
+                ``timezone``.
+            InvalidDelayType: A value that is neither a length of time nor an instant.
         """
         if delay is not None:
             return Due.after(delay, tolerance_ms)
@@ -209,7 +226,7 @@ class RabbitDelay:
         if not isinstance(instant, datetime):
             raise InvalidDelayType(eta, "takes an aware datetime", "eta")
         if instant.tzinfo is None and self.app.conf.timezone:
-            return make_aware(instant, self.app.timezone)
+            return aware(instant, self.app.timezone)
         return instant
 
     def bind_declared_queue(self, queue_name: str, message_count: int, consumer_count: int) -> None:
@@ -231,15 +248,16 @@ class RabbitDelay:
                 hook(queue_name, message_count, consumer_count)
 
 
-def _refuse_what_rows_have(options: Mapping[str, Any]) -> None:
-    if options.get("key") is not None:
-        raise UnknownOption("key", options["key"])
+def _refuse_options_of_a_row(options: Mapping[str, Any]) -> None:
     for name in ("delay", "countdown", "eta", "task_id"):
         if options.get(name) is not None:
             reason = "give it to each row, as its delay, eta or task_id"
             raise UnknownOption(name, options[name], reason)
+    for name in ("producer", "publisher"):
+        if options.get(name) is not None:
+            reason = "give the connection to use as connection"
+            raise UnknownOption(name, options[name], reason)
 
 
-def speaks_amqp(connection: Connection) -> bool:
-    """Return whether a connection goes to an AMQP broker, by py-amqp."""
+def _is_rabbitmq(connection: Connection) -> bool:
     return isinstance(connection.transport, pyamqp.Transport)

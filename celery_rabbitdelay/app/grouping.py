@@ -1,7 +1,8 @@
-"""Sorting messages into bags: those that are due in the same tick can travel in one envelope. Pure.
+"""Grouping messages that are due in the same tick, so that they travel in one envelope. Pure.
 
-With a tolerance, that is the tick within it that is written with the fewest digits, which others
-choose as well. It is an instant: while messages wait for others, it comes no later.
+With a tolerance, a message is due in the tick of its range [delay, delay + tolerance] that is
+written with the fewest digits, since others choose the same one. That tick is an instant, which
+does not move while messages wait for others.
 """
 
 from __future__ import annotations
@@ -14,35 +15,36 @@ from typing import Any, Final
 from celery_rabbitdelay.levels.due import Due
 from celery_rabbitdelay.levels.layout import Layout
 
-__all__ = ["Bag", "Sorter"]
+__all__ = ["Group", "Grouper"]
 
-#: The most messages in one bag: more would save little, and each waits for those before it.
-MAX_MESSAGES: Final = 1000
+#: The most messages in one group: more would save little, and each waits for those before it.
+MAX_GROUP_MESSAGES: Final = 1000
 
-#: The most bytes in one bag.
-MAX_BYTES: Final = 2**20
+#: The most bytes in one group.
+MAX_GROUP_BYTES: Final = 2**20
 
-#: The most bytes in all bags together.
-MAX_HELD: Final = 80 * 2**20
+#: The most bytes in all groups together.
+MAX_TOTAL_BYTES: Final = 80 * 2**20
 
-#: What a message in a bag takes besides its own bytes.
-OVERHEAD: Final = 64
+#: The bytes that a message in a group takes besides its own.
+MESSAGE_OVERHEAD: Final = 64
 
-#: The most milliseconds that a message waits for others, and which part of its delay at the most.
-MAX_WAIT: Final = 10_000
-PART: Final = 10
+#: A message waits for others for at most this many milliseconds, and at most its delay divided by
+#: this number.
+MAX_WAIT_MS: Final = 10_000
+WAIT_DIVISOR: Final = 10
 
 _NS_PER_MS: Final = 1_000_000
 
 
-class Bag:
+class Group:
     """Messages that are due in the same tick.
 
     Attributes:
         due: When all of them are due.
-        first: The first of them, as it was added.
-        items: All of them, written.
-        rows: Their numbers.
+        first: The first message, as it was added.
+        items: The bytes of all messages, as they stand in an envelope.
+        rows: The numbers of their rows.
     """
 
     __slots__ = ("due", "first", "items", "rows")
@@ -54,12 +56,12 @@ class Bag:
         self.due = due
 
 
-class Sorter:
-    """Sorts messages into bags.
+class Grouper:
+    """Puts messages into groups.
 
     Args:
         layout: The levels that they wait in.
-        write: Returns a message as it stands in an envelope.
+        write: Returns the bytes of a message as they stand in an envelope.
         now_ns: The time, in nanoseconds since 1970.
     """
 
@@ -73,54 +75,54 @@ class Sorter:
         self._tick_ms = layout.tick_ms
         self._write = write
         self._now_ns = now_ns
-        self._bags: dict[int, Bag] = {}
-        self._held = 0
+        self._groups: dict[int, Group] = {}
+        self._total_bytes = 0
         self._reference_ns = 0
         self._until_ns = 0
 
-    def add(self, row: int, message: Any, due: Due) -> list[Bag]:
-        """Put a message into its bag; return the bags that wait no longer.
+    def add(self, row: int, message: Any, due: Due) -> list[Group]:
+        """Put a message into its group; return the groups that wait no longer.
 
         Args:
-            row: Its number.
+            row: The number of its row.
             message: The message, as ``write`` takes it.
             due: When it is due.
         """
         item = self._write(message)
-        waited_enough: list[Bag] = []
+        ready: list[Group] = []
         now_ns = self._now_ns()
-        if now_ns >= self._until_ns or self._held >= MAX_HELD:
-            waited_enough = list(self.flush())
-        if not self._bags:
+        if now_ns >= self._until_ns or self._total_bytes >= MAX_TOTAL_BYTES:
+            ready = list(self.flush())
+        if not self._groups:
             self._reference_ns, self._until_ns = now_ns, now_ns + 2**63
         tick_ms = wait_ms = self._tick_ms
-        # A length of time may keep its digits where little of it is lost while it waits. But where
-        # there is a tolerance, the choice of the tick has used that.
+        # A delay keeps its digits while little of it has passed. With a tolerance the tick is
+        # chosen from a range, so that only an instant is exact.
         is_instant = due.is_instant or due.tolerance_ms > 0
         if is_instant:
-            wait_ms = max(wait_ms, min(due.delay_ms // PART, MAX_WAIT))
+            wait_ms = max(wait_ms, min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS))
         self._until_ns = min(self._until_ns, now_ns + wait_ms * _NS_PER_MS)
         ahead_ms = max(-((self._reference_ns - due.at_ns) // _NS_PER_MS), 0)
         ticks = -(-self._layout.eased(ahead_ms, due.tolerance_ms, shared=True) // tick_ms)
-        if len(item) >= MAX_BYTES and ticks in self._bags:
-            # What fills a bag by itself shares none: it may be more than an envelope may hold.
-            waited_enough.append(self._bags.pop(ticks))
-        bag = self._bags.get(ticks)
-        if bag is None:
+        if len(item) >= MAX_GROUP_BYTES and ticks in self._groups:
+            # A message of this size has a group of its own: an envelope may not hold more.
+            ready.append(self._groups.pop(ticks))
+        group = self._groups.get(ticks)
+        if group is None:
             delay_ms = ticks * tick_ms
             at_ns = self._reference_ns + delay_ms * _NS_PER_MS
-            bag = self._bags[ticks] = Bag(Due(at_ns, delay_ms, is_instant), message)
-        elif is_instant and not bag.due.is_instant:
-            bag.due = bag.due._replace(is_instant=True)
-        bag.rows.append(row)
-        bag.items += item
-        self._held += len(item) + OVERHEAD
-        if len(bag.rows) >= MAX_MESSAGES or len(bag.items) >= MAX_BYTES:
-            waited_enough.append(self._bags.pop(ticks))
-        return waited_enough
+            group = self._groups[ticks] = Group(Due(at_ns, delay_ms, is_instant), message)
+        elif is_instant and not group.due.is_instant:
+            group.due = group.due._replace(is_instant=True)
+        group.rows.append(row)
+        group.items += item
+        self._total_bytes += len(item) + MESSAGE_OVERHEAD
+        if len(group.rows) >= MAX_GROUP_MESSAGES or len(group.items) >= MAX_GROUP_BYTES:
+            ready.append(self._groups.pop(ticks))
+        return ready
 
-    def flush(self) -> Iterator[Bag]:
-        """Return all bags, and begin anew."""
-        bags, self._bags, self._held = self._bags, {}, 0
-        while bags:
-            yield bags.popitem()[1]
+    def flush(self) -> Iterator[Group]:
+        """Yield all groups, and start with none."""
+        groups, self._groups, self._total_bytes = self._groups, {}, 0
+        while groups:
+            yield groups.popitem()[1]

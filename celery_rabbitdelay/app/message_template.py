@@ -7,48 +7,39 @@ Everything else is written once.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final
 
 import amqp
-from celery.utils.saferepr import saferepr
 from kombu.utils.json import JSONEncoder
 
+from celery_rabbitdelay.app.celery_internals import celerys_repr
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, framed, sealed, shared_block
 from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
 
-__all__ = ["PLACE", "PROPERTIES", "Template"]
+__all__ = ["DESTINATION_HEADERS", "MessageTemplate"]
 
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
 
-#: The properties of a message, in AMQP's order. Celery leaves options among a message's that AMQP
-#: has none for.
-PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
-
 #: The headers that say where a message goes when it is due.
-PLACE: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
+DESTINATION_HEADERS: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
 
-#: These, and what distribution restores besides.
-ADDRESS: Final = (*PLACE, names.PRIORITY)
+#: The headers that an envelope has instead of its messages: these, and the priority.
+RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, names.PRIORITY)
 
-#: What shows that Python may represent a value otherwise than Celery does, behind its first
-#: character: quotes and what is escaped, objects, values in values.
-_ODD: Final = re.compile(r'[\\"<\[({]')
+#: A representation in which this is found, behind the first character, may differ between Python
+#: and Celery: quotes and escapes, objects, nested values.
+_MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
 
 _NOTHING_SHARED: Final = shared_block({}, {})
 
-_LENGTH: Final = struct.Struct(">I")
-_TEXT: Final = struct.Struct(">cI")
-_NUMBER: Final = struct.Struct(">cq")
 
-
-class Template:
+class MessageTemplate:
     """Writes messages like a given one.
 
     Args:
@@ -56,9 +47,9 @@ class Template:
         task_id: The id of its task.
         embedded: The third part of its body: callbacks, errbacks, chain, chord.
         encode: Serializes a body; None for JSON, which is then written faster.
-        reprs: The longest representation of the arguments and the keyword arguments in a header.
-        levels: How deep these go into nested values; None for to the end.
-        told: Which of those headers the caller has given, the same for all.
+        reprs: The most characters of the headers that show the arguments and the keyword arguments.
+        levels: How deep these headers go into nested values; None for no limit.
+        given_reprs: Which of these headers the caller has given; they are the same for all.
     """
 
     def __init__(
@@ -69,14 +60,18 @@ class Template:
         encode: Callable[[Any], bytes] | None,
         reprs: tuple[int, int],
         levels: int | None = 3,
-        told: Collection[str] = (),
+        given_reprs: Collection[str] = (),
     ) -> None:
         headers = message.properties["application_headers"]
+        # The one that the caller has given, for all; None if each message has its task's id.
+        self._correlation_id = None
+        if message.properties.get("correlation_id") != task_id:
+            self._correlation_id = message.properties.get("correlation_id")
         self._has_root = headers["root_id"] == task_id
         self._reprs = {
             name: most
             for name, most in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
-            if name not in told
+            if name not in given_reprs
         }
         self._levels = levels
         own = {"id", names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
@@ -121,7 +116,9 @@ class Template:
             kwargs: Its keyword arguments.
             due_ms: When it is due, in milliseconds since 1970.
         """
-        properties = self._encoder.encode(self._own(task_id, args, kwargs), due_ms, task_id)
+        properties = self._encoder.encode(
+            self._own(task_id, args, kwargs), due_ms, self._correlation_id or task_id
+        )
         return Content(properties, self.body(args, kwargs))
 
     def item(self, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -135,13 +132,13 @@ class Template:
         """Return a message that holds tasks.
 
         Args:
-            items: What :meth:`item` has returned for each, behind each other.
+            items: The concatenated results of :meth:`item`.
             due_ms: When all of them are due, in milliseconds since 1970.
-            shares: Whether they share what the given message has, but for where it goes. Else each
-                item says all that its message has.
+            shares: Whether they share the headers and properties of the given message, except its
+                destination. If not, each item has all headers and properties of its message.
 
         Raises:
-            InvalidEnvelope: A header that all share cannot be written as JSON.
+            InvalidEnvelope: A shared header cannot be written as JSON.
         """
         encoder = self._envelope
         shared = self._shared if shares else _NOTHING_SHARED
@@ -150,12 +147,14 @@ class Template:
     @cached_property
     def _envelope(self) -> PropertiesEncoder:
         """Writes the properties of envelopes."""
-        address = {name: self.headers[name] for name in ADDRESS if name in self.headers}
+        destination = {
+            name: self.headers[name] for name in RESTORED_HEADERS if name in self.headers
+        }
         message = amqp.Message(
             b"",
             content_type=CONTENT_TYPE,
             content_encoding="binary",
-            application_headers={**address, names.DUE: 0},
+            application_headers={**destination, names.DUE: 0},
             delivery_mode=PERSISTENT,
             priority=self.properties.get("priority", 0),
         )
@@ -163,15 +162,20 @@ class Template:
 
     @cached_property
     def _shared(self) -> bytes:
-        """The block with what all tasks of an envelope share."""
-        shared = {name: value for name, value in self.headers.items() if name not in ADDRESS}
+        """The block with the headers and properties that all tasks of an envelope share."""
+        shared = {
+            name: value for name, value in self.headers.items() if name not in RESTORED_HEADERS
+        }
         copied = {"root_id": "id"} if self._has_root else {}
-        return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
+        if self._correlation_id is None:
+            return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
+        properties = {**self.properties, "correlation_id": self._correlation_id}
+        return shared_block(shared, properties, copied)
 
 
 def _brief(value: Any, most: int, levels: int | None) -> str:
-    """Return what Celery's ``saferepr`` returns; where it is Python's own, that is faster."""
+    """Return how Celery shows a value in a header; by Python's faster ``repr`` if that is equal."""
     text = repr(value)
-    if len(text) <= most and _ODD.search(text, 1) is None:
+    if len(text) <= most and _MAY_DIFFER.search(text, 1) is None:
         return text
-    return saferepr(value, most, levels)  # type: ignore[arg-type]
+    return celerys_repr(value, most, levels)

@@ -48,10 +48,12 @@ class Settings:
     Attributes:
         prefix: The first part of every name on the broker.
         layout: The levels: "clock", "binary" or "geometric"; a list of (name, base, unit), highest
-            first, for levels of your own; or a mapping of the layout's ``name``, also "custom",
-            and its options, for example ``{"name": "geometric", "factor": 60, "levels": 5}`` or
-            ``{"name": "clock", "zeros": "skip"}``.
-        tick: The resolution in seconds. A list of levels brings its own: the lowest unit.
+            first, for levels of your own; a mapping of the layout's ``name``, also "custom", and
+            its options, for example ``{"name": "geometric", "factor": 60, "levels": 5}`` or
+            ``{"name": "clock", "zeros": "skip"}``; or a
+            :class:`~celery_rabbitdelay.kombu.Layout`.
+        tick: The resolution in seconds. A list of levels and a ``Layout`` bring their own, and this
+            setting is not used: the tick of a list is its lowest unit.
         queue_type: The type of the levels' queues: "quorum", or "classic", which can lose a message
             that goes from one level to the next while the broker fails.
         shards: How many queues each digit has. Each has a leader of its own, on another node of a
@@ -87,7 +89,7 @@ class Settings:
         ),
         "layout": (
             'takes "clock", "binary", "geometric", a mapping with one of these or "custom" as its '
-            '"name", or a list of (name, base, unit)'
+            '"name", a list of (name, base, unit), or a celery_rabbitdelay.kombu.Layout'
         ),
         "tick": "takes a positive number of seconds, in whole milliseconds",
         "queue_type": f"takes one of {', '.join(get_args(QueueType))}",
@@ -109,18 +111,25 @@ class Settings:
             namespace: ``app.namespace``: what Django's settings put before each key.
 
         Raises:
-            InvalidSetting: A key that does not exist, or a value that it does not take.
+            InvalidSetting: A key that does not exist, one that Celery does not read, or a value
+                that it does not take.
         """
         known = [setting.name for setting in fields(cls)]
         found = {}
+        unread = {}
         for key in configuration:
             name = _name(key, namespace)
             if name is None:
+                unread[_name_in_capitals(key, namespace)] = key
                 continue
             if name not in known:
                 keys = ", ".join(PREFIX + name for name in known)
                 raise InvalidSetting(key, configuration[key], f"no such key; there are {keys}")
             found[name] = configuration[key]
+        for name in known:
+            if name in unread and name not in found:
+                reason = f"the setting is not read from this key, write {_key(name, namespace)}"
+                raise InvalidSetting(unread[name], configuration[unread[name]], reason)
         return cls(**found)
 
     def __post_init__(self) -> None:
@@ -151,6 +160,8 @@ class Settings:
         }
 
     def _layout(self) -> Layout:
+        if isinstance(self.layout, Layout):
+            return self.layout
         if isinstance(self.layout, str):
             return _LAYOUTS[self.layout](tick=self.tick)
         if isinstance(self.layout, Mapping):
@@ -175,7 +186,9 @@ class Settings:
     def _takes_layout(value: object) -> bool:
         if isinstance(value, Mapping):
             return value.get("name") in (*_LAYOUTS, "custom")
-        return (isinstance(value, str) and value in _LAYOUTS) or isinstance(value, list | tuple)
+        return (isinstance(value, str) and value in _LAYOUTS) or isinstance(
+            value, list | tuple | Layout
+        )
 
     @staticmethod
     def _takes_tick(value: object) -> bool:
@@ -240,13 +253,34 @@ def checked_seconds(key: str, value: Any) -> float:
 
 
 def _name(key: object, namespace: str | None) -> str | None:
-    """Return our name of a configuration key, None where it is not ours."""
+    """Return the setting that is read from a configuration key, None where it is not ours."""
     if not isinstance(key, str):
         return None
-    before = f"{namespace.rstrip('_')}_" if namespace else ""
-    if before and key.startswith(before + PREFIX.upper()):
-        key = key.removeprefix(before).lower()
-    return key.removeprefix(PREFIX) if key.startswith(PREFIX) else None
+    if key.startswith(PREFIX):
+        return key.removeprefix(PREFIX)
+    start = _key("", namespace)
+    return key.removeprefix(start).lower() if key.startswith(start) else None
+
+
+def _name_in_capitals(key: object, namespace: str | None) -> str | None:
+    """Return the setting whose name stands in capitals in a key that Celery does not read.
+
+    That is how Celery's own keys were written before 4.0, most of them behind ``CELERY_``, and how
+    those of Django are. Behind a namespace, ``CELERY_`` may be another application's namespace.
+    """
+    capitals = PREFIX.upper()
+    if not isinstance(key, str) or not key.isupper():
+        return None
+    bare = key if namespace else key.removeprefix("CELERY_")
+    return bare.removeprefix(capitals).lower() if bare.startswith(capitals) else None
+
+
+def _key(name: str, namespace: str | None) -> str:
+    """Return the key of a setting. It is in capitals where the namespace is, as in Celery."""
+    if not namespace:
+        return PREFIX + name
+    key = f"{namespace.rstrip('_')}_{PREFIX}{name}"
+    return key.upper() if namespace.isupper() else key.lower()
 
 
 def _is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:

@@ -1,6 +1,6 @@
 """The base class of an application's tasks: a retry takes a delay, and is not lost in silence.
 
-A task that runs eagerly never reaches ``send_task``: its delay is checked here.
+An eager task never reaches ``send_task``, so its delay is checked here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import celery
 from celery.exceptions import Reject
 
 from celery_rabbitdelay.app.canvas import DelayingSignature
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
@@ -25,7 +26,7 @@ from celery_rabbitdelay.levels.place_value import Delay, milliseconds
 
 __all__ = ["DelayingTask"]
 
-#: Errors of sending that the next attempt may not meet.
+#: Errors of publishing after which another attempt may succeed.
 MAY_PASS: Final = (
     MessageNacked,
     ConfirmTimeout,
@@ -34,8 +35,8 @@ MAY_PASS: Final = (
     NoPublisherFree,
 )
 
-#: The longest pause, in seconds, before a task whose retry could not be sent goes back.
-LONGEST_PAUSE: Final = 10.0
+#: The most seconds to wait before a task whose retry could not be sent is requeued.
+MAX_REQUEUE_WAIT: Final = 10.0
 
 
 class DelayingTask(celery.Task):  # type: ignore[type-arg]
@@ -86,7 +87,9 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
             ValueError: A delay that is not finite.
+            UnknownOption: An option that only a later version takes.
         """
+        refuse_options_of_later_versions(options)
         if delay is not None:
             app: Any = self.app
             if app.conf.task_always_eager:
@@ -94,7 +97,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
                 options["countdown"] = milliseconds(delay) / 1000
                 if options["countdown"] > 0:
                     why = "with task_always_eager, the task runs at once"
-                    app.rabbitdelay.warn_of_countdown(why)
+                    app.rabbitdelay.warn_not_in_levels(why)
             else:
                 options["delay"] = delay
         return super().apply_async(args, kwargs, *more, **options)
@@ -114,14 +117,16 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
     ) -> Any:
         """Retry the task, as :meth:`celery.app.task.Task.retry`, which takes ``delay`` as well.
 
-        A retry that could not be sent is not lost in silence. Where that may pass and the task has
-        ``acks_late``, its message goes back to its queue after a pause of up to 10 s, and the task
-        runs again; each time counts towards the queue's delivery limit. Else the task fails with
+        A retry that could not be sent is not lost in silence. If the error may pass and the task
+        has ``acks_late``, its message is requeued after a pause of up to 10 s, and the task runs
+        again; each time counts towards the queue's delivery limit. Otherwise the task fails with
         the error.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
+            UnknownOption: An option that only a later version takes.
         """
+        refuse_options_of_later_versions(options)
         if delay is not None:
             refuse_two(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
@@ -134,7 +139,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
             # Celery would drop the message: the retry could not be sent.
             unsent = rejected.args[0]
             if self.acks_late and isinstance(unsent, MAY_PASS):
-                # Not at once: the message would come back and fail in a hot loop.
-                time.sleep(min(max(countdown or 0.0, 1.0), LONGEST_PAUSE))
+                # Without a pause, the message would come back and fail in a hot loop.
+                time.sleep(min(max(countdown or 0.0, 1.0), MAX_REQUEUE_WAIT))
                 raise Reject(unsent, requeue=True) from unsent
             raise unsent from None

@@ -15,22 +15,22 @@ from celery_rabbitdelay.publishing.policy import RESENDS
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-__all__ = ["DelayedTaskProducer", "HoldingProducer"]
+__all__ = ["DelayedTaskProducer", "EtaProducer"]
 
 
 class DelayedTaskProducer(DelayedProducer):
     """Publishes one task into the levels, and everything else (events) as any producer does.
 
     Celery resolves exchange, routing key, headers and properties of a task as if it had no delay,
-    tells its signals, and calls :meth:`publish`.
+    sends its signals, and calls :meth:`publish`.
 
     Args:
-        publisher: What publishes.
+        publisher: The publisher to use.
         settings: The application's settings.
         amqp: ``app.amqp``, for the queues that the application knows.
         due: When the task may start.
         is_retry: Whether the task is sent again, to where it came from.
-        came_from: The name of the queue that a retried task came from, where that is known.
+        came_from: The name of the queue that a retried task came from, if it is known.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DelayedTaskProducer(DelayedProducer):
         self._task_is_sent = False
 
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
-        """Publish the task into the levels, or whatever follows it as it is.
+        """Publish the task into the levels, or an event that follows the task without a delay.
 
         Args:
             body: The task's body.
@@ -95,16 +95,16 @@ class DelayedTaskProducer(DelayedProducer):
         return resolve(name, routing_key or "", known, consumed, self._came_from)
 
 
-class HoldingProducer:
+class EtaProducer:
     """Publishes a task at once, with an ``eta`` until which a worker holds it.
 
     This is how Celery delays a task, unless the application has a quorum queue and the task goes to
-    a topic exchange: then Celery takes its native delayed delivery when it is given the time.
+    a topic exchange: given a countdown or an eta, Celery then uses its native delayed delivery.
 
     Args:
-        producer: What publishes.
+        producer: The producer that publishes the task.
         countdown: Seconds until the task may start.
-        eta: The instant at which it may start, where there is no countdown.
+        eta: The instant at which it may start, if there is no countdown.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
 from celery_rabbitdelay.levels.topology import Binding, Topology
+from celery_rabbitdelay.publishing.kombu_internals import declared_entities
 from celery_rabbitdelay.publishing.wire import find_exchanges, find_queues
 
 __all__ = [
@@ -270,8 +271,7 @@ def connect(connection: Connection) -> None:
 
 def _known(connection: Connection) -> set[Any]:
     """Keys of what is known to be declared; kombu empties the set when it connects anew."""
-    declared: set[Any] = connection.declared_entities  # type: ignore[assignment]
-    return declared
+    return declared_entities(connection)
 
 
 def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from queue import LifoQueue
 from weakref import WeakSet
 
 from kombu import Connection
 from kombu.exceptions import LimitExceeded
-from kombu.resource import Resource
 
 from celery_rabbitdelay.exceptions import NoPublisherFree
+from celery_rabbitdelay.publishing.kombu_internals import LazyPool
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 __all__ = ["PublisherPool"]
@@ -30,7 +29,7 @@ class PublisherPool:
     def __init__(self, connection: Connection, limit: int | None = 10) -> None:
         self._connection = connection
         self._limit = limit
-        self._publishers = _Publishers(connection, limit)
+        self._publishers = self._new_pool()
         _pools.add(self)
 
     @contextmanager
@@ -56,34 +55,16 @@ class PublisherPool:
 
     def close(self) -> None:
         """Close the connections of the pool; it can be used again."""
-        publishers, self._publishers = self._publishers, _Publishers(self._connection, self._limit)
+        publishers, self._publishers = self._publishers, self._new_pool()
         publishers.force_close_all()
 
     def _forget(self) -> None:
         # In a forked process the sockets are the parent's: closing them in order would end the
         # parent's connections, so they are only let go.
-        self._publishers = _Publishers(self._connection, self._limit)
+        self._publishers = self._new_pool()
 
-
-class _Publishers(Resource):
-    """kombu's pool, of publishers."""
-
-    _resource: LifoQueue[Publisher]
-
-    def __init__(self, connection: Connection, limit: int | None) -> None:
-        self._connection = connection
-        super().__init__(limit=limit)
-
-    def new(self) -> Publisher:
-        return Publisher(self._connection.clone())
-
-    def setup(self) -> None:
-        """Fill the pool; nothing is connected before a publisher publishes."""
-        for _ in range(self.limit or 0):
-            self._resource.put_nowait(self.new())
-
-    def collect_resource(self, resource: Publisher) -> None:
-        resource.close()
+    def _new_pool(self) -> LazyPool[Publisher]:
+        return LazyPool(lambda: Publisher(self._connection.clone()), self._limit)
 
 
 _pools: WeakSet[PublisherPool] = WeakSet()

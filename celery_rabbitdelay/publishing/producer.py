@@ -24,6 +24,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_if_missing,
     forget,
 )
+from celery_rabbitdelay.publishing.kombu_internals import serialized
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, capped, task_id_of
 from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -194,8 +195,14 @@ class DelayedProducer(Producer):
             own_headers.update(kept)
         else:
             word = own_headers[names.QUEUE] = queue.name
-        body, content_type, content_encoding = self._prepare(
-            body, serializer, content_type, content_encoding, compression, own_headers
+        body, content_type, content_encoding = serialized(
+            self,
+            body,
+            own_headers,
+            serializer=serializer,
+            content_type=content_type,
+            content_encoding=content_encoding,
+            compression=compression,
         )
         reply_to = properties.get("reply_to")
         if isinstance(reply_to, Queue):

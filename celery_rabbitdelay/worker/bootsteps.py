@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from threading import Lock
 from typing import Any, Final
 
 from amqp.exceptions import NotFound
 from celery import bootsteps
 from celery.worker.components import Pool
-from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
-from celery.worker.control import inspect_command
 from kombu import Connection, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.settings import checked_modules
+from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module
 from celery_rabbitdelay.modules.distribution import distribute
@@ -27,10 +24,19 @@ from celery_rabbitdelay.publishing.declaration import (
     connect,
     declare_destination,
 )
-from celery_rabbitdelay.worker.early_tasks import Relay
-from celery_rabbitdelay.worker.restore import GatedStrategies
+from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.restore import RestoringStrategies
+from celery_rabbitdelay.worker.status import rabbitdelay_status
 
-__all__ = ["DelayLevels", "Gate", "Modules", "WorkerDeclaration"]
+__all__ = [
+    "DelayLevels",
+    "Modules",
+    "RestoreTasks",
+    "WorkerDeclaration",
+    "allowed_destinations",
+    "rabbitdelay_status",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +135,7 @@ class DelayLevels(bootsteps.StartStopStep):
         """Stand in for Celery's own step, which would declare its native delayed delivery."""
         included: bool = super().include(consumer)
         if included:
-            consumer.steps[:] = [
-                step for step in consumer.steps if not isinstance(step, DelayedDelivery)
-            ]
+            leave_out_delayed_delivery(consumer)
         return included
 
     def start(self, consumer: Any) -> None:
@@ -154,8 +158,11 @@ class DelayLevels(bootsteps.StartStopStep):
         consumer.controller.rabbitdelay_declaration.connection_lost()
 
 
-class Gate(bootsteps.StartStopStep):
-    """Puts the gate before the worker's tasks, and a relay beside them."""
+class RestoreTasks(bootsteps.StartStopStep):
+    """Restores each delayed task on its arrival, and puts early tasks into the levels.
+
+    Early tasks are those that arrive before they are due; see :class:`EarlyTasks`.
+    """
 
     requires = (DelayLevels,)
 
@@ -164,24 +171,24 @@ class Gate(bootsteps.StartStopStep):
         return bool(consumer.app.rabbitdelay.available)
 
     def start(self, consumer: Any) -> None:
-        """Put the gate up, with a relay for the new connection."""
-        if not isinstance(consumer.strategies, GatedStrategies):
-            consumer.strategies = GatedStrategies(consumer)
+        """Wrap the execution strategies, and begin to take early tasks of the new connection."""
+        if not isinstance(consumer.strategies, RestoringStrategies):
+            consumer.strategies = RestoringStrategies(consumer)
         if consumer.app.rabbitdelay.settings.takeover:
-            consumer.strategies.relay = Relay(consumer)
-            consumer.strategies.relay.start()
+            consumer.strategies.early_tasks = EarlyTasks(consumer)
+            consumer.strategies.early_tasks.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
-        """Have the event loop run what the relay cannot do in its own thread."""
-        if consumer.strategies.relay is not None:
-            consumer.strategies.relay.register(hub)
+        """Let the event loop run what early tasks need from the worker's own thread."""
+        if consumer.strategies.early_tasks is not None:
+            consumer.strategies.early_tasks.register(hub)
 
     def stop(self, consumer: Any) -> None:
-        """End the relay of the connection that is lost or closed."""
+        """Take no more early tasks of the connection that is lost or closed."""
         strategies = consumer.strategies
-        if isinstance(strategies, GatedStrategies) and strategies.relay is not None:
-            relay, strategies.relay = strategies.relay, None
-            relay.stop()
+        if isinstance(strategies, RestoringStrategies) and strategies.early_tasks is not None:
+            early_tasks, strategies.early_tasks = strategies.early_tasks, None
+            early_tasks.stop()
 
 
 #: How many messages a module takes from its queue before they are done. Distribution fewer: one of
@@ -242,7 +249,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     topology = settings.topology
     if name == "check-in":
         queue = topology.checkin
-        receive = CheckIn(topology, _Allowed(app, settings.checkin_allowed)).receive
+        receive = CheckIn(topology, allowed_destinations(app).includes).receive
     else:
         queue, receive = topology.distribution, distribute
     module = Module(
@@ -258,35 +265,14 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     return ModuleService(module, connection, declaration.declare, declaration.connection_lost)
 
 
-class _Allowed:
-    """Which destinations check-in may reach.
+def allowed_destinations(app: Any) -> AllowedDestinations:
+    """Return where check-in may publish: what the setting says, or else what the queues do.
 
-    Args:
-        app: The application.
-        patterns: The names of queues and exchanges; None for those that the application knows.
+    The queues are those of the configuration. ``app.amqp.queues`` grows with every queue that the
+    application sends to or that the worker is told to consume from.
     """
-
-    def __init__(self, app: Any, patterns: Sequence[str] | None) -> None:
-        self._app = app
-        self._patterns = patterns
-
-    def __call__(self, exchange: str, routing_key: str) -> bool:
-        name = exchange or routing_key
-        if self._patterns is not None:
-            return any(fnmatchcase(name, pattern) for pattern in self._patterns)
-        queues = self._app.amqp.queues
-        if not exchange:
-            return dict.__contains__(queues, name)
-        sources = [
-            source
-            for queue in queues.values()
-            for source in (queue.exchange, *(binding.exchange for binding in queue.bindings))
-        ]
-        return any(source is not None and source.name == name for source in sources)
-
-
-@inspect_command(name="rabbitdelay_status")
-def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
-    """Rates and backlog of the modules around the delay levels."""
-    services: list[ModuleService] = getattr(state.consumer.controller, "rabbitdelay_services", [])
-    return {each.module.name: each.statistics.status() for each in services}
+    patterns = app.rabbitdelay.settings.checkin_allowed
+    if patterns is not None:
+        return AllowedDestinations.matching(patterns)
+    # Where task_queues is unset, Celery makes the default queue.
+    return AllowedDestinations.of_queues(app.amqp.Queues(app.conf.task_queues).values())

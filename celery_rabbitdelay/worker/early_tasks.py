@@ -1,7 +1,7 @@
-"""Putting tasks that come to a worker before they are due into the levels.
+"""Early tasks: a task that arrives at a worker before it is due goes into the levels.
 
 A producer that does not know the levels (plain Celery, another language, an older version) sends
-a task at once, with an ``eta`` ahead. Celery would hold it in the worker until then.
+a task at once, with an ``eta`` in the future. Celery would hold it in the worker until then.
 """
 
 from __future__ import annotations
@@ -12,31 +12,39 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from queue import Empty, Queue
 from threading import Event, Lock, Thread
 from typing import Any, Final, TypeAlias
 
-from celery.exceptions import InvalidTaskError
 from celery.utils.log import get_logger
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Message
-from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.app.task import MAY_PASS
 from celery_rabbitdelay.levels.destination import Destination
 from celery_rabbitdelay.levels.due import Due
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
 from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.worker.celery_internals import (
+    eta_of,
+    has_event_loop,
+    is_revoked,
+    lower_prefetch,
+    name_of_queue,
+    raise_prefetch,
+    run_strategy,
+    stop_watching,
+    watch,
+    write_pending_acknowledgements,
+)
 
-__all__ = ["Relay"]
+__all__ = ["EarlyTasks"]
 
 logger = get_logger(__name__)
 
-#: The properties of a message that are sent on. Not ``user_id``, which has to be the connection's
-#: own user (https://www.rabbitmq.com/docs/validated-user-id).
-PROPERTIES: Final = (
+#: The properties of a message that are published again. Not ``user_id``, which must be the user of
+#: the connection (https://www.rabbitmq.com/docs/validated-user-id).
+KEPT_PROPERTIES: Final = (
     "priority",
     "correlation_id",
     "reply_to",
@@ -46,28 +54,28 @@ PROPERTIES: Final = (
     "app_id",
 )
 
-#: Seconds between two attempts to publish what the broker does not take at the moment.
-PAUSE: Final = 1.0
+#: Seconds between two attempts to publish a message that the broker refuses at the moment.
+RETRY_INTERVAL: Final = 1.0
 
-#: Seconds that a worker which stops waits for the message that is being published.
-FAREWELL: Final = 2.0
+#: Seconds that a stopping worker waits for the confirm of the message that is being published.
+STOP_TIMEOUT: Final = 2.0
 
-#: Something that only the worker's event loop may do.
+#: Something that only the worker's event loop may run.
 Action: TypeAlias = Callable[[], None]
 
 
 @dataclass(slots=True)
 class _Early:
-    """A message that came before it is due.
+    """A message that arrived before it is due.
 
     Attributes:
         message: The message.
-        destination: The queue that it came out of, its exchange and its routing key.
+        destination: The queue that it was consumed from, its exchange and its routing key.
         due: When it is due.
         acknowledge: Acknowledges it.
-        hold: Goes on as Celery does.
-        again_at: When to try the next time, on the clock of :func:`time.monotonic`; None where it
-            was not tried before.
+        hold: Goes on as Celery does, which holds the task.
+        again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
+            failure.
     """
 
     message: Message
@@ -78,12 +86,12 @@ class _Early:
     again_at: float | None = None
 
 
-class Relay:
+class EarlyTasks:
     """Publishes early tasks into the levels in a thread and on a connection of its own.
 
     So neither the worker's tasks nor its heartbeat wait for a confirm. A message is acknowledged
-    once the broker has confirmed the one that replaces it; where the worker dies before that, the
-    broker delivers it again.
+    once the broker has confirmed the message that replaces it. If the worker dies before that, the
+    broker delivers the original again.
 
     Args:
         consumer: The worker's consumer, on one connection.
@@ -103,29 +111,28 @@ class Relay:
         self._stopping = Event()
         self._ends = Lock()
         self._one_has_ended = False
-        self._thread = Thread(target=self._run, name="rabbitdelay-relay", daemon=True)
+        self._thread = Thread(target=self._run, name="rabbitdelay-early-tasks", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
     def register(self, hub: Any) -> None:
-        """Have the worker's event loop run what has to run in it: acknowledging."""
-        hub.add_reader(self._wakes, self._run_in_loop)
+        """Let the worker's event loop run the acknowledgements, which must run in it."""
+        watch(hub, self._wakes, self._run_in_loop)
 
     def stop(self) -> None:
-        """End the thread; what was not published yet is the broker's to deliver again."""
+        """End the thread; the broker delivers unpublished messages again."""
         self._stopping.set()
         self._came.put(None)
-        self._thread.join(FAREWELL)
-        # Only these: what the worker would begin to hold now comes to it once more.
+        self._thread.join(STOP_TIMEOUT)
+        # Run acknowledgements only; held tasks are redelivered.
         _do_all(self._acknowledgements)
-        if self._consumer.hub is not None:
-            self._consumer.hub.remove_reader(self._wakes)
+        stop_watching(self._consumer, self._wakes)
         self._end()
 
     def _end(self) -> None:
-        """Close the pipe once neither the thread nor the worker uses it any more."""
+        """Close the pipe at the second call: the thread and the worker both use it."""
         with self._ends:
             if self._one_has_ended:
                 os.close(self._wakes)
@@ -135,35 +142,27 @@ class Relay:
     def takes(
         self, message: Message, body: Any, ack: Callable[..., Any], hold: Callable[[], Any]
     ) -> bool:
-        """Take over a task that is not due by more than a tick; return whether it was taken.
+        """Take a task that is due in more than a tick; return whether it was taken.
 
         Args:
-            message: The message that the task came in.
-            body: What Celery gives a strategy as body.
-            ack: Acknowledges the message, as Celery gives it to a strategy.
+            message: The task's message.
+            body: The body that Celery passes to a strategy.
+            ack: Acknowledges the message; the function that Celery passes to a strategy.
             hold: Goes on as Celery does, which holds the task until it is due.
         """
         due = self._due(message, body)
         if due is None or due.delay_ms <= self._tick_ms:
             return False
-        revoked = self._consumer.controller.state.revoked
         destination = self._destination(message)
-        if destination is None or message.headers.get("id") in revoked:
+        if destination is None or is_revoked(self._consumer, message.headers.get("id")):
             return False
 
         def acknowledge() -> None:
             ack(logger, self._consumer.connection_errors)
-            if self._consumer.hub is None:
-                # Before 5.7, Celery would put it off until the broker happens to say something.
-                self._consumer.perform_pending_operations()
+            write_pending_acknowledgements(self._consumer)
 
         def hold_it() -> None:
-            try:
-                hold()
-            except (InvalidTaskError, ContentDisallowed) as invalid:
-                self._consumer.on_invalid_task(body, message, invalid)
-            except DecodeError as unreadable:
-                self._consumer.on_decode_error(message, unreadable)
+            run_strategy(self._consumer, message, body, hold)
 
         self._came.put(_Early(message, destination, due, acknowledge, hold_it))
         return True
@@ -171,25 +170,17 @@ class Relay:
     def _due(self, message: Message, body: Any) -> Due | None:
         eta = message.headers.get("eta")
         if eta is None:
-            # Protocol 1, and the mixture of both: Celery's strategies look there as well.
-            with suppress(Exception):  # what is wrong with the body is theirs to say
+            # Protocol 1, and a mixture of both: Celery's strategies look into the body as well.
+            with suppress(Exception):  # a strategy reports an invalid body
                 fields = message.payload if body is None else body
                 eta = fields.get("eta") if isinstance(fields, Mapping) else None
-        try:
-            instant = maybe_iso8601(eta)
-        except (AttributeError, TypeError, ValueError):
-            return None
-        if not isinstance(instant, datetime):
-            return None
-        # As Celery's requests do, which take a naive one for UTC.
-        return Due.at(maybe_make_aware(instant, self._consumer.app.timezone))
+        instant = eta_of(eta, self._consumer.app.timezone)
+        return None if instant is None else Due.at(instant)
 
     def _destination(self, message: Message) -> Destination | None:
-        """The queue that the message came out of, unless it ends with this worker."""
+        """Return where the message came from; None if its queue ends with this worker."""
         info = message.delivery_info
-        tags: dict[str, str] = self._consumer.task_consumer._active_tags
-        name = next((name for name, tag in tags.items() if tag == info.get("consumer_tag")), None)
-        queue = self._consumer.app.amqp.queues.get(name)
+        queue = self._consumer.app.amqp.queues.get(name_of_queue(self._consumer, message))
         if queue is None or queue.auto_delete or queue.exclusive:
             return None
         return Destination(queue, info["exchange"], info["routing_key"])
@@ -207,7 +198,7 @@ class Relay:
         self._end()
 
     def _next(self) -> _Early | None:
-        """The next message: one that came, or one that failed a while ago; None to end."""
+        """Return the next message, new or to be tried again; None to end."""
         if not self._failed:
             return self._came.get()
         wait = (self._failed[0].again_at or 0.0) - time.monotonic()
@@ -217,15 +208,16 @@ class Relay:
             return self._failed.popleft()
 
     def _try_again(self, early: _Early, failure: Exception) -> None:
-        """Put a message behind the others, unless it is due: then the worker runs it."""
+        """Queue a message behind the others; if it is due by now, the worker runs it."""
         if early.due.left_ms() <= 0:
             self._give_up(early, failure)
             return
         if early.again_at is None:
             logger.warning("A task that is not due could not be put into the levels: %s", failure)
-            # It keeps its place at the worker. As for a task that Celery holds, there is another.
-            self._do_in_loop(self._other_actions, self._consumer.qos.increment_eventually)
-        early.again_at = time.monotonic() + PAUSE
+            # The message stays unacknowledged, so raise the prefetch count, as Celery does for a
+            # task that it holds.
+            self._do_in_loop(self._other_actions, partial(raise_prefetch, self._consumer))
+        early.again_at = time.monotonic() + RETRY_INTERVAL
         self._failed.append(early)
 
     def _give_up(self, early: _Early, error: Exception) -> None:
@@ -247,7 +239,7 @@ class Relay:
 
     def _give_back_its_place(self, early: _Early) -> None:
         if early.again_at is not None:
-            self._consumer.qos.decrement_eventually()
+            lower_prefetch(self._consumer)
 
     def _publish(self, early: _Early) -> None:
         message, settings = early.message, self._delays.settings
@@ -256,12 +248,12 @@ class Relay:
             headers["eta"] = None
         properties: dict[str, Any] = {
             name: message.properties[name]
-            for name in PROPERTIES
+            for name in KEPT_PROPERTIES
             if message.properties.get(name) is not None
         }
         destination = early.destination
         if (properties.get("priority") or 0) > MAX_PRIORITY:
-            # By distribution, which goes by exchange and key: to this queue, and to no other.
+            # Distribution publishes by exchange and key: to this queue, and to no other.
             assert destination.queue is not None
             destination = destination._replace(exchange="", routing_key=destination.queue.name)
         with self._delays.publisher() as publisher:
@@ -271,9 +263,9 @@ class Relay:
                 destination,
                 early.due,
                 headers=headers,
-                # Others wait, and as time goes on it comes to another level.
+                # No resend: others wait, and a later attempt needs another route.
                 resends=0,
-                # kombu has taken the message's own compression off.
+                # kombu has decompressed the body.
                 compression=headers.pop("compression", None),
                 content_type=message.content_type,
                 content_encoding=message.content_encoding,
@@ -282,11 +274,11 @@ class Relay:
 
     def _do_in_loop(self, actions: deque[Action], action: Action) -> None:
         actions.append(action)
-        if self._consumer.hub is None:
+        if not has_event_loop(self._consumer):
             # gevent and eventlet: this thread is a greenlet beside the loop's.
             _do_all(actions)
         else:
-            with suppress(BlockingIOError):  # full of bytes, each of which wakes the loop
+            with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
                 os.write(self._wake, b"\0")
 
     def _run_in_loop(self) -> None:
@@ -301,5 +293,5 @@ def _do_all(actions: deque[Action]) -> None:
         action = actions.popleft()
         try:
             action()
-        except Exception:  # whoever calls has other things to do
+        except Exception:  # the caller goes on with its other actions
             logger.exception("A task that was not due is left to the broker")

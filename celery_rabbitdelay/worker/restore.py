@@ -1,4 +1,4 @@
-"""The gate that a task passes when it arrives: it looks as if there had been no delay."""
+"""Restoring a delayed task on its arrival at a worker: it looks as if it had had no delay."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, TypeAlias
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.worker.early_tasks import Relay
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 
-__all__ = ["GatedStrategies", "restore"]
+__all__ = ["RestoringStrategies", "restore"]
 
 #: What Celery's consumer calls with each message of one task.
 Strategy: TypeAlias = Callable[..., Any]
 
 
-class GatedStrategies(dict[str, Strategy]):
-    """The execution strategies of a worker's consumer; each gets its messages restored.
+class RestoringStrategies(dict[str, Strategy]):
+    """The execution strategies of a worker's consumer; each receives restored messages.
 
-    Celery fills them in again on every connection and when the pool is restarted.
+    Celery sets them again on every connection and when the pool is restarted.
 
     Args:
-        consumer: The consumer, with the strategies that it has already.
+        consumer: The consumer, whose present strategies are wrapped.
 
     Attributes:
-        relay: Takes the tasks that are not due yet; None where the worker holds them.
+        early_tasks: Takes the tasks that are not due yet; None if the worker holds them.
     """
 
     def __init__(self, consumer: Any) -> None:
         super().__init__()
-        self.relay: Relay | None = None
+        self.early_tasks: EarlyTasks | None = None
         self._tasks = consumer.app.tasks
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
@@ -40,23 +40,24 @@ class GatedStrategies(dict[str, Strategy]):
         keeps_celerys_own = not getattr(self._tasks[task_name], "rabbitdelay", True)
 
         @wraps(strategy)
-        def gated(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
+        def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
             restore(message)
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
-            if self.relay is None or keeps_celerys_own:
+            if self.early_tasks is None or keeps_celerys_own:
                 return go_on()
-            return None if self.relay.takes(message, body, ack, go_on) else go_on()
+            is_taken = self.early_tasks.takes(message, body, ack, go_on)
+            return None if is_taken else go_on()
 
-        super().__setitem__(task_name, gated)
+        super().__setitem__(task_name, restoring)
 
 
 def restore(message: Message) -> None:
-    """Undo in a message what the levels did to it; one that does not come from them stays as it is.
+    """Undo what the levels did to a message. Any other message stays as it is.
 
-    Exchange and routing key become those that it would have had without a delay: Celery sends
-    a retry to them. The broker's dead-letter headers go; when it is due, and for which queue it
-    was delayed, stay readable in ``task.request.headers``. Sentry's time in the queue begins when
-    the task is due. Distribution has done the rest already.
+    The exchange and the routing key become those that the message would have had without a delay:
+    Celery sends a retry to them. The broker's dead-letter headers are removed. The due time and the
+    queue stay readable in ``task.request.headers``. Sentry's time in the queue begins when the task
+    is due. A message that comes from distribution needs nothing more.
     """
     headers = message.headers
     if not headers or names.DUE not in headers:

@@ -31,7 +31,7 @@ from uuid import uuid4
 
 from kombu import Connection
 
-from celery_rabbitdelay.app.send_many import Row
+from celery_rabbitdelay.app.rows import Row
 from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks.measure import bars, private_broker, save, show, version_of

@@ -27,6 +27,9 @@ second 10 ms. The lateness is not scaled: it is what the stops cost, and roundin
 it. With ``--scale 1`` nothing is scaled. Where a way would need too long a lead it is left out, and
 the benchmark says so.
 
+The pictures have a line for each contestant over the rate. ``--draw FILE`` draws them from the
+results of an earlier run, without measuring.
+
 Only ``--window`` messages are in flight while they are sent. A delay begins where the publisher
 takes the time, but the wait on the broker where the message enters its first queue: with 1,000
 messages in flight and 400 confirms a second, that alone is two and a half seconds.
@@ -36,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import sys
 import time
@@ -46,6 +50,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -62,7 +67,7 @@ from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.benchmarks.measure import bars, private_broker, save, version_of
+from tests.benchmarks.measure import lines_over_rate, private_broker, save
 from tests.benchmarks.starts import Worker, make_app
 from tests.benchmarks.ways import MS_PER_S, Batch, Levels, Native, Way
 
@@ -84,6 +89,9 @@ PACE: Final = 1.2
 #: Tasks a second that a Celery worker takes from its queue to hold them for their eta, at least.
 TAKES: Final = 500
 
+#: How many messages come due a second.
+RATES: Final = [200, 500, 1000, 2000, 3000, 5000]
+
 #: At this rate, our clock is to be late by no more than these parts of native, and milliseconds.
 TARGET_RATE: Final = 1000
 TARGET_P50: Final = 1 / 10
@@ -92,6 +100,14 @@ TARGET_MS: Final = 500.0
 
 ETA: Final = "eta"
 FIGURES: Final = ("p50", "p99", "max")
+
+#: What the pictures call the contestants.
+LABELS: Final = {
+    "clock": "celery_rabbitdelay, clock (default)",
+    "binary": "celery_rabbitdelay, binary",
+    "native": "Celery's native delayed delivery",
+    ETA: "eta, held by a worker",
+}
 
 
 class Lateness(NamedTuple):
@@ -303,18 +319,45 @@ def show(found: dict[tuple[str, int], list[Lateness]]) -> None:
         print(f"  {rate:5}/s {name:8} " + "  ".join(cells))
 
 
+def draw(results: dict[str, Any]) -> None:
+    """Draw the medians and 99th percentiles over the rate, from what :func:`main` has saved."""
+    footnote = (
+        f"RabbitMQ {results['environment']['rabbitmq']}, {results['environment']['cores']} cores, "
+        f"quorum queues; times to live divided by {results['scale']}. Medians of rounds: "
+        f"{results['rounds']}."
+    )
+    for figure, title in (("p50", "Half"), ("p99", "99 of 100")):
+        by_rate: dict[str, dict[int, list[float]]] = defaultdict(dict)
+        for each in results["lateness_ms"]:
+            seen = [late[figure] for late in each["rounds"]]
+            by_rate[LABELS[each["contestant"]]][each["rate"]] = seen
+        path = lines_over_rate(
+            f"lateness-{figure}",
+            f"{title} of the tasks are no later than this",
+            "tasks due a second",
+            "milliseconds late",
+            by_rate,
+            footnote,
+        )
+        print(f"drawn: {path}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.lateness")
-    parser.add_argument("--rates", type=int, nargs="+", default=[200, 500, 1000, 2000])
+    parser.add_argument("--rates", type=int, nargs="+", default=RATES)
     parser.add_argument("--eta-rates", type=int, nargs="*", default=[200, 500])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each rate (10)")
-    parser.add_argument("--longest-lead", type=float, default=45.0, help="seconds (45)")
+    parser.add_argument("--longest-lead", type=float, default=90.0, help="seconds (90)")
     parser.add_argument("--scale", type=int, default=100, choices=(1, 10, 100))
     parser.add_argument("--window", type=int, default=16, help="messages in flight (16)")
     parser.add_argument("--burst", action="store_true", help="send as fast as each can")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw these results again")
     options = parser.parse_args(arguments)
+    if options.draw:
+        draw(json.loads(options.draw.read_text()))
+        return 0
     found: dict[tuple[str, int], list[Lateness]] = defaultdict(list)
     late_in: list[tuple[str, int]] = []
     with (
@@ -350,19 +393,8 @@ def main(arguments: list[str] | None = None) -> int:
                 for (name, rate), rounds in found.items()
             ],
         }
-        save("lateness", broker, results)
-        version = version_of(broker)
-    for figure in FIGURES[:2]:
-        bars(
-            f"lateness-{figure}",
-            f"Lateness, {figure}",
-            "ms",
-            {
-                f"{rate:,}/s, {name}": [getattr(late, figure) for late in rounds]
-                for (name, rate), rounds in found.items()
-            },
-            f"RabbitMQ {version}, quorum queues; times to live divided by {options.scale}",
-        )
+        path = save("lateness", broker, results)
+    draw(json.loads(path.read_text()))
     return 0
 
 

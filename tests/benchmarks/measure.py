@@ -24,6 +24,9 @@ REPOSITORY: Final = Path(__file__).resolve().parents[2]
 #: Where results and pictures are written to.
 RESULTS: Final = REPOSITORY / "build" / "benchmarks"
 
+#: The colors of the contestants' lines.
+COLORS: Final = ("#1f6fb4", "#7fb3dc", "#d1495b", "#8d99ae")
+
 LIBRARIES: Final = ("celery", "kombu", "amqp", "celery-rabbitdelay")
 
 
@@ -135,6 +138,63 @@ def bars(
     axes.margins(x=0.15)
     figure.text(0.01, 0.01, footnote, fontsize=7, color="#555555")
     figure.tight_layout()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def lines_over_rate(
+    name: str,
+    title: str,
+    rate: str,
+    unit: str,
+    figures: Mapping[str, Mapping[int, Sequence[float]]],
+    footnote: str,
+) -> Path:
+    """Draw a line for each contestant over the rate, both axes logarithmic; return the picture.
+
+    Args:
+        name: The picture's file name without suffix.
+        title: What the picture shows.
+        rate: What the lower axis counts.
+        unit: What the left axis counts.
+        figures: For each contestant, what was measured at each rate, a figure for each round.
+        footnote: Versions and conditions.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    figure, axes = plt.subplots(figsize=(8, 5.4))
+    for color, (contestant, by_rate) in zip(COLORS, figures.items(), strict=False):
+        rates = sorted(by_rate)
+        medians = [median(by_rate[each]) for each in rates]
+        spread = [
+            [middle - min(by_rate[each]) for each, middle in zip(rates, medians, strict=True)],
+            [max(by_rate[each]) - middle for each, middle in zip(rates, medians, strict=True)],
+        ]
+        axes.errorbar(
+            rates, medians, yerr=spread, color=color, marker="o", capsize=3, label=contestant
+        )
+        axes.annotate(
+            f"{medians[-1]:,.0f}",
+            (rates[-1], medians[-1]),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
+        )
+    axes.set(title=title, xlabel=rate, ylabel=unit, xscale="log", yscale="log")
+    every_rate = sorted({each for by_rate in figures.values() for each in by_rate})
+    axes.set_xticks(every_rate, [f"{each:,}" for each in every_rate])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.margins(x=0.1)
+    axes.grid(visible=True, which="major", color="#dddddd")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
+    figure.text(0.01, 0.01, footnote, fontsize=7, color="#555555")
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.png"
     figure.savefig(path, dpi=120)

@@ -41,7 +41,7 @@ from typing import Any, Final, NamedTuple
 
 from kombu import Connection
 
-from celery_rabbitdelay.app.send_many import Row
+from celery_rabbitdelay.app.rows import Row
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks.measure import bars, private_broker, save
 from tests.benchmarks.memory import measure, settle

@@ -180,7 +180,7 @@ def test_the_caller_s_own_connection_is_used_and_stays_usable(
     assert len(take(connection, [shop.amqp.queues[f"{prefix}.default"]], 4)) == 4
 
 
-def test_the_gate_stays_when_the_pool_is_restarted(
+def test_tasks_are_still_restored_after_the_pool_is_restarted(
     shop: Any, configuration: dict[str, Any], prefix: str
 ) -> None:
     with Worker({**configuration, "worker_pool_restarts": True}) as worker:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.publishing.backlog import backlog_of
-from tests.integration.worker import run_celery, start_celery
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.modules import MODULES
+from tests.integration.worker import PlainWorker, run_celery, start_celery
 
 
 def test_the_status_says_what_waits_where_and_what_the_workers_do(
@@ -44,9 +50,54 @@ def test_the_status_of_levels_that_do_not_stand_names_their_queues(
     configuration: dict[str, Any],
 ) -> None:
     told = run_celery(configuration, "rabbitdelay status --timeout 0.1")
+    answer = run_celery(configuration, "rabbitdelay status --timeout 0.1 -j")
 
-    assert told.returncode == 0, told.stderr
+    assert told.returncode == 1, told.stderr
     assert "queues are missing: " in told.stdout
+    assert not told.stderr
+    assert answer.returncode == 1, answer.stderr
+    assert f"{configuration['prefix']}.seconds.1" in json.loads(answer.stdout)["missing"]
+
+
+@pytest.mark.parametrize(
+    "url", ["amqp://guest:secret@127.0.0.1:1//", "amqp://guest@nowhere.invalid"]
+)
+def test_the_status_of_a_broker_that_is_down_is_one_line(
+    configuration: dict[str, Any], url: str
+) -> None:
+    down = {**configuration, "broker_url": url}
+
+    told = run_celery(down, "rabbitdelay status")
+    answer = run_celery(down, "rabbitdelay status --json")
+
+    assert told.returncode == answer.returncode == EX_UNAVAILABLE
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("Error: cannot ask the broker amqp://guest")
+    assert "secret" not in line
+    assert not told.stdout
+    assert json.loads(answer.stdout) == {"error": line.removeprefix("Error: ")}
+
+
+def test_the_status_says_which_workers_are_of_plain_celery(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    with PlainWorker(configuration):
+        told = run_celery(configuration, "rabbitdelay status --timeout 5")
+
+    assert "plain@localhost: cannot answer: " in told.stdout
+    assert "Traceback" not in told.stderr
+
+
+def test_celery_inspect_knows_the_status_of_the_modules(
+    served_configuration: dict[str, Any],
+) -> None:
+    listed = run_celery(served_configuration, "inspect --list")
+    answer = run_celery(served_configuration, "inspect rabbitdelay_status --json --timeout 5")
+
+    assert "Rates and backlog of the modules" in listed.stdout
+    assert answer.returncode == 0, answer.stderr
+    (modules,) = json.loads(answer.stdout.splitlines()[0]).values()
+    assert set(modules) == set(MODULES)
 
 
 def test_the_status_of_an_application_without_levels_says_what_to_do(
@@ -201,6 +252,130 @@ def test_a_queue_that_does_not_exist_is_said_in_a_line(configuration: dict[str, 
 
     assert told.returncode == 1
     assert told.stderr == "Error: Queue 'nowhere' missing from task_queues\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("-Q nowhere", "Queue 'nowhere' missing from task_queues"),
+        ("--envelopes", "an envelope cannot be delayed: "),
+    ],
+)
+def test_a_failure_before_anything_is_sent_is_json_as_well(
+    configuration: dict[str, Any], options: str, message: str
+) -> None:
+    strict = {
+        **configuration,
+        "task_create_missing_queues": False,
+        "rabbitdelay_modules": ["check-in"],
+    }
+
+    told = run_celery(strict, f"rabbitdelay send look -j {options}", "{}\n")
+
+    assert told.returncode == 1
+    error = json.loads(told.stdout)["error"]
+    assert message in error
+    assert told.stderr == f"Error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    "options", ["--tolerance -1", "--tolerance nan", "--priority 256", "--nothing", "no-such-file"]
+)
+def test_what_is_wrong_in_the_command_line_itself_exits_with_2(
+    configuration: dict[str, Any], options: str
+) -> None:
+    told = run_celery(configuration, f"rabbitdelay send look {options} --json", "{}\n")
+
+    assert told.returncode == 2
+    assert not told.stdout
+    assert "Usage: " in told.stderr
+
+
+def test_a_setting_that_is_wrong_exits_with_2(configuration: dict[str, Any]) -> None:
+    wrong = {**configuration, "rabbitdelay_tick": "soon"}
+
+    for command in ("send look", "status"):
+        told = run_celery(wrong, f"rabbitdelay {command}", "{}\n")
+
+        assert told.returncode == 2
+        assert "rabbitdelay_tick" in told.stderr
+        assert "Traceback" not in told.stderr
+
+
+def test_ctrl_c_waits_for_the_confirms_and_says_what_is_confirmed(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    pipe = subprocess.PIPE
+    command = "rabbitdelay send look -j --no-envelopes"
+    topology = shop.rabbitdelay.topology
+    written = 0
+    with (
+        start_celery(configuration, command, stdin=pipe, stdout=pipe, stderr=pipe) as sending,
+        Connection(configuration["broker_url"]) as connection,
+    ):
+
+        def waiting() -> int:
+            meditation = backlog_of(connection, topology).others.get("meditation")
+            return meditation.messages if meditation else 0
+
+        def has_sent() -> bool:
+            nonlocal written
+            assert sending.stdin is not None
+            # One by one: the last lines before a pause may wait for the next one.
+            sending.stdin.write('{"delay": 3600}\n')
+            sending.stdin.flush()
+            written += 1
+            return waiting() > 0
+
+        wait_for(has_sent, "the first message", interval=0.2)
+        sending.send_signal(signal.SIGINT)
+        told, errors = sending.communicate()
+        report = json.loads(told)
+        assert 1 <= report["confirmed"] <= written
+        assert report["confirmed"] == waiting()
+    assert report["not_confirmed"] == {}
+    assert report["not_taken_from"] == report["confirmed"] + 1
+    assert report["stopped"] == "interrupted"
+    assert f"lines from {report['not_taken_from']} on were not taken" in errors
+    assert "Aborted" not in errors
+    assert sending.returncode == 130
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_broker(
+    configuration: dict[str, Any], private_rabbitmq: RabbitMQServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"delay": 3600}\n' * 7)
+    pipe = subprocess.PIPE
+    private_rabbitmq.suspend()
+    try:
+        command = f"rabbitdelay send look {path} -j"
+        with start_celery(configuration, command, stdout=pipe, stderr=pipe) as sending:
+            wait_for(lambda: has_a_socket(sending.pid), "the connection to the broker")
+            sending.send_signal(signal.SIGINT)
+            assert sending.stderr is not None
+            while "press Ctrl-C again" not in sending.stderr.readline():
+                assert sending.poll() is None
+            sending.send_signal(signal.SIGINT)
+            told, errors = sending.communicate()
+    finally:
+        private_rabbitmq.resume()
+
+    report = json.loads(told)
+    assert report["confirmed"] == 0
+    assert report["stopped"] == "interrupted"
+    assert "0 of 1 lines are confirmed; the broker may have any of the others" in errors
+    assert "Traceback" not in errors
+    assert sending.returncode == 130
+
+
+def has_a_socket(pid: int) -> bool:
+    """Whether a process has opened a socket."""
+    with suppress(FileNotFoundError):
+        return any(
+            str(fd.readlink()).startswith("socket:") for fd in Path(f"/proc/{pid}/fd").iterdir()
+        )
+    return False
 
 
 def test_a_broker_that_cannot_be_reached_is_said_in_a_line(configuration: dict[str, Any]) -> None:

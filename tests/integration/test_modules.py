@@ -142,6 +142,19 @@ def test_what_cannot_be_read_or_delivered_is_undeliverable_with_its_reason(
     assert arrival.body == "hello"
 
 
+def test_check_in_reaches_no_queue_that_a_worker_is_told_to_consume_from_later(
+    shop: Any, worker: Worker, connection: Connection, make_queue: Callable[..., Queue]
+) -> None:
+    added = make_queue("added")
+    shop.control.add_consumer(added.name, destination=[worker.name], reply=True)
+    wait_for(lambda: f"Started consuming from {added.name}" in worker.log, "the new consumer")
+    check_in(connection, shop, added.name, headers={"x-delay": 5})
+    topology = shop.rabbitdelay.topology
+    (arrival,) = take(connection, [topology.undeliverable], 1)
+    reason = examine(arrival.message.headers, topology).reason
+    assert f"may not reach the queue '{added.name}'" in reason
+
+
 def test_a_message_meditates_until_the_levels_can_carry_it(
     configuration: dict[str, Any],
     make_shop: Callable[..., Any],
@@ -255,9 +268,8 @@ def test_the_status_of_the_modules_can_be_asked(
     queue(connection.default_channel).declare()
 
     def status() -> Any:
-        (of_worker,) = (
-            serving.control.inspect(timeout=5, limit=1)._request("rabbitdelay_status").values()
-        )
+        (answer,) = serving.control.broadcast("rabbitdelay_status", reply=True, timeout=5, limit=1)
+        (of_worker,) = answer.values()
         return of_worker
 
     before = status()

@@ -6,15 +6,19 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from kombu import Connection
 
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.testing import wait_for
 from tests.celery_process import REPOSITORY
+from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.worker import Worker
 
@@ -63,6 +67,33 @@ def test_on_redis_a_worker_holds_the_task_until_it_is_due(
         wait_for(lambda: worker.log.count(" succeeded ") == len(delayed) + 1, "the log of each run")
         assert "Delay levels" not in worker.log
     assert caplog.text.count(WARNING) == 1
+
+
+@pytest.mark.parametrize("envelopes", [True, False], ids=["envelopes", "one-by-one"])
+def test_by_a_connection_to_rabbitmq_many_rows_wait_in_its_levels(
+    redis_shop: Any, connection: Connection, make_topology: Callable[..., Topology], envelopes: bool
+) -> None:
+    topology = make_topology()
+    declare(connection, topology)
+    redis_shop.conf.update(rabbitdelay_prefix=topology.prefix, rabbitdelay_layout=topology.layout)
+    default = redis_shop.amqp.queues[f"{topology.prefix}.default"]
+    before = time.time()
+    # With the tolerance each waits in one queue, without it in one of the tenths as well.
+    report = redis_shop.rabbitdelay.send_many(
+        "look",
+        [{"args": (number,), "delay": 4.03} for number in range(20)],
+        tolerance=1,
+        envelopes=envelopes,
+        connection=connection,
+    )
+    assert (report.confirmed, bool(report.envelopes)) == (20, envelopes)
+    came_to = topology.distribution if envelopes else default
+    arrivals = take(connection, [came_to], report.messages)
+    assert all(arrival.at >= before + 4.03 for arrival in arrivals)
+    for arrival in arrivals:
+        (waited_in,) = [death["queue"] for death in arrival.message.headers["x-death"]]
+        assert ".seconds." in waited_in
+    default(connection.default_channel).delete()
 
 
 def test_in_memory_a_worker_holds_the_task_until_it_is_due() -> None:

@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay.app.send_many import MAX_ERRORS, PROGRESS, Report, Row
+from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     InvalidDelay,
@@ -23,6 +23,7 @@ from celery_rabbitdelay.exceptions import (
     UnknownOption,
 )
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.publishing.declaration import declare
 from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import take
 from tests.integration.publishing import work
@@ -127,11 +128,27 @@ def test_after_so_many_errors_no_further_rows_are_taken(
 
     with pytest.raises(RowsNotConfirmed) as caught:
         served_shop.rabbitdelay.send_many("note", rows(), envelopes=envelopes)
+    taken -= 1  # The last one has only shown that there is one more.
     assert len(caught.value.errors) == MAX_ERRORS
     assert caught.value.rest == taken < 1.1 * MAX_ERRORS
     good = [number for number in range(taken) if number % 50 == 0]
     assert not set(good) & set(caught.value.errors)
     assert numbers(notes.wait(len(good))) == good
+
+
+@both_ways
+@pytest.mark.parametrize("further", [0, 1])
+@pytest.mark.parametrize("task", ["look", "celery-own"])
+def test_the_first_row_that_was_not_taken_is_named_only_where_there_is_one(
+    shop: Any, task: str, envelopes: bool, further: int
+) -> None:
+    rows = [{"delay": "x"}] * (MAX_ERRORS + further)
+    for given in (rows, iter(rows)):
+        with pytest.raises(RowsNotConfirmed) as caught:
+            shop.rabbitdelay.send_many(task, given, envelopes=envelopes)
+        assert len(caught.value.errors) == MAX_ERRORS
+        assert caught.value.rest == (MAX_ERRORS if further else None)
+        assert ("were not taken" in str(caught.value)) == bool(further)
 
 
 @both_ways
@@ -180,7 +197,7 @@ def test_an_error_of_publishing_that_progress_raises_is_not_taken_for_one_of_a_r
 
     def rows() -> Iterator[Any]:
         yield notes.row(0)
-        work(PROGRESS)
+        work(PROGRESS_INTERVAL)
         yield notes.row(1)
 
     with pytest.raises(ConnectionLost) as caught:
@@ -214,7 +231,15 @@ def test_options_that_no_row_could_be_sent_with_are_an_error_at_once(served_shop
 @pytest.mark.parametrize("task", ["look", "celery-own"])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("delay", 5), ("countdown", 5), ("eta", NOW), ("task_id", "one"), ("key", "order:7")],
+    [
+        ("delay", 5),
+        ("countdown", 5),
+        ("eta", NOW),
+        ("task_id", "one"),
+        ("key", "order:7"),
+        ("job", "import-7"),
+        ("producer", object()),
+    ],
 )
 def test_what_is_a_row_s_own_is_no_option_of_all_rows(
     shop: Any, task: str, name: str, value: Any
@@ -238,7 +263,9 @@ def test_what_no_broker_was_tried_with_does_not_count_as_sent(
     with pytest.raises(RowsNotConfirmed) as caught:
         shop.rabbitdelay.send_many("look", rows, envelopes=envelopes, retry=False)
     assert (caught.value.report.sent, caught.value.report.confirmed) == (1, 0)
-    assert len(caught.value.errors) == caught.value.rest == (30 if envelopes else 1)
+    assert len(caught.value.errors) == (30 if envelopes else 1)
+    # Rows that share an envelope are all taken before any message is sent.
+    assert caught.value.rest == (None if envelopes else 1)
 
 
 def test_without_distribution_every_row_is_a_message(
@@ -283,6 +310,22 @@ def test_celery_s_first_protocol_is_sent_one_by_one(
     assert all(arrival.at >= before + 0.3 for arrival in arrivals)
 
 
+def test_one_by_one_they_keep_the_caller_s_connection_and_the_tolerance(
+    make_shop: Callable[..., Any], configuration: dict[str, Any], connection: Connection
+) -> None:
+    shop = make_shop()
+    declare(connection, shop.rabbitdelay.topology)
+    nowhere = "amqp://guest:guest@127.0.0.1:1//"
+    app = make_app({**configuration, "broker_url": nowhere, "task_protocol": 1})
+    rows = [Row((n,), delay=4.03) for n in range(5)]
+    report = app.rabbitdelay.send_many("look", rows, tolerance=1, connection=connection)
+    assert report.confirmed == 5
+    for arrival in take(connection, [shop.amqp.queues[named(shop, "default")]], 5):
+        # Without the tolerance, it would wait in a queue of the tenths as well.
+        (waited_in,) = [death["queue"] for death in arrival.message.headers["x-death"]]
+        assert ".seconds." in waited_in
+
+
 def test_eager_tasks_run_at_once(make_shop: Callable[..., Any]) -> None:
     shop = make_shop(task_always_eager=True)
     ran: list[int] = []
@@ -304,7 +347,7 @@ def test_one_by_one_the_numbers_are_told_and_errors_have_an_end(
 
     def rows() -> Iterator[dict[str, Any]]:
         yield {}
-        work(PROGRESS)
+        work(PROGRESS_INTERVAL)
         yield {}
         yield {"key": "order:7"}
         for _ in range(2 * MAX_ERRORS):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.app.send_many import Row
+from celery_rabbitdelay.app.rows import Row
 from celery_rabbitdelay.exceptions import RowsNotConfirmed
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
@@ -46,6 +46,7 @@ def test_a_broker_that_goes_away_has_all_rows_that_are_not_named(
         private_rabbitmq.ctl("start_app")
         wait_for(lambda: _takes_queues(private_rabbitmq), "a broker that is whole", interval=0.2)
     lost = caught.value
+    taken -= 1  # The last one has only shown that there is one more.
     assert lost.rest == taken < number_of_rows
     assert 0 < len(lost.errors) <= taken
     assert set(lost.errors) <= set(range(taken))

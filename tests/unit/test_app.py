@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import celery
 import pytest
+from celery import chain, group
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, install
@@ -119,10 +121,44 @@ def test_a_timeout_of_one_call_is_checked_as_the_setting_is(remind: Any, timeout
         remind.apply_async(delay=5, confirm_timeout=timeout)
 
 
-@pytest.mark.parametrize("option", ["key"])
-def test_an_option_that_does_not_exist_yet_is_refused(remind: Any, option: str) -> None:
-    with pytest.raises(UnknownOption, match=option):
-        remind.apply_async(delay=5, **{option: 60})
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("time", [{"delay": 5}, {"countdown": 5}, {}], ids=str)
+@pytest.mark.parametrize("option", ["key", "job"])
+def test_an_option_of_a_later_version_is_refused_however_the_task_is_sent(
+    app: Any, remind: Any, option: str, time: dict[str, Any], eager: bool
+) -> None:
+    app.conf.task_always_eager = eager
+    given = {option: "order:7", **time}
+    other = app.signature("remind", app=app)
+    senders: list[Callable[[], Any]] = [
+        lambda: remind.apply_async(**given),
+        lambda: remind.s().apply_async(**given),
+        lambda: remind.s().set(**given).apply_async(),
+        lambda: remind.retry(throw=False, **given),
+    ]
+    if not eager:
+        # Celery applies the parts of an eager canvas without sending them.
+        senders += [
+            lambda: chain(remind.si().set(**given), remind.si()).apply_async(),
+            lambda: group(remind.si(), remind.si()).apply_async(**given),
+            lambda: app.send_task("remind", **given),
+            lambda: other.set(**given).apply_async(),
+            lambda: remind.apply_async(link=remind.si().set(**given)),
+            lambda: chain(remind.si(), remind.si().set(**given)).apply_async(),
+        ]
+    for send in senders:
+        with pytest.raises(UnknownOption, match=option) as caught:
+            send()
+        assert (caught.value.name, caught.value.value) == (option, "order:7")
+
+
+def test_a_stamp_may_have_the_name_of_such_an_option() -> None:
+    app: Any = Celery("shop", broker="memory://", set_as_current=False)
+    signature = app.signature("remind")
+    signature.stamp(append_stamps=False, key="order:7", job="import-7")
+    signature.apply_async()
+    stamps = _header_of_the_only_message(app)["stamps"]
+    assert stamps == {"key": "order:7", "job": "import-7"}
 
 
 def test_what_celery_takes_by_position_is_taken_by_position(app: Any) -> None:
@@ -173,7 +209,7 @@ def test_beside_a_quorum_queue_a_held_task_says_until_when_in_each_protocol(
     app.conf.task_default_queue = "held"
     # A fake: memory stands in for RabbitMQ, which nothing is asked of.
     monkeypatch.setattr(
-        "celery_rabbitdelay.app.application.Celery._speaks_amqp", lambda *arguments: True
+        "celery_rabbitdelay.app.extension.RabbitDelay.is_available", lambda *arguments: True
     )
 
     @app.task(rabbitdelay=False, shared=False)

@@ -18,7 +18,8 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.kombu import Topology, clock
 
 TESTS = Path(__file__).resolve().parents[1]
-DOCS = TESTS.parent / "docs"
+ROOT = TESTS.parent
+DOCS = ROOT / "docs"
 SENDERS = DOCS / "reference" / "senders.md"
 NAMES = DOCS / "reference" / "names.md"
 API = DOCS / "reference" / "api.md"
@@ -112,3 +113,19 @@ def test_the_page_of_the_api_has_every_public_name() -> None:
         public = set(module.__all__) - set(celery_rabbitdelay.exceptions.__all__) - {"__version__"}
         told = re.findall(directive.format(re.escape(module.__name__)), page, re.MULTILINE)
         assert set(told) == public
+
+
+def test_each_link_of_the_pages_on_top_leads_to_a_file() -> None:
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+        targets = re.findall(r"\]\(([^)#\s]+)", text)
+        assert targets, page
+        for target in targets:
+            if not target.startswith("https://"):
+                assert (ROOT / target).exists(), f"{page} links to {target}"
+
+
+def test_contributing_names_each_target_of_make() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^\| `make ([a-z-]+)`", (ROOT / "CONTRIBUTING.md").read_text(), re.M))
+    assert named == targets

@@ -8,7 +8,7 @@ from typing import Any
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.worker.restore import GatedStrategies, restore
+from celery_rabbitdelay.worker.restore import RestoringStrategies, restore
 
 ADDED_BY_THE_BROKER: dict[str, Any] = {
     "x-death": [{"queue": "rabbitdelay.seconds.1"}],
@@ -102,15 +102,15 @@ def test_a_task_that_was_not_delayed_keeps_the_time_at_which_sentry_saw_it() -> 
     assert message.headers == found
 
 
-def test_a_strategy_is_gated_whenever_celery_fills_it_in() -> None:
+def test_a_strategy_receives_restored_messages_whenever_celery_sets_it() -> None:
     seen = []
 
     def strategy(message: Message, *rest: Any) -> None:
         seen.append(message.delivery_info["routing_key"])
 
-    # A fake: what the gate asks a worker's consumer for.
+    # A fake: the attributes of a worker's consumer that are read.
     app = SimpleNamespace(tasks={"one": object(), "two": object()})
-    strategies = GatedStrategies(SimpleNamespace(app=app, strategies={"one": strategy}))
+    strategies = RestoringStrategies(SimpleNamespace(app=app, strategies={"one": strategy}))
     strategies["two"] = strategy
     for name in ("one", "two"):
         message = Message(headers=dict(DELAYED), delivery_info={"routing_key": "0.1.q"})

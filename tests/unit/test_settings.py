@@ -9,6 +9,7 @@ import pytest
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidSetting
+from celery_rabbitdelay.kombu import Layout, binary, clock, custom, geometric
 
 
 def test_without_any_key_there_is_a_clock_on_quorum_queues() -> None:
@@ -33,6 +34,21 @@ def test_without_any_key_there_is_a_clock_on_quorum_queues() -> None:
 def test_every_kind_of_layout_can_be_set(layout: Any, levels: int) -> None:
     settings = Settings.of({"rabbitdelay_layout": layout})
     assert len(settings.topology.layout.levels) == levels
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        clock(tick=1),
+        binary(levels=5),
+        geometric(factor=60, levels=3),
+        custom([("hours", 24, 3600)]),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_a_layout_can_be_set_and_keeps_its_own_tick(layout: Layout) -> None:
+    settings = Settings.of({"rabbitdelay_layout": layout, "rabbitdelay_tick": 0.001})
+    assert settings.topology.layout is layout
 
 
 @pytest.mark.parametrize(
@@ -92,6 +108,44 @@ def test_keys_are_read_from_django_s_namespace(namespace: str) -> None:
     app.config_from_object(source, namespace=namespace)
     settings = Settings.of(app.conf, app.namespace)
     assert (settings.prefix, settings.tick) == ("shop", 1)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "key", "right"),
+    [
+        ("CELERY", "RABBITDELAY_PREFIX", "CELERY_RABBITDELAY_PREFIX"),
+        ("shop_", "RABBITDELAY_PREFIX", "shop_rabbitdelay_prefix"),
+        (None, "RABBITDELAY_PREFIX", "rabbitdelay_prefix"),
+        (None, "CELERY_RABBITDELAY_PREFIX", "rabbitdelay_prefix"),
+    ],
+)
+def test_a_key_that_celery_does_not_read_is_an_error_that_says_the_right_one(
+    namespace: str | None, key: str, right: str
+) -> None:
+    app: Any = celery.Celery("shop", broker="amqp://", set_as_current=False)
+    app.config_from_object({key: "mine"}, namespace=namespace)
+    with pytest.raises(InvalidSetting, match=f"write {right}$") as caught:
+        Settings.of(app.conf, app.namespace)
+    assert (caught.value.key, caught.value.value) == (key, "mine")
+
+
+def test_beside_the_right_key_one_in_capitals_is_a_variable_of_the_user_s_own() -> None:
+    source = {"RABBITDELAY_PREFIX": "mine", "CELERY_RABBITDELAY_PREFIX": "mine"}
+    assert Settings.of(source, "CELERY").prefix == "mine"
+    app = celery.Celery("shop", set_as_current=False, rabbitdelay_prefix="mine")
+    app.config_from_object({"RABBITDELAY_PREFIX": "other"})
+    assert Settings.of(app.conf).prefix == "mine"
+
+
+def test_another_application_s_namespace_is_no_business_of_this_one() -> None:
+    source = {"CELERY_RABBITDELAY_PREFIX": "other", "OTHER_RABBITDELAY_TICK": 1}
+    assert Settings.of(source, "SHOP").prefix == "rabbitdelay"
+
+
+def test_a_namespace_in_small_letters_is_celery_s_case() -> None:
+    app: Any = celery.Celery("shop", set_as_current=False)
+    app.config_from_object({"shop_rabbitdelay_tick": 1}, namespace="shop")
+    assert Settings.of(app.conf, app.namespace).tick == app.conf.rabbitdelay_tick == 1
 
 
 def test_a_wrong_key_in_the_namespace_is_an_error_too() -> None:

@@ -127,6 +127,18 @@ def test_a_caller_s_own_connection_decides_who_holds_the_task(
     assert caplog.text.count(WARNING) == 1
 
 
+def test_many_rows_go_where_the_caller_s_own_connection_goes() -> None:
+    app: Any = Celery("shop", broker="amqp://127.0.0.1:1", set_as_current=False)
+    with Connection("memory://") as connection:
+        rows = [{"args": (number,), "delay": 3600} for number in range(3)]
+        report = app.rabbitdelay.send_many("remind", rows, tolerance=60, connection=connection)
+        with connection.SimpleQueue("celery") as queue:
+            messages = [queue.get_nowait() for _ in range(3)]
+            queue.clear()
+    assert report.confirmed == 3
+    assert all(message.headers["eta"] for message in messages)
+
+
 def _take_messages(app: Celery) -> list[Any]:
     with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
         messages = []

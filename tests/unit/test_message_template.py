@@ -21,7 +21,13 @@ from kombu import Connection, Exchange, Queue
 from kombu.serialization import register
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.app.task_messages import Call, Capture, Writer, captured, writer_for
+from celery_rabbitdelay.app.task_messages import (
+    Call,
+    CapturingProducer,
+    Writer,
+    capture_message,
+    writer_for,
+)
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.due import Due
@@ -77,8 +83,8 @@ class Maker:
 
     def __init__(self, options: dict[str, Any], given: Any = app, first: Any = FIRST) -> None:
         publisher = Publisher(Connection(NOWHERE))
-        self.by_celery: Callable[[Call], Capture] = partial(
-            captured,
+        self.by_celery: Callable[[Call], CapturingProducer] = partial(
+            capture_message,
             given,
             given.rabbitdelay.settings,
             publisher,
@@ -199,6 +205,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"headers": {"mine": [1, "é"], "x-tenant": None, "n": 2**40}},
     {"expires": "2100-01-01T00:00:00+00:00"},
     {"reply_to": "someone", "app_id": "shop", "message_id": "m", "type": "t"},
+    {"correlation_id": "mine"},
     {"argsrepr": "<hidden>"},
     {"kwargsrepr": "<hidden>", "shadow": "other"},
     {"root_id": "root", "parent_id": "parent", "group_id": "group", "group_index": 3},

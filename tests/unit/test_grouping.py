@@ -1,4 +1,4 @@
-"""Sorting into bags: nothing is early, nothing late, lost or doubled; the clock is a fake.
+"""Grouping: nothing is early, nothing late, lost or doubled; the clock is a fake.
 
 No real clock could be made to stand where an example wants it.
 """
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.app import grouping as sorter_module
-from celery_rabbitdelay.app.grouping import Bag, Sorter
+from celery_rabbitdelay.app import grouping
+from celery_rabbitdelay.app.grouping import Group, Grouper
 from celery_rabbitdelay.levels.due import NEGLIGIBLE, Due
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from tests.unit.strategies import layouts
@@ -36,27 +36,27 @@ class Clock:
         return Due(self.now_ns + delay_ms * MS, delay_ms, is_instant, tolerance_ms)
 
 
-class Sorted:
-    """A sorter with its fake clock, and when each of its bags came out."""
+class Grouped:
+    """A grouper with its fake clock, and when each of its groups came out."""
 
     def __init__(self, layout: Layout, **options: Any) -> None:
         self.clock = Clock()
-        self.sorter = Sorter(layout, lambda message: message, self.clock, **options)
-        self.out: list[tuple[int, Bag]] = []
+        self.grouper = Grouper(layout, lambda message: message, self.clock, **options)
+        self.out: list[tuple[int, Group]] = []
         self.dues: dict[int, Due] = {}
         self.added: dict[int, int] = {}
 
-    def add(self, due: Due, item: bytes = b"x") -> list[Bag]:
+    def add(self, due: Due, item: bytes = b"x") -> list[Group]:
         row = len(self.dues)
         self.dues[row], self.added[row] = due, self.clock.now_ns
-        bags = self.sorter.add(row, item, due)
-        self.out += [(self.clock.now_ns, bag) for bag in bags]
-        return bags
+        groups = self.grouper.add(row, item, due)
+        self.out += [(self.clock.now_ns, group) for group in groups]
+        return groups
 
-    def flush(self) -> list[Bag]:
-        bags = list(self.sorter.flush())
-        self.out += [(self.clock.now_ns, bag) for bag in bags]
-        return bags
+    def flush(self) -> list[Group]:
+        groups = list(self.grouper.flush())
+        self.out += [(self.clock.now_ns, group) for group in groups]
+        return groups
 
 
 steps = st.tuples(
@@ -71,24 +71,24 @@ steps = st.tuples(
 def test_none_is_early_none_is_late_and_each_comes_out_once(
     layout: Layout, given_steps: list[tuple[int, int, int, bool]]
 ) -> None:
-    it = Sorted(layout)
+    it = Grouped(layout)
     for passed_us, delay_ms, tolerance_ms, is_instant in given_steps:
         it.clock.now_ns += passed_us * 1000 + 7
         delay_ms = min(delay_ms, layout.capacity_ms)
         it.add(it.clock.due(delay_ms, tolerance_ms, is_instant=is_instant))
     it.flush()
-    rows = [row for _, bag in it.out for row in bag.rows]
+    rows = [row for _, group in it.out for row in group.rows]
     assert sorted(rows) == list(range(len(given_steps)))
-    for out_ns, bag in it.out:
-        assert bag.items == b"x" * len(bag.rows)
+    for out_ns, group in it.out:
+        assert group.items == b"x" * len(group.rows)
         # Where the delay is written as it was, next to nothing of it was lost.
-        ends_ns = out_ns + _left_ms(bag.due, out_ns) * MS
-        for row in bag.rows:
+        ends_ns = out_ns + _left_ms(group.due, out_ns) * MS
+        for row in group.rows:
             due = it.dues[row]
-            assert ends_ns >= bag.due.at_ns >= due.at_ns
+            assert ends_ns >= group.due.at_ns >= due.at_ns
             latest_ns = max(due.at_ns, it.added[row]) + (due.tolerance_ms + layout.tick_ms) * MS
-            assert bag.due.at_ns < latest_ns + MS
-            assert ends_ns < latest_ns + 2 * MS + bag.due.delay_ms * MS // NEGLIGIBLE
+            assert group.due.at_ns < latest_ns + MS
+            assert ends_ns < latest_ns + 2 * MS + group.due.delay_ms * MS // NEGLIGIBLE
 
 
 def _left_ms(due: Due, now_ns: int) -> int:
@@ -102,84 +102,86 @@ def test_no_message_waits_for_others_longer_than_it_may(
     given_steps: list[tuple[int, int, bool]],
 ) -> None:
     """It comes out at the latest with the first message that is added after its time."""
-    it = Sorted(clock())
+    it = Grouped(clock())
     limits: dict[int, int] = {}
     for row, (passed_ms, delay_ms, is_instant) in enumerate(given_steps):
         it.clock.now_ns += passed_ms * MS
         wait_ms = max(100, min(delay_ms // 10, 10_000)) if is_instant else 100
         limits[row] = it.clock.now_ns + wait_ms * MS
         it.add(it.clock.due(delay_ms, is_instant=is_instant))
-        out = {row for _, bag in it.out for row in bag.rows}
+        out = {row for _, group in it.out for row in group.rows}
         late = [row for row, limit in limits.items() if limit <= it.clock.now_ns]
         assert out.issuperset(set(late) - {row})
 
 
-def test_those_of_a_tick_share_a_bag_and_others_do_not() -> None:
-    it = Sorted(clock())
+def test_those_of_a_tick_share_a_group_and_others_do_not() -> None:
+    it = Grouped(clock())
     for delay_ms in (3_600_000, 3_599_950, 3_600_001, 5_000, 3_600_000):
         assert not it.add(it.clock.due(delay_ms))
-    bags = {tuple(bag.rows): bag.due for bag in it.flush()}
-    assert set(bags) == {(0, 1, 4), (2,), (3,)}
-    assert bags[0, 1, 4].at_ns == START_NS + 3_600_000 * MS
-    assert bags[0, 1, 4].delay_ms == 3_600_000
+    groups = {tuple(group.rows): group.due for group in it.flush()}
+    assert set(groups) == {(0, 1, 4), (2,), (3,)}
+    assert groups[0, 1, 4].at_ns == START_NS + 3_600_000 * MS
+    assert groups[0, 1, 4].delay_ms == 3_600_000
 
 
 def test_with_a_tolerance_they_share_the_roundest_tick_within_it() -> None:
-    it = Sorted(clock())
+    it = Grouped(clock())
     for delay_ms in range(3_540_100, 3_600_000, 1_000):
         assert not it.add(it.clock.due(delay_ms, 60_000))
     # The shortest delay with one stop would be 50, 51, ... seconds.
     for delay_ms in range(50_000, 60_000, 1_000):
         assert not it.add(it.clock.due(delay_ms, 3_600_000))
-    (bag,) = it.flush()
-    assert bag.due.delay_ms == 3_600_000
-    assert len(bag.rows) == 70
+    (group,) = it.flush()
+    assert group.due.delay_ms == 3_600_000
+    assert len(group.rows) == 70
 
 
-def test_an_instant_keeps_its_time_in_a_bag_of_lengths_of_time() -> None:
-    it = Sorted(clock())
+def test_an_instant_keeps_its_time_in_a_group_of_lengths_of_time() -> None:
+    it = Grouped(clock())
     it.add(it.clock.due(60_000))
     it.add(it.clock.due(60_000, is_instant=True))
-    (bag,) = it.flush()
-    assert bag.due.is_instant
+    (group,) = it.flush()
+    assert group.due.is_instant
 
 
-def test_a_bag_holds_so_many_messages_and_so_many_bytes() -> None:
-    it = Sorted(clock())
+def test_a_group_holds_so_many_messages_and_so_many_bytes() -> None:
+    it = Grouped(clock())
     for number in range(1, 2501):
-        bags = it.add(it.clock.due(5_000))
-        assert bool(bags) == (number in (1000, 2000))
-    assert [len(bag.rows) for bag in it.flush()] == [500]
-    large = Sorted(clock())
+        groups = it.add(it.clock.due(5_000))
+        assert bool(groups) == (number in (1000, 2000))
+    assert [len(group.rows) for group in it.flush()] == [500]
+    large = Grouped(clock())
     sizes = [
-        len(bag.items) for _ in range(50) for bag in large.add(large.clock.due(9), b"x" * 99_999)
+        len(group.items)
+        for _ in range(50)
+        for group in large.add(large.clock.due(9), b"x" * 99_999)
     ]
     assert sizes
     assert all(2**20 <= size < 2**20 + 99_999 for size in sizes)
 
 
-def test_what_fills_a_bag_by_itself_shares_it_with_none() -> None:
-    it = Sorted(clock())
+def test_what_fills_a_group_by_itself_shares_it_with_none() -> None:
+    it = Grouped(clock())
     assert not it.add(it.clock.due(5_000))
-    bags = it.add(it.clock.due(5_000), b"x" * 2**20)
-    assert [list(bag.rows) for bag in bags] == [[0], [1]]
+    groups = it.add(it.clock.due(5_000), b"x" * 2**20)
+    assert [list(group.rows) for group in groups] == [[0], [1]]
     assert not it.add(it.clock.due(5_000))
-    assert [list(bag.rows) for bag in it.add(it.clock.due(5_000), b"x" * 2**20)] == [[2], [3]]
+    assert [list(group.rows) for group in it.add(it.clock.due(5_000), b"x" * 2**20)] == [[2], [3]]
     assert not it.flush()
 
 
-def test_all_bags_together_hold_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sorter_module, "MAX_HELD", 10_000)
-    it = Sorted(clock())
+def test_all_groups_together_hold_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping, "MAX_TOTAL_BYTES", 10_000)
+    it = Grouped(clock())
     most = flushes = 0
     for number in range(1, 300):
         flushes += bool(it.add(it.clock.due(number * 100_000), b"x" * 36))
-        held = len(it.dues) - sum(len(bag.rows) for _, bag in it.out)
+        held = len(it.dues) - sum(len(group.rows) for _, group in it.out)
         most = max(most, held)
     assert most == 100
     assert flushes == 2
     it.flush()
-    assert sorted(row for _, bag in it.out for row in bag.rows) == list(range(299))
+    assert sorted(row for _, group in it.out for row in group.rows) == list(range(299))
 
 
 def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
@@ -189,38 +191,38 @@ def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
         return message
 
     fake = Clock()
-    it = Sorter(clock(), write, fake)
+    it = Grouper(clock(), write, fake)
     it.add(0, b"a", fake.due(5_000))
     with pytest.raises(ValueError, match="no message"):
         it.add(1, b"", fake.due(5_000))
     it.add(2, b"b", fake.due(5_000))
-    (bag,) = it.flush()
-    assert list(bag.rows) == [0, 2]
-    assert bag.items == b"ab"
+    (group,) = it.flush()
+    assert list(group.rows) == [0, 2]
+    assert group.items == b"ab"
     assert not list(it.flush())
 
 
 def test_what_is_past_is_due_at_once() -> None:
-    it = Sorted(clock())
+    it = Grouped(clock())
     it.add(it.clock.due(-5_000))
     it.add(it.clock.due(0, 60_000))
-    (bag,) = it.flush()
-    assert bag.due.at_ns == START_NS
+    (group,) = it.flush()
+    assert group.due.at_ns == START_NS
 
 
 def test_a_clock_that_is_set_back_makes_nothing_early() -> None:
-    it = Sorted(custom([("seconds", 60, 1), ("ms", 10, 0.1)]))
+    it = Grouped(custom([("seconds", 60, 1), ("ms", 10, 0.1)]))
     it.add(it.clock.due(5_000))
     it.clock.now_ns -= 3_000 * MS
     it.add(it.clock.due(5_000))
     it.flush()
-    for _, bag in it.out:
-        assert all(bag.due.at_ns >= it.dues[row].at_ns for row in bag.rows)
+    for _, group in it.out:
+        assert all(group.due.at_ns >= it.dues[row].at_ns for row in group.rows)
 
 
 def test_the_real_clock_is_the_one_that_due_uses() -> None:
-    it = Sorter(clock(), lambda message: message)
+    it = Grouper(clock(), lambda message: message)
     due = Due.at(datetime.now(UTC) + timedelta(seconds=30))
     it.add(0, b"x", due)
-    (bag,) = it.flush()
-    assert due.at_ns <= bag.due.at_ns <= due.at_ns + 101 * MS
+    (group,) = it.flush()
+    assert due.at_ns <= group.due.at_ns <= due.at_ns + 101 * MS

@@ -1,0 +1,199 @@
+"""The parts of Celery that are private or undocumented, each behind a function that says its use.
+
+When Celery moves one of them, tests/unit/test_upstream_celery.py says which. The parts of a running
+worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, tzinfo
+from typing import Any, TypeVar
+
+import celery
+from celery.app import amqp as celery_amqp
+from celery.app.defaults import SETTING_KEYS
+from celery.canvas import Signature
+from celery.utils.imports import symbol_by_name
+from celery.utils.quorum_queues import detect_quorum_queues
+from celery.utils.saferepr import saferepr
+from celery.utils.time import make_aware
+from kombu import Connection, Producer, Queue
+
+__all__ = [
+    "DelayingAMQP",
+    "DelayingQueues",
+    "argument_check",
+    "aware",
+    "celerys_repr",
+    "combined_class",
+    "copied_as",
+    "forget_task_class",
+    "has_quorum_queue",
+    "imported_class",
+    "installed_on",
+    "make_delaying",
+    "registered_task",
+    "repr_levels",
+    "repr_sizes",
+    "send_task_by_celery",
+    "task_class",
+]
+
+SignatureT = TypeVar("SignatureT", bound=Signature[Any])
+
+
+# The application.
+
+
+def registered_task(app: celery.Celery, name: str) -> Any:
+    """Return a task by its name, None if there is none; ``app.tasks`` would finalize the app."""
+    return app._tasks.get(name)  # type: ignore[attr-defined]
+
+
+def has_quorum_queue(app: celery.Celery) -> bool:
+    """Return whether Celery would use its native delayed delivery, which a quorum queue turns on.
+
+    Args:
+        app: The application, whose broker is RabbitMQ.
+    """
+    found, _ = detect_quorum_queues(app, "amqp")
+    return found
+
+
+def send_task_by_celery(
+    send_task: Callable[..., Any],
+    name: str,
+    args: Any,
+    kwargs: Any,
+    countdown: Any,
+    eta: Any,
+    task_id: str | None,
+    producer: Producer | None,
+    connection: Connection | None,
+    more: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    """Call :meth:`celery.Celery.send_task` with arguments of which ``more`` came by position."""
+    given = (name, args, kwargs, countdown, eta, task_id, producer, connection, *more)
+    return send_task(*given, **options)
+
+
+# Classes that are combined with those of the user's.
+
+
+def imported_class(named: Any) -> type[Any]:
+    """Return a class that is given by itself or by name, as ``task_cls`` and ``amqp_cls`` are."""
+    found: type[Any] = symbol_by_name(named)
+    return found
+
+
+def combined_class(ours: type[Any], base: type[Any]) -> type[Any]:
+    """Return a class that is ``ours`` and ``base``."""
+    if issubclass(base, ours):
+        return base
+    if issubclass(ours, base):
+        return ours
+    attributes = {"__module__": base.__module__, "_installed_on": base}
+    return type(base.__name__, (ours, base), attributes)
+
+
+def installed_on(cls: type[Any]) -> type[Any]:
+    """Return the class that :func:`combined_class` was given, which can be imported by name."""
+    base: type[Any] = getattr(cls, "_installed_on", cls)
+    return base
+
+
+def task_class(app: celery.Celery, base: type[Any]) -> type[celery.Task[Any, Any]]:
+    """Return the base class of an application's tasks, as ``create_task_cls`` makes it."""
+    made: type[celery.Task[Any, Any]] = app.subclass_with_self(
+        base, name="Task", attribute="_app", keep_reduce=True, abstract=True
+    )
+    return made
+
+
+def forget_task_class(app: celery.Celery) -> None:
+    """Have the base class of an application's tasks made anew when it is next needed."""
+    app.__dict__.pop("Task", None)
+
+
+class DelayingQueues(celery_amqp.Queues):
+    """Celery's queues; one that a running worker is told to consume from is made ready."""
+
+    #: kombu calls this with the name, messages and consumers of such a queue once it is declared.
+    on_declared: Callable[[str, int, int], None] | None = None
+
+    def select_add(self, queue: Any, **options: Any) -> Queue:  # type: ignore[override]
+        """Add a queue that the worker shall consume from (``add_consumer``)."""
+        selected: Queue = super().select_add(queue, **options)  # type: ignore[assignment]
+        if selected.on_declared is None:
+            selected.on_declared = self.on_declared
+        return selected
+
+
+class DelayingAMQP(celery_amqp.AMQP):
+    """Celery's AMQP features; its queues know how to become ready for delayed tasks."""
+
+    def Queues(self, *args: Any, **options: Any) -> celery_amqp.Queues:  # noqa: N802
+        """Create Celery's queues by name."""
+        return self._delaying(super().Queues(*args, **options))
+
+    def _delaying(self, queues: celery_amqp.Queues) -> celery_amqp.Queues:
+        queues.__class__ = combined_class(DelayingQueues, type(queues))
+        assert isinstance(queues, DelayingQueues)
+        app: Any = self.app
+        queues.on_declared = app.rabbitdelay.bind_declared_queue
+        return queues
+
+
+def make_delaying(app: celery.Celery) -> None:
+    """Turn the AMQP features that an application has made already into :class:`DelayingAMQP`."""
+    amqp: Any = app.__dict__.get("amqp")
+    if amqp is not None:
+        amqp.__class__ = combined_class(DelayingAMQP, type(amqp))
+        if "queues" in amqp.__dict__:
+            amqp._delaying(amqp.queues)
+
+
+# Tasks and signatures.
+
+
+def argument_check(task: celery.Task[Any, Any]) -> Callable[..., Any] | None:
+    """Return what Celery checks arguments with; it raises :class:`TypeError`. None for no check."""
+    check: Callable[..., Any] | None = getattr(task, "__header__", None) if task.typing else None
+    return check
+
+
+def copied_as(cls: type[SignatureT], signature: Signature[Any]) -> SignatureT:
+    """Return a signature of another class with everything that a signature has."""
+    private: Any = signature
+    copy: Any = cls(signature, app=private._app)  # type: ignore[arg-type]
+    copy._type = private._type
+    copied: SignatureT = copy
+    return copied
+
+
+# How a message shows its arguments and its time.
+
+
+def repr_levels(app: celery.Celery) -> int | None:
+    """Return how deep Celery goes into nested arguments for the headers that show them."""
+    name = "task_repr_maxlevels"
+    # A setting since 5.7; before, Celery does not look at what an application has set there.
+    levels: int | None = app.conf[name] if name in SETTING_KEYS else 3
+    return levels
+
+
+def repr_sizes(amqp: celery_amqp.AMQP) -> tuple[int, int]:
+    """Return the most characters of these headers: for the arguments, the keyword arguments."""
+    return amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize
+
+
+def celerys_repr(value: Any, size: int, levels: int | None) -> str:
+    """Return what Celery writes into such a header."""
+    return saferepr(value, size, levels)  # type: ignore[arg-type]
+
+
+def aware(naive: datetime, timezone: tzinfo) -> datetime:
+    """Return a naive instant as Celery reads it in a timezone."""
+    return make_aware(naive, timezone)

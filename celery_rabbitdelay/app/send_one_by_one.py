@@ -1,0 +1,70 @@
+"""Sending one task for many rows where they cannot be pipelined: with ``apply_async`` for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import celery
+from kombu.exceptions import EncodeError, OperationalError
+
+from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row, checked_row
+from celery_rabbitdelay.app.task_messages import function_to_send
+from celery_rabbitdelay.exceptions import RabbitDelayError, RowsNotConfirmed
+
+__all__ = ["send_one_by_one"]
+
+#: The errors of one row, which say nothing about the others.
+ROW_ERRORS: Final = (RabbitDelayError, EncodeError, OperationalError, TypeError, ValueError)
+
+
+def send_one_by_one(
+    app: celery.Celery,
+    task: celery.Task[Any, Any] | str,
+    rows: Iterable[Row | Mapping[str, Any]],
+    progress: Callable[[Report], None] | None,
+    options: Mapping[str, Any],
+) -> Report:
+    """Send a task for each row with Celery's ``apply_async``; its return counts as a confirm.
+
+    Args:
+        app: The application.
+        task: The task, or its name.
+        rows: The rows.
+        progress: Called with the report, now and then and at the end.
+        options: What ``apply_async`` takes besides, for all rows.
+
+    Raises:
+        RowsNotConfirmed: At least one row could not be sent.
+    """
+    report, rest = Report(), None
+    errors: dict[int, Exception] = {}
+    began = last_progress = time.monotonic()
+    send = function_to_send(app, task)
+    for number, given in enumerate(rows):
+        if len(errors) >= MAX_ERRORS:
+            rest = number
+            break
+        try:
+            row = checked_row(given)
+            times: dict[str, Any] = {"delay": row.delay, "eta": row.eta, "task_id": row.task_id}
+            given_times = {name: value for name, value in times.items() if value is not None}
+            send(row.args, row.kwargs, **given_times, **options)
+        except ROW_ERRORS as error:
+            errors[number] = error
+            report.errors[type(error).__name__] += 1
+        else:
+            report.sent += 1
+            report.confirmed += 1
+            report.messages += 1
+        now = time.monotonic()
+        report.seconds = now - began
+        if progress is not None and now - last_progress >= PROGRESS_INTERVAL:
+            last_progress = now
+            progress(report)
+    if progress is not None:
+        progress(report)
+    if errors:
+        raise RowsNotConfirmed(report, errors, rest)
+    return report

@@ -1,0 +1,182 @@
+"""``celery rabbitdelay send``: send one task for each line of a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import IO, Any, Final
+
+import celery
+import click
+from celery.bin.base import CLIContext
+from celery.exceptions import QueueNotFound
+
+from celery_rabbitdelay.app.rows import Report
+from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
+from celery_rabbitdelay.command.lines import INTERRUPTED, Lines
+from celery_rabbitdelay.command.progress_bar import progress_bar
+from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RowsNotConfirmed
+from celery_rabbitdelay.levels.place_value import tolerated
+
+__all__ = ["send"]
+
+#: How many lines that were not confirmed the text names; ``--json`` names all of them.
+MAX_LINES_NAMED: Final = 20
+
+#: Characters of a line's error that are shown.
+MAX_REASON_LENGTH: Final = 500
+
+#: The exit status where nothing could be sent, or a line is not confirmed.
+NOT_CONFIRMED: Final = 1
+
+#: The exit status after Ctrl-C: 128 and the number of the signal, as shells have it.
+STOPPED_BY_CTRL_C: Final = 130
+
+
+def _checked_tolerance(_: click.Context, __: click.Parameter, seconds: float) -> float:
+    try:
+        tolerated(seconds)
+    except InvalidDelay as error:
+        raise click.BadParameter(str(error)) from error
+    return seconds
+
+
+@click.command()
+@click.argument("task")
+@click.argument("rows", type=click.File("rb"), default="-")
+@click.option(
+    "--tolerance",
+    type=float,
+    default=0,
+    callback=_checked_tolerance,
+    help="Seconds that each task may start later, to save stops and fill envelopes.",
+)
+@click.option(
+    "--envelopes/--no-envelopes",
+    default=None,
+    help="Whether tasks that are due together share a message.",
+)
+@click.option("-Q", "--queue", help="The queue, instead of the one that the router chooses.")
+@click.option("--priority", type=click.IntRange(0, 255), help="The priority of all tasks.")
+@click.option("--by-name", is_flag=True, help="Send a task that this application does not have.")
+@json_option
+@click.pass_obj
+def send(
+    context: CLIContext,
+    /,
+    task: str,
+    rows: IO[bytes],
+    tolerance: float,
+    envelopes: bool | None,
+    by_name: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Send TASK once for each line of ROWS, and wait until the broker has confirmed all of them.
+
+    ROWS is a file; - or nothing is the standard input. A line is a JSON object with the task's
+    args, kwargs, delay (seconds) or eta (ISO 8601), and task_id, all of them optional. Ctrl-C
+    takes no further lines and waits for the confirms of the others; a second one does not wait.
+    """
+    delays = delays_of(context)
+    target = task if by_name else _registered_task(context.app, task)
+    given = {name: value for name, value in options.items() if value is not None}
+    lines, report, failed = Lines(rows), Report(), None
+    with lines.stopped_by_ctrl_c(), progress_bar(task, rows) as show:
+
+        def progress(current: Report) -> None:
+            nonlocal report
+            report = current
+            show(current)
+
+        try:
+            report = delays.send_many(
+                target,
+                lines,
+                tolerance=tolerance,
+                envelopes=envelopes,
+                progress=progress,
+                **given,
+            )
+        except RowsNotConfirmed as error:
+            failed, report = error, error.report
+        except QueueNotFound as error:
+            fail(error, error.args[0], NOT_CONFIRMED, as_json)
+        except (RabbitDelayError, *BROKER_ERRORS) as error:
+            fail(error, str(error), NOT_CONFIRMED, as_json)
+    click.echo(_as_json(report, failed, lines) if as_json else _summary(report))
+    for line in _trouble(report, failed, lines):
+        click.echo(line, err=True)
+    if lines.stopped == INTERRUPTED:
+        raise SystemExit(STOPPED_BY_CTRL_C)
+    if failed is not None or lines.stopped is not None:
+        raise SystemExit(NOT_CONFIRMED)
+
+
+def _registered_task(app: celery.Celery, name: str) -> celery.Task[Any, Any]:
+    """Return the task itself, which checks its arguments and knows its options."""
+    app.loader.import_default_modules()
+    if name in app.tasks:
+        return app.tasks[name]
+    close = get_close_matches(name, app.tasks, n=1)
+    hint = f"is it {close[0]!r}? " if close else ""
+    raise click.BadParameter(
+        f"{name!r} is no task of {app.main or app!r}; {hint}--by-name sends it all the same",
+        param_hint="TASK",
+    )
+
+
+def _summary(report: Report) -> str:
+    return (
+        f"{report.confirmed:,} tasks confirmed in {report.seconds:.1f} s ({report.rate:,.0f}/s): "
+        f"{report.messages:,} messages, {report.resent:,} resent"
+    )
+
+
+def _as_json(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> str:
+    errors = {} if failed is None else failed.errors
+    return json.dumps(
+        {
+            **vars(report),
+            "rate": report.rate,
+            "not_confirmed": {_line(row): _reason(error) for row, error in errors.items()},
+            "not_taken_from": _first_line_not_taken(failed, lines),
+            "stopped": lines.stopped,
+        }
+    )
+
+
+def _trouble(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> Iterator[str]:
+    errors = [] if failed is None else list(failed.errors.items())
+    for row, error in errors[:MAX_LINES_NAMED]:
+        yield f"line {_line(row)} was not confirmed: {_reason(error)}"
+    if len(errors) > MAX_LINES_NAMED:
+        yield f"... and {len(errors) - MAX_LINES_NAMED:,} more"
+    if lines.stopped is not None:
+        yield lines.stopped
+    if lines.aborted:
+        yield (
+            f"{report.confirmed:,} of {lines.taken:,} lines are confirmed; "
+            "the broker may have any of the others"
+        )
+    first = _first_line_not_taken(failed, lines)
+    if first is not None:
+        yield f"lines from {first:,} on were not taken"
+
+
+def _first_line_not_taken(failed: RowsNotConfirmed | None, lines: Lines) -> int | None:
+    if failed is not None and failed.rest is not None:
+        return _line(failed.rest)
+    return None if lines.ended or lines.stopped is None else lines.taken + 1
+
+
+def _line(row: int) -> int:
+    """Return the number of a row's line: lines count from 1, and the library's rows from 0."""
+    return row + 1
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's text; of a long one the beginning and the end, which says what is wrong."""
+    text, half = str(error), MAX_REASON_LENGTH // 2
+    return text if len(text) <= MAX_REASON_LENGTH else f"{text[:half]} ... {text[-half:]}"

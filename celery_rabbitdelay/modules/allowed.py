@@ -1,0 +1,52 @@
+"""Which queues and exchanges check-in may publish to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Self
+
+from kombu import Queue
+
+__all__ = ["AllowedDestinations"]
+
+
+@dataclass(frozen=True)
+class AllowedDestinations:
+    """An allow-list that never changes, so that any thread may read it.
+
+    Attributes:
+        queues: The names of queues, reached over the default exchange.
+        exchanges: The names of exchanges.
+        patterns: Patterns for the names of both; ``*`` and ``?`` stand for any characters and for
+            one.
+    """
+
+    queues: frozenset[str] = frozenset()
+    exchanges: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+
+    @classmethod
+    def matching(cls, patterns: Iterable[str]) -> Self:
+        """Allow the queues and exchanges whose names match a pattern."""
+        return cls(patterns=tuple(patterns))
+
+    @classmethod
+    def of_queues(cls, queues: Iterable[Queue]) -> Self:
+        """Allow these queues and every exchange that one of them is bound to."""
+        queues = tuple(queues)
+        sources = [
+            source
+            for queue in queues
+            for source in (queue.exchange, *(binding.exchange for binding in queue.bindings))
+        ]
+        return cls(
+            frozenset(queue.name for queue in queues),
+            frozenset(source.name for source in sources if source is not None and source.name),
+        )
+
+    def includes(self, exchange: str, routing_key: str) -> bool:
+        """Return whether a message may go to an exchange (empty: the default one) with a key."""
+        names, name = (self.exchanges, exchange) if exchange else (self.queues, routing_key)
+        return name in names or any(fnmatchcase(name, pattern) for pattern in self.patterns)

@@ -1,0 +1,119 @@
+"""The parts of kombu that are private or undocumented, each behind a function that says its use.
+
+When kombu moves one of them, tests/unit/test_upstream_kombu.py says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from queue import LifoQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from kombu import Connection, Consumer, Producer
+from kombu.resource import Resource
+from kombu.serialization import registry  # type: ignore[attr-defined]
+from kombu.utils import json
+
+__all__ = [
+    "LazyPool",
+    "consumed_queue_name",
+    "declared_entities",
+    "drop_connection",
+    "is_kombus_json",
+    "serialized",
+]
+
+
+def serialized(
+    producer: Producer,
+    body: Any,
+    headers: dict[str, Any],
+    *,
+    serializer: str | None = None,
+    content_type: str | None = None,
+    content_encoding: str | None = None,
+    compression: str | None = None,
+) -> tuple[Any, str, str]:
+    """Serialize and compress a body as :meth:`kombu.Producer.publish` does.
+
+    Args:
+        producer: The producer, whose serializer is the default.
+        body: What to send.
+        headers: The message's headers; compression adds one.
+        serializer: The name of kombu's serializer.
+        content_type: The type of a body that is serialized already.
+        content_encoding: The encoding of such a body.
+        compression: The name of kombu's compression.
+
+    Returns:
+        The body, its content type and its content encoding.
+    """
+    private: Any = producer
+    prepared: tuple[Any, str, str] = private._prepare(
+        body, serializer, content_type, content_encoding, compression, headers
+    )
+    return prepared
+
+
+def is_kombus_json(serializer: str | None) -> bool:
+    """Return whether a serializer is kombu's own JSON, and not another under that name."""
+    codec = registry._encoders.get(serializer)
+    return codec is not None and codec.encoder is json.dumps
+
+
+def declared_entities(connection: Connection) -> set[Any]:
+    """Return the set of what was declared on a connection; kombu empties it on a new one."""
+    declared: set[Any] = connection.declared_entities  # type: ignore[assignment]
+    return declared
+
+
+def drop_connection(connection: Connection, timeout: float = 0.1) -> None:
+    """Close a connection's socket without AMQP's handshake; the object can be opened again.
+
+    Args:
+        connection: The connection.
+        timeout: Seconds that closing may wait for the broker.
+    """
+    connection.collect(socket_timeout=timeout)
+
+
+def consumed_queue_name(consumer: Consumer, consumer_tag: str | None) -> str | None:
+    """Return the name of the queue that a consumer receives from under a consumer tag."""
+    private: Any = consumer
+    tags: Mapping[str, str] = private._active_tags
+    return next((name for name, tag in tags.items() if tag == consumer_tag), None)
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+
+
+class LazyPool(Resource, Generic[T]):
+    """A pool of kombu's that opens nothing before it is used.
+
+    Args:
+        make: Makes one more of what the pool holds.
+        limit: How many at most; None for a new one with every use.
+    """
+
+    _resource: LifoQueue[T]
+
+    def __init__(self, make: Callable[[], T], limit: int | None) -> None:
+        self._make = make
+        super().__init__(limit=limit)
+
+    def new(self) -> T:
+        """Make one more; kombu calls this."""
+        return self._make()
+
+    def setup(self) -> None:
+        """Fill the pool; kombu calls this at the end of its ``__init__``."""
+        for _ in range(self.limit or 0):
+            self._resource.put_nowait(self.new())
+
+    def collect_resource(self, resource: T) -> None:
+        """Close one; kombu calls this when the pool is closed."""
+        resource.close()

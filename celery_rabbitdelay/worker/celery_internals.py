@@ -1,0 +1,107 @@
+"""The parts of a running Celery worker that are private or undocumented.
+
+When Celery moves one of them, tests/unit/test_upstream_celery.py says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, tzinfo
+from typing import Any
+
+from celery.exceptions import InvalidTaskError
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from celery.worker.consumer.delayed_delivery import DelayedDelivery
+from kombu import Message
+from kombu.exceptions import ContentDisallowed, DecodeError
+
+from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
+
+__all__ = [
+    "DelayedDelivery",
+    "eta_of",
+    "has_event_loop",
+    "is_revoked",
+    "leave_out_delayed_delivery",
+    "lower_prefetch",
+    "name_of_queue",
+    "raise_prefetch",
+    "run_strategy",
+    "stop_watching",
+    "watch",
+    "write_pending_acknowledgements",
+]
+
+
+def leave_out_delayed_delivery(consumer: Any) -> None:
+    """Remove Celery's own bootstep, which would declare its native delayed delivery."""
+    consumer.steps[:] = [step for step in consumer.steps if not isinstance(step, DelayedDelivery)]
+
+
+def name_of_queue(consumer: Any, message: Message) -> str | None:
+    """Return the name of the queue that a worker has received a message from."""
+    return consumed_queue_name(consumer.task_consumer, message.delivery_info.get("consumer_tag"))
+
+
+def is_revoked(consumer: Any, task_id: str | None) -> bool:
+    """Return whether a worker was told not to run a task."""
+    return task_id in consumer.controller.state.revoked
+
+
+def raise_prefetch(consumer: Any) -> None:
+    """Have a worker receive one more message, as for each task that it holds."""
+    consumer.qos.increment_eventually()
+
+
+def lower_prefetch(consumer: Any) -> None:
+    """Take :func:`raise_prefetch` back."""
+    consumer.qos.decrement_eventually()
+
+
+def run_strategy(consumer: Any, message: Message, body: Any, strategy: Callable[[], Any]) -> None:
+    """Run a task's strategy outside of Celery's consumer, with the consumer's error handling."""
+    try:
+        strategy()
+    except (InvalidTaskError, ContentDisallowed) as invalid:
+        consumer.on_invalid_task(body, message, invalid)
+    except DecodeError as unreadable:
+        consumer.on_decode_error(message, unreadable)
+
+
+def has_event_loop(consumer: Any) -> bool:
+    """Return whether a worker has an event loop; with gevent and eventlet it has none."""
+    return consumer.hub is not None
+
+
+def watch(hub: Any, file_descriptor: int, callback: Callable[[], None]) -> None:
+    """Have an event loop call something when a file can be read."""
+    hub.add_reader(file_descriptor, callback)
+
+
+def stop_watching(consumer: Any, file_descriptor: int) -> None:
+    """Take :func:`watch` back, if the worker has an event loop."""
+    if has_event_loop(consumer):
+        consumer.hub.remove_reader(file_descriptor)
+
+
+def write_pending_acknowledgements(consumer: Any) -> None:
+    """Without an event loop, have a worker send the acknowledgements that it has put off.
+
+    Before 5.7, Celery would put them off until the broker happens to send something.
+    """
+    if not has_event_loop(consumer):
+        consumer.perform_pending_operations()
+
+
+def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
+    """Return the instant of a message's ``eta`` as Celery's requests read it, None if it is none.
+
+    Args:
+        value: The field of the message.
+        timezone: The application's; a naive instant is UTC all the same.
+    """
+    try:
+        instant = maybe_iso8601(value)
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return maybe_make_aware(instant, timezone) if isinstance(instant, datetime) else None

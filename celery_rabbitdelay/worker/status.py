@@ -1,0 +1,46 @@
+"""The control command ``rabbitdelay_status``: what a worker answers, and how to ask all workers.
+
+Celery's command line lists the control commands that its own process has imported, so the
+command group of this package imports this module, as a worker's bootsteps do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import celery
+from celery.worker.control import inspect_command
+from kombu import Connection
+
+from celery_rabbitdelay.modules.service import ModuleService
+
+__all__ = ["rabbitdelay_status", "status_of_workers"]
+
+#: The control command, by which ``celery inspect`` and ``control.broadcast`` call it.
+COMMAND: Final = "rabbitdelay_status"
+
+
+@inspect_command(name=COMMAND)
+def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
+    """Rates and backlog of the modules around the delay levels."""
+    services: list[ModuleService] = getattr(state.consumer.controller, "rabbitdelay_services", [])
+    return {each.module.name: each.statistics.status() for each in services}
+
+
+def status_of_workers(
+    app: celery.Celery, connection: Connection, timeout: float
+) -> dict[str, Mapping[str, Any]]:
+    """Ask all workers for the status of their modules.
+
+    Args:
+        app: The application.
+        connection: An open connection to its broker.
+        timeout: Seconds to wait for the answers.
+
+    Returns:
+        The answer of each worker by the worker's name: the counts of each module by the module's
+        name, or ``{"error": reason}`` where the worker has no such command.
+    """
+    answers = app.control.broadcast(COMMAND, reply=True, timeout=timeout, connection=connection)
+    return {worker: answer for each in answers or () for worker, answer in each.items()}

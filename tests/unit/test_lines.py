@@ -1,0 +1,78 @@
+"""Reading lines until the file ends, or until Ctrl-C is pressed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+from celery_rabbitdelay.command.lines import Lines
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def lines_of(path: Path, text: str) -> Iterator[Lines]:
+    path.write_text(text)
+    with path.open("rb") as file:
+        lines = Lines(file)
+        with lines.stopped_by_ctrl_c():
+            yield lines
+
+
+def test_a_file_is_read_to_its_end(tmp_path: Path) -> None:
+    with lines_of(tmp_path / "rows", '{"args": [1]}\nno JSON\n[2]') as lines:
+        assert list(lines) == [{"args": [1]}, "no JSON\n", [2]]
+    assert (lines.taken, lines.ended, lines.stopped) == (3, True, None)
+
+
+def test_ctrl_c_ends_the_rows(tmp_path: Path) -> None:
+    with lines_of(tmp_path / "rows", "1\n2\n3\n") as lines:
+        rows = iter(lines)
+        assert next(rows) == 1
+        press_ctrl_c()
+        assert not list(rows)
+    assert (lines.taken, lines.ended, lines.stopped) == (1, False, "interrupted")
+
+
+def test_ctrl_c_after_the_last_line_leaves_none_out(tmp_path: Path) -> None:
+    with lines_of(tmp_path / "rows", "1\n") as lines:
+        rows = iter(lines)
+        assert next(rows) == 1
+        press_ctrl_c()
+        assert not list(rows)
+    assert (lines.taken, lines.ended, lines.stopped) == (1, True, None)
+
+
+def test_ctrl_c_ends_the_wait_for_a_line() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as file, os.fdopen(writer, "wb"):
+        lines = Lines(file)
+        with lines.stopped_by_ctrl_c():
+            presses = Thread(target=press_ctrl_c)
+            presses.start()
+            assert not list(lines)
+            presses.join()
+    assert (lines.taken, lines.ended, lines.stopped) == (0, False, "interrupted")
+
+
+def test_a_second_ctrl_c_ends_what_is_done_with_the_lines(tmp_path: Path) -> None:
+    with lines_of(tmp_path / "rows", "1\n") as lines:
+        press_ctrl_c()
+        press_ctrl_c()
+        raise AssertionError("the second one has to end this")
+    assert lines.aborted
+    assert lines.stopped == "interrupted"
+
+
+def test_a_file_that_cannot_be_read_further_says_why() -> None:
+    with Path("/proc/self/mem").open("rb") as file:
+        lines = Lines(file)
+        assert not list(lines)
+    assert lines.stopped is not None
+    assert "/proc/self/mem cannot be read further: " in lines.stopped
