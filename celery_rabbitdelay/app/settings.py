@@ -117,6 +117,7 @@ class Settings:
         known = [setting.name for setting in fields(cls)]
         found = {}
         unread = {}
+        as_written: dict[str, str] = {}
         for key in configuration:
             name = _name(key, namespace)
             if name is None:
@@ -126,11 +127,17 @@ class Settings:
                 keys = ", ".join(PREFIX + name for name in known)
                 raise InvalidSetting(key, configuration[key], f"no such key; there are {keys}")
             found[name] = configuration[key]
+            as_written[PREFIX + name] = key
         for name in known:
             if name in unread and name not in found:
                 reason = f"the setting is not read from this key, write {_key(name, namespace)}"
                 raise InvalidSetting(unread[name], configuration[unread[name]], reason)
-        return cls(**found)
+        try:
+            return cls(**found)
+        except InvalidSetting as wrong:
+            # As the user has written it, for example CELERY_RABBITDELAY_TICK in Django's settings.
+            key = as_written.get(wrong.key, wrong.key)
+            raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
 
     def __post_init__(self) -> None:
         for name, takes in self.TAKES.items():

@@ -22,6 +22,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
 from tests.integration.modules import wait_until_served
+from tests.integration.publishing import GRACE
 from tests.integration.shop import PATIENCE, QUEUES
 from tests.integration.worker import Worker
 
@@ -292,7 +293,7 @@ def test_a_task_whose_confirm_does_not_come_raises_in_time(
             began = time.monotonic()
             with pytest.raises(PublishError) as caught:
                 shop.tasks["look"].apply_async(delay=3, **options)
-            assert time.monotonic() - began < timeout + 8
+            assert time.monotonic() - began < timeout + GRACE
             assert isinstance(caught.value, ConfirmTimeout | ConnectionLost)
     finally:
         private_rabbitmq.resume()

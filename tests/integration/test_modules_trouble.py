@@ -26,6 +26,11 @@ NEVER = {**OPEN, "rabbitdelay_declare": "never"}
 #: Messages that are on their way when the broker is in trouble.
 MESSAGES = 200
 
+#: The milliseconds after which each is due, so that some are whenever the trouble begins.
+DELAYS = [1_000 + 8_900 * number // MESSAGES for number in range(MESSAGES)]
+
+TEN_SECONDS: dict[str, Any] = {"rabbitdelay_layout": [("seconds", 10, 1), ("ms", 10, 0.1)]}
+
 
 @contextmanager
 def alarm(broker: RabbitMQServer) -> Iterator[None]:
@@ -67,14 +72,14 @@ def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
     target: Queue,
 ) -> None:
     """And no connection is given up, which would count as one delivery in vain each time."""
-    settings = {**OPEN, "rabbitdelay_confirm_timeout": 1}
+    settings = {**OPEN, **TEN_SECONDS, "rabbitdelay_confirm_timeout": 1}
     shop = make_shop(**settings)
     topology = shop.rabbitdelay.topology
     with Worker({**configuration, **settings}, [named(shop, "default")]) as worker:
         wait_until_served(worker)
         published = time.time()
-        for number in range(MESSAGES):
-            check_in(connection, shop, target.name, headers={"x-delay": 4000, "id": number})
+        for number, delay in enumerate(DELAYS):
+            check_in(connection, shop, target.name, headers={"x-delay": delay, "id": number})
         wait_until_waiting(connection, topology.checkin.name, 0)
         with alarm(private_rabbitmq):
             wait_until_blocked(private_rabbitmq)
@@ -85,7 +90,8 @@ def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
         arrivals = take(connection, [target], MESSAGES)
         assert "connects again" not in worker.log
     assert {arrival.message.headers["id"] for arrival in arrivals} == set(range(MESSAGES))
-    assert min(arrival.at for arrival in arrivals) >= published + 4
+    for arrival in arrivals:
+        assert arrival.at >= published + DELAYS[arrival.message.headers["id"]] / 1000
 
 
 def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
@@ -95,15 +101,16 @@ def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
     connection: Connection,
     target: Queue,
 ) -> None:
-    shop = make_shop(**OPEN)
+    settings = {**OPEN, **TEN_SECONDS}
+    shop = make_shop(**settings)
     topology = shop.rabbitdelay.topology
     # Celery itself waits without a bound when it closes a blocked connection, which is that of its
     # own events.
     silent = ("--without-gossip", "--without-mingle", "--without-heartbeat")
-    with Worker({**configuration, **OPEN}, [named(shop, "default")], *silent) as worker:
+    with Worker({**configuration, **settings}, [named(shop, "default")], *silent) as worker:
         wait_until_served(worker)
-        for number in range(MESSAGES):
-            check_in(connection, shop, target.name, headers={"x-delay": 3000, "id": number})
+        for number, delay in enumerate(DELAYS):
+            check_in(connection, shop, target.name, headers={"x-delay": delay, "id": number})
         wait_until_waiting(connection, topology.checkin.name, 0)
         with alarm(private_rabbitmq):
             wait_until_blocked(private_rabbitmq)
