@@ -23,6 +23,7 @@ DOCS = ROOT / "docs"
 SENDERS = DOCS / "reference" / "senders.md"
 NAMES = DOCS / "reference" / "names.md"
 API = DOCS / "reference" / "api.md"
+EXCEPTIONS = DOCS / "reference" / "exceptions.md"
 LAYOUT = DOCS / "how-to" / "layout.md"
 SETTINGS = DOCS / "reference" / "settings.md"
 
@@ -113,6 +114,17 @@ def test_the_page_of_the_api_has_every_public_name() -> None:
         public = set(module.__all__) - set(celery_rabbitdelay.exceptions.__all__) - {"__version__"}
         told = re.findall(directive.format(re.escape(module.__name__)), page, re.MULTILINE)
         assert set(told) == public
+
+
+def test_the_pages_are_plain_markdown_which_github_shows_as_sphinx_does() -> None:
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text()
+        assert not re.search(r"\{[\w:]+\}`", text), f"{page} has a role of Sphinx"
+        assert not re.search(r"^:{3,}|^\([\w-]+\)=$", text, re.MULTILINE), f"{page}: ::: or label"
+        assert not re.search(r"^: ", text, re.MULTILINE), f"{page} has a definition list"
+        directives = set(re.findall(r"^```\{([\w-]+)\}", text, re.MULTILINE))
+        allowed = {"toctree", "eval-rst"} if page in (API, EXCEPTIONS) else {"toctree"}
+        assert directives <= allowed, page
 
 
 def test_each_link_of_the_pages_on_top_leads_to_a_file() -> None:
