@@ -192,8 +192,8 @@ def test_the_error_of_a_user_without_permission_names_the_object(
 ) -> None:
     topology = Topology(prefix, SHORT)
     allowed, refused = topology.digit_queues[:2]
-    names = [exchange.name for exchange in (topology.guard, *topology.exchanges)]
-    names += [topology.undeliverable.name, allowed.name]
+    names = [exchange.name for exchange in (topology.identity.guard, *topology.exchanges)]
+    names += [topology.modules.undeliverable.name, allowed.name]
     url = restricted("^(" + "|".join(map(re.escape, names)) + ")$")
     with Connection(url) as connection:
         with pytest.raises(AccessRefused, match=f"queue '{re.escape(refused.name)}'"):
