@@ -9,7 +9,6 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
-from celery_rabbitdelay.levels.destination import Destination
 from celery_rabbitdelay.levels.layout import binary, clock, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
@@ -21,6 +20,7 @@ from celery_rabbitdelay.publishing.declaration import (
     missing,
     on_declared,
 )
+from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from tests.integration.arrivals import take
@@ -90,7 +90,7 @@ def test_a_process_that_died_while_declaring_leaves_nothing_that_looks_complete(
     connection: Connection, topology: Topology
 ) -> None:
     channel: Any = connection.default_channel
-    topology.guard(channel).declare()
+    topology.identity.guard(channel).declare()
     topology.exchanges[0](channel).declare()
 
     declare_if_missing(connection, topology)
