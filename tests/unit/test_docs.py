@@ -141,3 +141,13 @@ def test_contributing_names_each_target_of_make() -> None:
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"^\| `make ([a-z-]+)`", (ROOT / "CONTRIBUTING.md").read_text(), re.M))
     assert named == targets
+
+
+def test_read_the_code_names_files_that_exist() -> None:
+    root = TESTS.parent
+    page = (root / "docs" / "explanation" / "read_the_code.md").read_text()
+    files = re.findall(r"`([\w/]+\.py)`", page)
+    assert len(files) > 10
+    for file in files:
+        folder = root if file.startswith("tests/") else root / "celery_rabbitdelay"
+        assert (folder / file).is_file(), file
