@@ -7,8 +7,8 @@ unless the page has a file of that name.
 - ``python`` is executed, ``pycon`` is a doctest, in which any task id and any port will do.
 - ``console``: each command that follows a ``$`` has to end with status 0, and to print each line
   that is shown, with these numbers or others. ``celery worker`` runs until the page ends or
-  starts another one. ``make`` only says what it would do, and ``.venv/bin/pytest`` which tests it
-  would run; ``sudo`` does nothing by itself.
+  starts another one. ``make`` only says what it would do, and ``.venv/bin/pytest`` which tests of a
+  file it would run; ``sudo`` does nothing by itself.
 - ``json`` and ``toml`` are parsed. ``text`` is output or a drawing; directives are Sphinx's.
 
 A page says more in comments, which neither GitHub nor Sphinx shows, right above a block:
@@ -117,7 +117,10 @@ def test_the_code_of_a_page_does_what_the_page_says(
     own_files = [b.argument for b in blocks(REPOSITORY / page) if b.action == "file"]
     if "shop.py" not in own_files:
         shutil.copy(APPLICATION, folder / "shop.py")
-    collect = f'cd {REPOSITORY} && exec {shlex.quote(sys.executable)} -m pytest --co -q "$@"'
+    collect = f"""
+        cd {REPOSITORY}
+        [ -d "$1" ] || exec {shlex.quote(sys.executable)} -m pytest --co -q "$@"
+    """
     _program(folder / ".venv" / "bin" / "pytest", collect)
     done = subprocess.run(
         [sys.executable, "-m", "tests.documentation.run", str(REPOSITORY / page)],
