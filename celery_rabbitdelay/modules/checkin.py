@@ -51,7 +51,7 @@ class CheckIn:
         """Return what to publish for a message.
 
         Raises:
-            UnprocessableMessage: Its delay is invalid, or its destination is invalid or not allowed.
+            UnprocessableMessage: Its delay or destination is invalid, or not allowed.
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
