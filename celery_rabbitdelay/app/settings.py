@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeGuard, get_args
 
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
+from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
-from celery_rabbitdelay.levels.topology import QueueType, Topology
+from celery_rabbitdelay.levels.topology import Topology
 
 __all__ = ["MODULES", "Settings", "checked_modules", "checked_seconds"]
 

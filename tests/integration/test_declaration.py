@@ -16,7 +16,6 @@ from celery_rabbitdelay.exceptions import (
     TopologyIncomplete,
     TopologyNotEmpty,
 )
-from celery_rabbitdelay.levels.destination import Destination
 from celery_rabbitdelay.levels.layout import binary, clock, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
@@ -29,6 +28,7 @@ from celery_rabbitdelay.publishing.declaration import (
     missing,
     on_declared,
 )
+from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer
@@ -99,7 +99,7 @@ def test_a_process_that_died_while_declaring_leaves_nothing_that_looks_complete(
     connection: Connection, topology: Topology
 ) -> None:
     channel: Any = connection.default_channel
-    topology.guard(channel).declare()
+    topology.identity.guard(channel).declare()
     topology.exchanges[0](channel).declare()
 
     declare_if_missing(connection, topology)
@@ -192,8 +192,8 @@ def test_the_error_of_a_user_without_permission_names_the_object(
 ) -> None:
     topology = Topology(prefix, SHORT)
     allowed, refused = topology.digit_queues[:2]
-    names = [exchange.name for exchange in (topology.guard, *topology.exchanges)]
-    names += [topology.undeliverable.name, allowed.name]
+    names = [exchange.name for exchange in (topology.identity.guard, *topology.exchanges)]
+    names += [topology.modules.undeliverable.name, allowed.name]
     url = restricted("^(" + "|".join(map(re.escape, names)) + ")$")
     with Connection(url) as connection:
         with pytest.raises(AccessRefused, match=f"queue '{re.escape(refused.name)}'"):

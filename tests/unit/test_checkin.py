@@ -27,8 +27,9 @@ def message(exchange: str = "t.checkin", key: str = "q", **options: Any) -> amqp
 
 
 @pytest.fixture
-def receive() -> Callable[[amqp.Message], Outgoing]:
-    module = CheckIn(TOPOLOGY, lambda exchange, key: not key.startswith("secret"), lambda: NOW)
+def receive(monkeypatch: pytest.MonkeyPatch) -> Callable[[amqp.Message], Outgoing]:
+    monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000)
+    module = CheckIn(TOPOLOGY, lambda exchange, key: not key.startswith("secret"))
 
     def receive(received: amqp.Message) -> Outgoing:
         (outgoing,) = module.receive(received)
@@ -85,7 +86,7 @@ def test_a_delay_above_the_capacity_meditates_and_comes_back(receive: Any) -> No
         ({"application_headers": {"x-delay": 1, headers.EXCHANGE: 5}}, "not an exchange's name"),
         ({"content_type": CONTENT_TYPE, "application_headers": {"x-delay": 1}}, "an envelope"),
         ({"key": "secret"}, "may not reach"),
-        ({"exchange": "t.meditated"}, "has meditated, but"),
+        ({"exchange": "t.meditated"}, "from meditation, but"),
     ],
 )
 def test_what_is_hostile_is_refused_in_few_words(

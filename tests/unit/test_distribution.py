@@ -40,5 +40,5 @@ def test_an_envelope_of_which_one_message_goes_nowhere_is_refused_whole() -> Non
     envelope = letter(Item(b"one", known), Item(b"two", {names.EXCHANGE: ""}))
     outgoing = distribute(envelope)
 
-    with pytest.raises(Refused, match="does not say where it goes"):
+    with pytest.raises(Refused, match="destination is missing"):
         next(outgoing)
