@@ -33,11 +33,11 @@ __all__ = [
     "NoPublisherFree",
     "PublishError",
     "RabbitDelayError",
-    "Refused",
     "RowsNotConfirmed",
     "TopologyIncomplete",
     "TopologyNotEmpty",
     "UnknownOption",
+    "UnprocessableMessage",
 ]
 
 
@@ -312,7 +312,7 @@ class InvalidEnvelope(RabbitDelayError, ValueError):
     """An envelope cannot be read, or holds more than it may."""
 
 
-class Refused(RabbitDelayError):
+class UnprocessableMessage(RabbitDelayError):
     """A module cannot do anything with a message; it goes to ``undeliverable``.
 
     Attributes:
