@@ -12,8 +12,7 @@ Importing this module imports neither Celery nor Redis::
 
 from __future__ import annotations
 
-from celery_rabbitdelay.levels.destination import Destination, resolve
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import strip
 from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Route, Topology
@@ -25,6 +24,7 @@ from celery_rabbitdelay.publishing.declaration import (
     missing,
     on_declared,
 )
+from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.pool import PublisherPool
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher

@@ -41,12 +41,11 @@ from celery_rabbitdelay.app.celery_internals import (
     task_class,
 )
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.options import refuse_options_of_later_versions
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions, refuse_two_times
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.levels.due import refuse_two
-from celery_rabbitdelay.levels.place_value import Delay, milliseconds, tolerated
+from celery_rabbitdelay.levels.delay import Delay, milliseconds, tolerance_milliseconds
 
 __all__ = ["Celery", "install"]
 
@@ -156,8 +155,8 @@ class Celery(celery.Celery):
             takeover = self.rabbitdelay.settings.takeover
             options = translate_delays(options, "countdown" if takeover else "delay")
         if delay is not None:
-            refuse_two(delay, countdown, eta)
-        tolerance_ms = tolerated(tolerance)
+            refuse_two_times(delay, countdown, eta)
+        tolerance_ms = tolerance_milliseconds(tolerance)
 
         def send(
             countdown: Any, eta: Any, producer: Any = producer, connection: Any = connection
@@ -198,11 +197,11 @@ class Celery(celery.Celery):
                 with_eta = EtaProducer(acquired, countdown, eta)
                 return send(None, None, producer=with_eta, connection=None)
         due = self.rabbitdelay.due(delay, countdown, eta, tolerance_ms)
-        if due.is_over:
+        if due.is_past:
             return send(None, None)
         settings = self.rabbitdelay.settings
         if "check-in" not in settings.modules:
-            settings.topology.layout.check(due.delay_ms)
+            settings.topology.layout.check_capacity(due.delay_ms)
         with self.rabbitdelay.publisher(callers_connection) as publisher:
             is_retry = bool(options.get("retries"))
             ours = DelayedTaskProducer(publisher, settings, self.amqp, due, is_retry, came_from)

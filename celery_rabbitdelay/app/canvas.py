@@ -16,7 +16,7 @@ from celery.canvas import Signature
 
 from celery_rabbitdelay.app.celery_internals import copied_as
 from celery_rabbitdelay.app.options import refuse_options_of_later_versions
-from celery_rabbitdelay.levels.place_value import milliseconds
+from celery_rabbitdelay.levels.delay import milliseconds
 
 __all__ = [
     "BODY_DELAY_IS_RESTORED",

@@ -14,14 +14,13 @@ from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay.app.celery_internals import aware
-from celery_rabbitdelay.app.options import refuse_options_of_later_versions
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions, refuse_two_times
 from celery_rabbitdelay.app.rows import Report, Row
 from celery_rabbitdelay.app.send_many import RowSender
 from celery_rabbitdelay.app.send_one_by_one import send_one_by_one
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType, UnknownOption
-from celery_rabbitdelay.levels.due import Due, refuse_two
-from celery_rabbitdelay.levels.place_value import Delay, tolerated
+from celery_rabbitdelay.levels.delay import Delay, Due, tolerance_milliseconds
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
 from celery_rabbitdelay.publishing.pool import PublisherPool
@@ -173,7 +172,7 @@ class RabbitDelay:
         _refuse_options_of_a_row(options)
         if envelopes is None:
             envelopes = "distribution" in self.settings.modules
-        tolerance_ms = tolerated(tolerance)
+        tolerance_ms = tolerance_milliseconds(tolerance)
         registered: Any = self.app.tasks.get(task) if isinstance(task, str) else task
         if (
             not self.is_available(connection)
@@ -189,7 +188,7 @@ class RabbitDelay:
 
         def due_of(row: Row) -> Due:
             if row.delay is not None:
-                refuse_two(row.delay, None, row.eta)
+                refuse_two_times(row.delay, None, row.eta)
             return self.due(row.delay, None, row.eta, tolerance_ms)
 
         with self.publisher(connection) as publisher:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.layout import Layout
 
 __all__ = ["Group", "Grouper"]
@@ -103,7 +103,8 @@ class Grouper:
             wait_ms = max(wait_ms, min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS))
         self._until_ns = min(self._until_ns, now_ns + wait_ms * _NS_PER_MS)
         ahead_ms = max(-((self._reference_ns - due.at_ns) // _NS_PER_MS), 0)
-        ticks = -(-self._layout.eased(ahead_ms, due.tolerance_ms, shared=True) // tick_ms)
+        shared_ms = self._layout.with_fewest_stops(ahead_ms, due.tolerance_ms, coarsest=True)
+        ticks = -(-shared_ms // tick_ms)
         if len(item) >= MAX_GROUP_BYTES and ticks in self._groups:
             # A message of this size has a group of its own: an envelope may not hold more.
             ready.append(self._groups.pop(ticks))

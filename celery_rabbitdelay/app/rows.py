@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.app.options import refuse_options_of_later_versions
 from celery_rabbitdelay.exceptions import InvalidRow
-from celery_rabbitdelay.levels.place_value import Delay
+from celery_rabbitdelay.levels.delay import Delay
 
 __all__ = ["MAX_ERRORS", "PROGRESS_INTERVAL", "Report", "Row", "checked_row"]
 

@@ -33,7 +33,7 @@ from celery_rabbitdelay.exceptions import (
     PublishError,
     RowsNotConfirmed,
 )
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import MAX_WORD
 from celery_rabbitdelay.publishing.publication import Publication
@@ -181,7 +181,7 @@ class RowSender:
     def _call(self, row: Row) -> Call:
         due = self._due_of(row)
         if "check-in" not in self._settings.modules:
-            self._settings.topology.layout.check(due.delay_ms)
+            self._settings.topology.layout.check_capacity(due.delay_ms)
         args, kwargs = row.args or (), row.kwargs or {}
         if not isinstance(args, list | tuple):
             raise InvalidRow(row, "takes a list or a tuple of arguments")

@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeGuard, get_args
 
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
+from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
-from celery_rabbitdelay.levels.topology import QueueType, Topology
+from celery_rabbitdelay.levels.topology import Topology
 
 __all__ = ["MODULES", "Settings", "checked_modules", "checked_seconds"]
 
@@ -117,6 +118,7 @@ class Settings:
         known = [setting.name for setting in fields(cls)]
         found = {}
         unread = {}
+        as_written: dict[str, str] = {}
         for key in configuration:
             name = _name(key, namespace)
             if name is None:
@@ -126,11 +128,17 @@ class Settings:
                 keys = ", ".join(PREFIX + name for name in known)
                 raise InvalidSetting(key, configuration[key], f"no such key; there are {keys}")
             found[name] = configuration[key]
+            as_written[PREFIX + name] = key
         for name in known:
             if name in unread and name not in found:
                 reason = f"the setting is not read from this key, write {_key(name, namespace)}"
                 raise InvalidSetting(unread[name], configuration[unread[name]], reason)
-        return cls(**found)
+        try:
+            return cls(**found)
+        except InvalidSetting as wrong:
+            # As the user has written it, for example CELERY_RABBITDELAY_TICK in Django's settings.
+            key = as_written.get(wrong.key, wrong.key)
+            raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
 
     def __post_init__(self) -> None:
         for name, takes in self.TAKES.items():

@@ -13,7 +13,7 @@ import celery
 from celery.exceptions import Reject
 
 from celery_rabbitdelay.app.canvas import DelayingSignature
-from celery_rabbitdelay.app.options import refuse_options_of_later_versions
+from celery_rabbitdelay.app.options import refuse_options_of_later_versions, refuse_two_times
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
@@ -21,8 +21,7 @@ from celery_rabbitdelay.exceptions import (
     MessageNacked,
     NoPublisherFree,
 )
-from celery_rabbitdelay.levels.due import refuse_two
-from celery_rabbitdelay.levels.place_value import Delay, milliseconds
+from celery_rabbitdelay.levels.delay import Delay, milliseconds
 
 __all__ = ["DelayingTask"]
 
@@ -93,7 +92,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         if delay is not None:
             app: Any = self.app
             if app.conf.task_always_eager:
-                refuse_two(delay, options.get("countdown"), options.get("eta"))
+                refuse_two_times(delay, options.get("countdown"), options.get("eta"))
                 options["countdown"] = milliseconds(delay) / 1000
                 if options["countdown"] > 0:
                     why = "with task_always_eager, the task runs at once"
@@ -128,7 +127,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         """
         refuse_options_of_later_versions(options)
         if delay is not None:
-            refuse_two(delay, countdown, eta)
+            refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
             options["delay"] = delay
         try:

@@ -16,7 +16,7 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
 from celery_rabbitdelay.publishing.message import PERSISTENT, body_of

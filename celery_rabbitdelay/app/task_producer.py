@@ -9,8 +9,8 @@ from celery.app.amqp import AMQP
 from kombu import Exchange, Producer, Queue
 
 from celery_rabbitdelay.app.settings import Settings, checked_seconds
-from celery_rabbitdelay.levels.destination import Destination, resolve
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.policy import RESENDS
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher

@@ -17,7 +17,7 @@ from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, j
 from celery_rabbitdelay.command.lines import INTERRUPTED, Lines
 from celery_rabbitdelay.command.progress_bar import progress_bar
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RowsNotConfirmed
-from celery_rabbitdelay.levels.place_value import tolerated
+from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 
 __all__ = ["send"]
 
@@ -36,7 +36,7 @@ STOPPED_BY_CTRL_C: Final = 130
 
 def _checked_tolerance(_: click.Context, __: click.Parameter, seconds: float) -> float:
     try:
-        tolerated(seconds)
+        tolerance_milliseconds(seconds)
     except InvalidDelay as error:
         raise click.BadParameter(str(error)) from error
     return seconds

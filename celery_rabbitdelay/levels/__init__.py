@@ -1,9 +1,9 @@
-"""The idea: a delay is a number, each digit of it is a level, and each digit is a queue with a TTL.
+"""The idea: a delay is a number, each place of it is a level, each digit a queue with a TTL.
 
-Everything here is a value: nothing opens a connection, and nothing knows of Celery. It comes in
-when it says how a delay is written, where a message waits, or what its keys and headers mean.
+Everything here is a value: nothing opens a connection, and nothing knows of Celery. Code belongs
+here if it says how a delay is written, where a message waits, or what its key and headers mean.
 
-Read :mod:`~celery_rabbitdelay.levels.delay` (a delay and its due time), then ``layout`` (the
-digits), ``routing_key``, ``topology`` (exchanges, queues and bindings), and then what lies beside
-the levels: ``headers`` and ``destination``.
+Read ``delay`` (delays and due times), ``layout`` (the digits), ``routing_key``, ``topology`` (the
+levels on the broker, and the route of a message), ``entities`` (how queues and exchanges are
+declared, and which stand beside the levels) and ``headers``.
 """

@@ -1,13 +1,7 @@
-"""Layouts: which levels a delay is written in. Pure description; opens no connection.
+"""Layouts: the levels that a delay is written in, and its digits.
 
-A layout is a list of levels, highest first, and the way a zero digit is passed. Each level follows
-from a (unit, base, multiple): everything else, such as times to live, queues and capacity, follows
-from that. Four of them have names::
-
-    clock()                                        days, hours, minutes, seconds, tenths
-    binary()                                       28 levels of one bit
-    geometric(factor=10, levels=9)                 levels of factor N
-    custom([("hours", 24, 3600), ("minutes", 60, 60), ("seconds", 60, 1)])
+A layout is a list of levels, highest first, and a way to pass zero digits. A level is one digit:
+a unit, a multiple of it, and a base. Names, times to live, queues and capacity follow from these.
 """
 
 from __future__ import annotations
@@ -18,17 +12,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, Literal, TypeAlias, get_args
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
-from celery_rabbitdelay.levels.place_value import (
-    Delay,
-    digits,
-    fewest_digits,
-    milliseconds,
-    place_values,
-    roundest,
-)
+from celery_rabbitdelay.levels.delay import Delay, milliseconds
 
 __all__ = ["Layout", "Level", "Zeros", "binary", "clock", "custom", "geometric"]
 
@@ -37,22 +25,16 @@ __all__ = ["Layout", "Level", "Zeros", "binary", "clock", "custom", "geometric"]
 #: exchange-to-exchange bindings).
 Zeros: TypeAlias = Literal["bind", "skip", "queue"]
 
-#: Milliseconds of the units that levels and queues are counted in.
-UNITS: Final[dict[str, int]] = {
-    "days": 86_400_000,
-    "hours": 3_600_000,
-    "minutes": 60_000,
-    "seconds": 1_000,
-    "ms": 1,
-}
-
-_UNIT_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,50}")
+#: The units that levels and queues are counted in, in milliseconds; ``custom`` may add others.
+UNITS: Final = {"days": 86_400_000, "hours": 3_600_000, "minutes": 60_000, "seconds": 1000, "ms": 1}
 
 #: RabbitMQ refuses an ``x-message-ttl`` above ten years, in milliseconds (measured on 3.10 to 4.3).
 MAX_TTL: Final = 315_360_000_000
 
 #: Bytes of a routing key that digits may take; the destination needs the rest of AMQP's 255.
 MAX_DIGITS_LENGTH: Final = 120
+
+_UNIT_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,50}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +78,7 @@ class Layout:
         zeros: How a zero digit is passed.
 
     Raises:
-        InvalidLayout: No level; a base below 2; place values that do not follow from each other;
-            two levels whose queues would share a name; a time to live above ten years.
+        InvalidLayout: The levels are not a place-value system, or RabbitMQ cannot hold them.
     """
 
     name: str
@@ -115,20 +96,15 @@ class Layout:
             yield f"zeros = {self.zeros!r}; takes one of {', '.join(get_args(Zeros))}"
         for level in self.levels:
             if level.base < 2 or level.multiple < 1 or level.unit_ms < 1:
-                yield (
-                    f"level {level.name}: takes a base of at least 2 and a place value of at "
-                    "least 1 ms"
-                )
-            if (level.base - 1) * level.place_ms > MAX_TTL:
-                yield (
-                    f"level {level.name}: its highest queue would hold messages for "
-                    f"{(level.base - 1) * level.place_ms} ms, RabbitMQ's bound is {MAX_TTL} ms"
-                )
-        for higher, lower in zip(self.levels, self.levels[1:], strict=False):
+                yield f"level {level.name}: takes a base of at least 2 and a unit of at least 1 ms"
+            ttl = (level.base - 1) * level.place_ms
+            if ttl > MAX_TTL:
+                yield f"level {level.name}: needs a TTL of {ttl} ms, RabbitMQ's bound is {MAX_TTL}"
+        for higher, lower in pairwise(self.levels):
             if higher.place_ms != lower.place_ms * lower.base:
                 yield (
-                    f"one {higher.name} is {higher.place_ms} ms, but {lower.base} counts of "
-                    f"{lower.name} are {lower.place_ms * lower.base} ms; they have to be equal"
+                    f"one {higher.name} is {higher.place_ms} ms, but {lower.base} of {lower.name} "
+                    f"are {lower.place_ms * lower.base} ms; they have to be equal"
                 )
         names = [level.queue_name(digit) for level in self.levels for digit in range(1, level.base)]
         if len(set(names)) != len(names):
@@ -142,15 +118,19 @@ class Layout:
         return tuple(level.base for level in self.levels)
 
     @cached_property
+    def places_ms(self) -> tuple[int, ...]:
+        """What one count of each level is worth in milliseconds, highest first."""
+        return tuple(level.place_ms for level in self.levels)
+
+    @cached_property
     def tick_ms(self) -> int:
         """The resolution in milliseconds: what one count of the lowest level is worth."""
-        return self.levels[-1].place_ms
+        return self.places_ms[-1]
 
     @cached_property
     def capacity_ms(self) -> int:
         """The largest delay that one pass through the levels can express, in milliseconds."""
-        highest = self.levels[0]
-        return highest.place_ms * highest.base - self.tick_ms
+        return self.places_ms[0] * self.bases[0] - self.tick_ms
 
     @cached_property
     def fingerprint(self) -> str:
@@ -159,111 +139,79 @@ class Layout:
         text = json.dumps([levels, self.zeros])
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
-    def digits(self, delay: Delay) -> tuple[int, ...]:
-        """Write a delay in this layout, rounded up to ticks; zero or less is all zeros.
-
-        Raises:
-            DelayTooLong: The delay is above the capacity.
-            InvalidDelay: It is not a finite number.
-            InvalidDelayType: It is not a number and not a timedelta.
-        """
-        return self.digits_of_milliseconds(milliseconds(delay))
-
-    def digits_of_milliseconds(self, delay_ms: int) -> tuple[int, ...]:
-        """The same for a whole number of milliseconds."""
-        self.check(delay_ms)
-        return digits(-(-max(delay_ms, 0) // self.tick_ms), self.bases)
-
-    def eased(self, delay_ms: int, tolerance_ms: int, *, shared: bool = False) -> int:
-        """Return the delay with the fewest stops, of those that are at most so much longer.
-
-        Args:
-            delay_ms: A delay in milliseconds; one that is negative or above the capacity stays.
-            tolerance_ms: How much longer it may be, in milliseconds.
-            shared: Whether, of several, it is the one that most other delays become as well, and
-                not the shortest.
-        """
-        lowest = -(-delay_ms // self.tick_ms)
-        highest = (delay_ms + tolerance_ms) // self.tick_ms
-        if highest <= lowest or not 0 < delay_ms <= self.capacity_ms:
-            return delay_ms
-        choose = roundest if shared else fewest_digits
-        return choose(lowest, highest, self.bases) * self.tick_ms
-
-    def check(self, delay_ms: int) -> None:
-        """Refuse a delay that does not fit.
-
-        Raises:
-            DelayTooLong: The delay is above the capacity.
-        """
+    def check_capacity(self, delay_ms: int) -> None:
+        """Refuse a delay above the capacity, with :class:`DelayTooLong`."""
         if delay_ms > self.capacity_ms:
             raise DelayTooLong(delay_ms, self.capacity_ms)
 
+    def digits(self, delay_ms: int) -> tuple[int, ...]:
+        """Write a delay of at most the capacity, rounded up to ticks; zero or less is all zeros."""
+        self.check_capacity(delay_ms)
+        # The divisions round down; with all but a millisecond of a tick added, that is up.
+        rest = max(delay_ms + self.tick_ms - 1, 0)
+        digits = []
+        for place_ms in self.places_ms:
+            digit, rest = divmod(rest, place_ms)
+            digits.append(digit)
+        return tuple(digits)
+
+    def with_fewest_stops(self, delay_ms: int, tolerance_ms: int, *, coarsest: bool = False) -> int:
+        """Return the delay in the range [delay, delay + tolerance] that has the fewest stops.
+
+        A message stops once for each non-zero digit. Rounding a delay up to a multiple of a place
+        value clears all digits below, so the result is among these multiples: the shortest of those
+        with the fewest stops, or else the ``coarsest``, which most other delays are rounded to.
+        """
+        longest_ms = min(delay_ms + tolerance_ms, self.capacity_ms)
+        multiples = (-(-delay_ms // place_ms) * place_ms for place_ms in self.places_ms)
+        in_range = [multiple for multiple in multiples if multiple <= longest_ms]
+        if delay_ms <= 0 or not in_range:
+            return delay_ms
+        if coarsest:
+            return in_range[0]
+        return min(reversed(in_range), key=lambda multiple: sum(map(bool, self.digits(multiple))))
+
 
 def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:
-    """Days, hours, minutes, seconds and ticks: 180 queues and 4,000 days at the default tick.
-
-    Args:
-        tick: The resolution: 1, 0.1, 0.01 or 0.001 seconds.
-        zeros: How a zero digit is passed.
-    """
+    """Days, hours, minutes, seconds and ticks: 180 queues and 4,000 days at the default tick."""
     tick_ms = milliseconds(tick)
     if tick_ms not in (1, 10, 100, 1000):
         raise InvalidLayout(f"the clock takes a tick of 1, 0.1, 0.01 or 0.001 s, not {tick!r}")
-    thousands_of_days = Level("days", 1000, 4, UNITS["days"])
-    days = [Level("days", multiple, 10, UNITS["days"]) for multiple in (100, 10, 1)]
-    hours = Level("hours", 1, 24, UNITS["hours"])
-    minutes = Level("minutes", 1, 60, UNITS["minutes"])
-    seconds = Level("seconds", 1, 60, UNITS["seconds"])
-    fractions = [Level("ms", multiple, 10, 1) for multiple in (100, 10, 1) if multiple >= tick_ms]
-    return Layout("clock", (thousands_of_days, *days, hours, minutes, seconds, *fractions), zeros)
+    counts = [("days", 1000, 4), ("days", 100, 10), ("days", 10, 10), ("days", 1, 10)]
+    counts += [("hours", 1, 24), ("minutes", 1, 60), ("seconds", 1, 60)]
+    counts += [("ms", multiple, 10) for multiple in (100, 10, 1) if multiple >= tick_ms]
+    return Layout("clock", tuple(Level(*count, UNITS[count[0]]) for count in counts), zeros)
 
 
 def binary(tick: Delay = 0.1, levels: int = 28, zeros: Zeros = "bind") -> Layout:
-    """Levels of one bit each, as in NServiceBus and in Celery's native delayed delivery.
-
-    Args:
-        tick: The resolution: what the lowest bit is worth, in seconds.
-        levels: How many bits.
-        zeros: How a zero digit is passed.
-    """
-    return _uniform("binary", tick, base=2, count=levels, zeros=zeros)
+    """Levels of one bit each, as in NServiceBus; the lowest is worth ``tick`` seconds."""
+    return _uniform("binary", tick, 2, levels, zeros)
 
 
 def geometric(
     tick: Delay = 0.1, factor: int = 10, levels: int = 9, zeros: Zeros = "bind"
 ) -> Layout:
-    """Levels of factor N: a number in base ``factor``.
-
-    Args:
-        tick: The resolution: what the lowest digit's one is worth, in seconds.
-        factor: The base of every digit.
-        levels: How many digits.
-        zeros: How a zero digit is passed.
-    """
-    return _uniform("geometric", tick, base=factor, count=levels, zeros=zeros)
+    """Levels of base ``factor`` each; one count of the lowest is worth ``tick`` seconds."""
+    return _uniform("geometric", tick, factor, levels, zeros)
 
 
 def custom(levels: Iterable[tuple[str, int, Delay]], zeros: Zeros = "bind") -> Layout:
-    """Levels of your own, highest first.
+    """Levels of your own, highest first, each a (name, base, unit).
 
-    Args:
-        levels: A (name, base, unit) each: what the level's queues are counted in, how many values
-            its digit takes, and what one count is worth, in seconds or as a timedelta. A unit of
-            ten days may be called "days": it is then the level ``days.x10``.
-        zeros: How a zero digit is passed.
+    These are what the level's queues are counted in, how many values its digit takes, and what one
+    count is worth, in seconds or as a timedelta. A level named "days" with a unit of ten days has
+    the exchange ``days.x10``.
     """
-    triples = list(levels)
-    for triple in triples:
-        if len(triple) != 3:
-            raise InvalidLayout(f"level {triple!r}: takes a (name, base, unit)")
-    return Layout("custom", tuple(_custom_level(*triple) for triple in triples), zeros)
+    return Layout("custom", tuple(map(_custom_level, levels)), zeros)
 
 
-def _custom_level(name: str, base: int, unit: Delay) -> Level:
-    place_ms = milliseconds(unit)
+def _custom_level(triple: tuple[str, int, Delay]) -> Level:
+    if len(triple) != 3:
+        raise InvalidLayout(f"level {triple!r}: takes a (name, base, unit)")
+    name, base, unit = triple
     if not isinstance(name, str) or not _UNIT_NAME.fullmatch(name):
         raise InvalidLayout(f"level {name!r}: takes a name of up to 50 letters, digits, - and _")
+    place_ms = milliseconds(unit)
     unit_ms = UNITS.get(name, place_ms)
     if place_ms < 1 or place_ms % unit_ms:
         raise InvalidLayout(f"level {name!r}: {unit!r} is not a whole number of {name}")
@@ -272,12 +220,8 @@ def _custom_level(name: str, base: int, unit: Delay) -> Level:
 
 def _uniform(name: str, tick: Delay, base: int, count: int, zeros: Zeros) -> Layout:
     tick_ms = milliseconds(tick)
-    unit = "seconds" if tick_ms % UNITS["seconds"] == 0 else "ms"
-    return Layout(
-        name,
-        tuple(
-            Level(unit, value * tick_ms // UNITS[unit], base, UNITS[unit])
-            for value in place_values([base] * count)
-        ),
-        zeros,
-    )
+    unit = "ms" if tick_ms % UNITS["seconds"] else "seconds"
+    lowest = tick_ms // UNITS[unit]
+    places = reversed(range(count))
+    levels = (Level(unit, lowest * base**place, base, UNITS[unit]) for place in places)
+    return Layout(name, tuple(levels), zeros)

@@ -1,7 +1,7 @@
-"""Routing keys: the digits of a delay and the destination, a word each. Pure.
+"""Routing keys: a word for each digit of the delay, then a word for the destination.
 
-A message keeps its key on the whole way, and each exchange of the levels looks at its own word
-alone. With several shards, the shard's word comes first::
+A message keeps its key until it is delivered; each level's exchange looks at its own digit alone.
+With several shards, the shard's word comes first::
 
     0.0.0.3.7.45.30.0.celery       3 days, 7:45:30, to the queue ``celery``
     s2.0.0.0.3.7.45.30.0.celery    the same in the third of several shards
@@ -19,11 +19,10 @@ from urllib.parse import unquote
 
 __all__ = ["DISTRIBUTION", "RoutingKeys", "decode_destination", "encode_destination"]
 
-#: The word of a routing key that stands for the module that distributes, and for no queue:
-#: :func:`encode_destination` never makes it.
+#: The destination that stands for the distribution module; its word is not encoded.
 DISTRIBUTION: Final = "%distribution"
 
-#: The longest queue name that stands in the routing key as it is; a longer one is hashed.
+#: The longest word for a queue, in bytes; a longer one is hashed.
 MAX_WORD_LENGTH: Final = 120
 
 _SPECIAL = re.compile(r"[.*#%]")
@@ -41,14 +40,10 @@ class RoutingKeys(NamedTuple):
     shards: int = 1
 
     def key(self, shard: int, digits: Iterable[int], destination: str) -> str:
-        """Return the key of a message.
-
-        Args:
-            shard: Its shard.
-            digits: The digits of its delay, those of all levels.
-            destination: The name of the queue that gets it, or :data:`DISTRIBUTION`.
-        """
-        return ".".join((*self.shard_words(shard), *map(str, digits), _word(destination)))
+        """Return the key of a message to a queue, or to :data:`DISTRIBUTION`."""
+        return ".".join(
+            (*self.shard_words(shard), *map(str, digits), encode_destination(destination))
+        )
 
     def pattern(self, shard: int, level: int, *digits: int) -> str:
         """Return the topic pattern of a shard's keys that have ``digits`` from a level on."""
@@ -57,22 +52,21 @@ class RoutingKeys(NamedTuple):
     def destination_pattern(self, destination: str) -> str:
         """Return the exact pattern of all keys of a destination."""
         words = ["*"] * (len(self.shard_words(0)) + self.levels)
-        return ".".join((*words, _word(destination)))
+        return ".".join((*words, encode_destination(destination)))
 
     def digits(self, key: str) -> tuple[str, ...] | None:
-        """Return the digits in a key; None where it is none of these."""
-        shard, digits = self.shard_words(0), key.split(".")[:-1]
-        digits = digits[len(shard) :]
+        """Return the digits in a key; None if it is not a key of this topology."""
+        digits = key.split(".")[len(self.shard_words(0)) : -1]
         return tuple(digits) if len(digits) == self.levels else None
 
     def shard(self, task_id: str) -> int:
-        """Return the shard of a task, always the same one."""
-        # Half a character is no UTF-8, but an id may have it all the same.
-        written = task_id.encode("utf-8", "surrogatepass")
-        return zlib.crc32(written) % self.shards if self.shards > 1 else 0
+        """Return the shard of a task: always the same one for the same id."""
+        # An id may hold half of a surrogate pair, which strict UTF-8 refuses.
+        encoded = task_id.encode("utf-8", "surrogatepass")
+        return zlib.crc32(encoded) % self.shards if self.shards > 1 else 0
 
     def shard_words(self, shard: int) -> tuple[str, ...]:
-        """Return what names a shard, in keys and in names: nothing where there is only one."""
+        """Return the word for a shard in keys and names; none where there is only one."""
         return (f"s{shard}",) if self.shards > 1 else ()
 
 
@@ -80,10 +74,11 @@ class RoutingKeys(NamedTuple):
 def encode_destination(name: str) -> str:
     """Return a queue's name as one word of a routing key, different for different names.
 
-    Dots would make several words of it, ``*`` and ``#`` are wildcards, and AMQP allows a routing
-    key 255 bytes: ``daily.reports`` becomes ``daily%2Ereports``, a name of more than 120 bytes
-    becomes ``%~`` and its SHA-256.
+    ``daily.reports`` becomes ``daily%2Ereports``; the wildcards ``*`` and ``#`` are encoded too. A
+    long name becomes ``%~`` and its SHA-256: AMQP allows a key 255 bytes.
     """
+    if name == DISTRIBUTION:
+        return name
     word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
     if len(word.encode()) <= MAX_WORD_LENGTH:
         return word
@@ -91,9 +86,5 @@ def encode_destination(name: str) -> str:
 
 
 def decode_destination(word: str) -> str | None:
-    """Return the queue's name that :func:`encode_destination` encoded, None where it was hashed."""
+    """Return the queue's name for a word; None if the name was hashed."""
     return None if word.startswith("%~") else unquote(word)
-
-
-def _word(destination: str) -> str:
-    return destination if destination == DISTRIBUTION else encode_destination(destination)

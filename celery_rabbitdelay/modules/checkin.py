@@ -1,6 +1,7 @@
-"""Check-in: what any AMQP client publishes with ``x-delay`` enters the levels. Pure.
+"""Check-in, the ingest queue: puts what any AMQP client publishes with ``x-delay`` into the levels.
 
-A delay above the levels' capacity meditates first: it waits one capacity and is checked in again.
+Pure. A delay above the levels' capacity goes to meditation, the overflow loop: it waits there for
+one capacity and returns to check-in.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any, Final
 
 import amqp
 
-from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.levels.due import LATEST
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
@@ -24,92 +25,104 @@ from celery_rabbitdelay.publishing.message import capped, headers_of, shortened,
 
 __all__ = ["CheckIn"]
 
-#: Headers by which RabbitMQ routes a message with further keys, past any check of its key
+#: Headers with further routing keys, by which RabbitMQ routes a message past any check of its own
 #: (https://www.rabbitmq.com/docs/sender-selected).
-COPIES: Final = ("CC", "BCC")
+SENDER_SELECTED: Final = ("CC", "BCC")
 
+_NS_PER_MS: Final = 1_000_000
 
 _INTEGER: Final = re.compile("-?[0-9]+")
 
 
 class CheckIn:
-    """Checks messages in.
+    """Puts messages into the levels.
 
     Args:
-        topology: The topology that they enter.
+        topology: The levels.
         allowed: Whether a message may go to an exchange (empty: the default one) with a key.
-        now_ms: The time, in milliseconds since 1970.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        allowed: Callable[[str, str], bool],
-        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-    ) -> None:
+    def __init__(self, topology: Topology, allowed: Callable[[str, str], bool]) -> None:
         self._topology = topology
-        self._meditated = topology.meditated.name
+        self._meditated = topology.modules.meditated.name
         self._allowed = allowed
-        self._now_ms = now_ms
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
-        """Say what becomes of a message.
+        """Return what to publish for a message.
 
         Raises:
-            Refused: Its delay is none, or its destination is none or not allowed.
+            UnprocessableMessage: Its delay or destination is invalid, or not allowed.
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
         if info["exchange"] == self._meditated:
-            # Its due time is the truth, and not the time that it has meditated: it may also have
-            # waited for this module.
-            due = headers.get(names.DUE)
-            if not isinstance(due, int):
-                raise Refused(f"it has meditated, but {names.DUE} is {shortened(due)}")
-            left = due - self._now_ms()
-            stripped = {n: v for n, v in headers.items() if n not in names.BROKER_HEADERS}
-            word = headers.get(names.QUEUE) or DISTRIBUTION
-            yield self._enter(left, word, changed(message, stripped))
-            return
-        if message.properties.get("content_type") == CONTENT_TYPE:
-            raise Refused("it is an envelope, which clients may not check in")
-        copies = [name for name in COPIES if name in headers]
-        if copies:
-            raise Refused(f"it has the header {copies[0]}, by which it could reach any queue")
-        exchange, routing_key = headers.get(names.EXCHANGE) or "", info["routing_key"]
-        self._check_destination(exchange, routing_key)
-        delay = _milliseconds(headers.pop(names.X_DELAY, 0))
-        headers = names.strip(headers)
-        if not delay:
-            yield Outgoing(exchange, routing_key, changed(message, headers))
-            return
-        due = self._now_ms() + delay
-        if due > LATEST:
-            raise Refused(
-                f"{names.X_DELAY} is {shortened(delay)}, which is more than 64 bits can count"
-            )
-        prepared = _for_distribution(message, headers, due, exchange, routing_key)
-        yield self._enter(delay, DISTRIBUTION, prepared)
+            yield self._after_meditation(message, headers)
+        else:
+            yield self._from_client(message, headers, info["routing_key"])
 
-    def _enter(self, left_ms: int, word: str, message: amqp.Message) -> Outgoing:
-        address = self._topology.address(left_ms, word, task_id_of(message))
-        return Outgoing(*address, message)
+    def _after_meditation(self, message: amqp.Message, headers: dict[str, Any]) -> Outgoing:
+        due_ms = headers.get(names.DUE)
+        if not isinstance(due_ms, int):
+            raise UnprocessableMessage(
+                f"it comes from meditation, but {names.DUE} is {shortened(due_ms)}"
+            )
+        # The due time counts, and not the time in meditation: the message has waited for this
+        # module as well.
+        remaining_ms = due_ms - time.time_ns() // _NS_PER_MS
+        due = Due(due_ms * _NS_PER_MS, remaining_ms, is_instant=True)
+        kept = {name: headers[name] for name in headers if name not in names.BROKER_HEADERS}
+        return self._enter(changed(message, kept), due, headers.get(names.QUEUE) or DISTRIBUTION)
+
+    def _from_client(
+        self, message: amqp.Message, headers: dict[str, Any], routing_key: str
+    ) -> Outgoing:
+        if message.properties.get("content_type") == CONTENT_TYPE:
+            raise UnprocessableMessage("it is an envelope, which clients may not check in")
+        for name in SENDER_SELECTED:
+            if name in headers:
+                raise UnprocessableMessage(
+                    f"it has the header {name}, by which it could reach any queue"
+                )
+        exchange = headers.get(names.EXCHANGE) or ""
+        self._check_destination(exchange, routing_key)
+        delay_ms = _milliseconds(headers.pop(names.X_DELAY, 0))
+        headers = names.strip(headers)
+        if not delay_ms:
+            return Outgoing(exchange, routing_key, changed(message, headers))
+        due = Due(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms)
+        if due.at_ms > MAX_DUE_MS:
+            raise UnprocessableMessage(
+                f"{names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds since "
+                "1970, exceeds 64 bits"
+            )
+        waiting = _for_distribution(message, headers, due.at_ms, exchange, routing_key)
+        return self._enter(waiting, due, DISTRIBUTION)
+
+    def _enter(self, message: amqp.Message, due: Due, destination: str) -> Outgoing:
+        route = self._topology.route(due, destination, task_id_of(message))
+        return Outgoing(route.exchange, route.routing_key, message)
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:
         if not isinstance(exchange, str):
-            raise Refused(f"{names.EXCHANGE} is {shortened(exchange)}, and not an exchange's name")
+            raise UnprocessableMessage(
+                f"{names.EXCHANGE} is {shortened(exchange)}, not an exchange's name"
+            )
         if not exchange and not routing_key:
-            raise Refused(f"it has no destination: no routing key, and no header {names.EXCHANGE}")
+            raise UnprocessableMessage(
+                f"it has neither a routing key nor the header {names.EXCHANGE}"
+            )
         if not self._allowed(exchange, routing_key):
             name = shortened(exchange or routing_key)
             where = f"the exchange {name}" if exchange else f"the queue {name}"
-            raise Refused(f"check-in may not reach {where}: see rabbitdelay_checkin_allowed")
+            raise UnprocessableMessage(
+                f"check-in may not reach {where}: see rabbitdelay_checkin_allowed"
+            )
 
 
 def _for_distribution(
     message: amqp.Message, headers: dict[str, Any], due: int, exchange: str, routing_key: str
 ) -> amqp.Message:
-    """Return a message as distribution takes it: with all that it has to restore in headers."""
+    """Return a message for distribution: headers carry everything that distribution restores."""
     priority, kept = capped(message.properties.get("priority"))
     own = {names.DUE: due, names.EXCHANGE: exchange, names.ROUTING_KEY: routing_key, **kept}
     expiration = message.properties.get("expiration")
@@ -119,16 +132,16 @@ def _for_distribution(
 
 
 def _milliseconds(delay: Any) -> int:
-    reason = f"{names.X_DELAY} is {shortened(delay)}, and not a number of milliseconds"
+    reason = f"{names.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
     if isinstance(delay, bool) or not isinstance(delay, int | float | str):
-        raise Refused(reason)
+        raise UnprocessableMessage(reason)
     if isinstance(delay, str) and _INTEGER.fullmatch(delay) is None:
-        # int() takes more: blanks, underscores, digits of any script.
-        raise Refused(reason)
+        # int() also accepts blanks, underscores, and digits of any script.
+        raise UnprocessableMessage(reason)
     try:
         number = math.ceil(delay) if isinstance(delay, float) else int(delay)
     except (ValueError, OverflowError) as error:
-        raise Refused(reason) from error
+        raise UnprocessableMessage(reason) from error
     if number < 0:
-        raise Refused(f"{names.X_DELAY} is {shortened(number)}, which is negative")
+        raise UnprocessableMessage(f"{names.X_DELAY} is {shortened(number)}, must not be negative")
     return number

@@ -1,4 +1,4 @@
-"""Distribution: what is due goes to any exchange, as if it had been published there now. Pure."""
+"""Distribution: publishes messages that are due to their final exchange, unchanged. Pure."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 import amqp
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope, Refused
+from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, changed
-from celery_rabbitdelay.publishing.message import body_of, headers_of
+from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 
 __all__ = ["distribute"]
 
 
 def distribute(message: amqp.Message) -> Iterator[Outgoing]:
-    """Say what becomes of a message that is due; of an envelope, all that it holds.
+    """Return what to publish for a message that is due; for an envelope, each message in it.
 
-    Exchange, routing key, priority and expiration are restored. When it was due stays readable.
+    Exchange, routing key, priority and expiration are restored. The due time stays in its header.
 
     Raises:
-        Refused: It does not say where it goes, or is an envelope that cannot be read.
+        UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be read.
     """
     headers = headers_of(message)
     if message.properties.get("content_type") != CONTENT_TYPE:
@@ -31,10 +31,10 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
     try:
         envelope = Envelope.unpack(body_of(message))
     except InvalidEnvelope as invalid:
-        raise Refused(f"it is no envelope that can be opened: {invalid}") from invalid
+        raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
     shared = {**headers, **envelope.headers}
-    # All before the first is published: an envelope that is refused is refused whole, or what was
-    # delivered already would be in undeliverable as well.
+    # All are checked before the first is published: a refused envelope goes to undeliverable whole,
+    # with messages that would otherwise have been delivered as well.
     for item in envelope.items:
         _destination({**shared, **item.headers})
     own = {names.DUE: headers.get(names.DUE)}
@@ -61,8 +61,8 @@ def _restored(
 def _destination(told: Mapping[str, Any]) -> tuple[str, str]:
     exchange, routing_key = told.get(names.EXCHANGE), told.get(names.ROUTING_KEY)
     if not isinstance(exchange, str) or not isinstance(routing_key, str):
-        raise Refused(
-            f"it does not say where it goes: {names.EXCHANGE} is {exchange!r}, "
-            f"{names.ROUTING_KEY} is {routing_key!r}"
+        raise UnprocessableMessage(
+            f"its destination is missing: {names.EXCHANGE} is {shortened(exchange)}, "
+            f"{names.ROUTING_KEY} is {shortened(routing_key)}"
         )
     return exchange, routing_key

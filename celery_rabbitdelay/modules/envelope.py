@@ -1,17 +1,16 @@
 """Many messages in one: the envelope's format, written and read. Pure.
 
 The messages of an envelope share a destination and a due time, and so most of their headers and
-properties. The body of an envelope is, compressed by zlib as one stream (RFC 1950) that begins with
-the preset dictionary :data:`DICTIONARY` or with none:
+properties. The body of an envelope is one zlib stream (RFC 1950), with the preset dictionary
+:data:`DICTIONARY` or without one. Uncompressed, it holds these blocks:
 
-* a block with what all share, a JSON object: ``headers`` and ``properties``, and ``copies``, whose
-  ``headers`` and ``properties`` name those of each message that are the same as one of its headers,
-  and which;
-* for each message two blocks: a JSON object with the ``headers`` and ``properties`` that it has
-  besides or instead, and its body.
+* what all messages share, a JSON object: ``headers``, ``properties``, and ``copies``, whose
+  ``headers`` and ``properties`` map a name to the header of the same message that has its value;
+* for each message two blocks: a JSON object with its own ``headers`` and ``properties``, which
+  override the shared ones, and its body.
 
-A block is its length in bytes, 4 bytes big-endian, and that many bytes. JSON is UTF-8; a header of
-bytes, a date or a decimal has no place in it, and a message that has one is sent by itself.
+A block is its length in bytes, 4 bytes big-endian, and that many bytes. JSON is UTF-8. It cannot
+express bytes, dates and decimals: a message that has one in a header is sent by itself.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope
 __all__ = [
     "CONTENT_TYPE",
     "DICTIONARY",
-    "MAX_BYTES",
-    "MAX_MESSAGES",
+    "MAX_ENVELOPE_BYTES",
+    "MAX_ENVELOPE_MESSAGES",
     "Envelope",
     "Item",
     "framed",
@@ -36,18 +35,18 @@ __all__ = [
     "shared_block",
 ]
 
-#: What the ``content_type`` property of an envelope says; the number is the format's version.
+#: The ``content_type`` property of an envelope; the number is the format's version.
 CONTENT_TYPE: Final = "application/vnd.rabbitdelay.envelope.1"
 
 #: The most messages that an envelope may hold.
-MAX_MESSAGES: Final = 100_000
+MAX_ENVELOPE_MESSAGES: Final = 100_000
 
 #: The most bytes that it may hold, uncompressed.
-MAX_BYTES: Final = 64 * 2**20
+MAX_ENVELOPE_BYTES: Final = 64 * 2**20
 
-#: What a compressed envelope need not spell out: names and usual values of a Celery task. It
-#: is a part of the format; another one would be the format's next version. What most envelopes
-#: repeat stands at its end, which is cheapest to point at (RFC 1950, section 2.2).
+#: The preset dictionary: names and usual values of a Celery task. It is part of the format; another
+#: one would be the format's next version. The parts that most envelopes repeat stand at its end,
+#: where references to them are shortest (RFC 1950, section 2.2).
 DICTIONARY: Final = (
     b'{"headers":{"lang":"py","task":"shadow":null,"eta":null,"expires":null,"group":null,'
     b'"group_index":null,"retries":0,"timelimit":[null,null],"root_id":"parent_id":null,'
@@ -68,8 +67,8 @@ class Item(NamedTuple):
 
     Attributes:
         body: Its body.
-        headers: The headers that it has besides, or instead of, the shared ones.
-        properties: The same of AMQP's message properties.
+        headers: Its own headers, which override the shared ones.
+        properties: Its own AMQP message properties, likewise.
     """
 
     body: bytes
@@ -107,8 +106,10 @@ class Envelope(NamedTuple):
         Raises:
             InvalidEnvelope: There are too many, or a header cannot be written as JSON.
         """
-        if len(self.items) > MAX_MESSAGES:
-            raise InvalidEnvelope(f"{len(self.items)} messages are more than {MAX_MESSAGES}")
+        if len(self.items) > MAX_ENVELOPE_MESSAGES:
+            raise InvalidEnvelope(
+                f"{len(self.items)} messages are more than {MAX_ENVELOPE_MESSAGES}"
+            )
         blocks = [shared_block(self.headers, self.properties)]
         blocks += [item.framed() for item in self.items]
         return sealed(b"".join(blocks), level)
@@ -117,10 +118,10 @@ class Envelope(NamedTuple):
     def unpack(cls, body: bytes) -> Envelope:
         """Read the body of a message.
 
-        It is read whole before anything of it is used, and no further than it may be large.
+        At most :data:`MAX_ENVELOPE_BYTES` are decompressed.
 
         Raises:
-            InvalidEnvelope: It cannot be read, or holds more than it may.
+            InvalidEnvelope: It cannot be read, or exceeds a limit.
         """
         blocks = _blocks_of(_decompressed(body))
         shared = next(blocks, None)
@@ -131,8 +132,8 @@ class Envelope(NamedTuple):
         copies = _parts(told.get("copies", {}))
         items: list[Item] = []
         for own in blocks:
-            if len(items) == MAX_MESSAGES:
-                raise InvalidEnvelope(f"it holds more than {MAX_MESSAGES} messages")
+            if len(items) == MAX_ENVELOPE_MESSAGES:
+                raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_MESSAGES} messages")
             content = next(blocks, None)
             if content is None:
                 raise InvalidEnvelope("it ends in the middle of a message")
@@ -144,7 +145,7 @@ class Envelope(NamedTuple):
 
 
 def framed(block: bytes) -> bytes:
-    """Return a block as it stands in an envelope."""
+    """Return a block with its length before it."""
     return _LENGTH.pack(len(block)) + block
 
 
@@ -154,33 +155,33 @@ def shared_block(
     copied_headers: Mapping[str, str] = {},
     copied_properties: Mapping[str, str] = {},
 ) -> bytes:
-    """Return the block with what all messages share.
+    """Return the block that all messages share.
 
     Args:
         headers: The headers that all of them have.
         properties: The AMQP message properties that all of them have.
-        copied_headers: The headers that each has, and which of its own headers is the same.
-        copied_properties: The same of its properties.
+        copied_headers: For headers whose value each message has in another header, its name.
+        copied_properties: The same for properties.
 
     Raises:
-        InvalidEnvelope: One of them cannot be written as JSON.
+        InvalidEnvelope: A value cannot be written as JSON.
     """
     copies = _written(copied_headers, copied_properties)
     return framed(_to_json(headers, properties, **({"copies": copies} if copies else {})))
 
 
 def sealed(blocks: bytes, level: int) -> bytes:
-    """Return the body of a message that holds messages whose blocks are written already.
+    """Return the body of an envelope whose blocks are written already.
 
     Args:
-        blocks: What all share, and the two blocks of each message, behind each other.
+        blocks: The shared block, then the two blocks of each message.
         level: How hard to compress, 0 (not at all) to 9.
 
     Raises:
         InvalidEnvelope: There are too many bytes.
     """
-    if len(blocks) > MAX_BYTES:
-        raise InvalidEnvelope(f"{len(blocks)} bytes are more than {MAX_BYTES}")
+    if len(blocks) > MAX_ENVELOPE_BYTES:
+        raise InvalidEnvelope(f"{len(blocks)} bytes are more than {MAX_ENVELOPE_BYTES}")
     stream = zlib.compressobj(level, zdict=DICTIONARY)
     return stream.compress(blocks) + stream.flush()
 
@@ -200,11 +201,11 @@ def _blocks_of(data: bytes) -> Iterator[memoryview]:
 def _decompressed(body: bytes) -> bytes:
     stream = zlib.decompressobj(zdict=DICTIONARY)
     try:
-        data = stream.decompress(body, MAX_BYTES + 1)
+        data = stream.decompress(body, MAX_ENVELOPE_BYTES + 1)
     except zlib.error as error:
         raise InvalidEnvelope(f"it cannot be decompressed: {error}") from error
-    if len(data) > MAX_BYTES:
-        raise InvalidEnvelope(f"it holds more than {MAX_BYTES} bytes")
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_BYTES} bytes")
     if not stream.eof:
         raise InvalidEnvelope("it ends before its compressed stream does")
     return data
@@ -227,7 +228,7 @@ def _from_json(block: memoryview) -> Any:
     try:
         return json.loads(bytes(block))
     except ValueError as error:
-        raise InvalidEnvelope(f"a block is no JSON: {error}") from error
+        raise InvalidEnvelope(f"a block is not JSON: {error}") from error
 
 
 def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -236,7 +237,7 @@ def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in ("headers", "properties")
     )
     if not isinstance(headers, dict) or not isinstance(properties, dict):
-        raise InvalidEnvelope("a block is no object of headers and properties")
+        raise InvalidEnvelope("a block is not a JSON object of headers and properties")
     return headers, properties
 
 

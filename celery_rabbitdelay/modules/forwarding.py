@@ -1,4 +1,4 @@
-"""What becomes of a message that a module has received: messages to publish, and where. Pure."""
+"""The messages that a module publishes for one that it has received. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import amqp
 
-from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.message import MAX_WORD, PERSISTENT, headers_of, shortened
@@ -15,9 +15,9 @@ from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["Outgoing", "bare", "changed", "undeliverable", "written"]
 
-#: The properties of a message that are never sent on: ``user_id`` has to be the connection's own
-#: user (https://www.rabbitmq.com/docs/validated-user-id), ``cluster_id`` is out of use.
-DROPPED: Final = ("user_id", "cluster_id", "application_headers")
+#: The properties that are never forwarded: ``user_id`` has to be the connection's own user
+#: (https://www.rabbitmq.com/docs/validated-user-id), and ``cluster_id`` is deprecated.
+DROPPED_PROPERTIES: Final = ("user_id", "cluster_id", "application_headers")
 
 #: Bytes of a frame that are left for what the broker adds to the headers on the way.
 FRAME_RESERVE: Final = 2048
@@ -27,8 +27,8 @@ class Outgoing(NamedTuple):
     """A message to publish.
 
     Attributes:
-        exchange: Where to; empty for the default exchange.
-        routing_key: With which key.
+        exchange: The exchange; empty for the default one.
+        routing_key: The routing key.
         message: The message.
     """
 
@@ -43,9 +43,11 @@ def changed(message: amqp.Message, headers: Mapping[str, Any], **properties: Any
     Args:
         message: The message.
         headers: All headers that the new one has.
-        **properties: Those that it has instead of the old ones; None for none.
+        **properties: Properties that replace the old ones; None removes one.
     """
-    kept = {name: value for name, value in message.properties.items() if name not in DROPPED}
+    kept = {
+        name: value for name, value in message.properties.items() if name not in DROPPED_PROPERTIES
+    }
     kept = {**kept, "delivery_mode": PERSISTENT, **properties}
     return amqp.Message(message.body, application_headers=dict(headers), **kept)
 
@@ -54,44 +56,46 @@ def written(outgoing: Outgoing, frame_max: int) -> Content:
     """Return a message as AMQP writes it.
 
     Args:
-        outgoing: The message, and where it goes.
+        outgoing: The message, with its exchange and key.
         frame_max: The bytes of a frame, which headers and properties have to fit into.
 
     Raises:
-        Refused: AMQP cannot carry it.
+        UnprocessableMessage: AMQP cannot carry it.
     """
     for what, word in (("exchange", outgoing.exchange), ("routing key", outgoing.routing_key)):
         if len(word.encode(errors="surrogatepass")) > MAX_WORD:
-            raise Refused(f"the {what} {shortened(word)} has more than {MAX_WORD} bytes")
+            raise UnprocessableMessage(
+                f"the {what} {shortened(word)} has more than {MAX_WORD} bytes"
+            )
     try:
         content = Content.of(outgoing.message)
     except Exception as error:
-        # Whatever a value of the wrong type makes of it.
+        # Values of wrong types make py-amqp raise errors of many kinds.
         reason = f"a header or property cannot be written: {shortened(error)}"
-        raise Refused(reason) from error
+        raise UnprocessableMessage(reason) from error
     size = len(content.properties)
     if size > frame_max - FRAME_RESERVE:
-        raise Refused(
-            f"its headers have {size} bytes, which do not fit into a frame of {frame_max}"
+        raise UnprocessableMessage(
+            f"its headers and properties take {size} bytes, a frame has {frame_max}"
         )
     return content
 
 
 def bare(topology: Topology, message: amqp.Message, reason: str) -> Outgoing:
-    """Return how to put a message into ``undeliverable`` whose headers no frame holds: without."""
+    """Return a message for ``undeliverable`` without its headers, which no frame can hold."""
     left = amqp.Message(
         message.body, application_headers={names.REASON: reason}, delivery_mode=PERSISTENT
     )
-    return Outgoing(topology.undeliverable.exchange.name, "", left)
+    return Outgoing(topology.modules.undeliverable.exchange.name, "", left)
 
 
 def undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Outgoing:
-    """Return how to put a message into ``undeliverable``.
+    """Return a message for ``undeliverable``, with its destination and the reason in headers.
 
     Args:
         topology: The topology.
-        outgoing: The message, and where it was to go.
-        reason: Why it cannot.
+        outgoing: The message, with the exchange and key that it was meant for.
+        reason: Why it cannot be delivered.
     """
     headers = {
         name: value
@@ -105,4 +109,4 @@ def undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Outgoi
     if expiration is not None:
         headers.setdefault(names.EXPIRATION, expiration)
     message = changed(outgoing.message, headers, expiration=None)
-    return Outgoing(topology.undeliverable.exchange.name, outgoing.routing_key, message)
+    return Outgoing(topology.modules.undeliverable.exchange.name, outgoing.routing_key, message)

@@ -1,7 +1,7 @@
-"""Why a message lies in ``undeliverable``: read from its headers. Pure; opens no connection.
+"""Why a message lies in ``undeliverable``: read from its headers. Pure.
 
-RabbitMQ routes to an alternate exchange without a word of explanation. But ``x-death`` has the
-message's stops, newest first, and its routing key, which says where it should have gone next
+RabbitMQ gives no reason when it routes to an alternate exchange. But ``x-death`` has the message's
+stops, newest first, and its routing key, which together say where it should have gone next
 (https://www.rabbitmq.com/docs/dlx#effects; seen on 3.10.8, 4.0.5 and 4.3.6).
 """
 
@@ -13,13 +13,18 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.levels.destination import topic_matches
+from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.routing_key import decode_destination
-from celery_rabbitdelay.levels.topology import Binding, Topology
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.destination import topic_matches
+from celery_rabbitdelay.publishing.message import MAX_WORD, shortened
 
 __all__ = ["Undeliverable", "examine"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+#: The last millisecond that a datetime can express, of the year 9999.
+_LAST_MS: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,10 @@ class Undeliverable:
         task_id: The task's id; None where the message is no Celery task.
         task: The task's name; None where the message is no Celery task.
         queue: The queue that the message was delayed for; None where nothing tells.
-        due: The instant at which it was to start, aware; None where the message does not say.
-        reason: Why it could not be delivered.
+        due: The instant at which it was to start, aware; None where the message does not say, or
+            beyond the year 9999.
+        reason: Why it could not be delivered; and which of its headers have values that cannot be
+            read.
         last_stop: The queue of the levels that it came out of last; None where it was in none.
     """
 
@@ -48,54 +55,109 @@ def examine(
 ) -> Undeliverable:
     """Say what a message in ``undeliverable`` is and why it is there.
 
+    It never raises, whatever the headers hold: anybody may have published the message.
+
     Args:
-        headers: The message's headers, as the broker hands them out.
+        headers: The message's headers, as the broker returns them.
         topology: The topology that it was published into.
-        routing_key: ``message.delivery_info["routing_key"]``. Only a message that no level took
-            needs it: its headers do not tell the way that it should have gone.
+        routing_key: ``message.delivery_info["routing_key"]``. Only a message that never was in a
+            queue of the levels needs it: its headers do not say where it was published.
     """
-    death: Mapping[str, Any] = next(iter(headers.get("x-death") or ()), {})
-    last_stop = death.get("queue")
-    key = next(iter(death.get("routing-keys") or ()), routing_key)
-    queue = headers.get(names.QUEUE) or (decode_destination(key.split(".")[-1]) if key else None)
-    due = headers.get(names.DUE)
+    reader = _HeaderReader(headers)
+    last_stop, key = reader.death()
+    key = key if key is not None else routing_key
+    queue = reader.text(names.QUEUE)
+    if queue is None and key:
+        queue = decode_destination(key.split(".")[-1])
+    due = reader.due()
+    task_id, task = reader.text("id"), reader.text("task")
+    reason = reader.text(names.REASON) or _reason(topology, last_stop, key, queue)
     return Undeliverable(
-        task_id=headers.get("id"),
-        task=headers.get("task"),
-        queue=queue,
-        due=None if due is None else _EPOCH + timedelta(milliseconds=due),
-        reason=headers.get(names.REASON) or _reason(topology, last_stop, key, queue),
-        last_stop=last_stop,
+        task_id, task, queue, due, "; ".join([reason, *reader.unreadable]), last_stop
     )
 
 
+class _HeaderReader:
+    """Reads headers that anybody may have written, and notes what cannot be read.
+
+    Attributes:
+        unreadable: For each header whose value cannot be read, which, and what it is.
+    """
+
+    def __init__(self, headers: Mapping[str, Any]) -> None:
+        self._headers = headers
+        self.unreadable: list[str] = []
+
+    def text(self, name: str) -> str | None:
+        """Return a header that should be a text; None if it is missing or something else."""
+        value = self._headers.get(name)
+        if value is None or isinstance(value, str):
+            return value or None
+        self._note(name, value, "a text")
+        return None
+
+    def due(self) -> datetime | None:
+        """Return the due time; None if it is missing or no datetime."""
+        value = self._headers.get(names.DUE)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LAST_MS:
+            self._note(names.DUE, value, "an instant before the year 10000")
+            return None
+        return _EPOCH + timedelta(milliseconds=value)
+
+    def death(self) -> tuple[str | None, str | None]:
+        """Return the queue that the message was dead-lettered from last, and its routing key."""
+        deaths = self._headers.get("x-death")
+        if not deaths:
+            return None, None
+        newest = deaths[0] if isinstance(deaths, list) else None
+        if not isinstance(newest, Mapping):
+            self._note("x-death", deaths, "a list of tables")
+            return None, None
+        stop, keys = newest.get("queue"), newest.get("routing-keys")
+        key = keys[0] if isinstance(keys, list) and keys else keys or None
+        if not isinstance(stop, str | None) or not isinstance(key, str | None):
+            self._note("x-death", newest, "a queue and its routing keys")
+            return None, None
+        if key and len(key.encode(errors="surrogatepass")) > MAX_WORD:
+            self._note("x-death", key, "a routing key that AMQP can carry")
+            key = None
+        return stop or None, key
+
+    def _note(self, name: str, value: object, expected: str) -> None:
+        self.unreadable.append(f"its header {name} is {shortened(value)}, not {expected}")
+
+
 def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: str | None) -> str:
-    modules = (topology.checkin.name, topology.distribution.name)
-    if last_stop in modules:
+    modules = topology.modules
+    if last_stop in (modules.checkin.name, modules.distribution.name):
         return f"the workers that took it from {last_stop} never finished it"
+    if last_stop == modules.meditation.name:
+        return f"{modules.meditated.name} had no binding to {modules.checkin.name}"
     if key is None:
-        return "none of the levels took it; its headers do not tell which should have"
+        return "it was in none of the levels, and its headers do not tell where it should have been"
     if last_stop is None:
         start = _entrance(topology, key)
     else:
         stops = {stop.name: stop for stop in topology.queues}
         if last_stop not in stops:
-            return f"it came out of {last_stop}, which is no queue of this layout"
+            return f"it came out of {last_stop}, which is not a queue of this layout"
         start = (stops[last_stop].queue_arguments or {}).get("x-dead-letter-exchange")
-    way = list(_way(topology, start, key)) if start else []
-    if start != topology.delivery.name and not way:
-        return f"its routing key {key!r} is none of this layout"
-    if not way or way[-1].target == topology.delivery.name:
-        likely, others = f"no queue {queue!r} is bound to {topology.delivery.name}", way
+    path = list(_path(topology, start, key)) if start else []
+    if start != topology.delivery.name and not path:
+        return f"its routing key {key!r} does not belong to this layout"
+    if not path or path[-1].target == topology.delivery.name:
+        likely, others = f"no queue {queue!r} is bound to {topology.delivery.name}", path
     else:
-        *others, missing = way
+        *others, missing = path
         likely = f"{missing.source} had no binding for {_digits(missing)} ({missing.target})"
     return ", or ".join([likely, *(f"{b.source} had none for {_digits(b)}" for b in others)])
 
 
 def _entrance(topology: Topology, key: str) -> str | None:
-    """The exchange that a message is published to: of its first digit that is not zero."""
-    digits = topology.digits_of_key(key)
+    """Return the exchange that a message is published to: that of its first non-zero digit."""
+    digits = topology.keys.digits(key)
     if digits is None:
         return None
     levels = zip(topology.layout.levels, digits, strict=True)
@@ -103,7 +165,7 @@ def _entrance(topology: Topology, key: str) -> str | None:
     return f"{topology.prefix}.{first}" if first else topology.delivery.name
 
 
-def _way(topology: Topology, exchange: str, key: str) -> Iterator[Binding]:
+def _path(topology: Topology, exchange: str, key: str) -> Iterator[Binding]:
     """The bindings from an exchange to the next queue or to delivery, one of which was missing."""
     words = key.split(".")
     matching = {

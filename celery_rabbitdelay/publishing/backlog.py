@@ -42,10 +42,10 @@ def backlog_of(connection: Connection, topology: Topology) -> Backlog:
         for level, queues in topology.level_queues.items()
     }
     others = {
-        "check-in": topology.checkin,
-        "meditation": topology.meditation,
-        "distribution": topology.distribution,
-        "undeliverable": topology.undeliverable,
+        "check-in": topology.modules.checkin,
+        "meditation": topology.modules.meditation,
+        "distribution": topology.modules.distribution,
+        "undeliverable": topology.modules.undeliverable,
     }
     return Backlog(
         levels,

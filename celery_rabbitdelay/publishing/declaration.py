@@ -22,7 +22,8 @@ from amqp.exceptions import PreconditionFailed, ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
-from celery_rabbitdelay.levels.topology import Binding, Topology
+from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.kombu_internals import declared_entities
 from celery_rabbitdelay.publishing.wire import find_exchanges, find_queues
 
@@ -76,12 +77,12 @@ def declare(connection: Connection, topology: Topology) -> None:
     """
     with _channel(connection) as channel, _conflict_explained(topology):
         _pipeline(
-            topology.guard(channel).declare,
+            topology.identity.guard(channel).declare,
             *(exchange(channel).declare for exchange in topology.exchanges),
             *(queue(channel).queue_declare for queue in topology.queues),
             *(_bind_method(channel, binding) for binding in topology.bindings),
             # Last, so that a process that dies before this line leaves nothing that looks complete.
-            topology.marker(channel).declare,
+            topology.identity.marker(channel).declare,
         )
 
 
@@ -117,7 +118,7 @@ def check_complete(
     """
     key = _key(topology)
     if key not in _known(connection):
-        ours = {topology.guard.name, topology.marker.name}
+        ours = {topology.identity.guard.name, topology.identity.marker.name}
         absent = tuple(name for name in missing(connection, topology) if name not in ours)
         if absent:
             raise TopologyIncomplete(topology.prefix, absent)
@@ -131,7 +132,7 @@ def check_complete(
 def is_declared(connection: Connection, topology: Topology) -> bool:
     """Return whether a process has declared the whole of this topology on the broker."""
     with _channel(connection) as channel:
-        return all(find_exchanges(channel, [topology.marker.name]))
+        return all(find_exchanges(channel, [topology.identity.marker.name]))
 
 
 def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
@@ -139,7 +140,7 @@ def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
 
     AMQP has no method that tells whether a binding exists.
     """
-    exchanges = [topology.guard, *topology.exchanges, topology.marker]
+    exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
     with _channel(connection) as channel:
         exist = find_exchanges(channel, [exchange.name for exchange in exchanges])
     absent = [each.name for each, exists in zip(exchanges, exist, strict=True) if not exists]
@@ -172,10 +173,10 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
     with _channel(connection) as channel:
         _pipeline(
             # First, so that no other process takes the rest for complete.
-            topology.marker(channel).delete,
+            topology.identity.marker(channel).delete,
             *(queue(channel).delete for queue in topology.queues),
             *(exchange(channel).delete for exchange in reversed(topology.exchanges)),
-            topology.guard(channel).delete,
+            topology.identity.guard(channel).delete,
         )
     forget(connection)
 
@@ -276,7 +277,12 @@ def _known(connection: Connection) -> set[Any]:
 
 def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
     """The key in :func:`_known` of a topology, or of a queue that is bound to it."""
-    return ("rabbitdelay", topology.prefix, topology.fingerprint, *(each.name for each in queues))
+    return (
+        "rabbitdelay",
+        topology.prefix,
+        topology.identity.fingerprint,
+        *(each.name for each in queues),
+    )
 
 
 def _channel(connection: Connection) -> Any:
@@ -312,7 +318,7 @@ def _bind_destination(channel: Any, topology: Topology, queue_name: str) -> None
     channel.queue_bind(
         queue=queue_name,
         exchange=topology.delivery.name,
-        routing_key=topology.destination_pattern(queue_name),
+        routing_key=topology.keys.destination_pattern(queue_name),
     )
 
 

@@ -12,9 +12,7 @@ from kombu.common import Broadcast, maybe_declare
 
 from celery_rabbitdelay.exceptions import NeedsDistribution
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.levels.destination import Destination
-from celery_rabbitdelay.levels.due import Due
-from celery_rabbitdelay.levels.place_value import Delay
+from celery_rabbitdelay.levels.delay import Delay, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
@@ -24,6 +22,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_if_missing,
     forget,
 )
+from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.kombu_internals import serialized
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, capped, task_id_of
 from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
@@ -55,7 +54,7 @@ class DelayedProducer(Producer):
 
         producer = DelayedProducer(Publisher(connection), Topology())
         destination = Destination(Queue("reports"), "", "reports")
-        producer.publish_delayed({"month": 7}, destination, delay=3600)
+        producer.publish_delayed({"month": 7}, destination, due=3600)
 
     Args:
         publisher: What publishes; :meth:`publish`, without a delay, uses its connection as well.
@@ -134,8 +133,8 @@ class DelayedProducer(Producer):
 
     def address(self, delayed: Delayed, due: Due) -> tuple[str, str]:
         """Return the exchange and the routing key to publish a message with, now."""
-        left = due.left_ms()
-        return self.topology.address(left, delayed.word, delayed.task_id, due.tolerance_ms)
+        route = self.topology.route(due, delayed.word, delayed.task_id)
+        return route.exchange, route.routing_key
 
     def declarations(
         self, queue: Queue | None, declare: Iterable[Exchange | Queue]
@@ -174,7 +173,7 @@ class DelayedProducer(Producer):
             NeedsDistribution: Nobody serves distribution, which it needs.
         """
         if "check-in" not in self.modules:
-            self.topology.layout.check(due.delay_ms)
+            self.topology.layout.check_capacity(due.delay_ms)
         properties.pop("expiration", None)
         # What kombu gives a message, where nothing else is said.
         priority = properties.setdefault("priority", 0) or 0

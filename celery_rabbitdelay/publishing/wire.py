@@ -303,7 +303,7 @@ def reading_unreadable_properties(connection: Connection) -> None:
     such a message, its connection cannot be used any more, and the broker delivers the message
     again and again. Instead, the message gets two headers: the error
     (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE`), and the properties' bytes
-    (:data:`~celery_rabbitdelay.levels.headers.PROPERTIES`).
+    (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE_PROPERTIES`).
 
     Args:
         connection: A connection that is not open yet.
@@ -325,7 +325,10 @@ def _frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[F
                 raise  # by a callback
             start, properties = payload[:BEFORE_PROPERTIES], payload[BEFORE_PROPERTIES:]
             marked: Any = amqp.Message(
-                application_headers={names.UNREADABLE: reason, names.PROPERTIES: bytes(properties)}
+                application_headers={
+                    names.UNREADABLE: reason,
+                    names.UNREADABLE_PROPERTIES: bytes(properties),
+                }
             )
             return handle((kind, channel, bytes(start) + marked._serialize_properties()))
 

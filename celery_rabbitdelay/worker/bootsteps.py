@@ -91,7 +91,7 @@ class WorkerDeclaration:
             logger.info(
                 "Delay levels %r (%s) are in place.",
                 delays.topology.prefix,
-                delays.topology.fingerprint,
+                delays.topology.identity.fingerprint,
             )
 
     def bind_exclusive_queues(self, connection: Connection) -> None:
@@ -248,10 +248,10 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     settings = app.rabbitdelay.settings
     topology = settings.topology
     if name == "check-in":
-        queue = topology.checkin
+        queue = topology.modules.checkin
         receive = CheckIn(topology, allowed_destinations(app).includes).receive
     else:
-        queue, receive = topology.distribution, distribute
+        queue, receive = topology.modules.distribution, distribute
     module = Module(
         name,
         topology,

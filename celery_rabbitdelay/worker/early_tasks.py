@@ -21,8 +21,8 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app.task import MAY_PASS
-from celery_rabbitdelay.levels.destination import Destination
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.worker.celery_internals import (
@@ -209,7 +209,7 @@ class EarlyTasks:
 
     def _try_again(self, early: _Early, failure: Exception) -> None:
         """Queue a message behind the others; if it is due by now, the worker runs it."""
-        if early.due.left_ms() <= 0:
+        if early.due.remaining_ms() <= 0:
             self._give_up(early, failure)
             return
         if early.again_at is None:
@@ -224,7 +224,7 @@ class EarlyTasks:
         logger.warning(
             "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: %s",
             early.message.headers.get("id"),
-            early.due.left_ms() / 1000,
+            early.due.remaining_ms() / 1000,
             error,
         )
         self._do_in_loop(self._other_actions, partial(self._hold, early))

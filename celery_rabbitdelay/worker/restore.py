@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from kombu import Message
 
@@ -12,6 +12,13 @@ from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 
 __all__ = ["RestoringStrategies", "restore"]
+
+#: The headers that every message which comes straight from the levels has.
+RESTORABLE: Final = frozenset({names.DUE, names.EXCHANGE, names.ROUTING_KEY, names.QUEUE})
+
+#: When the task was published, as Sentry's Celery integration notes it: float, seconds since
+#: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
+SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
 
 #: What Celery's consumer calls with each message of one task.
 Strategy: TypeAlias = Callable[..., Any]
@@ -64,16 +71,16 @@ def restore(message: Message) -> None:
         return
     kept: dict[str, Any] = {names.DUE: headers[names.DUE]}
     if names.QUEUE in headers:
-        if not headers.keys() >= names.RESTORABLE:
+        if not headers.keys() >= RESTORABLE:
             return
         message.delivery_info["exchange"] = headers[names.EXCHANGE]
         message.delivery_info["routing_key"] = headers[names.ROUTING_KEY]
         kept[names.QUEUE] = headers[names.QUEUE]
     restored = names.strip(headers)
-    nested = restored.get(names.NESTED)
+    nested = restored.get(names.NESTED_HEADERS)
     for shown in (restored, nested) if isinstance(nested, dict) else (restored,):
         shown.update(kept)
-        if names.SENTRY_ENQUEUED in shown:
-            shown[names.SENTRY_ENQUEUED] = kept[names.DUE] / 1000
+        if SENTRY_ENQUEUED in shown:
+            shown[SENTRY_ENQUEUED] = kept[names.DUE] / 1000
     headers.clear()
     headers.update(restored)

@@ -11,7 +11,7 @@ from tests.acceptance.journal import Journal, assert_each_ran_once, assert_none_
 def test_a_delayed_task_runs_once_and_never_early(journal: Journal) -> None:
     publications = [journal.publish(delay) for delay in (0.1, 0.7, 1, 1.5, 2.3, 3)]
 
-    starts = journal.wait_until_all_started(publications, timeout=20)
+    starts = journal.wait_until_all_started(publications, timeout=60)
 
     assert_each_ran_once(starts, publications)
     assert_none_was_early(starts, publications)
@@ -24,6 +24,6 @@ def test_the_worker_answers_a_ping(celery_setup: CeleryTestSetup) -> None:
         answers[:] = celery_setup.app.control.ping(timeout=1)
         return bool(answers)
 
-    wait_for(answered, "answer to control.ping", timeout=20)
+    wait_for(answered, "answer to control.ping", timeout=60)
 
     assert answers == [{celery_setup.worker.hostname(): {"ok": "pong"}}]

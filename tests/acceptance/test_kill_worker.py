@@ -12,7 +12,7 @@ from tests.acceptance.journal import (
 )
 
 #: Seconds; long enough for the tasks to be published and the worker to be killed before any is due.
-DELAY = 6
+DELAY = 10
 
 
 def test_all_tasks_run_after_the_worker_was_killed_while_they_waited(
@@ -24,7 +24,7 @@ def test_all_tasks_run_after_the_worker_was_killed_while_they_waited(
     assert journal.starts() == []
     celery_setup.worker.restart()
 
-    starts = journal.wait_until_all_started(publications, timeout=60)
+    starts = journal.wait_until_all_started(publications, timeout=120)
     assert_none_was_early(starts, publications)
     assert_nothing_is_left_to_run(celery_setup)
     assert_each_ran_once(journal.starts(), publications)

@@ -80,7 +80,7 @@ def contestants(delays: Sequence[int]) -> dict[str, Contestant]:
     return {
         **{
             name: Contestant(
-                [topology.address(delay * 1000, END) for delay in delays],
+                [topology.route(delay, END)[:2] for delay in delays],
                 [queue.name for queue in topology.queues],
             )
             for name, topology in LAYOUTS.items()

@@ -26,7 +26,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_MESSAGES, Envelope, Item
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_ENVELOPE_MESSAGES, Envelope, Item
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.publication import Publication
@@ -144,11 +144,11 @@ def one_round(bench: Bench) -> dict[str, float]:
     rates["raw, confirmed (messages/s)"] = MESSAGES / publish(bench.connection, plain)
 
     five_hours = {names.X_DELAY: 5 * 3_600_000}
-    checkin = topology.checkin.exchange.name
+    checkin = topology.modules.checkin.exchange.name
     publish(bench.connection, ((checkin, end, message(**five_hours)) for _ in range(MESSAGES)))
     rates["check-in (messages/s)"] = bench.rate("check-in", bench.waiting, MESSAGES)
 
-    exchange, key = topology.address(0, DISTRIBUTION)
+    exchange, key = topology.route(0, DISTRIBUTION)[:2]
     told = {names.DUE: 0, names.EXCHANGE: "", names.ROUTING_KEY: end}
     publish(bench.connection, ((exchange, key, message(**told)) for _ in range(MESSAGES)))
     rates["distribution (messages/s)"] = bench.rate("distribution", end, MESSAGES)
@@ -163,9 +163,11 @@ def one_round(bench: Bench) -> dict[str, float]:
 
 def unpacking(bench: Bench) -> None:
     """Unpack 100,000 tasks while the worker gets tasks without a delay."""
-    exchange, key = bench.topology.address(0, DISTRIBUTION)
+    exchange, key = bench.topology.route(0, DISTRIBUTION)[:2]
     told = {names.DUE: 0, names.EXCHANGE: "", names.ROUTING_KEY: bench.end.name}
-    held = Envelope(tuple(Item(b"x" * 50, {"id": str(each)}) for each in range(MAX_MESSAGES)))
+    held = Envelope(
+        tuple(Item(b"x" * 50, {"id": str(each)}) for each in range(MAX_ENVELOPE_MESSAGES))
+    )
     letter = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
     look = bench.app.tasks["look"]
     with bench.worker("distribution") as worker:
@@ -173,7 +175,7 @@ def unpacking(bench: Bench) -> None:
         publish(bench.connection, [(exchange, key, letter)])
         began = time.monotonic()
         late = []
-        while bench.messages(bench.end.name) < MAX_MESSAGES:
+        while bench.messages(bench.end.name) < MAX_ENVELOPE_MESSAGES:
             sent = time.time()
             late.append(look.apply_async().get(timeout=30)["at"] - sent)
             time.sleep(0.05)
@@ -181,7 +183,8 @@ def unpacking(bench: Bench) -> None:
         lost = worker.log.count("connects again") + worker.log.count("Connection to broker lost")
     late.sort()
     print(
-        f"unpacking {MAX_MESSAGES} tasks took {seconds:.1f} s; {len(late)} tasks without a delay "
+        f"unpacking {MAX_ENVELOPE_MESSAGES} tasks took {seconds:.1f} s; "
+        f"{len(late)} tasks without a delay "
         f"started after p50 {late[len(late) // 2] * 1000:.0f} ms, max {late[-1] * 1000:.0f} ms; "
         f"connections lost: {lost}"
     )

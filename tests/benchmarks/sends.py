@@ -168,9 +168,7 @@ class Bench:
     def contestants(self) -> dict[str, Callable[[], float]]:
         """What is measured, by its name."""
         slow, fast = self.slow, self.fast
-        addresses = [
-            self.topology.address(int(delay * 1000), "ours") for delay in self.delays[:fast]
-        ]
+        addresses = [self.topology.route(delay, "ours")[:2] for delay in self.delays[:fast]]
         plain, task = self.plain_message, self.task_message
         confirmed, unconfirmed = self.raw_confirmed, self.raw_connection
         ours, native = self.our_queues, self.native_queues

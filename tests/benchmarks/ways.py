@@ -159,7 +159,7 @@ class Levels(Way):
 
     def place(self, due_ms: int) -> Place:
         left_ms = -((time.time_ns() - due_ms * NS_PER_MS) // NS_PER_MS)
-        route = self.topology.route_of_milliseconds(left_ms, self.queue.name)
+        route = self.topology.route(left_ms / 1000, self.queue.name)
         return Place(lambda: (route.exchange, route.routing_key), due_ms, len(route.stops))
 
 

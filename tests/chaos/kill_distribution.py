@@ -106,7 +106,7 @@ def publish(
     else:
         held = Envelope(tuple(Item(b"x", {"id": each}) for each in ids))
         message = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
-    publisher.publish(message, lambda: topology.address(round(delay * 1000) + 1, DISTRIBUTION))
+    publisher.publish(message, lambda: topology.route(delay + 0.001, DISTRIBUTION)[:2])
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ class Arrival(NamedTuple):
 
 
 def take(
-    connection: Connection, queues: Iterable[Queue], count: int, timeout: float = 30.0
+    connection: Connection, queues: Iterable[Queue], count: int, timeout: float = 60.0
 ) -> list[Arrival]:
     """Consume until ``count`` messages came, acknowledge them and return them in their order.
 

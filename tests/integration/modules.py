@@ -23,7 +23,7 @@ def check_in(connection: Connection, shop: Any, key: str, **options: Any) -> Non
     """Publish as any client would, to check-in's exchange."""
     connection.Producer().publish(
         "hello",
-        exchange=shop.rabbitdelay.topology.checkin.exchange.name,
+        exchange=shop.rabbitdelay.topology.modules.checkin.exchange.name,
         routing_key=key,
         **options,
     )
@@ -32,7 +32,7 @@ def check_in(connection: Connection, shop: Any, key: str, **options: Any) -> Non
 def put_in_envelope(connection: Connection, shop: Any, items: list[Item], **told: Any) -> None:
     """Publish an envelope that is due now."""
     topology = shop.rabbitdelay.topology
-    exchange, routing_key = topology.address(0, DISTRIBUTION)
+    exchange, routing_key = topology.route(0, DISTRIBUTION)[:2]
     connection.Producer().publish(
         Envelope(tuple(items)).pack(),
         exchange=exchange,

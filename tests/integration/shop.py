@@ -19,7 +19,7 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing import wait_for
 
 #: Seconds until a result has to be there.
-PATIENCE = 30
+PATIENCE = 60
 
 QUEUES = ("default", "second", "topic.reports", "topic.daily.reports", "mirror")
 

@@ -17,19 +17,20 @@ from celery_rabbitdelay.exceptions import (
     TopologyIncomplete,
 )
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels.destination import Destination
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import delete
+from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import SHORT
+from tests.integration.publishing import work
 
-#: How late a message may be on a noisy machine; what is tested is that it is never early.
-GENEROUS = 5.0
+#: How late a message may be on a slow machine; one that is held up is late by rounds of 180 s.
+GENEROUS = 60.0
 
 BITS = [("s8", 2, 0.8), ("s4", 2, 0.4), ("s2", 2, 0.2), ("s1", 2, 0.1)]
 
@@ -83,7 +84,7 @@ def test_no_message_is_early_and_each_comes_once(
     assert sorted(arrival.body for arrival in arrivals) == delays
     for arrival in arrivals:
         assert 0 <= arrival.at - not_before[arrival.body] < GENEROUS
-    assert count(connection, topology.undeliverable.name) == 0
+    assert count(connection, topology.modules.undeliverable.name) == 0
 
 
 def test_a_queue_gets_its_own_messages_only_though_its_name_ends_another_s(
@@ -125,7 +126,7 @@ def test_each_shard_delivers_its_own_messages_once(
     stops = {death["queue"] for death in deaths}
     shards = {stop.rsplit(".", 1)[1] for stop in stops}
     assert shards == {"s0", "s1", "s2"}
-    assert count(connection, topology.undeliverable.name) == 0
+    assert count(connection, topology.modules.undeliverable.name) == 0
 
 
 def test_undeliverable_messages_hold_up_none_of_the_others(
@@ -140,12 +141,12 @@ def test_undeliverable_messages_hold_up_none_of_the_others(
     gone(connection.default_channel).delete()
     not_before = [send(topology, living, 1.5, body=number) for number in range(10)]
 
-    arrivals = take(connection, [living], 10, timeout=20)
+    arrivals = take(connection, [living], 10, timeout=GENEROUS)
 
     assert sorted(arrival.body for arrival in arrivals) == list(range(10))
     assert all(arrival.at - not_before[arrival.body] < GENEROUS for arrival in arrivals)
-    wait_until_waiting(connection, topology.undeliverable.name, 40)
-    undeliverable = take(connection, [topology.undeliverable], 40)
+    wait_until_waiting(connection, topology.modules.undeliverable.name, 40)
+    undeliverable = take(connection, [topology.modules.undeliverable], 40)
     assert all(a.message.headers[headers.QUEUE] == gone.name for a in undeliverable)
     assert all(a.message.headers["x-death"] for a in undeliverable)
 
@@ -211,20 +212,26 @@ def test_an_exchange_deleted_by_hand_is_put_back_by_the_next_message(
 
 
 def test_an_instant_is_met_although_the_levels_have_to_be_declared_first(
-    connection: Connection, topology: Topology, queue: Queue
+    connection: Connection, topology: Topology, make_queue: Callable[..., Queue]
 ) -> None:
+    held_back: list[str] = []
+
+    def hold_back(name: str, *counts: int) -> None:
+        held_back.append(name)
+        work(0.5)
+
+    queue = make_queue(on_declared=hold_back)
     publisher = Publisher(connection.clone())
-    due = datetime.now(UTC) + timedelta(seconds=1.5)
+    due = datetime.now(UTC) + timedelta(seconds=2)
     DelayedProducer(publisher, topology).publish_delayed("x", destination(queue), Due.at(due))
     publisher.close()
+    assert held_back == [queue.name]
     (arrival,) = take(connection, [queue], 1)
     assert due.timestamp() <= arrival.at < due.timestamp() + GENEROUS
-    deaths = arrival.message.headers["x-death"]
-    # Less than 1.5 s was left when it was published.
-    assert {death["queue"] for death in deaths} != {
-        f"{topology.prefix}.seconds.1",
-        f"{topology.prefix}.ms.500",
-    }
+    # At most 1.5 s was left when it was published; a slow machine leaves nothing at all.
+    stops = {death["queue"] for death in arrival.message.headers.get("x-death", [])}
+    assert f"{topology.prefix}.seconds.2" not in stops
+    assert topology.prefix + ".ms.900" not in stops
 
 
 def test_a_destination_that_could_not_be_bound_is_bound_by_the_next_message(

@@ -11,7 +11,8 @@ import pytest
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels.topology import POISON_LIMIT, Topology
+from celery_rabbitdelay.levels.entities import POISON_LIMIT
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import declare
@@ -93,8 +94,8 @@ def assert_all_good_ones_arrive(connection: Connection, target: Queue) -> None:
 
 def the_undeliverable(connection: Connection, topology: Topology) -> Any:
     """Take the only message that is undeliverable."""
-    (arrival,) = take(connection, [topology.undeliverable], 1)
-    assert count(connection, topology.undeliverable.name) == 0
+    (arrival,) = take(connection, [topology.modules.undeliverable], 1)
+    assert count(connection, topology.modules.undeliverable.name) == 0
     return arrival
 
 
@@ -110,14 +111,16 @@ def test_a_message_whose_properties_python_cannot_read_is_undeliverable_at_once(
     channel: Any = connection.default_channel
 
     def publish() -> None:
-        channel.basic_publish(Raw("bad", properties), topology.checkin.exchange.name, target.name)
+        channel.basic_publish(
+            Raw("bad", properties), topology.modules.checkin.exchange.name, target.name
+        )
 
     check_in_around(connection, serving, target, publish)
     assert_all_good_ones_arrive(connection, target)
     arrival = the_undeliverable(connection, topology)
     assert arrival.body == "bad"
     assert reason in examine(arrival.message.headers, topology).reason
-    assert arrival.message.headers[headers.PROPERTIES] == properties
+    assert arrival.message.headers[headers.UNREADABLE_PROPERTIES] == properties
 
 
 def test_an_unreadable_message_without_a_body_is_undeliverable_too(
@@ -125,7 +128,7 @@ def test_an_unreadable_message_without_a_body_is_undeliverable_too(
 ) -> None:
     topology = serving.rabbitdelay.topology
     channel: Any = connection.default_channel
-    channel.basic_publish(Raw("", LATIN_ID), topology.checkin.exchange.name, "test-nobody")
+    channel.basic_publish(Raw("", LATIN_ID), topology.modules.checkin.exchange.name, "test-nobody")
     arrival = the_undeliverable(connection, topology)
     assert "UnicodeDecodeError" in examine(arrival.message.headers, topology).reason
 
@@ -185,25 +188,25 @@ def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
     )
     channel: Any = connection.default_channel
     for number in range(AROUND):
-        good = channel.basic_get(topology.checkin.name)
+        good = channel.basic_get(topology.modules.checkin.name)
         assert good.headers["id"] == number
         channel.basic_ack(good.delivery_tag)
         check_in(connection, unserved, target.name, headers={"x-delay": 100, "id": number})
     for _ in range(POISON_LIMIT + 1):
         dying: Any
         with connection.channel() as dying:
-            while (taken := dying.basic_get(topology.checkin.name)) is None:
+            while (taken := dying.basic_get(topology.modules.checkin.name)) is None:
                 pass
             assert taken.headers["mine"] == 1
-    wait_for(lambda: count(connection, topology.undeliverable.name) == 1, "the message")
+    wait_for(lambda: count(connection, topology.modules.undeliverable.name) == 1, "the message")
     with Worker({**configuration, **OPEN}, [named(unserved, "default")]):
         assert_all_good_ones_arrive(connection, target)
     arrival = the_undeliverable(connection, topology)
     assert arrival.message.headers["mine"] == 1
     (death,) = arrival.message.headers["x-death"]
-    assert (death["queue"], death["reason"]) == (topology.checkin.name, "delivery_limit")
+    assert (death["queue"], death["reason"]) == (topology.modules.checkin.name, "delivery_limit")
     reason = examine(arrival.message.headers, topology).reason
-    assert f"took it from {topology.checkin.name} never finished it" in reason
+    assert f"took it from {topology.modules.checkin.name} never finished it" in reason
 
 
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
@@ -220,16 +223,16 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
     with Connection(connection.as_uri(include_password=True)) as dying:
         had: list[Any] = []
         channel_of_dying: Any = dying.default_channel
-        channel_of_dying.basic_consume(topology.checkin.name, callback=had.append)
+        channel_of_dying.basic_consume(topology.modules.checkin.name, callback=had.append)
         while len(had) < 2 * AROUND:
             dying.drain_events(timeout=30)
-    wait_until_waiting(connection, topology.checkin.name, 2 * AROUND)
+    wait_until_waiting(connection, topology.modules.checkin.name, 2 * AROUND)
     with Worker({**configuration, **OPEN}, [named(unserved, "default")]) as worker:
         take(connection, [target], AROUND)
-        wait_until_waiting(connection, topology.checkin.name, AROUND - 1)
+        wait_until_waiting(connection, topology.modules.checkin.name, AROUND - 1)
         worker.kill()
-    wait_until_waiting(connection, topology.checkin.name, AROUND)
-    left = [channel.basic_get(topology.checkin.name, no_ack=True) for _ in range(AROUND)]
+    wait_until_waiting(connection, topology.modules.checkin.name, AROUND)
+    left = [channel.basic_get(topology.modules.checkin.name, no_ack=True) for _ in range(AROUND)]
     full(channel).delete()
     counts = {message.headers["id"]: message.headers["x-delivery-count"] for message in left}
     assert counts == {number: 2 if number == AROUND else 1 for number in range(AROUND, 2 * AROUND)}

@@ -26,6 +26,11 @@ NEVER = {**OPEN, "rabbitdelay_declare": "never"}
 #: Messages that are on their way when the broker is in trouble.
 MESSAGES = 200
 
+#: The milliseconds after which each is due, so that some are whenever the trouble begins.
+DELAYS = [1_000 + 8_900 * number // MESSAGES for number in range(MESSAGES)]
+
+TEN_SECONDS: dict[str, Any] = {"rabbitdelay_layout": [("seconds", 10, 1), ("ms", 10, 0.1)]}
+
 
 @contextmanager
 def alarm(broker: RabbitMQServer) -> Iterator[None]:
@@ -67,15 +72,15 @@ def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
     target: Queue,
 ) -> None:
     """And no connection is given up, which would count as one delivery in vain each time."""
-    settings = {**OPEN, "rabbitdelay_confirm_timeout": 1}
+    settings = {**OPEN, **TEN_SECONDS, "rabbitdelay_confirm_timeout": 1}
     shop = make_shop(**settings)
     topology = shop.rabbitdelay.topology
     with Worker({**configuration, **settings}, [named(shop, "default")]) as worker:
         wait_until_served(worker)
         published = time.time()
-        for number in range(MESSAGES):
-            check_in(connection, shop, target.name, headers={"x-delay": 4000, "id": number})
-        wait_until_waiting(connection, topology.checkin.name, 0)
+        for number, delay in enumerate(DELAYS):
+            check_in(connection, shop, target.name, headers={"x-delay": delay, "id": number})
+        wait_until_waiting(connection, topology.modules.checkin.name, 0)
         with alarm(private_rabbitmq):
             wait_until_blocked(private_rabbitmq)
             blocked = time.time()
@@ -85,7 +90,8 @@ def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
         arrivals = take(connection, [target], MESSAGES)
         assert "connects again" not in worker.log
     assert {arrival.message.headers["id"] for arrival in arrivals} == set(range(MESSAGES))
-    assert min(arrival.at for arrival in arrivals) >= published + 4
+    for arrival in arrivals:
+        assert arrival.at >= published + DELAYS[arrival.message.headers["id"]] / 1000
 
 
 def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
@@ -95,16 +101,17 @@ def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
     connection: Connection,
     target: Queue,
 ) -> None:
-    shop = make_shop(**OPEN)
+    settings = {**OPEN, **TEN_SECONDS}
+    shop = make_shop(**settings)
     topology = shop.rabbitdelay.topology
     # Celery itself waits without a bound when it closes a blocked connection, which is that of its
     # own events.
     silent = ("--without-gossip", "--without-mingle", "--without-heartbeat")
-    with Worker({**configuration, **OPEN}, [named(shop, "default")], *silent) as worker:
+    with Worker({**configuration, **settings}, [named(shop, "default")], *silent) as worker:
         wait_until_served(worker)
-        for number in range(MESSAGES):
-            check_in(connection, shop, target.name, headers={"x-delay": 3000, "id": number})
-        wait_until_waiting(connection, topology.checkin.name, 0)
+        for number, delay in enumerate(DELAYS):
+            check_in(connection, shop, target.name, headers={"x-delay": delay, "id": number})
+        wait_until_waiting(connection, topology.modules.checkin.name, 0)
         with alarm(private_rabbitmq):
             wait_until_blocked(private_rabbitmq)
             os.kill(worker.pid, signal.SIGTERM)
@@ -127,18 +134,21 @@ def test_where_operators_declare_the_modules_serve_what_stands(
 ) -> None:
     topology = standing.rabbitdelay.topology
     # As operators do, who know neither guard nor marker.
-    for own in (topology.guard, topology.marker):
+    for own in (topology.identity.guard, topology.identity.marker):
         own(connection.default_channel).delete()
     with Worker({**configuration, **NEVER}, [named(standing, "default")]):
         assert_delays(connection, standing, target)
-    assert set(missing(connection, topology)) == {topology.guard.name, topology.marker.name}
+    assert set(missing(connection, topology)) == {
+        topology.identity.guard.name,
+        topology.identity.marker.name,
+    }
 
 
 def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_what(
     standing: Any, configuration: dict[str, Any], connection: Connection
 ) -> None:
     topology = standing.rabbitdelay.topology
-    distribution = topology.distribution
+    distribution = topology.modules.distribution
     distribution(connection.default_channel).delete()
     worker = Worker({**configuration, **NEVER}, [named(standing, "default")])
     try:
@@ -155,7 +165,7 @@ def test_where_operators_declare_the_modules_name_what_was_deleted_and_wait_for_
     standing: Any, configuration: dict[str, Any], connection: Connection, target: Queue
 ) -> None:
     topology = standing.rabbitdelay.topology
-    distribution = topology.distribution
+    distribution = topology.modules.distribution
     with Worker({**configuration, **NEVER}, [named(standing, "default")]) as worker:
         wait_until_served(worker)
         distribution(connection.default_channel).delete()

@@ -117,10 +117,14 @@ def test_a_broker_that_refuses_the_login_is_an_error_at_once(broker_url: str) ->
 
 def test_a_connection_that_is_refused_is_not_waited_for() -> None:
     publisher = Publisher(Connection("amqp://guest:guest@127.0.0.1:1//"))
-    began = time.monotonic()
-    with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1//"):
-        publish(publisher, "queue", resends=0)
-    assert time.monotonic() - began < 1.5
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1//"):
+            publish(publisher, "queue", resends=0)
+        seconds.append(time.monotonic() - began)
+    # Left to itself, kombu waits two seconds each time; a busy machine does not do so thrice.
+    assert min(seconds) < 1.5
     publisher.close()
 
 
@@ -174,10 +178,10 @@ def test_a_caller_s_connection_is_given_back_as_it_was(
 ) -> None:
     transport: Any = connection.connection
     on_blocked = transport.on_blocked = lambda reason: None
-    connection.connect_timeout = 5.0
+    connection.connect_timeout = 25.0
     publisher = Publisher(connection)
-    publish(publisher, target.name, timeout=1.0)
+    publish(publisher, target.name, timeout=20.0)
     publisher.close_channel()
     assert transport.on_blocked is on_blocked
-    assert connection.connect_timeout == 5.0
+    assert connection.connect_timeout == 25.0
     assert connection.connected

@@ -157,7 +157,7 @@ def test_an_iterator_may_take_its_time(
         work(2.5)
 
     outcomes: list[Publication] = []
-    publisher.publish_all(source(), PublishPolicy(1.0), done=outcomes.append)
+    publisher.publish_all(source(), PublishPolicy(2.0), done=outcomes.append)
     assert len(outcomes) == 40
     assert {each.error for each in outcomes} == {None}
     assert bodies(connection, target, 40) == Counter(map(str, range(40)))

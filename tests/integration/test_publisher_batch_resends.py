@@ -26,19 +26,18 @@ def test_what_a_full_queue_refuses_is_sent_again_until_it_is_drained(
 ) -> None:
     full = make_full(50)
     arrived: Counter[str] = Counter()
+    sent = postings(full.name, 300)
 
     def drain() -> None:
         with connection.clone() as own:
-            wait_for(lambda: count(own, full.name) == 50, "a full queue")
+            wait_for(lambda: any(each.resent for each in sent), "a full queue that refuses")
             arrived.update(bodies(own, full, 300))
 
     thread = threading.Thread(target=drain)
     thread.start()
-    sent = postings(full.name, 300)
     publisher.publish_all(sent, PublishPolicy(resends=None, backoff=(0.0, 0.02, 0.1), window=80))
     thread.join()
     assert {each.error for each in sent} == {None}
-    assert sum(each.resent for each in sent) > 0
     assert arrived == Counter(map(str, range(300)))
 
 
@@ -75,7 +74,8 @@ def test_a_resend_that_is_due_later_holds_up_none_that_is_due_now(
         late(connection.default_channel).declare()
 
     finished: list[Publication] = []
-    patience = PublishPolicy(20.0, resends=2, backoff=(0.0, 1.0, 1.0), window=4)
+    # So long that even a slow machine has repaired the other by then.
+    patience = PublishPolicy(60.0, resends=2, backoff=(0.0, 4.0, 4.0), window=4)
     began = time.monotonic()
     publisher.publish_all(source(), patience, redeclare=redeclare, done=finished.append)
     assert time.monotonic() - began < GRACE
@@ -92,7 +92,7 @@ def test_a_resend_that_comes_due_while_it_is_looked_for_is_sent(
     for microseconds in range(2, 60):
         # Over all of them, some come due between two looks at the clock.
         patience = PublishPolicy(
-            timeout=5, resends=5, backoff=(microseconds / 1e6, 0.0, 1.0), window=1
+            timeout=30, resends=5, backoff=(microseconds / 1e6, 0.0, 1.0), window=1
         )
         sent = postings(full.name, 5)
         publisher.publish_all(sent, patience)

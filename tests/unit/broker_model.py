@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from celery_rabbitdelay.levels.topology import Binding, Route, Topology
+from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.levels.topology import Route, Topology
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class BrokerModel:
         bindings = [
             *topology.bindings,
             *(
-                Binding(topology.delivery.name, topology.destination_pattern(name), name, False)
+                Binding(
+                    topology.delivery.name, topology.keys.destination_pattern(name), name, False
+                )
                 for name in destinations
             ),
         ]

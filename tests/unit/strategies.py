@@ -12,15 +12,20 @@ zeros = st.sampled_from(get_args(Zeros))
 
 
 @st.composite
-def custom_layouts(draw: st.DrawFn) -> Layout:
-    """Up to five levels of any base up to 12, each unit following from the one below."""
-    bases = draw(st.lists(st.integers(2, 12), min_size=1, max_size=5))
+def custom_layouts(draw: st.DrawFn, max_levels: int = 5) -> Layout:
+    """Levels of any base up to 12, each unit following from the one below."""
+    bases = draw(st.lists(st.integers(2, 12), min_size=1, max_size=max_levels))
     unit_ms = draw(st.sampled_from([1, 10, 100, 250, 1000, 60_000]))
     levels = []
     for position, base in enumerate(reversed(bases)):
         levels.append((f"level-{position}", base, unit_ms / 1000))
         unit_ms *= base
     return custom(list(reversed(levels)), zeros=draw(zeros))
+
+
+def small_layouts() -> st.SearchStrategy[Layout]:
+    """Layouts that can express so few delays that a test can look at every one."""
+    return custom_layouts(max_levels=3)
 
 
 layouts = st.one_of(

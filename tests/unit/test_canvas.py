@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ Make = Callable[[str], Any]
 
 
 class Sent(NamedTuple):
-    """A task that was sent: its name, seconds of delay (rounded), and what its message carries."""
+    """A task that was sent: its name, seconds of delay (in tens), and what its message carries."""
 
     name: str
     seconds: int | None
@@ -61,7 +62,9 @@ def sent() -> Iterator[list[Sent]]:
         eta = headers["eta"]
         seconds = None
         if eta:
-            seconds = round((datetime.fromisoformat(eta) - datetime.now(UTC)).total_seconds())
+            left = datetime.fromisoformat(eta) - datetime.now(UTC)
+            # Rounded up to tens: a slow machine has used up some of it by now.
+            seconds = 10 * math.ceil(left.total_seconds() / 10)
         # As JSON brings it to a worker.
         seen.append(Sent(sender, seconds, json.loads(json.dumps(body[2]))))
 

@@ -8,7 +8,7 @@ from typing import Any
 import amqp
 import pytest
 
-from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
@@ -27,8 +27,9 @@ def message(exchange: str = "t.checkin", key: str = "q", **options: Any) -> amqp
 
 
 @pytest.fixture
-def receive() -> Callable[[amqp.Message], Outgoing]:
-    module = CheckIn(TOPOLOGY, lambda exchange, key: not key.startswith("secret"), lambda: NOW)
+def receive(monkeypatch: pytest.MonkeyPatch) -> Callable[[amqp.Message], Outgoing]:
+    monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000)
+    module = CheckIn(TOPOLOGY, lambda exchange, key: not key.startswith("secret"))
 
     def receive(received: amqp.Message) -> Outgoing:
         (outgoing,) = module.receive(received)
@@ -85,13 +86,13 @@ def test_a_delay_above_the_capacity_meditates_and_comes_back(receive: Any) -> No
         ({"application_headers": {"x-delay": 1, headers.EXCHANGE: 5}}, "not an exchange's name"),
         ({"content_type": CONTENT_TYPE, "application_headers": {"x-delay": 1}}, "an envelope"),
         ({"key": "secret"}, "may not reach"),
-        ({"exchange": "t.meditated"}, "has meditated, but"),
+        ({"exchange": "t.meditated"}, "from meditation, but"),
     ],
 )
 def test_what_is_hostile_is_refused_in_few_words(
     receive: Any, given: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(Refused, match=why) as caught:
+    with pytest.raises(UnprocessableMessage, match=why) as caught:
         receive(message(**given))
     assert len(caught.value.reason) < 500
 
@@ -107,7 +108,7 @@ def test_what_is_hostile_is_refused_in_few_words(
     ],
 )
 def test_what_amqp_cannot_carry_is_known_before_it_is_sent(outgoing: Outgoing) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(UnprocessableMessage) as caught:
         written(outgoing, 131_072)
     reason = caught.value.reason
     assert len(reason) < 500

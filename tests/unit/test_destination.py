@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.levels.destination import resolve, topic_matches
+from celery_rabbitdelay.publishing.destination import resolve, topic_matches
 
 TOPIC = Exchange("events", type="topic")
 ORDERS = Queue("orders", TOPIC, "order.*")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope, Refused
+from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules import envelope
 from celery_rabbitdelay.modules.distribution import distribute
@@ -67,9 +67,9 @@ def _compressed(blocks: bytes, dictionary: bytes) -> bytes:
         (zlib.compress(b"\0\0"), "middle of a length"),
         (zlib.compress(b"\0\0\0\x09{}"), "middle of a block"),
         (zlib.compress(b"\0\0\0\x02{}" * 2), "middle of a message"),
-        (zlib.compress(b"\0\0\0\x02[]"), "no object"),
-        (zlib.compress(b"\0\0\0\x02{a"), "no JSON"),
-        (zlib.compress(b'\0\0\0\x0d{"headers":1}'), "no object"),
+        (zlib.compress(b"\0\0\0\x02[]"), "not a JSON object"),
+        (zlib.compress(b"\0\0\0\x02{a"), "is not JSON"),
+        (zlib.compress(b'\0\0\0\x0d{"headers":1}'), "not a JSON object"),
         (Envelope((Item(b"x"),)).pack()[:-3], "ends before"),
     ],
 )
@@ -79,7 +79,7 @@ def test_what_is_no_envelope_is_refused(body: bytes, why: str) -> None:
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
-    bomb = zlib.compress(b"\0" * (envelope.MAX_BYTES + 10_000_000), 9)
+    bomb = zlib.compress(b"\0" * (envelope.MAX_ENVELOPE_BYTES + 10_000_000), 9)
     assert len(bomb) < 100_000
     with pytest.raises(InvalidEnvelope, match="more than 67108864 bytes"):
         Envelope.unpack(bomb)
@@ -87,7 +87,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
 
 def test_too_many_messages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     body = Envelope(tuple(Item(b"") for _ in range(6))).pack()
-    monkeypatch.setattr(envelope, "MAX_MESSAGES", 5)
+    monkeypatch.setattr(envelope, "MAX_ENVELOPE_MESSAGES", 5)
     with pytest.raises(InvalidEnvelope, match="more than 5 messages"):
         Envelope.unpack(body)
     with pytest.raises(InvalidEnvelope, match="6 messages are more than 5"):
@@ -123,7 +123,7 @@ def test_distribution_gives_each_message_its_own_and_what_all_share() -> None:
 
 
 def test_distribution_refuses_what_it_cannot_open_or_send() -> None:
-    with pytest.raises(Refused, match="does not say where it goes"):
+    with pytest.raises(UnprocessableMessage, match="destination is missing"):
         list(distribute(_message(Envelope((Item(b"one"),)))))
-    with pytest.raises(Refused, match="no envelope that can be opened"):
+    with pytest.raises(UnprocessableMessage, match="envelope cannot be opened"):
         list(distribute(amqp.Message(b"x", content_type=CONTENT_TYPE)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.app import grouping
 from celery_rabbitdelay.app.grouping import Group, Grouper
-from celery_rabbitdelay.levels.due import NEGLIGIBLE, Due
+from celery_rabbitdelay.levels.delay import NEGLIGIBLE_PART, Due
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from tests.unit.strategies import layouts
 
@@ -88,13 +88,13 @@ def test_none_is_early_none_is_late_and_each_comes_out_once(
             assert ends_ns >= group.due.at_ns >= due.at_ns
             latest_ns = max(due.at_ns, it.added[row]) + (due.tolerance_ms + layout.tick_ms) * MS
             assert group.due.at_ns < latest_ns + MS
-            assert ends_ns < latest_ns + 2 * MS + group.due.delay_ms * MS // NEGLIGIBLE
+            assert ends_ns < latest_ns + 2 * MS + group.due.delay_ms * MS // NEGLIGIBLE_PART
 
 
 def _left_ms(due: Due, now_ns: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("celery_rabbitdelay.levels.due.time.time_ns", lambda: now_ns)
-        return due.left_ms()
+        patch.setattr("celery_rabbitdelay.levels.delay.time.time_ns", lambda: now_ns)
+        return due.remaining_ms()
 
 
 @given(st.lists(st.tuples(st.integers(0, 3_000), st.integers(1, 10**9), st.booleans())))

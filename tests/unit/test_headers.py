@@ -8,7 +8,7 @@ from typing import Any
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.worker.restore import RestoringStrategies, restore
+from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, RestoringStrategies, restore
 
 ADDED_BY_THE_BROKER: dict[str, Any] = {
     "x-death": [{"queue": "rabbitdelay.seconds.1"}],
@@ -65,38 +65,38 @@ def test_a_message_with_some_of_our_headers_only_is_left_alone() -> None:
 
 def test_headers_that_a_tracer_has_nested_are_stripped_as_well() -> None:
     nested = {"sentry-trace": "00-ab", "x-tenant": "shop"}
-    found = {headers.NESTED: {**nested, **DELAYED}, **DELAYED}
-    assert headers.strip(found) == {headers.NESTED: nested}
+    found = {headers.NESTED_HEADERS: {**nested, **DELAYED}, **DELAYED}
+    assert headers.strip(found) == {headers.NESTED_HEADERS: nested}
 
 
 def test_what_celery_shows_as_the_task_s_headers_says_when_it_was_due() -> None:
     # Copied there by Sentry from the headers of an earlier delay, which a retry carries on.
     stale: dict[str, Any] = {headers.DUE: 1, headers.QUEUE: "elsewhere"}
-    found: dict[str, Any] = {headers.NESTED: {"x-tenant": "shop", **stale}, **DELAYED}
+    found: dict[str, Any] = {headers.NESTED_HEADERS: {"x-tenant": "shop", **stale}, **DELAYED}
     message = Message(
         headers=found,
         delivery_info={"exchange": "rabbitdelay.delivery", "routing_key": "0.0.reports"},
     )
     restore(message)
     kept = {headers.DUE: DELAYED[headers.DUE], headers.QUEUE: DELAYED[headers.QUEUE]}
-    assert message.headers == {headers.NESTED: {"x-tenant": "shop", **kept}, **kept}
+    assert message.headers == {headers.NESTED_HEADERS: {"x-tenant": "shop", **kept}, **kept}
 
 
 def test_for_sentry_the_time_in_the_queue_begins_when_the_task_is_due() -> None:
-    published: dict[str, Any] = {headers.SENTRY_ENQUEUED: 1_800_000_000.25}
-    found: dict[str, Any] = {**published, headers.NESTED: dict(published), **DELAYED}
+    published: dict[str, Any] = {SENTRY_ENQUEUED: 1_800_000_000.25}
+    found: dict[str, Any] = {**published, headers.NESTED_HEADERS: dict(published), **DELAYED}
     message = Message(
         headers=found,
         delivery_info={"exchange": "rabbitdelay.delivery", "routing_key": "0.0.reports"},
     )
     restore(message)
-    for shown in (found, found[headers.NESTED]):
-        assert shown[headers.SENTRY_ENQUEUED] == 1_900_000_000.0
+    for shown in (found, found[headers.NESTED_HEADERS]):
+        assert shown[SENTRY_ENQUEUED] == 1_900_000_000.0
 
 
 def test_a_task_that_was_not_delayed_keeps_the_time_at_which_sentry_saw_it() -> None:
-    published: dict[str, Any] = {headers.SENTRY_ENQUEUED: 1.5}
-    found = {**published, headers.NESTED: dict(published)}
+    published: dict[str, Any] = {SENTRY_ENQUEUED: 1.5}
+    found = {**published, headers.NESTED_HEADERS: dict(published)}
     message = Message(headers=dict(found), delivery_info={"exchange": "", "routing_key": "q"})
     restore(message)
     assert message.headers == found

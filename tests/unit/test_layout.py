@@ -6,10 +6,11 @@ from datetime import timedelta
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
 from celery_rabbitdelay.levels.layout import MAX_TTL, Layout, binary, clock, custom, geometric
-from tests.unit.strategies import layouts
+from tests.unit.strategies import layouts, small_layouts
 
 
 def test_the_clock_has_180_queues_and_4000_days_less_a_tick() -> None:
@@ -53,12 +54,60 @@ def test_custom_levels_bring_their_own_tick() -> None:
     assert custom([("days", 10, timedelta(days=10))]).levels[0].name == "days.x10"
 
 
+@given(layouts, st.data())
+def test_a_delay_is_the_sum_of_its_digits_times_their_place_values(
+    layout: Layout, data: st.DataObject
+) -> None:
+    delay_ms = data.draw(st.integers(0, layout.capacity_ms))
+
+    written = layout.digits(delay_ms)
+
+    assert len(written) == len(layout.levels)
+    assert all(0 <= digit < base for digit, base in zip(written, layout.bases, strict=True))
+    total_ms = sum(d * place_ms for d, place_ms in zip(written, layout.places_ms, strict=True))
+    assert 0 <= total_ms - delay_ms < layout.tick_ms
+
+
+def trailing_zeros(layout: Layout, delay_ms: int) -> int:
+    digits = layout.digits(delay_ms)
+    return next((n for n, digit in enumerate(reversed(digits)) if digit), len(digits))
+
+
+@given(small_layouts(), st.data())
+def test_in_the_range_of_a_tolerance_the_delay_with_the_fewest_stops_is_found(
+    layout: Layout, data: st.DataObject
+) -> None:
+    delay_ms = data.draw(st.integers(1, layout.capacity_ms))
+    tolerance_ms = data.draw(st.integers(0, layout.capacity_ms + 10 * layout.tick_ms))
+
+    found = layout.with_fewest_stops(delay_ms, tolerance_ms)
+    coarsest = layout.with_fewest_stops(delay_ms, tolerance_ms, coarsest=True)
+
+    def stops(value: int) -> int:
+        return sum(map(bool, layout.digits(value)))
+
+    longest = min(delay_ms + tolerance_ms, layout.capacity_ms)
+    ticks = range(-(-delay_ms // layout.tick_ms), longest // layout.tick_ms + 1)
+    every = [tick * layout.tick_ms for tick in ticks] or [delay_ms]
+    assert found == min(every, key=lambda value: (stops(value), value))
+    assert coarsest == max(every, key=lambda value: (trailing_zeros(layout, value), -value))
+    assert stops(coarsest) == stops(found)
+
+
+@pytest.mark.parametrize("coarsest", [False, True])
+@pytest.mark.parametrize("delay_ms", [-5000, -1, 0, clock().capacity_ms + 1])
+def test_a_delay_that_no_level_takes_stays_as_it_is_whatever_the_tolerance(
+    delay_ms: int, coarsest: bool
+) -> None:
+    assert clock().with_fewest_stops(delay_ms, 10**9, coarsest=coarsest) == delay_ms
+
+
 @given(layouts)
 def test_the_capacity_fits_and_one_millisecond_more_does_not(layout: Layout) -> None:
-    largest = layout.digits_of_milliseconds(layout.capacity_ms)
+    largest = layout.digits(layout.capacity_ms)
     assert largest == tuple(base - 1 for base in layout.bases)
     with pytest.raises(DelayTooLong) as caught:
-        layout.digits_of_milliseconds(layout.capacity_ms + 1)
+        layout.digits(layout.capacity_ms + 1)
     assert caught.value.capacity == layout.capacity_ms
     assert f"{layout.capacity_ms / 1000:,.3f} s" in str(caught.value)
 

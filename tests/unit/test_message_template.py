@@ -30,7 +30,7 @@ from celery_rabbitdelay.app.task_messages import (
 )
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels.due import Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.modules.distribution import distribute
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.publisher import Publisher

@@ -153,6 +153,16 @@ def test_a_wrong_key_in_the_namespace_is_an_error_too() -> None:
         Settings.of({"CELERY_RABBITDELAY_LAYOUTS": "clock"}, "CELERY")
 
 
+@pytest.mark.parametrize(("name", "value"), [("TICK", -1), ("LAYOUT", [("seconds", 1, 1)])])
+def test_a_wrong_value_in_the_namespace_is_named_as_it_is_written(name: str, value: Any) -> None:
+    key = f"CELERY_RABBITDELAY_{name}"
+    app: Any = celery.Celery("shop", set_as_current=False)
+    app.config_from_object({key: value}, namespace="CELERY")
+    with pytest.raises(InvalidSetting, match=f"^{key} = ") as caught:
+        Settings.of(app.conf, app.namespace)
+    assert (caught.value.key, caught.value.value) == (key, value)
+
+
 def test_what_is_set_on_the_configuration_itself_counts() -> None:
     app = celery.Celery("shop", set_as_current=False, rabbitdelay_prefix="one")
     app.conf.rabbitdelay_tick = 1

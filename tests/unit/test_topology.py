@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kombu import Exchange
 
-from celery_rabbitdelay.levels.layout import Layout, custom
+from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import PASS_THROUGH_TTL, Topology
 from tests.unit.broker_model import BrokerModel
 from tests.unit.strategies import destinations, layouts
@@ -29,8 +35,8 @@ def test_every_delay_ends_at_its_destination_after_exactly_its_ticks(
     assert walk.delivered_to == {destination}
     assert walk.stops == route.stops
     assert len(set(walk.stops)) == len(walk.stops)
-    pass_through = {queue.name for queue in topology.pass_through_queues}
-    passes = sum(stop in pass_through for stop in walk.stops) * PASS_THROUGH_TTL
+    pass_through = tuple(f"rabbitdelay.{level.queue_name(0)}" for level in layout.levels)
+    passes = sum(stop.startswith(pass_through) for stop in walk.stops) * PASS_THROUGH_TTL
     assert 0 <= walk.waited_ms - passes - delay_ms < layout.tick_ms
     assert (walk.waited_ms - passes) % layout.tick_ms == 0
 
@@ -42,18 +48,18 @@ def test_a_message_without_its_destination_ends_in_undeliverable(
 ) -> None:
     delay_ms = data.draw(st.integers(1, layout.capacity_ms))
     topology = Topology(layout=layout)
-    route = topology.route_of_milliseconds(delay_ms, "gone")
+    route = topology.route(timedelta(milliseconds=delay_ms), "gone")
     walk = BrokerModel(topology, ("other",)).walk(route)
-    assert walk.delivered_to == {topology.undeliverable.name}
+    assert walk.delivered_to == {topology.modules.undeliverable.name}
 
 
 @given(layouts, st.data())
 def test_a_message_enters_at_its_first_non_zero_digit(layout: Layout, data: st.DataObject) -> None:
     delay_ms = data.draw(st.integers(1, layout.capacity_ms))
     topology = Topology(layout=layout)
-    digits = layout.digits_of_milliseconds(delay_ms)
+    digits = layout.digits(delay_ms)
     first = next(index for index, digit in enumerate(digits) if digit)
-    route = topology.route_of_milliseconds(delay_ms, "q")
+    route = topology.route(timedelta(milliseconds=delay_ms), "q")
     assert route.exchange == f"rabbitdelay.{layout.levels[first].name}"
     assert route.stops[0] == f"rabbitdelay.{layout.levels[first].queue_name(digits[first])}"
 
@@ -83,7 +89,7 @@ def test_a_message_stays_in_the_shard_of_its_task_and_the_tasks_use_all() -> Non
 
 
 def test_two_numbers_of_shards_are_two_topologies() -> None:
-    assert Topology(shards=2).fingerprint != Topology(shards=3).fingerprint
+    assert Topology(shards=2).identity.fingerprint != Topology(shards=3).identity.fingerprint
 
 
 def test_eleven_seconds_on_four_bits() -> None:
@@ -100,9 +106,9 @@ def test_no_delay_goes_straight_to_the_delivery_exchange() -> None:
 @settings(max_examples=20, deadline=None)
 def test_routing_keys_and_names_fit_into_amqp_s_255_bytes(layout: Layout) -> None:
     topology = Topology("p" * 100, layout, shards=32)
-    longest = topology.route_of_milliseconds(layout.capacity_ms, "q" * 255)
+    longest = topology.route(timedelta(milliseconds=layout.capacity_ms), "q" * 255)
     names = [queue.name for queue in topology.queues] + [e.name for e in topology.exchanges]
-    for text in (longest.routing_key, topology.marker.name, *names):
+    for text in (longest.routing_key, topology.identity.marker.name, *names):
         assert len(text.encode()) <= 255
 
 
@@ -138,10 +144,163 @@ def test_classic_queues_ask_for_nothing_that_they_do_not_know() -> None:
 
 def test_every_exchange_of_the_levels_has_an_alternate_exchange() -> None:
     topology = Topology()
+    undeliverable = topology.modules.undeliverable.exchange
+    assert topology.exchanges[0] == undeliverable
     for exchange in topology.exchanges[1:]:
-        assert exchange.arguments == {"alternate-exchange": topology.undeliverable.exchange.name}
+        assert exchange.arguments == {"alternate-exchange": undeliverable.name}
+
+
+def test_all_that_the_clock_declares_is_what_brokers_hold_already() -> None:
+    """A change here is another topology: messages that wait on a broker would be stranded."""
+    topology = Topology()
+    waiting = {
+        "x-queue-type": "quorum",
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+        "x-queue-leader-locator": "balanced",
+    }
+    day, hour, minute = 86_400_000, 3_600_000, 60_000
+    levels = [
+        ("days.x1000", range(1000, 4000, 1000), day),
+        ("days.x100", range(100, 1000, 100), day),
+        ("days.x10", range(10, 100, 10), day),
+        ("days.x1", range(1, 10), day),
+        ("hours.x1", range(1, 24), hour),
+        ("minutes.x1", range(1, 60), minute),
+        ("seconds.x1", range(1, 60), 1000),
+        ("ms.x100", range(100, 1000, 100), 1),
+    ]
+    expected: dict[str, Any] = {
+        f"rabbitdelay.{level.split('.')[0]}.{count}": {
+            **waiting,
+            "x-message-ttl": count * unit_ms,
+            "x-dead-letter-exchange": f"rabbitdelay.{following}",
+        }
+        for (level, counts, unit_ms), following in zip(
+            levels, [*(level for level, _, _ in levels[1:]), "delivery"], strict=True
+        )
+        for count in counts
+    }
+    served = {"x-dead-letter-exchange": "rabbitdelay.undeliverable", "x-delivery-limit": 100}
+    expected["rabbitdelay.checkin"] = {**waiting, **served}
+    expected["rabbitdelay.distribution"] = {**waiting, **served}
+    expected["rabbitdelay.meditation"] = {
+        **waiting,
+        "x-message-ttl": 315_360_000_000,
+        "x-dead-letter-exchange": "rabbitdelay.meditated",
+    }
+    expected["rabbitdelay.undeliverable"] = {
+        "x-queue-type": "quorum",
+        "x-queue-leader-locator": "balanced",
+        "x-delivery-limit": 2**31 - 1,
+    }
+    assert {queue.name: queue.queue_arguments for queue in topology.queues} == expected
+    assert all(queue.durable and not queue.auto_delete for queue in topology.queues)
+    alternate = {"alternate-exchange": "rabbitdelay.undeliverable"}
+    topics = [*(level for level, _, _ in levels), "delivery"]
+    assert {each.name: (each.type, each.arguments) for each in topology.exchanges} == {
+        **{f"rabbitdelay.{name}": ("topic", alternate) for name in topics},
+        **{f"rabbitdelay.{n}": ("fanout", alternate) for n in ("checkin", "meditation")},
+        "rabbitdelay.meditated": ("fanout", alternate),
+        "rabbitdelay.undeliverable": ("fanout", None),
+    }
+    guard, marker = topology.identity.guard, topology.identity.marker
+    assert topology.identity.fingerprint == "clock-a934f5bbf4-quorum"
+    assert (marker.name, marker.type, marker.arguments) == (
+        *("rabbitdelay.layout.clock-a934f5bbf4-quorum", "fanout"),
+        None,
+    )
+    assert (guard.name, guard.type, guard.arguments) == (
+        *("rabbitdelay.layout", "fanout"),
+        {"alternate-exchange": marker.name},
+    )
+
+
+@pytest.mark.parametrize(
+    ("topology", "fingerprint", "digest"),
+    [
+        (
+            Topology(),
+            "clock-a934f5bbf4-quorum",
+            "a291dfbde812",
+        ),
+        (
+            Topology(queue_type="classic"),
+            "clock-a934f5bbf4-classic",
+            "ed72520afff8",
+        ),
+        (
+            Topology("p", clock(zeros="skip"), shards=2),
+            "clock-c61849cdd8-quorum-s2",
+            "2f53123759f2",
+        ),
+        (
+            Topology("p", binary(levels=5, zeros="queue")),
+            "binary-03b67241a4-quorum",
+            "9555b8b3d574",
+        ),
+        (
+            Topology("p", clock(tick=0.001)),
+            "clock-2f7dcc3aa6-quorum",
+            "90f6375980d0",
+        ),
+        (
+            Topology("p", geometric(levels=3), shards=3),
+            "geometric-c118dcb1dc-quorum-s3",
+            "0c2f1776589b",
+        ),
+    ],
+)
+def test_a_topology_declares_what_it_always_has(
+    topology: Topology, fingerprint: str, digest: str
+) -> None:
+    """The digests were taken from the first version that stood on brokers."""
+
+    def told(exchange: Exchange) -> list[Any]:
+        return [exchange.name, exchange.type, exchange.durable, exchange.arguments]
+
+    identity = topology.identity
+    declared = {
+        "exchanges": sorted(
+            told(each) for each in (*topology.exchanges, identity.guard, identity.marker)
+        ),
+        "queues": sorted(
+            [each.name, each.durable, each.queue_arguments] for each in topology.queues
+        ),
+        "bindings": sorted(topology.bindings),
+    }
+    text = json.dumps(declared, sort_keys=True)
+    assert identity.fingerprint == fingerprint
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest
+
+
+def test_a_delay_above_the_capacity_leads_to_meditation_with_its_destination_as_key() -> None:
+    topology = Topology()
+    longest = timedelta(milliseconds=topology.layout.capacity_ms)
+    assert topology.route(longest, "q").exchange == "rabbitdelay.days.x1000"
+    above = topology.route(longest + timedelta(milliseconds=1), "daily.reports")
+    assert above == ("rabbitdelay.meditation", "daily.reports", ("rabbitdelay.meditation",))
+    with pytest.raises(DelayTooLong):
+        topology.layout.check_capacity(topology.layout.capacity_ms + 1)
+
+
+def test_a_tolerance_saves_stops() -> None:
+    topology = Topology()
+    assert topology.route(3599.95, "q").stops == ("rabbitdelay.hours.1",)
+    assert len(topology.route(3590.5, "q").stops) == 3
+    assert topology.route(3590.5, "q", tolerance=60).stops == ("rabbitdelay.hours.1",)
+    assert topology.route(Due.after(3590.5, 60_000), "q").stops == ("rabbitdelay.hours.1",)
+    with pytest.raises(InvalidDelay, match="tolerance"):
+        topology.route(60, "q", tolerance=-1)
+
+
+def test_a_due_time_is_routed_by_what_remains_of_its_delay() -> None:
+    due = Due.after(3600)
+    assert Topology().route(due, "q") == Topology().route(3600, "q")
+    half_over = due._replace(at_ns=due.at_ns - 1_800_000_000_000)
+    assert Topology().route(half_over, "q").exchange == "rabbitdelay.minutes.x1"
 
 
 @pytest.mark.parametrize("other", [Topology("b"), Topology("a", queue_type="classic")])
 def test_topologies_that_differ_have_different_markers(other: Topology) -> None:
-    assert Topology("a").marker.name != other.marker.name
+    assert Topology("a").identity.marker.name != other.identity.marker.name

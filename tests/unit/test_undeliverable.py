@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
@@ -95,7 +96,7 @@ def test_in_every_layout_the_stop_behind_each_stop_is_the_one_that_is_missed(
     layout: Layout,
 ) -> None:
     topology = Topology("p", layout)
-    route = topology.route_of_milliseconds(layout.capacity_ms, "q")
+    route = topology.route(timedelta(milliseconds=layout.capacity_ms), "q")
     for position, following in enumerate(route.stops):
         message = found(*route.stops[:position], key=route.routing_key)
         assert f"({following})" in examine(message, topology, route.routing_key).reason
@@ -129,15 +130,115 @@ def test_a_reason_that_a_module_wrote_wins() -> None:
 
 def test_a_message_of_another_layout_is_said_to_be_one() -> None:
     message = found("rabbitdelay.weeks.1", key="1.0.q")
-    assert "rabbitdelay.weeks.1, which is no queue of this layout" in examine(message, CLOCK).reason
+    assert (
+        "rabbitdelay.weeks.1, which is not a queue of this layout" in examine(message, CLOCK).reason
+    )
 
 
 @pytest.mark.parametrize("key", ["celery", "9.q", "0.0.0.0.0.7.0.0.0.q", "a.b.c.d.e.f.g.h.q"])
-def test_a_routing_key_that_is_none_of_the_layout_is_said_to_be_none(key: str) -> None:
-    assert f"{key!r} is none of this layout" in examine(found(), CLOCK, key).reason
+def test_a_routing_key_that_does_not_belong_to_the_layout_is_named(key: str) -> None:
+    assert f"{key!r} does not belong to this layout" in examine(found(), CLOCK, key).reason
 
 
 def test_a_message_by_another_hand_has_what_its_routing_key_tells() -> None:
     stranger = examine({}, Topology("p", clock(tick=1)), "0.0.0.0.0.7.0.daily%2Ereports")
     assert stranger.queue == "daily.reports"
     assert (stranger.task_id, stranger.task, stranger.due) == (None, None, None)
+
+
+def test_a_message_that_did_not_return_from_meditation_names_the_missing_binding() -> None:
+    reason = examine(found("rabbitdelay.meditation", key="q"), CLOCK).reason
+    assert reason == "rabbitdelay.meditated had no binding to rabbitdelay.checkin"
+
+
+#: The values that a client can put into an AMQP header, and some that no client can.
+amqp_values: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64),
+        st.floats(),
+        st.decimals(),
+        st.datetimes(timezones=st.just(UTC)),
+        st.text(),
+        st.binary(),
+        st.sampled_from(["rabbitdelay.hours.2", "rabbitdelay.distribution", "0.0.0.0.2.7.0.0.q"]),
+        st.text(alphabet="0.", min_size=250, max_size=2000),
+    ),
+    lambda values: st.one_of(st.lists(values), st.dictionaries(st.text(), values)),
+    max_leaves=8,
+)
+deaths = st.one_of(
+    amqp_values,
+    st.lists(
+        st.one_of(
+            amqp_values,
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "queue": amqp_values,
+                    "routing-keys": st.one_of(amqp_values, st.lists(amqp_values)),
+                },
+            ),
+        )
+    ),
+)
+READ = ("id", "task", headers.DUE, headers.QUEUE, headers.REASON)
+
+
+@given(
+    st.fixed_dictionaries({}, optional={**dict.fromkeys(READ, amqp_values), "x-death": deaths}),
+    st.one_of(st.none(), st.text(max_size=255)),
+    st.sampled_from([CLOCK, Topology("rabbitdelay", custom(DAY_TO_SECOND, "skip"), shards=2)]),
+)
+@settings(deadline=None)
+def test_whatever_the_headers_hold_a_message_is_examined(
+    forged: dict[str, Any], routing_key: str | None, topology: Topology
+) -> None:
+    result = examine(forged, topology, routing_key)
+    assert result.reason
+    for text in (result.task_id, result.task, result.queue, result.last_stop):
+        assert text is None or isinstance(text, str)
+    assert result.due is None or result.due.tzinfo is UTC
+    assert len(result.reason) < 5000
+    str(result)
+
+
+@pytest.mark.parametrize(
+    "due", ["soon", "1900000000123", True, -1, 253_402_300_800_000, 2**63, float("nan"), [1], {}]
+)
+def test_a_due_time_that_is_not_an_instant_is_named_beside_the_reason(due: Any) -> None:
+    odd = examine({**found(), headers.DUE: due}, CLOCK, "0.0.0.0.0.7.0.0.q")
+    assert odd.due is None
+    assert odd.reason.startswith("rabbitdelay.minutes.x1 had no binding for digit 7")
+    assert f"{headers.DUE} is {due!r}, not an instant before the year 10000" in odd.reason
+
+
+def test_the_last_due_time_that_a_datetime_can_express_is_shown() -> None:
+    last = examine({**found(), headers.DUE: 253_402_300_799_999}, CLOCK, "0.0.0.0.0.7.0.0.q").due
+    assert last is not None
+    assert last.year == 9999
+    first = examine({**found(), headers.DUE: 0}, CLOCK, "0.0.0.0.0.7.0.0.q").due
+    assert first == datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("name", ["id", "task", headers.QUEUE, headers.REASON])
+def test_a_header_that_should_be_a_text_and_is_not_is_named_beside_the_reason(name: str) -> None:
+    odd = examine({**found(), name: 5}, CLOCK, "0.0.0.0.0.7.0.0.q")
+    assert f"its header {name} is 5, not a text" in odd.reason
+
+
+@pytest.mark.parametrize(
+    "death",
+    ["x", 5, [5], ["x"], [{"queue": 5}], [{"queue": "q", "routing-keys": [5]}]],
+)
+def test_an_x_death_that_rabbitmq_has_not_written_is_named_beside_the_reason(death: Any) -> None:
+    odd = examine({**found(), "x-death": death}, CLOCK, "0.0.0.0.0.7.0.0.q")
+    assert odd.reason.startswith("rabbitdelay.minutes.x1 had no binding for digit 7")
+    assert "its header x-death is" in odd.reason
+    assert odd.last_stop is None
+
+
+def test_a_forged_routing_key_that_is_too_long_for_amqp_is_not_matched() -> None:
+    death = {"queue": "rabbitdelay.hours.2", "routing-keys": ["0." * 1_000_000]}
+    assert "not a routing key that AMQP can carry" in examine({"x-death": [death]}, CLOCK).reason

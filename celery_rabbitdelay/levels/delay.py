@@ -1,0 +1,135 @@
+"""Delays and due times in whole milliseconds, as RabbitMQ has them."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from decimal import Context, Decimal
+from fractions import Fraction
+from math import ceil, isfinite
+from numbers import Rational, Real
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
+
+__all__ = ["Delay", "Due", "milliseconds", "tolerance_milliseconds"]
+
+#: How long to wait: seconds as a number, or a timedelta.
+Delay: TypeAlias = "float | Decimal | Rational | timedelta"
+
+#: The latest due time that AMQP can carry as an integer, in milliseconds since 1970.
+MAX_DUE_MS: Final = 2**63 - 1
+
+#: A relative delay stays unchanged while less than this part of it has passed, so that an hour is
+#: still one stop after connecting took a moment.
+NEGLIGIBLE_PART: Final = 1000
+
+_NS_PER_MS: Final = 1_000_000
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+#: A float prints as at most 17 digits; the caller's own decimal context does not apply.
+_EXACT: Final = Context(prec=50)
+
+
+def milliseconds(delay: Delay) -> int:
+    """Return a delay in milliseconds, rounded up: never early.
+
+    A float means the decimal number that it prints as, so 1.1 is 1,100 ms and not 1,101.
+
+    Raises:
+        InvalidDelayType: Not a real number and not a timedelta; also a bool.
+        InvalidDelay: Not a number (NaN) or infinite.
+    """
+    if type(delay) is int:
+        return delay * 1000
+    if type(delay) is float and isfinite(delay):
+        return ceil(_EXACT.scaleb(Decimal(repr(delay)), 3))
+    if isinstance(delay, timedelta):
+        return -(delay // timedelta(milliseconds=-1))
+    if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
+        raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
+    # Rationals first: one beyond the range of floats makes isfinite overflow.
+    if isinstance(delay, Rational) or (isinstance(delay, Decimal) and isfinite(delay)):
+        return ceil(Fraction(delay) * 1000)
+    if not isfinite(delay):
+        raise InvalidDelay(delay, "takes a finite number of seconds")
+    return milliseconds(float(delay))
+
+
+def tolerance_milliseconds(tolerance: Delay) -> int:
+    """Return a tolerance, which is not negative, in milliseconds, rounded down: never too late."""
+    try:
+        if milliseconds(tolerance) < 0:
+            raise InvalidDelay(tolerance, "must not be negative")
+    except InvalidDelay as invalid:
+        raise type(invalid)(tolerance, invalid.reason, "tolerance") from None
+    negative: Any = -tolerance
+    return -milliseconds(negative)
+
+
+class Due(NamedTuple):
+    """When a message may reach its destination, fixed when the caller asked.
+
+    Attributes:
+        at_ns: The instant, in nanoseconds since 1970-01-01 UTC.
+        delay_ms: The delay at the time of the call, in milliseconds, rounded up.
+        is_instant: Whether the caller gave an instant, and not a relative delay.
+        tolerance_ms: How many milliseconds later the message may arrive.
+    """
+
+    at_ns: int
+    delay_ms: int
+    is_instant: bool = False
+    tolerance_ms: int = 0
+
+    @classmethod
+    def after(cls, delay: Delay, tolerance_ms: int = 0) -> Due:
+        """Due after a delay, in seconds or as a timedelta, from now on.
+
+        Raises:
+            InvalidDelay: The delay is invalid, or its due time does not fit in 64 bits.
+        """
+        delay_ms = milliseconds(delay)
+        # A due time before 1970 cannot be written as a header; 1970 is past as well.
+        at_ns = max(time.time_ns() + delay_ms * _NS_PER_MS, 0)
+        due = cls(at_ns, delay_ms, tolerance_ms=tolerance_ms)
+        if due.at_ms > MAX_DUE_MS:
+            raise InvalidDelay(delay, "is too long: milliseconds since 1970 exceed 64 bits")
+        return due
+
+    @classmethod
+    def at(cls, instant: datetime, tolerance_ms: int = 0) -> Due:
+        """Due at an instant, an aware datetime.
+
+        Raises:
+            InvalidDelay: The datetime is naive, so that it is unclear which instant it means.
+            InvalidDelayType: It is not a datetime.
+        """
+        if not isinstance(instant, datetime):
+            raise InvalidDelayType(instant, "takes an aware datetime", "eta")
+        if instant.utcoffset() is None:
+            reason = (
+                "is naive: use datetime.now(UTC), or set Celery's timezone to say what it means"
+            )
+            raise InvalidDelay(instant, reason, "eta")
+        at_ns = (instant - _EPOCH) // timedelta(microseconds=1) * 1000
+        delay_ms = -((time.time_ns() - at_ns) // _NS_PER_MS)
+        return cls(max(at_ns, 0), delay_ms, True, tolerance_ms)
+
+    @property
+    def at_ms(self) -> int:
+        """The instant in milliseconds since 1970-01-01 UTC, as in the header."""
+        return self.at_ns // _NS_PER_MS
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the message was due already when the caller asked."""
+        return self.delay_ms <= 0
+
+    def remaining_ms(self) -> int:
+        """Return the milliseconds from now until the message is due, rounded up."""
+        remaining = -((time.time_ns() - self.at_ns) // _NS_PER_MS)
+        passed = self.delay_ms - remaining
+        if not self.is_instant and passed * NEGLIGIBLE_PART <= self.delay_ms:
+            return self.delay_ms
+        return remaining

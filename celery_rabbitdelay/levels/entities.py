@@ -1,0 +1,165 @@
+"""How exchanges, queues and bindings are declared, and those that stand beside the levels."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from kombu import Exchange, Queue
+
+from celery_rabbitdelay.levels.layout import MAX_TTL
+
+__all__ = ["Binding", "Entities", "Identity", "ModuleQueues", "QueueType"]
+
+QueueType: TypeAlias = Literal["quorum", "classic"]
+
+#: How often a module's message may come back unacknowledged, because its worker ended, until it is
+#: taken for the cause and goes to ``undeliverable``.
+POISON_LIMIT: Final = 100
+
+#: How often a message may be fetched from ``undeliverable`` and put back. From 4.0 on, RabbitMQ's
+#: default is 20, after which it drops the message; up to 3.13 "no limit" cannot be written.
+NO_DELIVERY_LIMIT: Final = 2**31 - 1
+
+
+class Binding(NamedTuple):
+    """An exchange sends what matches ``pattern`` to a queue or to another exchange.
+
+    Attributes:
+        source: The exchange.
+        pattern: The topic pattern; empty for a fanout exchange, which sends everything.
+        target: The name of the queue or exchange that gets it.
+        target_is_exchange: Whether ``target`` is an exchange.
+    """
+
+    source: str
+    pattern: str
+    target: str
+    target_is_exchange: bool = False
+
+
+class Entities(NamedTuple):
+    """Makes the exchanges and queues of one topology, from their names without prefix.
+
+    Attributes:
+        prefix: The first part of every name.
+        queue_type: The type of every queue.
+    """
+
+    prefix: str
+    queue_type: QueueType
+
+    def name(self, suffix: str) -> str:
+        """Return the name of an exchange or queue with its prefix."""
+        return f"{self.prefix}.{suffix}"
+
+    def exchange(self, suffix: str, kind: str) -> Exchange:
+        """Return an exchange, whose unroutable messages go to ``undeliverable``."""
+        arguments = {"alternate-exchange": self.name("undeliverable")}
+        return Exchange(self.name(suffix), type=kind, durable=True, arguments=arguments)
+
+    def queue(
+        self,
+        suffix: str,
+        exchange: Exchange | None = None,
+        *,
+        ttl_ms: int | None = None,
+        dead_letter_to: str | None = None,
+        delivery_limit: int | None = None,
+    ) -> Queue:
+        """Return a queue, with those arguments that its type has."""
+        arguments: dict[str, Any] = {"x-queue-type": self.queue_type}
+        if ttl_ms is not None:
+            arguments["x-message-ttl"] = ttl_ms
+        if dead_letter_to is not None:
+            arguments["x-dead-letter-exchange"] = dead_letter_to
+        if self.queue_type == "quorum":
+            # Over the nodes of a cluster; otherwise the declaring connection's node leads them all:
+            # https://www.rabbitmq.com/docs/clustering#replica-placement
+            arguments["x-queue-leader-locator"] = "balanced"
+            if delivery_limit is not None:
+                arguments["x-delivery-limit"] = delivery_limit
+            if dead_letter_to is not None:
+                # Only both together make RabbitMQ keep a message until the next queue has it:
+                # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
+                arguments["x-dead-letter-strategy"] = "at-least-once"
+                arguments["x-overflow"] = "reject-publish"
+        return Queue(self.name(suffix), exchange, durable=True, queue_arguments=arguments)
+
+
+class ModuleQueues(NamedTuple):
+    """The queues beside the levels; each but distribution's has a fanout exchange of its name.
+
+    Attributes:
+        undeliverable: Gets each message that no queue takes, so that it does not hold up others.
+        checkin: The ingest queue: any AMQP client publishes here, with the delay in a header.
+        meditation: The overflow loop: a delay above the capacity waits here for one capacity.
+        distribution: Gets the messages that are due and that a worker publishes to their exchange.
+        meditated: The exchange through which a message returns from meditation to check-in's queue.
+            Clients need no permission for it: what comes through it was checked before.
+    """
+
+    undeliverable: Queue
+    checkin: Queue
+    meditation: Queue
+    distribution: Queue
+    meditated: Exchange
+
+    @classmethod
+    def of(cls, entities: Entities, capacity_ms: int) -> ModuleQueues:
+        """Return the queues beside levels of a capacity."""
+        fanout, queue = partial(entities.exchange, kind="fanout"), entities.queue
+        # The alternate exchange of all others; it has none itself.
+        last = Exchange(entities.name("undeliverable"), type="fanout", durable=True)
+        served = partial(queue, dead_letter_to=last.name, delivery_limit=POISON_LIMIT)
+        meditated, ttl_ms = fanout("meditated"), min(capacity_ms, MAX_TTL)
+        loop = partial(queue, ttl_ms=ttl_ms, dead_letter_to=meditated.name)
+        return cls(
+            undeliverable=queue("undeliverable", last, delivery_limit=NO_DELIVERY_LIMIT),
+            checkin=served("checkin", fanout("checkin")),
+            meditation=loop("meditation", fanout("meditation")),
+            distribution=served("distribution"),
+            meditated=meditated,
+        )
+
+    @property
+    def queues(self) -> tuple[Queue, ...]:
+        """All queues."""
+        return (self.undeliverable, self.checkin, self.meditation, self.distribution)
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """All exchanges; first that of ``undeliverable``, which all others refer to."""
+        own = (self.undeliverable, self.checkin, self.meditation)
+        return (*(queue.exchange for queue in own), self.meditated)
+
+    @property
+    def bindings(self) -> tuple[Binding, ...]:
+        """All bindings, except distribution's to the delivery exchange."""
+        own = (self.undeliverable.name, self.checkin.name, self.meditation.name)
+        back = Binding(self.meditated.name, "", self.checkin.name)
+        return (*(Binding(name, "", name) for name in own), back)
+
+
+class Identity(NamedTuple):
+    """Two exchanges that say which topology is declared under a prefix, and that it is complete.
+
+    Attributes:
+        fingerprint: A word that is the same for two topologies if, and only if, they are the same.
+        guard: Declared first. RabbitMQ refuses to declare it again with another alternate exchange,
+            and so refuses every other topology under the prefix.
+        marker: Declared last: where it exists, the topology is complete.
+    """
+
+    fingerprint: str
+    guard: Exchange
+    marker: Exchange
+
+    @classmethod
+    def of(cls, entities: Entities, fingerprint: str) -> Identity:
+        """Return the identity of the topology that has a fingerprint."""
+        name = entities.name("layout")
+        marker = Exchange(f"{name}.{fingerprint}", type="fanout", durable=True)
+        arguments = {"alternate-exchange": marker.name}
+        guard = Exchange(name, type="fanout", durable=True, arguments=arguments)
+        return cls(fingerprint, guard, marker)

@@ -1,0 +1,1 @@
+"""Orders, and reminders of them."""
