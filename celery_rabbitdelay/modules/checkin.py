@@ -102,7 +102,7 @@ class CheckIn:
         if not isinstance(exchange, str):
             raise Refused(f"{names.EXCHANGE} is {shortened(exchange)}, not an exchange's name")
         if not exchange and not routing_key:
-            raise Refused(f"it has neither a routing key nor the header {names.EXCHANGE}")
+            raise Refused(f"it has no destination, neither a routing key nor {names.EXCHANGE}")
         if not self._allowed(exchange, routing_key):
             name = shortened(exchange or routing_key)
             where = f"the exchange {name}" if exchange else f"the queue {name}"
