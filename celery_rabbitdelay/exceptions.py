@@ -33,11 +33,11 @@ __all__ = [
     "NoPublisherFree",
     "PublishError",
     "RabbitDelayError",
-    "Refused",
     "RowsNotConfirmed",
     "TopologyIncomplete",
     "TopologyNotEmpty",
     "UnknownOption",
+    "UnprocessableMessage",
 ]
 
 
@@ -207,7 +207,7 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
     """The levels alone cannot deliver this message as it would have been without a delay.
 
     Sending it again does not help. It is an :class:`~kombu.exceptions.OperationalError` all the
-    same, because Celery marks a task as failed for no other error in sending its callbacks.
+    same: callers and Celery itself expect that one when a task, or its callback, cannot be sent.
 
     Attributes:
         what: What the message asks for.
@@ -312,7 +312,7 @@ class InvalidEnvelope(RabbitDelayError, ValueError):
     """An envelope cannot be read, or holds more than it may."""
 
 
-class Refused(RabbitDelayError):
+class UnprocessableMessage(RabbitDelayError):
     """A module cannot do anything with a message; it goes to ``undeliverable``.
 
     Attributes:

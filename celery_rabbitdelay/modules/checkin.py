@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import amqp
 
-from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -51,7 +51,7 @@ class CheckIn:
         """Return what to publish for a message.
 
         Raises:
-            Refused: Its delay is invalid, or its destination is invalid or not allowed.
+            UnprocessableMessage: Its delay or destination is invalid, or not allowed.
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
@@ -63,7 +63,9 @@ class CheckIn:
     def _after_meditation(self, message: amqp.Message, headers: dict[str, Any]) -> Outgoing:
         due_ms = headers.get(names.DUE)
         if not isinstance(due_ms, int):
-            raise Refused(f"it comes from meditation, but {names.DUE} is {shortened(due_ms)}")
+            raise UnprocessableMessage(
+                f"it comes from meditation, but {names.DUE} is {shortened(due_ms)}"
+            )
         # The due time counts, and not the time in meditation: the message has waited for this
         # module as well.
         remaining_ms = due_ms - time.time_ns() // _NS_PER_MS
@@ -75,10 +77,12 @@ class CheckIn:
         self, message: amqp.Message, headers: dict[str, Any], routing_key: str
     ) -> Outgoing:
         if message.properties.get("content_type") == CONTENT_TYPE:
-            raise Refused("it is an envelope, which clients may not check in")
+            raise UnprocessableMessage("it is an envelope, which clients may not check in")
         for name in SENDER_SELECTED:
             if name in headers:
-                raise Refused(f"it has the header {name}, by which it could reach any queue")
+                raise UnprocessableMessage(
+                    f"it has the header {name}, by which it could reach any queue"
+                )
         exchange = headers.get(names.EXCHANGE) or ""
         self._check_destination(exchange, routing_key)
         delay_ms = _milliseconds(headers.pop(names.X_DELAY, 0))
@@ -87,7 +91,7 @@ class CheckIn:
             return Outgoing(exchange, routing_key, changed(message, headers))
         due = Due(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
-            raise Refused(
+            raise UnprocessableMessage(
                 f"{names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds since "
                 "1970, exceeds 64 bits"
             )
@@ -100,13 +104,19 @@ class CheckIn:
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:
         if not isinstance(exchange, str):
-            raise Refused(f"{names.EXCHANGE} is {shortened(exchange)}, not an exchange's name")
+            raise UnprocessableMessage(
+                f"{names.EXCHANGE} is {shortened(exchange)}, not an exchange's name"
+            )
         if not exchange and not routing_key:
-            raise Refused(f"it has no destination, neither a routing key nor {names.EXCHANGE}")
+            raise UnprocessableMessage(
+                f"it has no destination, neither a routing key nor {names.EXCHANGE}"
+            )
         if not self._allowed(exchange, routing_key):
             name = shortened(exchange or routing_key)
             where = f"the exchange {name}" if exchange else f"the queue {name}"
-            raise Refused(f"check-in may not reach {where}: see rabbitdelay_checkin_allowed")
+            raise UnprocessableMessage(
+                f"check-in may not reach {where}: see rabbitdelay_checkin_allowed"
+            )
 
 
 def _for_distribution(
@@ -124,14 +134,14 @@ def _for_distribution(
 def _milliseconds(delay: Any) -> int:
     reason = f"{names.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
     if isinstance(delay, bool) or not isinstance(delay, int | float | str):
-        raise Refused(reason)
+        raise UnprocessableMessage(reason)
     if isinstance(delay, str) and _INTEGER.fullmatch(delay) is None:
         # int() also accepts blanks, underscores, and digits of any script.
-        raise Refused(reason)
+        raise UnprocessableMessage(reason)
     try:
         number = math.ceil(delay) if isinstance(delay, float) else int(delay)
     except (ValueError, OverflowError) as error:
-        raise Refused(reason) from error
+        raise UnprocessableMessage(reason) from error
     if number < 0:
-        raise Refused(f"{names.X_DELAY} is {shortened(number)}, must not be negative")
+        raise UnprocessableMessage(f"{names.X_DELAY} is {shortened(number)}, must not be negative")
     return number

@@ -14,7 +14,7 @@ import amqp
 from amqp.exceptions import AccessRefused, ChannelError, NotFound
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay.exceptions import MessageNacked, MessageRefused, Refused
+from celery_rabbitdelay.exceptions import MessageNacked, MessageRefused, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, bare, undeliverable, written
@@ -242,7 +242,7 @@ class ModuleConsumer:
     def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         unreadable = headers_of(message).get(names.UNREADABLE)
         if unreadable is not None:
-            raise Refused(f"its properties cannot be read: {unreadable}")
+            raise UnprocessableMessage(f"its properties cannot be read: {unreadable}")
         yield from self._module.receive(message)
 
     def _next(self) -> Publication | None:
@@ -265,10 +265,12 @@ class ModuleConsumer:
                 received.unpacked = True
                 self._finish(received)
             except Exception as error:
-                if not isinstance(error, Refused):
+                if not isinstance(error, UnprocessableMessage):
                     logger.exception("%s: a message cannot be read", self._module.name)
                 received.outgoing = iter(())
-                reason = error.reason if isinstance(error, Refused) else shortened(error)
+                reason = (
+                    error.reason if isinstance(error, UnprocessableMessage) else shortened(error)
+                )
                 return self._refuse(received, _as_it_came(received.message), reason)
             else:
                 return self._publication(received, outgoing)
@@ -279,8 +281,8 @@ class ModuleConsumer:
         try:
             content = written(outgoing, self._wire.frame_max)
             if not self._exists(outgoing.exchange):
-                raise Refused(f"there is no exchange {outgoing.exchange!r}")
-        except Refused as refused:
+                raise UnprocessableMessage(f"there is no exchange {outgoing.exchange!r}")
+        except UnprocessableMessage as refused:
             received.pending -= 1
             return self._refuse(received, outgoing, refused.reason)
         address = outgoing.exchange, outgoing.routing_key
@@ -308,7 +310,7 @@ class ModuleConsumer:
         refused = undeliverable(topology, outgoing, reason)
         try:
             content = written(refused, self._wire.frame_max)
-        except Refused:
+        except UnprocessableMessage:
             refused = bare(topology, outgoing.message, reason)
             content = written(refused, self._wire.frame_max)
         received.pending += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import amqp
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope, Refused
+from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, changed
@@ -22,7 +22,7 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
     Exchange, routing key, priority and expiration are restored. The due time stays in its header.
 
     Raises:
-        Refused: Its destination is missing, or it is an envelope that cannot be read.
+        UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be read.
     """
     headers = headers_of(message)
     if message.properties.get("content_type") != CONTENT_TYPE:
@@ -31,7 +31,7 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
     try:
         envelope = Envelope.unpack(body_of(message))
     except InvalidEnvelope as invalid:
-        raise Refused(f"the envelope cannot be opened: {invalid}") from invalid
+        raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
     shared = {**headers, **envelope.headers}
     # All are checked before the first is published: a refused envelope goes to undeliverable whole,
     # with messages that would otherwise have been delivered as well.
@@ -61,7 +61,7 @@ def _restored(
 def _destination(told: Mapping[str, Any]) -> tuple[str, str]:
     exchange, routing_key = told.get(names.EXCHANGE), told.get(names.ROUTING_KEY)
     if not isinstance(exchange, str) or not isinstance(routing_key, str):
-        raise Refused(
+        raise UnprocessableMessage(
             f"its destination is missing: {names.EXCHANGE} is {shortened(exchange)}, "
             f"{names.ROUTING_KEY} is {shortened(routing_key)}"
         )

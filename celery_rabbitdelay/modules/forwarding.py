@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import amqp
 
-from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.message import MAX_WORD, PERSISTENT, headers_of, shortened
@@ -60,20 +60,24 @@ def written(outgoing: Outgoing, frame_max: int) -> Content:
         frame_max: The bytes of a frame, which headers and properties have to fit into.
 
     Raises:
-        Refused: AMQP cannot carry it.
+        UnprocessableMessage: AMQP cannot carry it.
     """
     for what, word in (("exchange", outgoing.exchange), ("routing key", outgoing.routing_key)):
         if len(word.encode(errors="surrogatepass")) > MAX_WORD:
-            raise Refused(f"the {what} {shortened(word)} has more than {MAX_WORD} bytes")
+            raise UnprocessableMessage(
+                f"the {what} {shortened(word)} has more than {MAX_WORD} bytes"
+            )
     try:
         content = Content.of(outgoing.message)
     except Exception as error:
         # Values of wrong types make py-amqp raise errors of many kinds.
         reason = f"a header or property cannot be written: {shortened(error)}"
-        raise Refused(reason) from error
+        raise UnprocessableMessage(reason) from error
     size = len(content.properties)
     if size > frame_max - FRAME_RESERVE:
-        raise Refused(f"its headers and properties take {size} bytes, a frame has {frame_max}")
+        raise UnprocessableMessage(
+            f"its headers and properties take {size} bytes, a frame has {frame_max}"
+        )
     return content
 
 

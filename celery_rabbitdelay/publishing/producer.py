@@ -54,7 +54,7 @@ class DelayedProducer(Producer):
 
         producer = DelayedProducer(Publisher(connection), Topology())
         destination = Destination(Queue("reports"), "", "reports")
-        producer.publish_delayed({"month": 7}, destination, delay=3600)
+        producer.publish_delayed({"month": 7}, destination, due=3600)
 
     Args:
         publisher: What publishes; :meth:`publish`, without a delay, uses its connection as well.

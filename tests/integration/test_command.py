@@ -6,9 +6,9 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.publishing.backlog import backlog_of
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.modules import MODULES
+from tests.integration.shop import PATIENCE
 from tests.integration.worker import PlainWorker, run_celery, start_celery
 
 
@@ -342,40 +343,34 @@ def test_ctrl_c_waits_for_the_confirms_and_says_what_is_confirmed(
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_broker(
-    configuration: dict[str, Any], private_rabbitmq: RabbitMQServer, tmp_path: Path
+    configuration: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"delay": 3600}\n' * 7)
     pipe = subprocess.PIPE
-    private_rabbitmq.suspend()
-    try:
-        command = f"rabbitdelay send look {path} -j"
-        with start_celery(configuration, command, stdout=pipe, stderr=pipe) as sending:
-            wait_for(lambda: has_a_socket(sending.pid), "the connection to the broker")
-            sending.send_signal(signal.SIGINT)
-            assert sending.stderr is not None
-            while "press Ctrl-C again" not in sending.stderr.readline():
-                assert sending.poll() is None
-            sending.send_signal(signal.SIGINT)
-            told, errors = sending.communicate()
-    finally:
-        private_rabbitmq.resume()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(PATIENCE)
+        hanging = f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]}//"
+        command = f"rabbitdelay send look {path} -j --no-envelopes"
+        with start_celery(
+            {**configuration, "broker_url": hanging}, command, stdout=pipe, stderr=pipe
+        ) as sending:
+            accepted, _ = silent.accept()
+            with accepted:
+                sending.send_signal(signal.SIGINT)
+                assert sending.stderr is not None
+                while "press Ctrl-C again" not in sending.stderr.readline():
+                    assert sending.poll() is None
+                sending.send_signal(signal.SIGINT)
+                told, errors = sending.communicate()
 
     report = json.loads(told)
     assert report["confirmed"] == 0
+    assert report["not_taken_from"] == 2
     assert report["stopped"] == "interrupted"
     assert "0 of 1 lines are confirmed; the broker may have any of the others" in errors
     assert "Traceback" not in errors
     assert sending.returncode == 130
-
-
-def has_a_socket(pid: int) -> bool:
-    """Whether a process has opened a socket."""
-    with suppress(FileNotFoundError):
-        return any(
-            str(fd.readlink()).startswith("socket:") for fd in Path(f"/proc/{pid}/fd").iterdir()
-        )
-    return False
 
 
 def test_a_broker_that_cannot_be_reached_is_said_in_a_line(configuration: dict[str, Any]) -> None:
@@ -383,9 +378,14 @@ def test_a_broker_that_cannot_be_reached_is_said_in_a_line(configuration: dict[s
 
     lines = '{"delay": 3600}\n{"delay": 4}\n{"delay": 5}\n'
     told = run_celery(nowhere, "rabbitdelay send look", lines)
+    alone = run_celery(nowhere, "rabbitdelay send look --no-envelopes", lines)
 
-    assert told.returncode == 1
-    named = [line[:6] for line in told.stderr.splitlines()]
-    assert named == ["line 1", "line 2", "line 3", "lines "]
-    assert "Connection refused" in told.stderr
-    assert "Traceback" not in told.stderr
+    # All lines are read before the first envelope is sent.
+    assert [line[:6] for line in told.stderr.splitlines()] == ["line 1", "line 2", "line 3"]
+    first, rest = alone.stderr.splitlines()
+    assert first.startswith("line 1 was not confirmed: ")
+    assert rest == "lines from 2 on were not taken"
+    for each in (told, alone):
+        assert each.returncode == 1
+        assert "Connection refused" in each.stderr
+        assert "Traceback" not in each.stderr

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from amqp.exceptions import AccessRefused, NotFound
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
+from celery_rabbitdelay.exceptions import (
+    DeclarationRefused,
+    LayoutConflict,
+    TopologyIncomplete,
+    TopologyNotEmpty,
+)
 from celery_rabbitdelay.levels.layout import binary, clock, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
+    bind_destination,
     check_complete,
     declare,
     declare_if_missing,
@@ -23,6 +31,7 @@ from celery_rabbitdelay.publishing.declaration import (
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.arrivals import take
 from tests.integration.conftest import SHORT
 
@@ -152,3 +161,78 @@ def test_a_queue_with_the_hook_is_ready_as_soon_as_it_is_declared(
     )
 
     assert take(connection, [queue], 1)[0].body == "hello"
+
+
+def test_the_error_of_a_queue_in_the_way_names_the_queue(
+    connection: Connection, topology: Topology
+) -> None:
+    in_the_way = Queue(topology.digit_queues[2].name, durable=True)
+    in_the_way(connection.default_channel).queue_declare()
+    with pytest.raises(LayoutConflict, match=f"'{in_the_way.name}'"):
+        declare(connection, topology)
+    # The broker has ignored the methods behind it.
+    assert topology.digit_queues[3].name in missing(connection, topology)
+
+
+@pytest.fixture
+def restricted(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[Callable[..., str]]:
+    """Makes the URL of a user of this test's own who may configure only what matches a pattern."""
+    private_rabbitmq.ctl("add_user", prefix, "secret")
+
+    def make(configure: str) -> str:
+        private_rabbitmq.ctl("set_permissions", prefix, configure, ".*", ".*")
+        return private_rabbitmq.url.replace("guest:guest@", f"{prefix}:secret@")
+
+    yield make
+    private_rabbitmq.ctl("delete_user", prefix)
+
+
+def test_the_error_of_a_user_without_permission_names_the_object(
+    private_rabbitmq: RabbitMQServer, restricted: Callable[..., str], prefix: str
+) -> None:
+    topology = Topology(prefix, SHORT)
+    allowed, refused = topology.digit_queues[:2]
+    names = [exchange.name for exchange in (topology.identity.guard, *topology.exchanges)]
+    names += [topology.modules.undeliverable.name, allowed.name]
+    url = restricted("^(" + "|".join(map(re.escape, names)) + ")$")
+    with Connection(url) as connection:
+        with pytest.raises(AccessRefused, match=f"queue '{re.escape(refused.name)}'"):
+            declare(connection, topology)
+        producer = DelayedProducer(Publisher(connection), topology)
+        queue = Queue(refused.name)
+        with pytest.raises(DeclarationRefused, match=f"queue '{re.escape(refused.name)}'"):
+            producer.publish_delayed("x", Destination(queue, "", queue.name), 1)
+    with Connection(private_rabbitmq.url) as connection:
+        # The broker has ignored the methods behind it.
+        assert topology.digit_queues[2].name in missing(connection, topology)
+        delete(connection, topology)
+
+
+def test_binding_a_queue_that_does_not_exist_names_it(
+    connection: Connection, topology: Topology
+) -> None:
+    declare(connection, topology)
+    with pytest.raises(NotFound, match="'nowhere'"):
+        bind_destination(connection, topology, "nowhere")
+
+
+def test_an_exclusive_queue_is_bound_over_its_own_connection_and_left_alone_by_others(
+    connection: Connection, broker_url: str, topology: Topology, make_queue: Callable[..., Queue]
+) -> None:
+    exclusive = make_queue("exclusive", exclusive=True)
+    destination = Destination(exclusive, "", exclusive.name)
+    with Connection(broker_url) as other:
+        producer = DelayedProducer(Publisher(other), topology)
+        with pytest.raises(DeclarationRefused, match=exclusive.name):
+            producer.publish_delayed("too early", destination, 0.2)
+        exclusive(connection.default_channel).declare()
+        bind_destination(connection, topology, exclusive.name)
+
+        producer.publish_delayed("hello", destination, 0.2)
+        operators = DelayedProducer(Publisher(other.clone()), topology, may_declare=False)
+        operators.publish_delayed("by operators", destination, 0.2)
+        operators.publisher.close()
+
+        # It goes with its consumer.
+        bodies = {arrival.body for arrival in take(connection, [exclusive], 2)}
+    assert bodies == {"hello", "by operators"}

@@ -13,7 +13,8 @@ import celery
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay import Celery, headers, install
+from celery_rabbitdelay import Celery, install
+from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE, make_app

@@ -9,18 +9,21 @@ from typing import Any
 
 import celery
 import pytest
-from celery import chain, group
+from celery import Task, chain, group
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, install
+from celery_rabbitdelay.app.task import MAY_PASS
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     DelayTooLong,
     InvalidDelay,
     InvalidDelayType,
     InvalidSetting,
+    LayoutConflict,
     MessageReturned,
     NeedsDistribution,
+    TopologyIncomplete,
     UnknownOption,
 )
 
@@ -180,6 +183,14 @@ def test_only_a_retry_goes_back_to_the_queue_that_its_headers_name(app: Any, ret
     expected = ConnectionLost if retries else NeedsDistribution
     with pytest.raises(expected):
         app.send_task("remind", delay=5, queue="a", headers=headers, retries=retries)
+
+
+@pytest.mark.parametrize("error", [LayoutConflict, NeedsDistribution, TopologyIncomplete])
+def test_who_catches_celery_s_error_of_sending_catches_ours_which_no_retry_waits_for(
+    error: type[Exception],
+) -> None:
+    assert issubclass(error, Task.OperationalError)
+    assert not issubclass(error, MAY_PASS)
 
 
 def test_a_wrong_setting_fails_at_the_first_delay(app: Any, remind: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import amqp
 import pytest
 
-from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
@@ -92,7 +92,7 @@ def test_a_delay_above_the_capacity_meditates_and_comes_back(receive: Any) -> No
 def test_what_is_hostile_is_refused_in_few_words(
     receive: Any, given: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(Refused, match=why) as caught:
+    with pytest.raises(UnprocessableMessage, match=why) as caught:
         receive(message(**given))
     assert len(caught.value.reason) < 500
 
@@ -108,7 +108,7 @@ def test_what_is_hostile_is_refused_in_few_words(
     ],
 )
 def test_what_amqp_cannot_carry_is_known_before_it_is_sent(outgoing: Outgoing) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(UnprocessableMessage) as caught:
         written(outgoing, 131_072)
     reason = caught.value.reason
     assert len(reason) < 500

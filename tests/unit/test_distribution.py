@@ -5,7 +5,7 @@ from __future__ import annotations
 import amqp
 import pytest
 
-from celery_rabbitdelay.exceptions import Refused
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.modules.distribution import distribute
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
@@ -40,5 +40,5 @@ def test_an_envelope_of_which_one_message_goes_nowhere_is_refused_whole() -> Non
     envelope = letter(Item(b"one", known), Item(b"two", {names.EXCHANGE: ""}))
     outgoing = distribute(envelope)
 
-    with pytest.raises(Refused, match="destination is missing"):
+    with pytest.raises(UnprocessableMessage, match="destination is missing"):
         next(outgoing)

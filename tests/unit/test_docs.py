@@ -1,16 +1,38 @@
-"""What the documentation says about the tests is true."""
+"""What the documentation says about the tests, the names on the broker and the API is true."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu import Queue
+
+import celery_rabbitdelay
+import celery_rabbitdelay.exceptions
+import celery_rabbitdelay.kombu
+import celery_rabbitdelay.testing
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.kombu import Topology, clock
 
 TESTS = Path(__file__).resolve().parents[1]
-PAGE = TESTS.parent / "docs" / "reference" / "senders.md"
+ROOT = TESTS.parent
+DOCS = ROOT / "docs"
+SENDERS = DOCS / "reference" / "senders.md"
+NAMES = DOCS / "reference" / "names.md"
+API = DOCS / "reference" / "api.md"
+EXCEPTIONS = DOCS / "reference" / "exceptions.md"
+LAYOUT = DOCS / "how-to" / "layout.md"
+SETTINGS = DOCS / "reference" / "settings.md"
+
+#: How the reference calls the queues of a topology.
+KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable")
 
 
 def test_each_row_of_the_table_of_senders_names_tests_that_exist() -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    rows = [line for line in SENDERS.read_text().splitlines() if line.startswith("| ")]
     headings = [row for row in rows if "shown by" in row]
     assert len(headings) == 3
     for row in rows:
@@ -23,19 +45,111 @@ def test_each_row_of_the_table_of_senders_names_tests_that_exist() -> None:
             assert f"def {name}(" in source, f"{file} has no {name}"
 
 
+def test_the_queues_are_as_many_as_the_reference_says() -> None:
+    topology, page = Topology(), NAMES.read_text()
+    [total, digits] = re.findall(r"declare (\d+) queues: (\d+) digit queues", page)[0]
+    assert int(total) == len(topology.queues)
+    assert int(digits) == len(topology.digit_queues)
+    for level, queues in topology.level_queues.items():
+        row = f"| `rabbitdelay.{level}` | `{queues[0].name}` to `{queues[-1].name}` |"
+        assert f"{row} {len(queues)} |" in page
+
+
+def test_the_table_of_layouts_counts_queues_levels_and_days() -> None:
+    tables = re.findall(
+        r"^\| (`.*) \| (\d+) \| (\d+) \| ([\d,]+) days \|$", LAYOUT.read_text(), re.M
+    )
+    assert len(tables) == 6
+    for setting, levels, queues, days in tables:
+        layout, *tick = re.findall(r"`(?:rabbitdelay_tick = )?(.+?)`", setting)
+        settings = Settings(
+            layout=ast.literal_eval(layout), tick=ast.literal_eval(tick[0]) if tick else 0.1
+        )
+        found = settings.topology
+        assert len(found.layout.levels) == int(levels)
+        assert len(found.digit_queues) == int(queues)
+        assert int(found.layout.capacity_ms / 86_400_000 + 0.001) == int(days.replace(",", ""))
+
+
+@pytest.mark.parametrize("zeros", ["bind", "skip", "queue"])
+def test_the_table_of_zeros_counts_the_bindings(zeros: Any) -> None:
+    [bindings] = re.findall(rf'^\| `"{zeros}"`.* \| ([\d,]+) \|$', LAYOUT.read_text(), re.MULTILINE)
+    assert len(Topology(layout=clock(zeros=zeros)).bindings) == int(bindings.replace(",", ""))
+
+
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+def test_the_reference_has_every_argument_of_every_queue(queue_type: Any) -> None:
+    topology = Topology(queue_type=queue_type)
+    queues: dict[str, Queue] = {
+        "digits": topology.digit_queues[0],
+        "meditation": topology.modules.meditation,
+        "check-in": topology.modules.checkin,
+        "distribution": topology.modules.distribution,
+        "undeliverable": topology.modules.undeliverable,
+    }
+    section = NAMES.read_text().partition("## Arguments of the queues")[2]
+    told: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    for argument, whose in re.findall(r"^\| `(x-[\w-]+)` \| ([^|]+) \|", section, re.MULTILINE):
+        which, _, only = whose.partition("; ")
+        if only and queue_type == "classic":
+            continue
+        which, _, but = which.partition(" but ")
+        for kind in KINDS if which.strip() == "all" else which.strip().split(", "):
+            if kind != but.strip():
+                told[kind].add(argument)
+    assert told == {kind: set(queue.queue_arguments or ()) for kind, queue in queues.items()}
+
+
+def test_the_reference_has_every_setting() -> None:
+    rows = re.findall(r"^\| `(rabbitdelay_\w+)` \| `(.+?)` \|", SETTINGS.read_text(), re.MULTILINE)
+    defaults = {key.removeprefix("rabbitdelay_"): ast.literal_eval(value) for key, value in rows}
+    assert Settings(**defaults) == Settings()
+    assert defaults.keys() == Settings.TAKES.keys()
+
+
+def test_the_page_of_the_api_has_every_public_name() -> None:
+    page = API.read_text()
+    directive = r"auto(?:class|function|exception):: {}\.([A-Za-z_]+)$"
+    for module in (celery_rabbitdelay, celery_rabbitdelay.kombu, celery_rabbitdelay.testing):
+        public = set(module.__all__) - set(celery_rabbitdelay.exceptions.__all__) - {"__version__"}
+        told = re.findall(directive.format(re.escape(module.__name__)), page, re.MULTILINE)
+        assert set(told) == public
+
+
+def test_the_pages_are_plain_markdown_which_github_shows_as_sphinx_does() -> None:
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text()
+        assert not re.search(r"(?:^|[\s(])\{[\w:]+\}`", text, re.MULTILINE), (
+            f"{page} has a role of Sphinx"
+        )
+        assert not re.search(r"^:{3,}|^\([\w-]+\)=$", text, re.MULTILINE), f"{page}: ::: or label"
+        assert not re.search(r"^: ", text, re.MULTILINE), f"{page} has a definition list"
+        directives = set(re.findall(r"^```\{([\w-]+)\}", text, re.MULTILINE))
+        allowed = {"toctree", "eval-rst"} if page in (API, EXCEPTIONS) else {"toctree"}
+        assert directives <= allowed, page
+
+
 def test_each_link_of_the_pages_on_top_leads_to_a_file() -> None:
-    root = TESTS.parent
     for page in ("README.md", "CONTRIBUTING.md"):
-        text = re.sub(r"```.*?```", "", (root / page).read_text(), flags=re.DOTALL)
+        text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
         targets = re.findall(r"\]\(([^)#\s]+)", text)
         assert targets, page
         for target in targets:
             if not target.startswith("https://"):
-                assert (root / target).exists(), f"{page} links to {target}"
+                assert (ROOT / target).exists(), f"{page} links to {target}"
 
 
 def test_contributing_names_each_target_of_make() -> None:
-    root = TESTS.parent
-    targets = set(re.findall(r"^([a-z-]+):.*##", (root / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"^\| `make ([a-z-]+)`", (root / "CONTRIBUTING.md").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^\| `make ([a-z-]+)`", (ROOT / "CONTRIBUTING.md").read_text(), re.M))
     assert named == targets
+
+
+def test_read_the_code_names_files_that_exist() -> None:
+    root = TESTS.parent
+    page = (root / "docs" / "explanation" / "read_the_code.md").read_text()
+    files = re.findall(r"`([\w/]+\.py)`", page)
+    assert len(files) > 10
+    for file in files:
+        folder = root if file.startswith("tests/") else root / "celery_rabbitdelay"
+        assert (folder / file).is_file(), file

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope, Refused
+from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules import envelope
 from celery_rabbitdelay.modules.distribution import distribute
@@ -123,7 +123,7 @@ def test_distribution_gives_each_message_its_own_and_what_all_share() -> None:
 
 
 def test_distribution_refuses_what_it_cannot_open_or_send() -> None:
-    with pytest.raises(Refused, match="destination is missing"):
+    with pytest.raises(UnprocessableMessage, match="destination is missing"):
         list(distribute(_message(Envelope((Item(b"one"),)))))
-    with pytest.raises(Refused, match="envelope cannot be opened"):
+    with pytest.raises(UnprocessableMessage, match="envelope cannot be opened"):
         list(distribute(amqp.Message(b"x", content_type=CONTENT_TYPE)))

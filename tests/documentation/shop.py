@@ -1,0 +1,30 @@
+"""The application that the pages of the documentation import, in a folder of their own."""
+
+from __future__ import annotations
+
+from celery_rabbitdelay import Celery
+
+app = Celery("shop", broker="amqp://")
+
+
+@app.task
+def remind(order: int) -> None:
+    print(f"please pay order {order}")  # noqa: T201 - the pages show it
+
+
+@app.task
+def pay(order: int) -> None: ...
+
+
+@app.task
+def ship(order: int) -> None: ...
+
+
+@app.task
+def count(order: int) -> int:
+    return 1
+
+
+@app.task
+def total(counts: list[int]) -> int:
+    return sum(counts)

@@ -1,0 +1,110 @@
+"""The private parts of kombu that publishing/kombu_internals.py uses are where it looks for them.
+
+A test that fails names the part that a new version of kombu has moved.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import version
+from typing import Any
+
+from kombu import Connection, Consumer, Exchange, Producer, Queue
+from kombu.resource import Resource
+from kombu.serialization import registry  # type: ignore[attr-defined]
+from kombu.utils import json
+
+from celery_rabbitdelay.publishing.kombu_internals import (
+    LazyPool,
+    consumed_queue_name,
+    declared_entities,
+    drop_connection,
+    is_kombus_json,
+    serialized,
+)
+
+
+def moved(name: str) -> str:
+    return f"kombu {version('kombu')} has moved or changed {name}: mend kombu_internals.py"
+
+
+def test_a_producer_serializes_and_compresses() -> None:
+    assert hasattr(Producer, "_prepare"), moved("Producer._prepare")
+    assert [*inspect.signature(Producer._prepare).parameters][1:] == [
+        "body",
+        "serializer",
+        "content_type",
+        "content_encoding",
+        "compression",
+        "headers",
+    ], moved("the arguments of Producer._prepare")
+    headers: dict[str, Any] = {}
+    with Connection("memory://") as connection:
+        producer = Producer(connection.default_channel, serializer="json")
+        body, content_type, encoding = serialized(producer, [1], headers, compression="zlib")
+    assert isinstance(body, bytes), moved("the result of Producer._prepare")
+    assert (content_type, encoding) == ("application/json", "utf-8"), moved("Producer._prepare")
+    assert headers == {"compression": "application/x-gzip"}, moved("Producer._prepare")
+
+
+def test_a_serializer_is_known_by_its_encoder() -> None:
+    assert hasattr(registry, "_encoders"), moved("serialization.registry._encoders")
+    assert hasattr(registry._encoders["json"], "encoder"), moved("the codecs of _encoders")
+    assert registry._encoders["json"].encoder is json.dumps, moved("kombu.utils.json.dumps")
+    assert is_kombus_json("json")
+    assert not is_kombus_json("pickle")
+    assert not is_kombus_json("unknown")
+
+
+def test_a_connection_knows_what_was_declared_on_it_and_forgets_it_on_a_new_one() -> None:
+    with Connection("memory://") as connection:
+        assert hasattr(connection, "declared_entities"), moved("Connection.declared_entities")
+        connection.connect()
+        declared_entities(connection).add("noted")
+        assert "noted" in declared_entities(connection), moved("Connection.declared_entities")
+        drop_connection(connection)
+        assert not connection.connected, moved("Connection.collect")
+        connection.connect()
+        assert not declared_entities(connection), moved("Connection.declared_entities")
+
+
+def test_collecting_a_connection_takes_a_timeout() -> None:
+    parameters = inspect.signature(Connection.collect).parameters
+    assert "socket_timeout" in parameters, moved("Connection.collect(socket_timeout)")
+
+
+def test_a_consumer_knows_the_tags_of_its_queues() -> None:
+    with Connection("memory://") as connection:
+        queue = Queue("upstream", Exchange("upstream"), "upstream")
+        consumer: Any = Consumer(connection.default_channel, [queue], tag_prefix="t-")
+        assert hasattr(consumer, "_active_tags"), moved("Consumer._active_tags")
+        consumer.consume()
+        assert list(consumer._active_tags) == ["upstream"], moved("Consumer._active_tags")
+        (tag,) = consumer._active_tags.values()
+        assert consumed_queue_name(consumer, tag) == "upstream"
+        assert consumed_queue_name(consumer, "other") is None
+        consumer.cancel()
+        queue(connection.default_channel).delete()
+
+
+class Closable:
+    """Something that a pool holds."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_pool_makes_lends_and_closes_what_it_holds() -> None:
+    for name in ("setup", "collect_resource", "force_close_all", "acquire", "release"):
+        assert hasattr(Resource, name), moved(f"Resource.{name}")
+    pool: Any = LazyPool(Closable, 1)
+    assert hasattr(pool, "_resource"), moved("Resource._resource")
+    first = pool.acquire()
+    assert isinstance(first, Closable), moved("Resource.setup or Resource._resource")
+    pool.release(first)
+    assert pool.acquire() is first, moved("Resource.release")
+    pool.release(first)
+    pool.force_close_all()
+    assert first.closed, moved("Resource.collect_resource")
