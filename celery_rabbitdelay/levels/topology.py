@@ -125,7 +125,7 @@ class Topology:
     def exchanges(self) -> tuple[Exchange, ...]:
         """All exchanges except those of the identity, in an order in which they can be declared."""
         levels = (self._entities.exchange(level.name, "topic") for level in self.layout.levels)
-        return (*self.modules.exchanges, *levels, self.delivery)
+        return (*self.modules.exchanges[:1], *levels, self.delivery, *self.modules.exchanges[1:])
 
     @cached_property
     def delivery(self) -> Exchange:
@@ -134,8 +134,8 @@ class Topology:
 
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
-        """All queues."""
-        return (*self.modules.queues, *self.digit_queues)
+        """All queues in the same order: ``undeliverable``, the levels, the other modules."""
+        return (*self.modules.queues[:1], *self.digit_queues, *self.modules.queues[1:])
 
     @cached_property
     def digit_queues(self) -> tuple[Queue, ...]:
