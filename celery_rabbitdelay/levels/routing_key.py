@@ -61,9 +61,10 @@ class RoutingKeys(NamedTuple):
 
     def shard(self, task_id: str) -> int:
         """Return the shard of a task: always the same one for the same id."""
+        if self.shards == 1:
+            return 0
         # An id may hold half of a surrogate pair, which strict UTF-8 refuses.
-        encoded = task_id.encode("utf-8", "surrogatepass")
-        return zlib.crc32(encoded) % self.shards if self.shards > 1 else 0
+        return zlib.crc32(task_id.encode("utf-8", "surrogatepass")) % self.shards
 
     def shard_words(self, shard: int) -> tuple[str, ...]:
         """Return the word for a shard in keys and names; none where there is only one."""
