@@ -191,9 +191,9 @@ def test_the_error_of_a_user_without_permission_names_the_object(
     private_rabbitmq: RabbitMQServer, restricted: Callable[..., str], prefix: str
 ) -> None:
     topology = Topology(prefix, SHORT)
-    first, refused, behind = topology.queues[:3]
-    names = [exchange.name for exchange in (topology.identity.guard, *topology.exchanges)]
-    names.append(first.name)
+    *before, refused, behind = topology.queues[:7]
+    exchanges = (topology.identity.guard, *topology.exchanges)
+    names = [each.name for each in (*exchanges, *before)]
     url = restricted("^(" + "|".join(map(re.escape, names)) + ")$")
     with Connection(url) as connection:
         with pytest.raises(AccessRefused, match=f"queue '{re.escape(refused.name)}'"):
