@@ -193,7 +193,7 @@ def test_the_error_of_a_user_without_permission_names_the_object(
     topology = Topology(prefix, SHORT)
     *before, refused, behind = topology.queues[:7]
     exchanges = (topology.identity.guard, *topology.exchanges)
-    names = [each.name for each in (*exchanges, *before)]
+    names = [*(each.name for each in exchanges), *(each.name for each in before)]
     url = restricted("^(" + "|".join(map(re.escape, names)) + ")$")
     with Connection(url) as connection:
         with pytest.raises(AccessRefused, match=f"queue '{re.escape(refused.name)}'"):
