@@ -19,8 +19,8 @@ from urllib.parse import unquote
 
 __all__ = ["DISTRIBUTION", "RoutingKeys", "decode_destination", "encode_destination"]
 
-#: The destination that stands for the distribution module; its word is not encoded.
-DISTRIBUTION: Final = "%distribution"
+#: The destination that stands for the distribution module: no queue has an empty name.
+DISTRIBUTION: Final = ""
 
 #: The longest word for a queue, in bytes; a longer one is hashed.
 MAX_WORD_LENGTH: Final = 120
@@ -79,7 +79,7 @@ def encode_destination(name: str) -> str:
     long name becomes ``%~`` and its SHA-256: AMQP allows a key 255 bytes.
     """
     if name == DISTRIBUTION:
-        return name
+        return "%distribution"
     word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
     if len(word.encode()) <= MAX_WORD_LENGTH:
         return word
