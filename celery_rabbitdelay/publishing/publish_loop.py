@@ -179,7 +179,7 @@ class PublishLoop:
                 self._finish(publication)
             if self._source_took >= SLOW_SOURCE:
                 channel.flush(timeout)
-            if channel.in_flight and time.monotonic() >= read_at:
+            if time.monotonic() >= read_at and channel.in_flight:
                 channel.flush(timeout)
                 channel.read_all()
                 return
