@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels.routing_key import (
+    DISTRIBUTION,
     RoutingKeys,
     decode_destination,
     encode_destination,
@@ -36,3 +37,10 @@ def test_any_text_says_a_shard() -> None:
     keys = RoutingKeys(levels=2, shards=4)
     assert keys.shard("half a character \ud800") in range(4)
     assert keys.shard("é") == zlib.crc32("é".encode()) % 4
+
+
+def test_no_queue_shares_the_word_of_distribution() -> None:
+    word = encode_destination(DISTRIBUTION)
+    assert word == "%distribution"
+    assert encode_destination(word) == "%25distribution"
+    assert decode_destination("%25distribution") == word
