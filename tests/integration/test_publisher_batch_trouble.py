@@ -259,3 +259,21 @@ def test_a_connection_that_the_broker_closes_as_not_allowed_is_an_error_of_all_i
         publisher.publish_all(then(sent, 19, misuse))
     assert all(isinstance(each.error, ConnectionLost | None) for each in sent)
     assert sent[-1].error is not None
+
+
+def test_a_repair_during_which_the_connection_is_lost_is_made_again_on_the_next(
+    broker: RabbitMQServer, publisher: Publisher, prefix: str
+) -> None:
+    late = Queue(f"{prefix}-late", auto_delete=True)
+    repairs: list[Connection] = []
+
+    def redeclare(connection: Connection) -> None:
+        repairs.append(connection)
+        if len(repairs) == 1:
+            broker.ctl("close_all_connections", "testing")
+        late(connection.default_channel).queue_declare()
+
+    sent = posting(late.name)
+    publisher.publish_all([sent], redeclare=redeclare)
+    assert sent.error is None
+    assert len(repairs) == 2
