@@ -3,7 +3,6 @@
 Everything here is a value: nothing opens a connection, and nothing knows of Celery. Code belongs
 here if it says how a delay is written, where a message waits, or what its key and headers mean.
 
-Read ``delay`` (delays and due times), ``layout`` (the digits), ``routing_key``, ``topology`` (the
-levels on the broker, and the route of a message), ``entities`` (how queues and exchanges are
-declared, and which stand beside the levels) and ``headers``.
+Read ``delay``, ``layout`` (the digits), ``routing_key``, ``topology`` (the levels, and the route of
+a message), ``entities`` (how all is declared, also beside the levels), and ``headers``.
 """

@@ -19,8 +19,8 @@ from urllib.parse import unquote
 
 __all__ = ["DISTRIBUTION", "RoutingKeys", "decode_destination", "encode_destination"]
 
-#: The destination that stands for the distribution module; its word is not encoded.
-DISTRIBUTION: Final = "%distribution"
+#: The destination that stands for the distribution module: no queue has an empty name.
+DISTRIBUTION: Final = ""
 
 #: The longest word for a queue, in bytes; a longer one is hashed.
 MAX_WORD_LENGTH: Final = 120
@@ -61,9 +61,10 @@ class RoutingKeys(NamedTuple):
 
     def shard(self, task_id: str) -> int:
         """Return the shard of a task: always the same one for the same id."""
+        if self.shards == 1:
+            return 0
         # An id may hold half of a surrogate pair, which strict UTF-8 refuses.
-        encoded = task_id.encode("utf-8", "surrogatepass")
-        return zlib.crc32(encoded) % self.shards if self.shards > 1 else 0
+        return zlib.crc32(task_id.encode("utf-8", "surrogatepass")) % self.shards
 
     def shard_words(self, shard: int) -> tuple[str, ...]:
         """Return the word for a shard in keys and names; none where there is only one."""
@@ -78,7 +79,7 @@ def encode_destination(name: str) -> str:
     long name becomes ``%~`` and its SHA-256: AMQP allows a key 255 bytes.
     """
     if name == DISTRIBUTION:
-        return name
+        return "%distribution"
     word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
     if len(word.encode()) <= MAX_WORD_LENGTH:
         return word

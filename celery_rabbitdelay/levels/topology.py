@@ -9,8 +9,7 @@ A level is a topic exchange, and a queue for each of its digits, built from komb
                  (TTL 7 h, dead-letters to the next level's exchange)
                     ...
                  rabbitdelay.delivery --> the destination's queue
-                    | (no route: alternate exchange)
-                    v
+                    v (no route: alternate exchange)
                  rabbitdelay.undeliverable
 """
 
@@ -19,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress, count
 from operator import getitem
 from typing import Final, NamedTuple
 
@@ -98,7 +98,7 @@ class Topology:
         if tolerance_ms:
             delay_ms = self.layout.with_fewest_stops(delay_ms, tolerance_ms)
         digits = self.layout.digits(delay_ms)
-        first = next((index for index, digit in enumerate(digits) if digit), len(digits))
+        first = next(compress(count(), digits), len(digits))
         shard = self.keys.shard(task_id)
         queues = map(getitem, self._queues[shard][first:], digits[first:])
         routing_key = self.keys.key(shard, digits, destination)
@@ -125,7 +125,7 @@ class Topology:
     def exchanges(self) -> tuple[Exchange, ...]:
         """All exchanges except those of the identity, in an order in which they can be declared."""
         levels = (self._entities.exchange(level.name, "topic") for level in self.layout.levels)
-        return (*self.modules.exchanges, *levels, self.delivery)
+        return (*self.modules.exchanges[:1], *levels, self.delivery, *self.modules.exchanges[1:])
 
     @cached_property
     def delivery(self) -> Exchange:
@@ -134,8 +134,8 @@ class Topology:
 
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
-        """All queues."""
-        return (*self.modules.queues, *self.digit_queues)
+        """All queues in the same order: ``undeliverable``, the levels, the other modules."""
+        return (*self.modules.queues[:1], *self.digit_queues, *self.modules.queues[1:])
 
     @cached_property
     def digit_queues(self) -> tuple[Queue, ...]:

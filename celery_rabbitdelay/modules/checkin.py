@@ -109,7 +109,7 @@ class CheckIn:
             )
         if not exchange and not routing_key:
             raise UnprocessableMessage(
-                f"it has neither a routing key nor the header {names.EXCHANGE}"
+                f"it has no destination, neither a routing key nor {names.EXCHANGE}"
             )
         if not self._allowed(exchange, routing_key):
             name = shortened(exchange or routing_key)

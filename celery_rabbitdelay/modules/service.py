@@ -13,6 +13,7 @@ from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.modules.consumer import Module, ModuleConsumer
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.publishing.declaration import connect
+from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 
 __all__ = ["ModuleService"]
@@ -92,7 +93,7 @@ class ModuleService:
         finally:
             if not finished:
                 # Without AMQP's handshake, since the broker may not be answering.
-                connection.collect(socket_timeout=0.1)
+                drop_connection(connection)
 
     def _serve_on(self, connection: Connection) -> bool:
         try:

@@ -9,6 +9,7 @@ from typing import Final
 from kombu import Connection
 
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled
+from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 
 __all__ = ["PublishingConnection", "remaining"]
 
@@ -71,7 +72,7 @@ class PublishingConnection:
     def discard(self) -> None:
         """Drop the connection without AMQP's handshake; :meth:`channel` opens a new one."""
         self._channel = None
-        self.kombu.collect(socket_timeout=0.1)
+        drop_connection(self.kombu)
 
     def close_channel(self) -> None:
         """Close the channel; the connection stays open for others."""

@@ -24,8 +24,8 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.amqp_methods import find_exchanges, find_queues
 from celery_rabbitdelay.publishing.kombu_internals import declared_entities
-from celery_rabbitdelay.publishing.wire import find_exchanges, find_queues
 
 __all__ = [
     "Counts",

@@ -1,9 +1,10 @@
 """AMQP's bytes: messages and frames as py-amqp writes and reads them.
 
-This is the only file that knows how py-amqp works inside. A message is encoded once, however often
-it is sent, and many frames go into one write, for which py-amqp has no public function. The format
-is that of AMQP 0-9-1 (https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 2.3.5 and 4.2): a
-method frame, a header frame with the properties, and as many frames as the body takes.
+This is the only file that knows how py-amqp writes and reads frames. A message is encoded once,
+however often it is sent, and many frames go into one write, for which py-amqp has no public
+function. The format is that of AMQP 0-9-1
+(https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 2.3.5 and 4.2): a method frame, a header
+frame with the properties, and as many frames as the body takes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
-from amqp import method_framing, spec
-from amqp.exceptions import AMQPError, FrameSyntaxError, NotFound
+from amqp import method_framing
+from amqp.exceptions import AMQPError, FrameSyntaxError
 from amqp.serialization import dumps
 from kombu import Connection
 
@@ -28,8 +29,6 @@ __all__ = [
     "PropertiesEncoder",
     "Wire",
     "ack_frames",
-    "find_exchanges",
-    "find_queues",
     "publish_frames",
     "reading_unreadable_properties",
     "requeue_frames",
@@ -342,77 +341,3 @@ def _why_unreadable(payload: Any) -> str | None:
     except Exception as error:  # noqa: BLE001 - whatever the bytes make of it
         return shortened(error)
     return None
-
-
-# Passive declarations, many at a time.
-
-#: How many passive declarations are sent before their answers are read. An answer has some 50
-#: bytes, so those of one batch fit into the socket's buffers, and the broker never has to stop
-#: writing while this side is writing too.
-PASSIVE_BATCH: Final = 200
-
-
-def find_queues(channel: Any, names: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Return messages and consumers of queues, in their order; None for one that does not exist.
-
-    Args:
-        channel: A channel that nobody else uses.
-        names: The names of the queues.
-
-    Raises:
-        amqp.exceptions.ChannelError: The broker refuses to say it; the message names the queue.
-    """
-
-    def ask(name: str) -> None:
-        flags = (True, False, False, False, False)  # passive, ..., nowait
-        channel.send_method(spec.Queue.Declare, "BsbbbbbF", (0, name, *flags, None))
-
-    found = _ask_in_batches(channel, names, ask, spec.Queue.DeclareOk)
-    return [answer and (answer[1], answer[2]) for answer in found]
-
-
-def find_exchanges(channel: Any, names: Sequence[str]) -> list[bool]:
-    """Return whether exchanges exist, in their order.
-
-    Args:
-        channel: A channel that nobody else uses.
-        names: The names of the exchanges.
-
-    Raises:
-        amqp.exceptions.ChannelError: The broker refuses to say it; the message names the exchange.
-    """
-
-    def ask(name: str) -> None:
-        flags = (True, False, False, False, False)  # passive, ..., nowait
-        # The broker does not compare the type.
-        channel.send_method(spec.Exchange.Declare, "BssbbbbbF", (0, name, "topic", *flags, None))
-
-    found = _ask_in_batches(channel, names, ask, spec.Exchange.DeclareOk)
-    return [answer is not None for answer in found]
-
-
-def _ask_in_batches(
-    channel: Any, names: Sequence[str], ask: Callable[[str], None], answer: tuple[int, int]
-) -> list[Any]:
-    """Return the arguments of each answer, None for NOT_FOUND.
-
-    For a missing object the broker closes the channel and ignores the questions behind it. py-amqp
-    has opened the channel again when it raises the error, so they are asked again: one first and
-    then ever more, because others are probably missing as well.
-    """
-    answers: list[Any] = []
-    size = PASSIVE_BATCH
-    while len(answers) < len(names):
-        batch = names[len(answers) : len(answers) + size]
-        for name in batch:
-            ask(name)
-        try:
-            for _ in batch:
-                # py-amqp handles one method at a time, so no answer is lost between two waits.
-                answers.append(channel.wait(answer, returns_tuple=True))
-        except NotFound:
-            answers.append(None)
-            size = 1
-        else:
-            size = min(size * 2, PASSIVE_BATCH)
-    return answers

@@ -59,7 +59,7 @@ def count_in_levels(run: Run) -> int:
     may be counted twice, or not at all.
     """
     with Connection(run.broker_url) as connection, connection.channel() as channel:
-        return sum(_count_messages(queue(channel)) for queue in Topology(run.prefix).queues)
+        return sum(_count_messages(queue(channel)) for queue in Topology(run.prefix).digit_queues)
 
 
 def _count_messages(queue: Queue) -> int:

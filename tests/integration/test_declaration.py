@@ -191,9 +191,9 @@ def test_the_error_of_a_user_without_permission_names_the_object(
     private_rabbitmq: RabbitMQServer, restricted: Callable[..., str], prefix: str
 ) -> None:
     topology = Topology(prefix, SHORT)
-    allowed, refused = topology.digit_queues[:2]
-    names = [exchange.name for exchange in (topology.identity.guard, *topology.exchanges)]
-    names += [topology.modules.undeliverable.name, allowed.name]
+    *before, refused, behind = topology.queues[:7]
+    exchanges = (topology.identity.guard, *topology.exchanges)
+    names = [*(each.name for each in exchanges), *(each.name for each in before)]
     url = restricted("^(" + "|".join(map(re.escape, names)) + ")$")
     with Connection(url) as connection:
         with pytest.raises(AccessRefused, match=f"queue '{re.escape(refused.name)}'"):
@@ -204,7 +204,7 @@ def test_the_error_of_a_user_without_permission_names_the_object(
             producer.publish_delayed("x", Destination(queue, "", queue.name), 1)
     with Connection(private_rabbitmq.url) as connection:
         # The broker has ignored the methods behind it.
-        assert topology.digit_queues[2].name in missing(connection, topology)
+        assert behind.name in missing(connection, topology)
         delete(connection, topology)
 
 

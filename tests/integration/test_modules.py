@@ -109,11 +109,11 @@ def test_without_a_delay_it_is_passed_on_at_once(
 @pytest.mark.parametrize(
     ("key", "given", "reason"),
     [
-        ("{prefix}-q", {"x-delay": "soon"}, "'soon', and not a number"),
+        ("{prefix}-q", {"x-delay": "soon"}, "'soon', not a number"),
         ("{prefix}-q", {"x-delay": [1]}, "not a number"),
         ("{prefix}-q", {"x-delay": True}, "not a number"),
         ("{prefix}-q", {"x-delay": -5}, "negative"),
-        ("{prefix}-q", {"x-delay": str(2**63)}, "more than 64 bits"),
+        ("{prefix}-q", {"x-delay": str(2**63)}, "exceeds 64 bits"),
         ("", {"x-delay": 5}, "no destination"),
         ("celery", {"x-delay": 5}, "may not reach the queue 'celery'"),
         ("a", {"x-delay": 5, headers.EXCHANGE: "amq.topic"}, "may not reach the exchange"),

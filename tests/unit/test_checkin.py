@@ -132,7 +132,7 @@ def test_after_meditation_no_header_of_the_broker_is_left_and_all_others_are(
 def test_after_meditation_a_delay_may_still_be_above_the_capacity(receive: Any) -> None:
     told = {headers.DUE: NOW + 9001}
     again = receive(message("t.meditated", application_headers=told))
-    assert (again.exchange, again.routing_key) == ("t.meditation", "%distribution")
+    assert (again.exchange, again.routing_key) == ("t.meditation", "")
     told = {headers.DUE: NOW + 9000}
     assert receive(message("t.meditated", application_headers=told)).exchange == "t.seconds.x1"
 
@@ -150,7 +150,7 @@ def test_the_shard_is_that_of_the_task() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"key": ""}, "it has neither a routing key nor the header rabbitdelay-exchange"),
+        ({"key": ""}, "it has no destination, neither a routing key nor rabbitdelay-exchange"),
         (
             {"key": "secret"},
             "check-in may not reach the queue 'secret': see rabbitdelay_checkin_allowed",

@@ -196,6 +196,13 @@ def test_all_that_the_clock_declares_is_what_brokers_hold_already() -> None:
     }
     assert {queue.name: queue.queue_arguments for queue in topology.queues} == expected
     assert all(queue.durable and not queue.auto_delete for queue in topology.queues)
+    # What is declared first is what the error of an incomplete permission names.
+    assert [queue.name for queue in topology.queues[:2]] == [
+        *("rabbitdelay.undeliverable", "rabbitdelay.days.1000")
+    ]
+    assert [queue.name for queue in topology.queues[-3:]] == [
+        *("rabbitdelay.checkin", "rabbitdelay.meditation", "rabbitdelay.distribution")
+    ]
     alternate = {"alternate-exchange": "rabbitdelay.undeliverable"}
     topics = [*(level for level, _, _ in levels), "delivery"]
     assert {each.name: (each.type, each.arguments) for each in topology.exchanges} == {

@@ -1,4 +1,4 @@
-"""The parts of py-amqp that are not documented, and that ``publishing/wire.py`` uses, exist.
+"""The undocumented parts of py-amqp that ``wire.py`` and ``amqp_methods.py`` use exist.
 
 Each test fails with a sentence that says which name has moved.
 """
@@ -12,9 +12,13 @@ from typing import Any
 import amqp
 import pytest
 from amqp import abstract_channel, method_framing, serialization, spec, transport
+from amqp import channel as amqp_channel
+from amqp.abstract_channel import AbstractChannel
 from amqp.exceptions import ChannelError
 
 VERSION = version("amqp")
+# An untyped name, because the private ones are in no stub.
+Channel: Any = amqp_channel.Channel
 ABSTRACT_TRANSPORT: Any = vars(transport)["_AbstractTransport"]
 
 
@@ -69,4 +73,50 @@ def test_an_error_of_a_channel_says_which_method_failed() -> None:
     error: Any = ChannelError("text", (60, 40))
     assert error.method_sig == spec.Basic.Publish, (
         f"py-amqp {VERSION} does not keep the method in ChannelError.method_sig any more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        (AbstractChannel.send_method, ["sig", "format", "args"]),
+        (AbstractChannel.wait, ["method", "returns_tuple"]),
+    ],
+    ids=["send_method", "wait"],
+)
+def test_a_channel_of_amqp_sends_and_awaits_single_methods(
+    function: Any, parameters: list[str]
+) -> None:
+    missing = set(parameters) - inspect.signature(function).parameters.keys()
+    assert not missing, (
+        f"amqp's {function.__qualname__} no longer takes {sorted(missing)}: "
+        "publishing/amqp_methods.py pipelines passive declarations with it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("declare", "answer", "written"),
+    [
+        (Channel.queue_declare, spec.Queue.DeclareOk, "BsbbbbbF"),
+        (Channel.exchange_declare, spec.Exchange.DeclareOk, "BssbbbbbF"),
+    ],
+    ids=["queue", "exchange"],
+)
+def test_amqp_writes_a_declaration_as_ours_do(
+    declare: Any, answer: tuple[int, int], written: str
+) -> None:
+    writes = inspect.signature(declare).parameters["argsig"].default
+    assert writes == written, (
+        f"amqp's {declare.__qualname__} now writes its arguments as {writes!r}: find_queues and "
+        f"find_exchanges of publishing/amqp_methods.py write {written!r}"
+    )
+    assert answer in Channel._METHODS, (
+        f"amqp's Channel no longer reads the method {answer}, for which amqp_methods.py waits"
+    )
+
+
+def test_amqp_opens_a_channel_again_that_the_broker_has_closed() -> None:
+    assert "self._do_revive()" in inspect.getsource(Channel._on_close), (
+        "amqp's Channel._on_close no longer calls _do_revive: find_queues and find_exchanges of "
+        "publishing/amqp_methods.py go on with the channel after NOT_FOUND"
     )
