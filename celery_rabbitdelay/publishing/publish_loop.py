@@ -266,7 +266,8 @@ class PublishLoop:
         if channel.blocked is not None:
             raise ConnectionBlocked(*oldest.address(), channel.blocked)
         now = time.monotonic()
-        if now - self._progress >= self._policy.timeout or not channel.in_flight:
+        taken_at = oldest.deadline - self._policy.timeout
+        if self.last_settled <= taken_at or not channel.in_flight:
             self._stop_waiting(oldest)
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
         channel.unconfirmed.forget(over)

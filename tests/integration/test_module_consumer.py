@@ -165,7 +165,8 @@ def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishin
         put(connection, source)
         take(connection, [target], 1)
         deleted(connection.default_channel).delete()
-        connection.default_channel.basic_publish(amqp.Message("then"), "", source.name)
+        channel: Any = connection.default_channel
+        channel.basic_publish(amqp.Message("then"), "", source.name)
         wait_for(lambda: served.errors or served.statistics.undeliverable, "the close")
     # All of it is delivered again.
     assert [type(error) for error in served.errors] == [NotFound]

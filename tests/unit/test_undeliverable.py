@@ -50,6 +50,16 @@ def test_what_passed_all_levels_found_no_queue_bound() -> None:
     )
 
 
+def test_what_passed_all_levels_on_its_way_to_distribution_names_no_queue() -> None:
+    message = found("rabbitdelay.hours.7", key="0.0.0.0.7.0.0.0.%distribution")
+    del message[headers.QUEUE]
+    seen = examine(message, CLOCK)
+    assert seen.queue is None
+    assert seen.reason.startswith(
+        "rabbitdelay.delivery had no binding to rabbitdelay.distribution, or rabbitdelay.minutes.x1"
+    )
+
+
 def test_what_no_binding_took_between_two_levels_names_exchange_digit_and_queue() -> None:
     message = found("rabbitdelay.hours.2", key="0.0.0.0.2.7.0.0.q")
     assert examine(message, CLOCK).reason == (
