@@ -148,6 +148,9 @@ class PublishLoop:
         Not at once, since the channel is reading the broker's answers while ``done`` is called.
         """
         self._resends.appendleft((0.0, publication))
+        if self._suspects:
+            # It is sent and settled between them.
+            self._suspects += 1
 
     def send(self) -> None:
         """Send as many messages as the window takes; they are written by the channel's flush.
