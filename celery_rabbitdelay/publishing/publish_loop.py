@@ -148,6 +148,9 @@ class PublishLoop:
         Not at once, since the channel is reading the broker's answers while ``done`` is called.
         """
         self._resends.appendleft((0.0, publication))
+        if self._suspects:
+            # It is sent and settled between them.
+            self._suspects += 1
 
     def send(self) -> None:
         """Send as many messages as the window takes; they are written by the channel's flush.
@@ -165,10 +168,11 @@ class PublishLoop:
         read_at = time.monotonic() + READ_EVERY
         # A message that is returned meanwhile is sent again after the declaration.
         while channel.blocked is None and not self._must_redeclare:
-            publication = self._next()
+            in_flight = channel.in_flight
+            publication = self._next(in_flight)
             if publication is None:
                 return
-            if not channel.in_flight:
+            if not in_flight:
                 self._progress = time.monotonic()
             try:
                 channel.send(publication, timeout)
@@ -184,13 +188,14 @@ class PublishLoop:
                 channel.read_all()
                 return
 
-    def _next(self) -> Publication | None:
-        in_flight = self.channel.in_flight
+    def _next(self, in_flight: int) -> Publication | None:
         if in_flight >= (1 if self._suspects else self.window):
             return None
         if self._resends and self._resends[0][0] <= time.monotonic():
             return self._resends.popleft()[1]
-        return self._take() if self.has_room else None
+        if self._suspects or in_flight + len(self._resends) >= self.window:
+            return None
+        return self._take()
 
     def _take(self) -> Publication | None:
         began = time.monotonic()
