@@ -188,7 +188,7 @@ class Celery(celery.Celery):
                 countdown = milliseconds(delay) / 1000
                 if not has_levels and countdown > 0:
                     why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
-                    self.rabbitdelay.warn_not_in_levels(why)
+                    self.rabbitdelay.warn_treated_as_countdown(why)
             if not has_levels or not has_quorum_queue(self):
                 return send(countdown, eta)
             # Celery would use its native delayed delivery, whose queues our workers do not declare.

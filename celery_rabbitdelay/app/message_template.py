@@ -17,7 +17,12 @@ from kombu.utils.json import JSONEncoder
 
 from celery_rabbitdelay.app.celery_internals import celerys_repr
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, framed, sealed, shared_block
+from celery_rabbitdelay.modules.envelope import (
+    CONTENT_TYPE,
+    compressed,
+    length_prefixed,
+    shared_block,
+)
 from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
 
@@ -48,7 +53,7 @@ class MessageTemplate:
         embedded: The third part of its body: callbacks, errbacks, chain, chord.
         encode: Serializes a body; None for JSON, which is then written faster.
         reprs: Maximum characters of the headers ``argsrepr`` and ``kwargsrepr``.
-        levels: How deep these headers go into nested values; None for no limit.
+        repr_depth: How deep these headers go into nested values; None for no limit.
         given_reprs: Which of these headers the caller has given; they are the same for all.
     """
 
@@ -59,7 +64,7 @@ class MessageTemplate:
         embedded: Mapping[str, Any],
         encode: Callable[[Any], bytes] | None,
         reprs: tuple[int, int],
-        levels: int | None = 3,
+        repr_depth: int | None = 3,
         given_reprs: Collection[str] = (),
     ) -> None:
         headers = message.properties["application_headers"]
@@ -73,7 +78,7 @@ class MessageTemplate:
             for name, most in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
             if name not in given_reprs
         }
-        self._levels = levels
+        self._repr_depth = repr_depth
         own = {"id", names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
         self._encoder = PropertiesEncoder(message, own)
         self._embedded = embedded
@@ -102,7 +107,7 @@ class MessageTemplate:
         if self._has_root:
             own["root_id"] = task_id
         for name, most in self._reprs.items():
-            own[name] = _brief(args if name == "argsrepr" else kwargs, most, self._levels)
+            own[name] = _brief(args if name == "argsrepr" else kwargs, most, self._repr_depth)
         return own
 
     def content(
@@ -126,7 +131,9 @@ class MessageTemplate:
         own = self._own(task_id, args, kwargs)
         own.pop("root_id", None)  # a copy of the id
         headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own.items()])
-        return framed(f'{{"headers":{{{headers}}}}}'.encode()) + framed(self.body(args, kwargs))
+        return length_prefixed(f'{{"headers":{{{headers}}}}}'.encode()) + length_prefixed(
+            self.body(args, kwargs)
+        )
 
     def envelope(self, items: bytes, due_ms: int, *, shares: bool = True) -> Content:
         """Return a message that holds tasks.
@@ -142,7 +149,7 @@ class MessageTemplate:
         """
         encoder = self._envelope
         shared = self._shared if shares else _NOTHING_SHARED
-        return Content(encoder.encode({}, due_ms, None), sealed(shared + items, COMPRESSION))
+        return Content(encoder.encode({}, due_ms, None), compressed(shared + items, COMPRESSION))
 
     @cached_property
     def _envelope(self) -> PropertiesEncoder:
@@ -173,9 +180,9 @@ class MessageTemplate:
         return shared_block(shared, properties, copied)
 
 
-def _brief(value: Any, most: int, levels: int | None) -> str:
+def _brief(value: Any, most: int, repr_depth: int | None) -> str:
     """Return how Celery shows a value in a header; by Python's faster ``repr`` if that is equal."""
     text = repr(value)
     if len(text) <= most and _MAY_DIFFER.search(text, 1) is None:
         return text
-    return celerys_repr(value, most, levels)
+    return celerys_repr(value, most, repr_depth)

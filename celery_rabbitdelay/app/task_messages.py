@@ -10,7 +10,7 @@ import amqp
 import celery
 from celery import signals
 
-from celery_rabbitdelay.app.celery_internals import repr_levels, repr_sizes
+from celery_rabbitdelay.app.celery_internals import repr_depth, repr_sizes
 from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, MessageTemplate
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
@@ -193,7 +193,7 @@ class _TemplateWriter:
                 first.body[2],
                 encode,
                 repr_sizes(amqp),
-                repr_levels(amqp.app),
+                repr_depth(amqp.app),
                 [name for name in ("argsrepr", "kwargsrepr") if options.get(name)],
             )
 
@@ -261,7 +261,7 @@ class _CeleryWriter:
             name: value for name, value in properties.items() if name in MESSAGE_PROPERTIES
         }
         try:
-            return Item(body_of(message), own, properties).framed()
+            return Item(body_of(message), own, properties).length_prefixed()
         except InvalidEnvelope:
             self._captured[call.task_id] = message
             raise

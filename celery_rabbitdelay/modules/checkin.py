@@ -21,7 +21,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import Outgoing, changed
-from celery_rabbitdelay.publishing.message import capped, headers_of, shortened, task_id_of
+from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority, task_id_of
 
 __all__ = ["CheckIn"]
 
@@ -124,7 +124,7 @@ def _for_distribution(
     message: amqp.Message, headers: dict[str, Any], due: int, exchange: str, routing_key: str
 ) -> amqp.Message:
     """Return a message for distribution: headers carry everything that distribution restores."""
-    priority, kept = capped(message.properties.get("priority"))
+    priority, kept = split_priority(message.properties.get("priority"))
     own = {names.DUE: due, names.EXCHANGE: exchange, names.ROUTING_KEY: routing_key, **kept}
     expiration = message.properties.get("expiration")
     if expiration is not None:

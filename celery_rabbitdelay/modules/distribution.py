@@ -41,25 +41,28 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
     for item in envelope.items:
         properties = {**envelope.properties, **item.properties}
         inner = amqp.Message(item.body, **properties)
-        told = {**shared, **item.headers}
-        yield _restored(inner, told, {**envelope.headers, **item.headers, **own})
+        effective_headers = {**shared, **item.headers}
+        yield _restored(inner, effective_headers, {**envelope.headers, **item.headers, **own})
 
 
 def _restored(
-    message: amqp.Message, told: Mapping[str, Any], headers: Mapping[str, Any]
+    message: amqp.Message, effective_headers: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> Outgoing:
-    exchange, routing_key = _destination(told)
+    exchange, routing_key = _destination(effective_headers)
     restored = names.strip(headers)
     if headers.get(names.DUE) is not None:
         restored[names.DUE] = headers[names.DUE]
-    properties = {"expiration": told.get(names.EXPIRATION)}
-    if names.PRIORITY in told:
-        properties["priority"] = told[names.PRIORITY]
+    properties = {"expiration": effective_headers.get(names.EXPIRATION)}
+    if names.PRIORITY in effective_headers:
+        properties["priority"] = effective_headers[names.PRIORITY]
     return Outgoing(exchange, routing_key, changed(message, restored, **properties))
 
 
-def _destination(told: Mapping[str, Any]) -> tuple[str, str]:
-    exchange, routing_key = told.get(names.EXCHANGE), told.get(names.ROUTING_KEY)
+def _destination(effective_headers: Mapping[str, Any]) -> tuple[str, str]:
+    exchange, routing_key = (
+        effective_headers.get(names.EXCHANGE),
+        effective_headers.get(names.ROUTING_KEY),
+    )
     if not isinstance(exchange, str) or not isinstance(routing_key, str):
         raise UnprocessableMessage(
             f"its destination is missing: {names.EXCHANGE} is {shortened(exchange)}, "

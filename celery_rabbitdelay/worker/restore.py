@@ -52,7 +52,7 @@ class RestoringStrategies(dict[str, Strategy]):
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
             if self.early_tasks is None or keeps_celerys_own:
                 return go_on()
-            is_taken = self.early_tasks.takes(message, body, ack, go_on)
+            is_taken = self.early_tasks.try_enqueue(message, body, ack, go_on)
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
