@@ -20,7 +20,7 @@ from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
-from celery_rabbitdelay.modules.forwarding import Outgoing, changed
+from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority, task_id_of
 
 __all__ = ["CheckIn"]
@@ -72,7 +72,9 @@ class CheckIn:
         remaining_ms = due_ms - time.time_ns() // _NS_PER_MS
         due = Due(due_ms * _NS_PER_MS, remaining_ms, is_instant=True)
         kept = {name: headers[name] for name in headers if name not in names.BROKER_HEADERS}
-        return self._enter(changed(message, kept), due, headers.get(names.QUEUE) or DISTRIBUTION)
+        return self._enter(
+            with_headers(message, kept), due, headers.get(names.QUEUE) or DISTRIBUTION
+        )
 
     def _from_client(
         self, message: amqp.Message, headers: dict[str, Any], routing_key: str
@@ -89,7 +91,7 @@ class CheckIn:
         delay_ms = _milliseconds(headers.pop(names.X_DELAY, 0))
         headers = names.strip(headers)
         if not delay_ms:
-            return Outgoing(exchange, routing_key, changed(message, headers))
+            return Outgoing(exchange, routing_key, with_headers(message, headers))
         due = Due(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
@@ -129,7 +131,7 @@ def _for_distribution(
     expiration = message.properties.get("expiration")
     if expiration is not None:
         own[names.EXPIRATION] = expiration
-    return changed(message, {**headers, **own}, priority=priority, expiration=None)
+    return with_headers(message, {**headers, **own}, priority=priority, expiration=None)
 
 
 def _milliseconds(delay: Any) -> int:

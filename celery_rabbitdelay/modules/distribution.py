@@ -10,7 +10,7 @@ import amqp
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
-from celery_rabbitdelay.modules.forwarding import Outgoing, changed
+from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 
 __all__ = ["distribute"]
@@ -55,7 +55,7 @@ def _restored(
     properties = {"expiration": effective_headers.get(names.EXPIRATION)}
     if names.PRIORITY in effective_headers:
         properties["priority"] = effective_headers[names.PRIORITY]
-    return Outgoing(exchange, routing_key, changed(message, restored, **properties))
+    return Outgoing(exchange, routing_key, with_headers(message, restored, **properties))
 
 
 def _destination(effective_headers: Mapping[str, Any]) -> tuple[str, str]:
