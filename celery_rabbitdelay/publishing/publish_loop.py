@@ -150,10 +150,17 @@ class PublishLoop:
         self._resends.appendleft((0.0, publication))
 
     def send(self) -> None:
-        """Send as many messages as the window takes; they are written by the channel's flush."""
+        """Send as many messages as the window takes; they are written by the channel's flush.
+
+        It returns sooner where the broker keeps up with the source, so that its owner has a turn.
+        """
         if self._must_redeclare and self._redeclare is not None:
             self._must_redeclare = False
-            self._redeclare()
+            try:
+                self._redeclare()
+            except BaseException:
+                self._must_redeclare = True
+                raise
         channel, timeout = self.channel, self._policy.timeout
         read_at = time.monotonic() + READ_EVERY
         # A message that is returned meanwhile is sent again after the declaration.
@@ -172,10 +179,10 @@ class PublishLoop:
                 self._finish(publication)
             if self._source_took >= SLOW_SOURCE:
                 channel.flush(timeout)
-            if channel.in_flight and time.monotonic() >= read_at:
+            if time.monotonic() >= read_at and channel.in_flight:
                 channel.flush(timeout)
                 channel.read_all()
-                read_at = time.monotonic() + READ_EVERY
+                return
 
     def _next(self) -> Publication | None:
         in_flight = self.channel.in_flight

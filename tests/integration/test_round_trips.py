@@ -12,6 +12,11 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import TopologyNotEmpty
 from celery_rabbitdelay.levels.layout import clock
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.amqp_methods import (
+    PASSIVE_BATCH,
+    find_exchanges,
+    find_queues,
+)
 from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
@@ -21,7 +26,6 @@ from celery_rabbitdelay.publishing.declaration import (
     missing,
 )
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import PASSIVE_BATCH, find_exchanges, find_queues
 from celery_rabbitdelay.worker.bootsteps import WorkerDeclaration
 from tests.integration.arrivals import wait_until_waiting
 from tests.integration.publishing import publish
