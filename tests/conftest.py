@@ -13,13 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from kombu import pools
 
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 
 # A busy machine is no error: how long an example takes says nothing.
 settings.register_profile("no-deadline", deadline=None)
+# For tests.mutation: one example that fails is enough, and each run tries the same ones.
+settings.register_profile(
+    "mutation",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile("no-deadline")
 
 

@@ -8,6 +8,7 @@ publishes it is replaced.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ from celery_rabbitdelay.app.celery_internals import (
 )
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_options_of_later_versions, refuse_two_times
+from celery_rabbitdelay.app.settings import checked_seconds
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.levels import headers as names
@@ -202,9 +204,20 @@ class Celery(celery.Celery):
         settings = self.rabbitdelay.settings
         if "check-in" not in settings.modules:
             settings.topology.layout.check_capacity(due.delay_ms)
-        with self.rabbitdelay.publisher(callers_connection) as publisher:
-            is_retry = bool(options.get("retries"))
-            ours = DelayedTaskProducer(publisher, settings, self.amqp, due, is_retry, came_from)
+        timeout = options.get("confirm_timeout")
+        if timeout is not None:
+            timeout = checked_seconds("confirm_timeout", timeout)
+        began = time.monotonic()
+        with self.rabbitdelay.publisher(callers_connection, timeout) as publisher:
+            ours = DelayedTaskProducer(
+                publisher,
+                settings,
+                self.amqp,
+                due,
+                is_retry=bool(options.get("retries")),
+                came_from=came_from,
+                waited=time.monotonic() - began,
+            )
             return send(None, None, producer=ours, connection=None)
 
     def signature(self, *args: Any, **options: Any) -> Any:

@@ -91,17 +91,21 @@ class RabbitDelay:
             self.pool.close()
 
     @contextmanager
-    def publisher(self, connection: Connection | None = None) -> Iterator[Publisher]:
+    def publisher(
+        self, connection: Connection | None = None, timeout: float | None = None
+    ) -> Iterator[Publisher]:
         """Borrow a confirmed publisher.
 
         Args:
             connection: The caller's own connection, to be used instead of the pool's.
+            timeout: Seconds to wait for a publisher of the pool; None for
+                ``rabbitdelay_confirm_timeout``.
 
         Raises:
-            NoPublisherFree: All of the pool were in use for ``rabbitdelay_confirm_timeout``.
+            NoPublisherFree: All publishers of the pool were in use for that long.
         """
         if connection is None:
-            with self.pool.acquire(self.settings.confirm_timeout) as publisher:
+            with self.pool.acquire(timeout or self.settings.confirm_timeout) as publisher:
                 yield publisher
         else:
             publisher = Publisher(connection)

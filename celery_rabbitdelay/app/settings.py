@@ -59,7 +59,8 @@ class Settings:
             that goes from one level to the next while the broker fails.
         shards: How many queues each digit has. Each has a leader of its own, on another node of a
             cluster, so that more can come due in a second.
-        takeover: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` always does.
+        takeover: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` and rows of
+            ``send_many`` always do.
         declare: "auto": whoever first needs the topology declares it. "never": operators do, and
             bind every destination to the delivery exchange as well.
         confirm_timeout: Seconds until a missing confirm becomes an error.

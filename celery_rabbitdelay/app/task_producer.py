@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 from celery.app.amqp import AMQP
 from kombu import Exchange, Producer, Queue
@@ -16,6 +16,10 @@ from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 __all__ = ["DelayedTaskProducer", "EtaProducer"]
+
+
+#: Seconds that publishing has in any case, however long the wait for a publisher was.
+MIN_TIMEOUT: Final = 0.1
 
 
 class DelayedTaskProducer(DelayedProducer):
@@ -31,6 +35,7 @@ class DelayedTaskProducer(DelayedProducer):
         due: When the task may start.
         is_retry: Whether the task is sent again, to where it came from.
         came_from: The name of the queue that a retried task came from, if it is known.
+        waited: Seconds that were spent waiting for the publisher; they count towards the timeout.
     """
 
     def __init__(
@@ -41,12 +46,14 @@ class DelayedTaskProducer(DelayedProducer):
         due: Due,
         is_retry: bool = False,
         came_from: str | None = None,
+        waited: float = 0.0,
     ) -> None:
         super().__init__(publisher, **settings.for_producer)
         self.amqp = amqp
         self._due = due
         self._is_retry = is_retry
         self._came_from = came_from
+        self._waited = waited
         self._task_is_sent = False
 
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
@@ -68,6 +75,7 @@ class DelayedTaskProducer(DelayedProducer):
         timeout = options.pop("confirm_timeout", None)
         if timeout is not None:
             self.timeout = checked_seconds("confirm_timeout", timeout)
+        self.timeout = max(self.timeout - self._waited, MIN_TIMEOUT)
         options.pop("timeout", None)
         self.publish_delayed(
             body,

@@ -38,7 +38,8 @@ QUEUES_MISSING: Final = 1
 def status(context: CLIContext, /, as_json: bool, timeout: float) -> None:
     """Show how many messages wait in each level, and what the workers' modules do."""
     topology = delays_of(context).topology
-    connection = context.app.connection_for_read()
+    # The levels are where tasks are sent, which may be another broker than the consumers'.
+    connection = context.app.connection_for_write()
     try:
         with connection:
             backlog = backlog_of(connection, topology)

@@ -29,10 +29,8 @@ Zeros: TypeAlias = Literal["bind", "skip", "queue"]
 UNITS: Final = {"days": 86_400_000, "hours": 3_600_000, "minutes": 60_000, "seconds": 1000, "ms": 1}
 
 #: RabbitMQ refuses an ``x-message-ttl`` above ten years, in milliseconds (measured on 3.10 to 4.3).
+#: So there are at most 39 levels, whose digits take 78 of the 255 bytes of a routing key.
 MAX_TTL: Final = 315_360_000_000
-
-#: Bytes of a routing key that digits may take; the destination needs the rest of AMQP's 255.
-MAX_DIGITS_LENGTH: Final = 120
 
 _UNIT_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,50}")
 
@@ -109,8 +107,6 @@ class Layout:
         names = [level.queue_name(digit) for level in self.levels for digit in range(1, level.base)]
         if len(set(names)) != len(names):
             yield "two levels have queues of the same name; give the units different names"
-        if sum(len(str(base - 1)) + 1 for base in self.bases) > MAX_DIGITS_LENGTH:
-            yield f"its digits take more than {MAX_DIGITS_LENGTH} characters of the routing key"
 
     @cached_property
     def bases(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from threading import Event
 from typing import Any, Final, NamedTuple, cast
 
 import amqp
+from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError, NotFound
 from kombu import Connection, Exchange, Queue
 
@@ -295,10 +296,12 @@ class ModuleConsumer:
         with self._answers(), self._connection.channel() as channel:
             try:
                 Exchange(exchange)(channel).declare(passive=True)
-            except NotFound:
-                return False
-            except AccessRefused:
-                pass  # it may exist all the same
+            except (NotFound, AccessRefused) as refused:
+                if refused.method_sig != spec.Exchange.Declare:
+                    raise  # it closes the channel that publishes
+                if isinstance(refused, NotFound):
+                    return False
+                # The exchange may exist all the same.
         self._existing_exchanges.add(exchange)
         return True
 
@@ -331,6 +334,10 @@ class ModuleConsumer:
                 reason = f"the broker nacked it {ATTEMPTS} times"
             elif isinstance(error, MessageRefused):
                 reason = f"the broker does not take it: {error.reason}"
+            elif isinstance(error.__cause__, NotFound):
+                # Those behind it are refused without closing the channel.
+                self._existing_exchanges.discard(outgoing.exchange)
+                reason = f"there is no exchange {outgoing.exchange!r}"
             else:
                 where = f"the exchange {outgoing.exchange!r}" if outgoing.exchange else "there"
                 reason = f"{where} has no queue for the key {outgoing.routing_key!r}"

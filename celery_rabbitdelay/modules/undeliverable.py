@@ -14,7 +14,11 @@ from typing import Any, Final
 
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.entities import Binding
-from celery_rabbitdelay.levels.routing_key import decode_destination
+from celery_rabbitdelay.levels.routing_key import (
+    DISTRIBUTION,
+    decode_destination,
+    encode_destination,
+)
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.destination import topic_matches
 from celery_rabbitdelay.publishing.message import MAX_WORD, shortened
@@ -67,8 +71,9 @@ def examine(
     last_stop, key = reader.death()
     key = key if key is not None else routing_key
     queue = reader.text(names.QUEUE)
-    if queue is None and key:
-        queue = decode_destination(key.split(".")[-1])
+    word = key.split(".")[-1] if key else ""
+    if queue is None and word not in ("", encode_destination(DISTRIBUTION)):
+        queue = decode_destination(word)
     due = reader.due()
     task_id, task = reader.text("id"), reader.text("task")
     reason = reader.text(names.REASON) or _reason(topology, last_stop, key, queue)
@@ -147,7 +152,10 @@ def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: s
     path = list(_path(topology, start, key)) if start else []
     if start != topology.delivery.name and not path:
         return f"its routing key {key!r} does not belong to this layout"
-    if not path or path[-1].target == topology.delivery.name:
+    if path and path[-1].target == modules.distribution.name:
+        *others, missing = path
+        likely = f"{missing.source} had no binding to {missing.target}"
+    elif not path or path[-1].target == topology.delivery.name:
         likely, others = f"no queue {queue!r} is bound to {topology.delivery.name}", path
     else:
         *others, missing = path

@@ -148,20 +148,31 @@ class PublishLoop:
         Not at once, since the channel is reading the broker's answers while ``done`` is called.
         """
         self._resends.appendleft((0.0, publication))
+        if self._suspects:
+            # It is sent and settled between them.
+            self._suspects += 1
 
     def send(self) -> None:
-        """Send as many messages as the window takes; they are written by the channel's flush."""
+        """Send as many messages as the window takes; they are written by the channel's flush.
+
+        It returns sooner where the broker keeps up with the source, so that its owner has a turn.
+        """
         if self._must_redeclare and self._redeclare is not None:
             self._must_redeclare = False
-            self._redeclare()
+            try:
+                self._redeclare()
+            except BaseException:
+                self._must_redeclare = True
+                raise
         channel, timeout = self.channel, self._policy.timeout
         read_at = time.monotonic() + READ_EVERY
         # A message that is returned meanwhile is sent again after the declaration.
         while channel.blocked is None and not self._must_redeclare:
-            publication = self._next()
+            in_flight = channel.in_flight
+            publication = self._next(in_flight)
             if publication is None:
                 return
-            if not channel.in_flight:
+            if not in_flight:
                 self._progress = time.monotonic()
             try:
                 channel.send(publication, timeout)
@@ -172,18 +183,19 @@ class PublishLoop:
                 self._finish(publication)
             if self._source_took >= SLOW_SOURCE:
                 channel.flush(timeout)
-            if channel.in_flight and time.monotonic() >= read_at:
+            if time.monotonic() >= read_at and channel.in_flight:
                 channel.flush(timeout)
                 channel.read_all()
-                read_at = time.monotonic() + READ_EVERY
+                return
 
-    def _next(self) -> Publication | None:
-        in_flight = self.channel.in_flight
+    def _next(self, in_flight: int) -> Publication | None:
         if in_flight >= (1 if self._suspects else self.window):
             return None
         if self._resends and self._resends[0][0] <= time.monotonic():
             return self._resends.popleft()[1]
-        return self._take() if self.has_room else None
+        if self._suspects or in_flight + len(self._resends) >= self.window:
+            return None
+        return self._take()
 
     def _take(self) -> Publication | None:
         began = time.monotonic()
@@ -259,7 +271,8 @@ class PublishLoop:
         if channel.blocked is not None:
             raise ConnectionBlocked(*oldest.address(), channel.blocked)
         now = time.monotonic()
-        if now - self._progress >= self._policy.timeout or not channel.in_flight:
+        taken_at = oldest.deadline - self._policy.timeout
+        if self.last_settled <= taken_at or not channel.in_flight:
             self._stop_waiting(oldest)
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
         channel.unconfirmed.forget(over)

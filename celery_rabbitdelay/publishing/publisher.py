@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 import amqp
+from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError, FrameSyntaxError, NotAllowed, NotFound
 from kombu import Connection
 
@@ -190,7 +191,10 @@ class _Run:
                     self._end_with(error, error.__cause__)
                 except NotAllowed as refused:
                     # The virtual host does not exist or is not the user's, and so the next time.
-                    self._end_with(self._lost(refused), refused)
+                    self._loop.take_back()
+                    self._connection.discard()
+                    if self._loop.has_more():
+                        self._end_with(self._lost(refused), refused)
                 except (
                     *self._connection.connection_errors,
                     *self._connection.channel_errors,
@@ -224,6 +228,8 @@ class _Run:
             with self._loop.channel.wire.answers_within(remaining(publication.deadline)):
                 declare(self._connection.kombu)
         except self._connection.channel_errors as refused:
+            if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
+                raise  # for a message in flight
             raise DeclarationRefused(*publication.address(), str(refused)) from refused
 
     def _publish(self, channel: ConfirmChannel) -> None:
@@ -250,6 +256,8 @@ class _Run:
         self._loop.take_back()
         self._connection.discard()
         self._connection.kombu.maybe_switch_next()
+        if not self._loop.has_more():
+            return
         if self._loop.last_settled > self._lost_at:
             self._losses = 0
         self._losses += 1

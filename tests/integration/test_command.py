@@ -60,6 +60,18 @@ def test_the_status_of_levels_that_do_not_stand_names_their_queues(
     assert f"{configuration['prefix']}.seconds.1" in json.loads(answer.stdout)["missing"]
 
 
+def test_the_status_is_that_of_the_broker_that_tasks_are_sent_to(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    shop.tasks["look"].apply_async(delay=5)
+    urls = {
+        "broker_read_url": "amqp://guest:guest@127.0.0.1:1//",
+        "broker_write_url": configuration["broker_url"],
+    }
+    told = run_celery({**configuration, **urls}, "rabbitdelay status --timeout 0.1")
+    assert told.returncode == 0, told.stderr
+
+
 @pytest.mark.parametrize(
     "url", ["amqp://guest:secret@127.0.0.1:1//", "amqp://guest@nowhere.invalid"]
 )

@@ -225,3 +225,28 @@ def test_messages_that_the_broker_closes_the_channel_for_are_their_own_errors(
     # Those that were on their way when the channel was closed may come twice.
     arrived = bodies(connection, target, count(connection, target.name))
     assert set(arrived) == {str(number) for number in range(60)} - set(refused)
+
+
+def test_a_message_that_closes_the_channel_during_the_repair_for_another_is_its_own_error(
+    connection: Connection,
+    publisher: Publisher,
+    target: Queue,
+    make_queue: Callable[..., Queue],
+) -> None:
+    late = make_queue("late")
+    sent = [posting(late.name), *postings(target.name, 30)]
+    message = amqp.Message(b"never", expiration="soon", delivery_mode=2)
+    sent[1] = Publication(Content.of(message), sent[1].address)
+    repairs = 0
+
+    def redeclare(connection: Connection) -> None:
+        nonlocal repairs
+        repairs += 1
+        late(connection.default_channel).declare()
+
+    # With this window, the repair begins as soon as the first message has come back.
+    publisher.publish_all(sent, PublishPolicy(window=4), redeclare=redeclare)
+    refused = [each for each in sent if each.error is not None]
+    assert refused == [sent[1]]
+    assert isinstance(sent[1].error, MessageRefused)
+    assert count(connection, late.name) == 1

@@ -22,7 +22,7 @@ from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count
-from tests.integration.publishing import GRACE, TIMEOUT, bodies, posting, postings
+from tests.integration.publishing import GRACE, TIMEOUT, bodies, posting, postings, work
 
 
 @pytest.fixture
@@ -223,3 +223,57 @@ def test_why_the_broker_closed_the_connection_is_told(
     with pytest.raises(ConnectionLost, match="an operator was here"):
         publisher.publish_all([posting(queue.name)], PublishPolicy(resends=0), declare=prepare)
     publisher.publish_all([posting(queue.name)])
+
+
+def test_a_connection_that_is_lost_while_nothing_is_in_flight_is_opened_again_for_the_next(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    sent = [posting(queue.name, "first"), posting("k" * 300), posting(queue.name, "last")]
+
+    def source() -> Iterator[Publication]:
+        # A slow iterator's messages are written at once.
+        work(0.01)
+        yield sent[0]
+        with Connection(broker.url) as connection:
+            wait_for(lambda: count(connection, queue.name) == 1, "the first message")
+        broker.ctl("close_all_connections", "testing")
+        # It cannot be written; but now the confirm is read, and the end of the connection.
+        yield sent[1]
+        yield sent[2]
+
+    publisher.publish_all(source())
+    assert [type(each.error) for each in sent] == [type(None), PublishError, type(None)]
+
+
+def test_a_connection_that_the_broker_closes_as_not_allowed_is_an_error_of_all_in_flight(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    sent = postings(queue.name, 20)
+
+    def misuse() -> None:
+        channel: Any = publisher.connection.channel()
+        for _ in range(2):
+            channel.basic_consume(queue.name, consumer_tag="twice", nowait=True)
+
+    with pytest.raises(ConnectionLost, match="NOT_ALLOWED"):
+        publisher.publish_all(then(sent, 19, misuse))
+    assert all(isinstance(each.error, ConnectionLost | None) for each in sent)
+    assert sent[-1].error is not None
+
+
+def test_a_repair_during_which_the_connection_is_lost_is_made_again_on_the_next(
+    broker: RabbitMQServer, publisher: Publisher, prefix: str
+) -> None:
+    late = Queue(f"{prefix}-late", auto_delete=True)
+    repairs: list[Connection] = []
+
+    def redeclare(connection: Connection) -> None:
+        repairs.append(connection)
+        if len(repairs) == 1:
+            broker.ctl("close_all_connections", "testing")
+        late(connection.default_channel).queue_declare()
+
+    sent = posting(late.name)
+    publisher.publish_all([sent], redeclare=redeclare)
+    assert sent.error is None
+    assert len(repairs) == 2

@@ -75,6 +75,26 @@ def test_a_declaration_that_is_not_answered_is_an_error_in_time(
         assert time.monotonic() - began < TIMEOUT + GRACE
 
 
+def test_a_broker_that_never_confirms_says_so_and_its_connection_is_not_used_again(
+    private: tuple[RabbitMQServer, Publisher],
+) -> None:
+    """Also where connecting took a part of the time: no other message was confirmed meanwhile."""
+    broker, _ = private
+    publisher = Publisher(Connection(broker.url))
+
+    def suspend(connection: Connection) -> None:
+        broker.suspend()
+
+    try:
+        with pytest.raises(ConfirmTimeout, match=r"did not confirm in time$"):
+            publish(publisher, "test-private", timeout=TIMEOUT, declare=suspend)
+    finally:
+        broker.resume()
+    assert not publisher.connection.connected
+    publish(publisher, "test-private", timeout=30)
+    publisher.close()
+
+
 def test_a_blocked_connection_is_an_error_of_its_own(
     private: tuple[RabbitMQServer, Publisher],
 ) -> None:

@@ -53,6 +53,7 @@ class BrokerModel:
             (queue,) = queues
             arguments = self._queues[queue]
             assert arguments is not None
+            assert queue not in stops, f"{route} comes back to {queue}"
             stops.append(queue)
             waited += arguments["x-message-ttl"]
             queues = self._route(arguments["x-dead-letter-exchange"], route.routing_key)

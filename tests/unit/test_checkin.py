@@ -71,6 +71,122 @@ def test_a_delay_above_the_capacity_meditates_and_comes_back(receive: Any) -> No
     assert (own.exchange, own.routing_key) == ("t.delivery", "0.a%2Eb")
 
 
+def test_a_message_without_a_delay_is_passed_on_at_once(receive: Any) -> None:
+    for told in ({}, {"x-delay": 0}, {"x-delay": "0"}, {"x-delay": -0.5}):
+        given = {**told, "mine": 1, headers.EXCHANGE: "office", "x-death": []}
+        outgoing = receive(message(application_headers=given, priority=9, expiration="60"))
+        assert (outgoing.exchange, outgoing.routing_key) == ("office", "q")
+        properties = outgoing.message.properties
+        assert properties["application_headers"] == {"mine": 1}
+        assert (properties["priority"], properties["expiration"]) == (9, "60")
+
+
+def test_a_message_without_headers_goes_to_the_queue_that_its_key_names(receive: Any) -> None:
+    outgoing = receive(message())
+    assert (outgoing.exchange, outgoing.routing_key) == ("", "q")
+
+
+def test_a_millisecond_is_a_delay_already(receive: Any) -> None:
+    outgoing = receive(message(application_headers={"x-delay": 0.1, headers.EXCHANGE: "office"}))
+    assert (outgoing.exchange, outgoing.routing_key) == ("t.seconds.x1", "1.%distribution")
+    told = outgoing.message.properties["application_headers"]
+    assert (told[headers.DUE], told[headers.EXCHANGE]) == (NOW + 1, "office")
+
+
+def test_an_exchange_alone_is_a_destination(receive: Any) -> None:
+    given = {headers.EXCHANGE: "papers"}
+    outgoing = receive(message(key="", application_headers=given))
+    assert (outgoing.exchange, outgoing.routing_key) == ("papers", "")
+
+
+def test_a_priority_and_no_expiration_need_no_headers(receive: Any) -> None:
+    properties = receive(message(application_headers={"x-delay": 1}, priority=4)).message.properties
+    assert properties["priority"] == 4
+    assert not {headers.PRIORITY, headers.EXPIRATION} & set(properties["application_headers"])
+
+
+def test_the_latest_due_time_is_the_last_that_an_integer_of_amqp_holds(receive: Any) -> None:
+    latest = 2**63 - 1 - NOW
+    outgoing = receive(message(application_headers={"x-delay": latest}))
+    assert outgoing.exchange == "t.meditation"
+    assert outgoing.message.properties["application_headers"][headers.DUE] == 2**63 - 1
+    with pytest.raises(UnprocessableMessage) as caught:
+        receive(message(application_headers={"x-delay": latest + 1}))
+    assert caught.value.reason == (
+        f"x-delay is {latest + 1}: its due time, in milliseconds since 1970, exceeds 64 bits"
+    )
+
+
+def test_after_meditation_no_header_of_the_broker_is_left_and_all_others_are(
+    receive: Any,
+) -> None:
+    told = {headers.DUE: NOW + 4000, headers.EXCHANGE: "e", headers.ROUTING_KEY: "k", "x-mine": 1}
+    deaths = {"x-death": [{"queue": "t.meditation"}], "x-first-death-queue": "t.meditation"}
+    back = receive(message("t.meditated", application_headers={**told, **deaths}, priority=3))
+    assert (back.exchange, back.routing_key) == ("t.seconds.x1", "4.%distribution")
+    assert back.message.properties["application_headers"] == told
+    assert back.message.properties["priority"] == 3
+    assert back.message.body == b"body"
+
+
+def test_after_meditation_a_delay_may_still_be_above_the_capacity(receive: Any) -> None:
+    told = {headers.DUE: NOW + 9001}
+    again = receive(message("t.meditated", application_headers=told))
+    assert (again.exchange, again.routing_key) == ("t.meditation", "")
+    told = {headers.DUE: NOW + 9000}
+    assert receive(message("t.meditated", application_headers=told)).exchange == "t.seconds.x1"
+
+
+def test_the_shard_is_that_of_the_task() -> None:
+    topology = Topology("t", custom([("seconds", 10, 1)]), shards=8)
+    module = CheckIn(topology, lambda exchange, key: True)
+    for task_id in ("a", "b", "c", "d"):
+        told = {"x-delay": 3000}
+        (outgoing,) = module.receive(message(application_headers=told, correlation_id=task_id))
+        shard = topology.keys.shard(task_id)
+        assert outgoing.routing_key == f"s{shard}.3.%distribution"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"key": ""}, "it has no destination, neither a routing key nor rabbitdelay-exchange"),
+        (
+            {"key": "secret"},
+            "check-in may not reach the queue 'secret': see rabbitdelay_checkin_allowed",
+        ),
+        (
+            {"key": "secret", "application_headers": {headers.EXCHANGE: "office"}},
+            "check-in may not reach the exchange 'office': see rabbitdelay_checkin_allowed",
+        ),
+        (
+            {"application_headers": {headers.EXCHANGE: 5}},
+            "rabbitdelay-exchange is 5, not an exchange's name",
+        ),
+        (
+            {"application_headers": {"x-delay": "soon"}},
+            "x-delay is 'soon', not a number of milliseconds",
+        ),
+        (
+            {"application_headers": {"x-delay": True}},
+            "x-delay is True, not a number of milliseconds",
+        ),
+        ({"application_headers": {"x-delay": -1}}, "x-delay is -1, must not be negative"),
+        ({"application_headers": {"x-delay": "-1000"}}, "x-delay is -1000, must not be negative"),
+        (
+            {"exchange": "t.meditated", "application_headers": {headers.DUE: "soon"}},
+            "it comes from meditation, but rabbitdelay-due is 'soon'",
+        ),
+    ],
+)
+def test_the_reason_of_a_refusal_names_what_was_found_and_the_way_out(
+    receive: Any, given: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnprocessableMessage) as caught:
+        receive(message(**given))
+    assert caught.value.reason == reason
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import amqp
 import pytest
 
@@ -42,3 +44,67 @@ def test_an_envelope_of_which_one_message_goes_nowhere_is_refused_whole() -> Non
 
     with pytest.raises(UnprocessableMessage, match="destination is missing"):
         next(outgoing)
+
+
+def waited(headers: dict[str, Any], **properties: Any) -> amqp.Message:
+    where = {names.EXCHANGE: "office", names.ROUTING_KEY: "paper"}
+    return amqp.Message(
+        b"body", application_headers={**where, **headers}, delivery_mode=2, **properties
+    )
+
+
+def properties_of(message: amqp.Message) -> dict[str, Any]:
+    (outgoing,) = distribute(message)
+    return {k: value for k, value in outgoing.message.properties.items() if value is not None}
+
+
+def test_a_message_arrives_as_it_was_sent_but_for_its_due_time() -> None:
+    message = waited({names.DUE: DUE, names.QUEUE: "q", "x-death": [], "x-mine": 1}, app_id="shop")
+    (outgoing,) = distribute(message)
+    assert (outgoing.exchange, outgoing.routing_key) == ("office", "paper")
+    assert outgoing.message.body == b"body"
+    assert properties_of(message) == {
+        "application_headers": {names.DUE: DUE, "x-mine": 1},
+        "app_id": "shop",
+        "delivery_mode": 2,
+    }
+
+
+def test_a_message_without_a_due_time_gets_none() -> None:
+    assert properties_of(waited({}))["application_headers"] == {}
+
+
+def test_priority_and_expiration_are_restored() -> None:
+    message = waited({names.PRIORITY: 9, names.EXPIRATION: "60"}, priority=4)
+    properties = properties_of(message)
+    assert (properties["priority"], properties["expiration"]) == (9, "60")
+    assert properties["application_headers"] == {}
+
+
+def test_a_priority_that_could_wait_as_it_was_stays_and_no_expiration_appears() -> None:
+    properties = properties_of(waited({}, priority=3))
+    assert properties["priority"] == 3
+    assert "expiration" not in properties
+
+
+@pytest.mark.parametrize(
+    ("headers", "why"),
+    [
+        ({names.EXCHANGE: 5}, "rabbitdelay-exchange is 5, rabbitdelay-routing-key is 'paper'"),
+        (
+            {names.ROUTING_KEY: None},
+            "rabbitdelay-exchange is 'office', rabbitdelay-routing-key is None",
+        ),
+    ],
+)
+def test_a_message_without_exchange_or_key_is_refused(headers: dict[str, Any], why: str) -> None:
+    with pytest.raises(UnprocessableMessage) as caught:
+        list(distribute(waited(headers)))
+    assert caught.value.reason == f"its destination is missing: {why}"
+
+
+def test_the_due_time_of_an_envelope_is_that_of_each_message_in_it() -> None:
+    known = {names.EXCHANGE: "", names.ROUTING_KEY: "queue"}
+    (outgoing,) = distribute(letter(Item(b"one", {**known, names.DUE: 1, names.PRIORITY: 7})))
+    assert outgoing.message.properties["application_headers"] == {names.DUE: DUE}
+    assert outgoing.message.properties["priority"] == 7

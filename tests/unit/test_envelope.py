@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from typing import Any
 
@@ -41,6 +42,38 @@ def test_what_this_format_has_once_written_is_read() -> None:
     without = envelope.shared_block(held.headers, held.properties)
     without += b"".join(item.framed() for item in held.items)
     assert Envelope.unpack(zlib.compress(without)) == held
+
+
+def test_the_format_says_its_version_and_its_limits() -> None:
+    assert CONTENT_TYPE == "application/vnd.rabbitdelay.envelope.1"
+    assert envelope.MAX_ENVELOPE_MESSAGES == 100_000
+    assert envelope.MAX_ENVELOPE_BYTES == 67_108_864
+
+
+def test_what_two_headers_of_a_message_share_is_written_once() -> None:
+    shared = envelope.shared_block(
+        {"task": "t"}, {"priority": 0}, {"root_id": "id"}, {"correlation_id": "id"}
+    )
+    items = (Item(b"one", {"id": "1"}), Item(b"two", {"id": "2", "root_id": "1"}))
+    blocks = shared + b"".join(item.framed() for item in items)
+    held = Envelope.unpack(envelope.sealed(blocks, 9))
+    assert held.headers == {"task": "t"}
+    assert held.properties == {"priority": 0}
+    one, two = held.items
+    assert one == (b"one", {"id": "1", "root_id": "1"}, {"correlation_id": "1"})
+    assert (two.headers["root_id"], two.properties) == ("2", {"correlation_id": "2"})
+
+
+def test_what_a_message_lacks_or_no_header_can_be_is_not_copied() -> None:
+    told = {"copies": {"headers": {"root_id": "id", "odd": 5}, "properties": {"reply_to": ["id"]}}}
+    blocks = envelope.framed(json.dumps(told).encode()) + Item(b"x", {"5": "no"}).framed()
+    (held,) = Envelope.unpack(zlib.compress(blocks)).items
+    assert held == (b"x", {"5": "no"}, {})
+
+
+def test_blocks_that_say_nothing_are_an_empty_object() -> None:
+    assert envelope.shared_block({}, {}) == b"\0\0\0\x02{}"
+    assert Item(b"x").framed() == b"\0\0\0\x02{}\0\0\0\x01x"
 
 
 def test_the_dictionary_saves_more_than_half_of_a_small_envelope() -> None:
@@ -88,10 +121,26 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
 def test_too_many_messages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     body = Envelope(tuple(Item(b"") for _ in range(6))).pack()
     monkeypatch.setattr(envelope, "MAX_ENVELOPE_MESSAGES", 5)
+    as_many = Envelope(tuple(Item(b"") for _ in range(5)))
+    assert Envelope.unpack(as_many.pack()) == as_many
     with pytest.raises(InvalidEnvelope, match="more than 5 messages"):
         Envelope.unpack(body)
     with pytest.raises(InvalidEnvelope, match="6 messages are more than 5"):
         Envelope(tuple(Item(b"") for _ in range(6))).pack()
+
+
+def test_an_envelope_may_hold_as_many_bytes_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Envelope((Item(b"x" * 500),))
+    body = held.pack()
+    size = len(zlib.decompressobj(zdict=envelope.DICTIONARY).decompress(body))
+    monkeypatch.setattr(envelope, "MAX_ENVELOPE_BYTES", size)
+    assert held.pack() == body
+    assert Envelope.unpack(body) == held
+    monkeypatch.setattr(envelope, "MAX_ENVELOPE_BYTES", size - 1)
+    with pytest.raises(InvalidEnvelope, match=f"{size} bytes are more than {size - 1}"):
+        held.pack()
+    with pytest.raises(InvalidEnvelope, match=f"more than {size - 1} bytes"):
+        Envelope.unpack(body)
 
 
 def test_what_json_cannot_write_is_refused_where_it_is_packed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers
@@ -24,6 +25,41 @@ DELAYED: dict[str, Any] = {
     headers.ROUTING_KEY: "daily.reports",
     headers.QUEUE: "daily.reports",
 }
+
+
+def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() -> None:
+    assert (headers.DUE, headers.QUEUE) == ("rabbitdelay-due", "rabbitdelay-queue")
+    assert headers.EXCHANGE == "rabbitdelay-exchange"
+    assert headers.ROUTING_KEY == "rabbitdelay-routing-key"
+    assert headers.PRIORITY == "rabbitdelay-priority"
+    assert headers.EXPIRATION == "rabbitdelay-expiration"
+    assert headers.REASON == "rabbitdelay-reason"
+    assert headers.UNREADABLE == "rabbitdelay-unreadable"
+    assert headers.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
+
+
+def test_the_delay_s_header_is_that_of_the_delayed_message_exchange_plugin() -> None:
+    assert headers.X_DELAY == "x-delay"
+
+
+def test_nested_headers_are_called_as_celery_reads_them() -> None:
+    assert headers.NESTED_HEADERS == "headers"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("x-death", "x-delivery-count", "x-acquired-count"),
+        *("x-first-death-exchange", "x-first-death-queue", "x-first-death-reason"),
+        *("x-last-death-exchange", "x-last-death-queue", "x-last-death-reason"),
+    ],
+)
+def test_each_header_that_rabbitmq_adds_is_stripped(name: str) -> None:
+    assert headers.strip({name: "anything", "task": "t"}) == {"task": "t"}
+
+
+def test_a_nested_header_that_is_not_a_table_stays_as_it_is() -> None:
+    assert headers.strip({headers.NESTED_HEADERS: "none"}) == {headers.NESTED_HEADERS: "none"}
 
 
 def test_the_users_own_headers_stay() -> None:

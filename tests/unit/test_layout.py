@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
-from celery_rabbitdelay.levels.layout import MAX_TTL, Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.layout import (
+    MAX_TTL,
+    Layout,
+    Level,
+    binary,
+    clock,
+    custom,
+    geometric,
+)
 from tests.unit.strategies import layouts, small_layouts
 
 
@@ -45,6 +54,24 @@ def test_the_binary_layout_has_28_levels_of_one_bit() -> None:
 def test_the_geometric_layout_counts_in_its_factor() -> None:
     layout = geometric(tick=0.1, factor=60, levels=3)
     assert [level.place_ms for level in layout.levels] == [360_000, 6_000, 100]
+
+
+def test_the_layouts_have_a_tick_of_a_tenth_of_a_second() -> None:
+    assert [layout.tick_ms for layout in (clock(), binary(), geometric())] == [100] * 3
+    assert len(binary().levels) == 28
+    assert geometric().bases == (10,) * 9
+
+
+def test_uniform_levels_are_counted_in_seconds_or_else_in_milliseconds() -> None:
+    assert [level.name for level in binary(tick=1, levels=2).levels] == ["seconds.x2", "seconds.x1"]
+    assert [level.name for level in binary(tick=1.5, levels=2).levels] == ["ms.x3000", "ms.x1500"]
+    assert [level.name for level in geometric(tick=2, factor=3, levels=2).levels] == [
+        *("seconds.x6", "seconds.x2"),
+    ]
+
+
+def test_the_queue_of_a_zero_digit_is_called_after_its_level() -> None:
+    assert clock().levels[2].queue_name(0) == "days.x10.0"
 
 
 def test_custom_levels_bring_their_own_tick() -> None:
@@ -121,6 +148,64 @@ def test_a_delay_that_is_past_is_all_zeros() -> None:
     assert set(clock().digits(-5)) == {0}
 
 
+def test_a_digit_may_wait_ten_years_and_no_millisecond_longer() -> None:
+    assert custom([("years", 11, timedelta(days=365))]).places_ms == (31_536_000_000,)
+    ten_years = timedelta(milliseconds=315_360_000_000)
+    assert custom([("decades", 2, ten_years)]).capacity_ms == 315_360_000_000
+    with pytest.raises(InvalidLayout) as caught:
+        custom([("decades", 2, ten_years + timedelta(milliseconds=1))])
+    assert str(caught.value) == (
+        "layout 'custom': level decades.x1: needs a TTL of 315360000001 ms, "
+        "RabbitMQ's bound is 315360000000"
+    )
+    with pytest.raises(InvalidLayout, match="needs a TTL of 346896000000 ms"):
+        custom([("years", 12, timedelta(days=365))])
+
+
+def test_the_most_levels_leave_room_for_a_destination_in_a_routing_key() -> None:
+    longest = binary(tick=0.001, levels=39)
+    assert sum(len(f"{base - 1}.") for base in longest.bases) == 78
+    with pytest.raises(InvalidLayout, match="RabbitMQ's bound"):
+        binary(tick=0.001, levels=40)
+
+
+def test_two_levels_that_do_not_fit_together_are_named_with_what_they_are_worth() -> None:
+    with pytest.raises(InvalidLayout) as caught:
+        custom([("minutes", 60, 60), ("seconds", 59, 1)])
+    assert str(caught.value) == (
+        "layout 'custom': one minutes.x1 is 60000 ms, but 59 of seconds.x1 are 59000 ms; "
+        "they have to be equal"
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "problem"),
+    [
+        (("s", 2), "level ('s', 2): takes a (name, base, unit)"),
+        ((5, 2, 1), "level 5: takes a name of up to 50 letters, digits, - and _"),
+        (("n" * 51, 2, 1), f"level '{'n' * 51}': takes a name of up to 50 letters"),
+        (("hours", 2, 1800), "level 'hours': 1800 is not a whole number of hours"),
+        (("s", 1, 1), "layout 'custom': level s.x1: takes a base of at least 2 and a unit of"),
+    ],
+)
+def test_a_level_that_is_refused_is_shown(level: Any, problem: str) -> None:
+    with pytest.raises(InvalidLayout) as caught:
+        custom([level])
+    assert str(caught.value).startswith(problem)
+
+
+def test_the_name_of_a_level_may_have_50_characters() -> None:
+    assert custom([("a-Z_9" * 10, 2, 1)]).levels[0].name == "a-Z_9" * 10 + ".x1"
+
+
+def test_one_level_of_two_digits_is_the_smallest_layout() -> None:
+    smallest = Layout("mine", (Level("ms", 1, 2, 1),))
+    assert (smallest.zeros, smallest.capacity_ms, smallest.tick_ms) == ("bind", 1, 1)
+    for broken in (Level("ms", 1, 1, 1), Level("ms", 0, 2, 1), Level("ms", 1, 2, 0)):
+        with pytest.raises(InvalidLayout, match="base of at least 2 and a unit of at least 1 ms"):
+            Layout("mine", (broken,))
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
@@ -142,6 +227,22 @@ def test_a_delay_that_is_past_is_all_zeros() -> None:
 def test_what_is_no_layout_is_refused_with_the_reason(make: object, problem: str) -> None:
     with pytest.raises(InvalidLayout, match=problem):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fingerprint"),
+    [
+        (clock(), "clock-a934f5bbf4"),
+        (clock(zeros="skip"), "clock-c61849cdd8"),
+        (binary(levels=5, zeros="queue"), "binary-03b67241a4"),
+        (geometric(levels=3), "geometric-c118dcb1dc"),
+        (custom([("days", 10, 86400), ("hours", 24, 3600)]), "custom-619f9a26a5"),
+    ],
+)
+def test_a_fingerprint_is_that_of_the_levels_that_stand_on_brokers_already(
+    layout: Layout, fingerprint: str
+) -> None:
+    assert layout.fingerprint == fingerprint
 
 
 def test_layouts_that_differ_in_anything_have_different_fingerprints() -> None:

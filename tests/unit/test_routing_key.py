@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +39,69 @@ def test_any_text_says_a_shard() -> None:
     keys = RoutingKeys(levels=2, shards=4)
     assert keys.shard("half a character \ud800") in range(4)
     assert keys.shard("é") == zlib.crc32("é".encode()) % 4
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("celery", "celery"),
+        ("daily.reports", "daily%2Ereports"),
+        ("a*b#c%d", "a%2Ab%23c%25d"),
+        ("é", "é"),
+    ],
+)
+def test_a_destination_is_encoded_as_in_the_bindings_that_stand_on_brokers_already(
+    name: str, word: str
+) -> None:
+    assert encode_destination(name) == word
+    assert decode_destination(word) == name
+
+
+@pytest.mark.parametrize("name", ["n" * 120, "é" * 60, "." * 40])
+def test_a_word_of_120_bytes_is_the_longest_that_is_not_hashed(name: str) -> None:
+    assert decode_destination(encode_destination(name)) == name
+    longer = f"{name}n"
+    digest = hashlib.sha256(longer.encode()).hexdigest()
+    assert encode_destination(longer) == f"%~{digest}"
+
+
+def test_a_key_has_a_word_for_each_digit_and_one_for_the_destination() -> None:
+    keys = RoutingKeys(levels=3)
+    assert keys.key(0, (0, 45, 7), "daily.reports") == "0.45.7.daily%2Ereports"
+    assert keys.key(0, (0, 0, 0), DISTRIBUTION) == "0.0.0.%distribution"
+
+
+def test_with_several_shards_the_shard_s_word_comes_first() -> None:
+    keys = RoutingKeys(levels=2, shards=2)
+    assert keys.key(1, (4, 2), "q") == "s1.4.2.q"
+    assert keys.pattern(1, 1, 2) == "s1.*.2.#"
+    assert keys.destination_pattern("q") == "*.*.*.q"
+    assert keys.digits("s1.4.2.q") == ("4", "2")
+    assert [keys.shard_words(shard) for shard in range(2)] == [("s0",), ("s1",)]
+
+
+def test_a_single_shard_has_no_word() -> None:
+    keys = RoutingKeys(levels=2, shards=1)
+    assert keys == RoutingKeys(levels=2)
+    assert keys.shard_words(0) == ()
+    assert keys.pattern(0, 1, 2) == "*.2.#"
+    assert keys.pattern(0, 0, 0, 3) == "0.3.#"
+    assert keys.destination_pattern("a.b") == "*.*.a%2Eb"
+
+
+@pytest.mark.parametrize("key", ["", "q", "1.q", "1.2.3.q"])
+def test_a_key_of_another_topology_has_no_digits(key: str) -> None:
+    assert RoutingKeys(levels=2).digits(key) is None
+
+
+def test_the_digits_stand_before_the_last_word() -> None:
+    assert RoutingKeys(levels=2).digits("0.17.q") == ("0", "17")
+
+
+def test_two_shards_are_both_used_and_one_is_always_the_first() -> None:
+    ids = [f"task-{number}" for number in range(50)]
+    assert {RoutingKeys(1, shards=2).shard(each) for each in ids} == {0, 1}
+    assert {RoutingKeys(1).shard(each) for each in ids} == {0}
 
 
 def test_no_queue_shares_the_word_of_distribution() -> None:

@@ -50,6 +50,16 @@ def test_what_passed_all_levels_found_no_queue_bound() -> None:
     )
 
 
+def test_what_passed_all_levels_on_its_way_to_distribution_names_no_queue() -> None:
+    message = found("rabbitdelay.hours.7", key="0.0.0.0.7.0.0.0.%distribution")
+    del message[headers.QUEUE]
+    seen = examine(message, CLOCK)
+    assert seen.queue is None
+    assert seen.reason.startswith(
+        "rabbitdelay.delivery had no binding to rabbitdelay.distribution, or rabbitdelay.minutes.x1"
+    )
+
+
 def test_what_no_binding_took_between_two_levels_names_exchange_digit_and_queue() -> None:
     message = found("rabbitdelay.hours.2", key="0.0.0.0.2.7.0.0.q")
     assert examine(message, CLOCK).reason == (
@@ -235,10 +245,66 @@ def test_a_header_that_should_be_a_text_and_is_not_is_named_beside_the_reason(na
 def test_an_x_death_that_rabbitmq_has_not_written_is_named_beside_the_reason(death: Any) -> None:
     odd = examine({**found(), "x-death": death}, CLOCK, "0.0.0.0.0.7.0.0.q")
     assert odd.reason.startswith("rabbitdelay.minutes.x1 had no binding for digit 7")
-    assert "its header x-death is" in odd.reason
+    assert "; its header x-death is" in odd.reason
     assert odd.last_stop is None
+
+
+@pytest.mark.parametrize(
+    ("death", "expected"),
+    [
+        ("x", "'x', not a list of tables"),
+        ([5], "[5], not a list of tables"),
+        ([{"queue": 5}], "{'queue': 5}, not a queue and its routing keys"),
+    ],
+)
+def test_what_an_x_death_should_be_is_said(death: Any, expected: str) -> None:
+    odd = examine({**found(), "x-death": death}, CLOCK, "0.0.0.0.0.7.0.0.q")
+    assert odd.reason.endswith(f"; its header x-death is {expected}")
+
+
+def test_every_header_that_cannot_be_read_is_named() -> None:
+    odd = examine({**found(), "id": 5, headers.DUE: "soon"}, CLOCK, "0.0.0.0.0.7.0.0.q")
+    assert odd.reason == (
+        "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7); "
+        "its header rabbitdelay-due is 'soon', not an instant before the year 10000; "
+        "its header id is 5, not a text"
+    )
 
 
 def test_a_forged_routing_key_that_is_too_long_for_amqp_is_not_matched() -> None:
     death = {"queue": "rabbitdelay.hours.2", "routing-keys": ["0." * 1_000_000]}
-    assert "not a routing key that AMQP can carry" in examine({"x-death": [death]}, CLOCK).reason
+    reason = examine({"x-death": [death]}, CLOCK).reason
+    assert "its header x-death is '0.0." in reason
+    assert reason.endswith("not a routing key that AMQP can carry")
+
+
+@pytest.mark.parametrize("key", ["k" * 255, "k\ud800"])
+def test_a_routing_key_that_amqp_can_just_carry_is_matched(key: str) -> None:
+    death = {"queue": "rabbitdelay.hours.2", "routing-keys": [key]}
+    reason = examine({"x-death": [death]}, CLOCK).reason
+    assert reason == f"its routing key {key!r} does not belong to this layout"
+
+
+@pytest.mark.parametrize("keys", [[], None, ""])
+def test_an_x_death_without_a_routing_key_leaves_that_of_the_message(keys: Any) -> None:
+    death = {"queue": "rabbitdelay.hours.2", "routing-keys": keys}
+    message = examine({"x-death": [death]}, CLOCK, "0.0.0.0.2.7.0.0.q")
+    assert message.last_stop == "rabbitdelay.hours.2"
+    assert message.reason == (
+        "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7)"
+    )
+
+
+def test_the_first_of_several_routing_keys_counts_and_a_text_is_one() -> None:
+    key = "0.0.0.0.2.7.0.0.q"
+    for keys in ([key, "copied.to"], key):
+        death = {"queue": "rabbitdelay.hours.2", "routing-keys": keys}
+        assert "had no binding for digit 7" in examine({"x-death": [death]}, CLOCK).reason
+
+
+@pytest.mark.parametrize("module", ["checkin", "distribution"])
+def test_a_message_that_no_worker_finished_names_the_queue_it_was_taken_from(module: str) -> None:
+    stop = f"rabbitdelay.{module}"
+    message = examine(found(stop, key="q"), CLOCK)
+    assert message.reason == f"the workers that took it from {stop} never finished it"
+    assert message.last_stop == stop

@@ -35,6 +35,7 @@ ABSTRACT_TRANSPORT: Any = vars(transport)["_AbstractTransport"]
         (method_framing, "frame_handler"),
         (serialization, "dumps"),
         (spec.Basic, "Publish"),
+        (spec.Exchange, "Declare"),
         (amqp.Channel, "confirm_select"),
     ],
 )

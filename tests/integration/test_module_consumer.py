@@ -1,0 +1,225 @@
+"""A module's consumer on one connection, and what it receives made by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from select import select
+from threading import Event, Thread
+from typing import Any
+
+import amqp
+import pytest
+from amqp.exceptions import NotFound
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import consumer as module_consumer
+from celery_rabbitdelay.modules.consumer import Module, ModuleConsumer
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.statistics import ModuleStatistics
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.arrivals import count, take, wait_until_waiting
+
+Receive = Callable[[amqp.Message], Iterator[Outgoing]]
+
+
+def outgoing(exchange: str, key: str, body: bytes = b"x") -> Outgoing:
+    return Outgoing(exchange, key, amqp.Message(body, delivery_mode=2))
+
+
+class Serving:
+    """Serves a module in a thread until the block ends; ``errors`` says what ended it before."""
+
+    def __init__(self, url: str, module: Module) -> None:
+        self.stopping = Event()
+        self.statistics = ModuleStatistics()
+        self.errors: list[BaseException] = []
+        self._url = url
+        self._module = module
+        self._thread = Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        with Connection(self._url) as connection:
+            try:
+                self.consumer = ModuleConsumer(
+                    self._module, connection, self.statistics, self.stopping
+                )
+                self.consumer.serve()
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                self.errors.append(error)
+                connection.collect(socket_timeout=0.1)
+
+    def __enter__(self) -> Serving:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def source(connection: Connection, make_queue: Callable[..., Queue]) -> Queue:
+    """The queue that the module consumes from."""
+    source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
+    source(connection.default_channel).declare()
+    return source
+
+
+@pytest.fixture
+def serving(
+    broker_url: str, connection: Connection, topology: Topology, source: Queue
+) -> Callable[..., Serving]:
+    """Serves a module that makes of each message what a function returns."""
+    declare(connection, topology)
+
+    def serve(receive: Receive, window: int = 1000) -> Serving:
+        module = Module("test", topology, source, receive, prefetch=100, window=window, timeout=30)
+        return Serving(broker_url, module)
+
+    return serve
+
+
+@pytest.fixture
+def exchanges(connection: Connection, prefix: str, target: Queue) -> Iterator[list[Exchange]]:
+    """Exchanges that route everything to the target; not declared."""
+    some = [Exchange(f"{prefix}-{number}", type="fanout") for number in range(8)]
+    yield some
+    for exchange in some:
+        exchange(connection.default_channel).delete()
+
+
+def bind(connection: Connection, exchange: Exchange, target: Queue) -> None:
+    channel: Any = connection.default_channel
+    exchange(channel).declare()
+    channel.queue_bind(target.name, exchange.name)
+
+
+def put(connection: Connection, queue: Queue, number: int = 1, body: str = "x") -> None:
+    channel: Any = connection.default_channel
+    for _ in range(number):
+        channel.basic_publish(amqp.Message(body), "", queue.name)
+
+
+def reasons(connection: Connection, topology: Topology, number: int) -> list[str]:
+    return [
+        examine(arrival.message.headers, topology).reason
+        for arrival in take(connection, [topology.modules.undeliverable], number)
+    ]
+
+
+def test_an_exchange_that_is_deleted_closes_the_channel_only_once(
+    serving: Callable[..., Serving],
+    connection: Connection,
+    topology: Topology,
+    source: Queue,
+    target: Queue,
+    exchanges: list[Exchange],
+) -> None:
+    exchange = exchanges[0]
+    bind(connection, exchange, target)
+    with serving(lambda _: iter([outgoing(exchange.name, "key")])) as served:
+        put(connection, source)
+        take(connection, [target], 1)
+        exchange(connection.default_channel).delete()
+        put(connection, source)
+        told = reasons(connection, topology, 1)
+        channel = served.consumer._loop.channel
+        put(connection, source)
+        told += reasons(connection, topology, 1)
+    assert all("there is no exchange" in reason for reason in told)
+    # The broker is asked for it, so that no message in flight beside it is sent twice.
+    assert served.consumer._loop.channel is channel
+    assert not served.errors
+
+
+def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishing_channel(
+    serving: Callable[..., Serving],
+    connection: Connection,
+    topology: Topology,
+    source: Queue,
+    target: Queue,
+    exchanges: list[Exchange],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The broker closes it with NOT_FOUND as well, because of a message that was sent before."""
+    deleted, other = exchanges[:2]
+    for each in (deleted, other):
+        bind(connection, each, target)
+
+    class Checked(Exchange):
+        """Lets the broker answer what was published before, and then checks."""
+
+        def declare(self, *args: Any, **options: Any) -> Any:
+            if self.name == other.name:
+                wire: Any = served.consumer._wire
+                served.consumer._loop.channel.flush(10)
+                assert select([wire._amqp.sock], [], [], 30)[0]
+            return super().declare(*args, **options)
+
+    monkeypatch.setattr(module_consumer, "Exchange", Checked)
+    both = [outgoing(each.name, "key") for each in (deleted, other)]
+    with serving(lambda message: iter(both if message.body == b"both" else both[:1])) as served:
+        put(connection, source)
+        take(connection, [target], 1)
+        deleted(connection.default_channel).delete()
+        put(connection, source, body="both")
+        wait_for(lambda: served.errors or served.statistics.undeliverable, "the close")
+    # All of it is delivered again.
+    assert [type(error) for error in served.errors] == [NotFound]
+    assert count(connection, topology.modules.undeliverable.name) == 0
+    wait_until_waiting(connection, source.name, 1)
+
+
+def test_a_module_that_stops_gives_back_what_it_has_not_begun_although_the_broker_keeps_up(
+    serving: Callable[..., Serving],
+    connection: Connection,
+    source: Queue,
+    target: Queue,
+) -> None:
+    messages, made = 60, 0
+
+    def receive(message: amqp.Message) -> Iterator[Outgoing]:
+        nonlocal made
+        for _ in range(1000):
+            made += 1
+            if made == 2000:
+                served.stopping.set()
+            yield outgoing("", target.name)
+
+    put(connection, source, messages)
+    wait_until_waiting(connection, source.name, messages)
+    # With this window, there always is room.
+    with serving(receive, window=100_000) as served:
+        wait_for(served.stopping.is_set, "the stop")
+    assert not served.errors
+    assert count(connection, source.name) > messages // 2
+
+
+def test_many_messages_that_close_the_channel_are_found_without_sending_the_others_again(
+    serving: Callable[..., Serving],
+    connection: Connection,
+    topology: Topology,
+    source: Queue,
+    target: Queue,
+) -> None:
+    bad = Outgoing("", target.name, amqp.Message(b"never", expiration="soon", delivery_mode=2))
+    good = [outgoing("", target.name, str(number).encode()) for number in range(10)]
+    copies: list[int] = []
+    with serving(lambda _: iter([*[bad] * 40, *good, *[bad] * 30])) as served:
+        # On a slow machine the broker may answer before all of them are in flight.
+        while len(copies) < 5 and 10 not in copies:
+            put(connection, source)
+            assert len(reasons(connection, topology, 70)) == 70
+            wait_until_waiting(connection, source.name, 0)
+            wait_for(lambda: served.statistics.finished == len(copies) + 1, "the message")
+            held = count(connection, target.name)
+            assert {str(each.body).encode() for each in take(connection, [target], held)} == {
+                each.message.body for each in good
+            }
+            copies.append(held)
+    assert not served.errors
+    assert min(copies) == 10

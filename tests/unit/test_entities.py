@@ -1,0 +1,126 @@
+"""How exchanges, queues and bindings are declared: names and arguments as brokers hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kombu import Exchange, Queue
+
+from celery_rabbitdelay.levels.entities import Binding, Entities, Identity, ModuleQueues, QueueType
+
+QUORUM = Entities("p", "quorum")
+CLASSIC = Entities("p", "classic")
+HOUR_MS = 3_600_000
+
+
+def arguments(entity: Queue | Exchange) -> dict[str, Any]:
+    found = entity.queue_arguments if isinstance(entity, Queue) else entity.arguments
+    return dict(found or {})
+
+
+@pytest.mark.parametrize("kind", ["topic", "fanout"])
+def test_what_no_queue_takes_goes_from_an_exchange_to_undeliverable(kind: str) -> None:
+    exchange = QUORUM.exchange("hours.x1", kind)
+    assert (exchange.name, exchange.type) == ("p.hours.x1", kind)
+    assert exchange.durable
+    assert arguments(exchange) == {"alternate-exchange": "p.undeliverable"}
+
+
+def test_a_quorum_queue_that_dead_letters_keeps_a_message_until_the_next_has_it() -> None:
+    queue = QUORUM.queue("hours.7", ttl_ms=7 * HOUR_MS, dead_letter_to="p.minutes.x1")
+    assert queue.name == "p.hours.7"
+    assert queue.durable
+    assert arguments(queue) == {
+        "x-queue-type": "quorum",
+        "x-queue-leader-locator": "balanced",
+        "x-message-ttl": 25_200_000,
+        "x-dead-letter-exchange": "p.minutes.x1",
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+    }
+
+
+def test_a_quorum_queue_that_does_not_dead_letter_takes_every_message() -> None:
+    assert arguments(QUORUM.queue("q")) == {
+        "x-queue-type": "quorum",
+        "x-queue-leader-locator": "balanced",
+    }
+    assert arguments(QUORUM.queue("q", delivery_limit=0))["x-delivery-limit"] == 0
+
+
+def test_a_classic_queue_has_no_argument_that_only_quorum_queues_know() -> None:
+    queue = CLASSIC.queue("q", ttl_ms=5, dead_letter_to="p.next", delivery_limit=9)
+    assert arguments(queue) == {
+        "x-queue-type": "classic",
+        "x-message-ttl": 5,
+        "x-dead-letter-exchange": "p.next",
+    }
+    assert arguments(CLASSIC.queue("q")) == {"x-queue-type": "classic"}
+
+
+@pytest.mark.parametrize(("queue_type", "limited"), [("quorum", True), ("classic", False)])
+def test_a_message_that_ends_100_workers_is_undeliverable_and_stays_there(
+    queue_type: QueueType, limited: bool
+) -> None:
+    modules = ModuleQueues.of(Entities("p", queue_type), HOUR_MS)
+    for queue in (modules.checkin, modules.distribution):
+        assert arguments(queue)["x-dead-letter-exchange"] == "p.undeliverable"
+        assert arguments(queue).get("x-delivery-limit") == (100 if limited else None)
+        assert "x-message-ttl" not in arguments(queue)
+    held = arguments(modules.undeliverable)
+    assert held.get("x-delivery-limit") == (2_147_483_647 if limited else None)
+    assert not {"x-message-ttl", "x-dead-letter-exchange"} & set(held)
+
+
+@pytest.mark.parametrize(
+    ("capacity_ms", "ttl_ms"),
+    [(HOUR_MS, HOUR_MS), (315_360_000_000,) * 2, (315_360_000_001, 315_360_000_000)],
+)
+def test_meditation_takes_a_capacity_or_what_rabbitmq_allows(capacity_ms: int, ttl_ms: int) -> None:
+    modules = ModuleQueues.of(QUORUM, capacity_ms)
+    meditation = arguments(modules.meditation)
+    assert meditation["x-message-ttl"] == ttl_ms
+    assert meditation["x-dead-letter-exchange"] == modules.meditated.name == "p.meditated"
+    assert "x-delivery-limit" not in meditation
+
+
+def test_clients_publish_to_exchanges_that_are_called_like_their_queues() -> None:
+    modules = ModuleQueues.of(QUORUM, HOUR_MS)
+    for queue in (modules.undeliverable, modules.checkin, modules.meditation):
+        assert queue.exchange.name == queue.name
+        assert queue.exchange.type == "fanout"
+    names = ["p.undeliverable", "p.checkin", "p.meditation", "p.distribution"]
+    assert [queue.name for queue in modules.queues] == names
+    assert [exchange.name for exchange in modules.exchanges] == [*names[:3], "p.meditated"]
+    assert modules.meditated.type == "fanout"
+
+
+def test_undeliverable_comes_first_and_has_no_alternate_exchange_itself() -> None:
+    first, *others = ModuleQueues.of(QUORUM, HOUR_MS).exchanges
+    assert arguments(first) == {}
+    for exchange in (first, *others):
+        assert exchange.durable
+    for exchange in others:
+        assert arguments(exchange) == {"alternate-exchange": first.name}
+
+
+def test_what_has_meditated_returns_to_check_in_through_an_exchange_of_its_own() -> None:
+    assert ModuleQueues.of(QUORUM, HOUR_MS).bindings == (
+        Binding("p.undeliverable", "", "p.undeliverable"),
+        Binding("p.checkin", "", "p.checkin"),
+        Binding("p.meditation", "", "p.meditation"),
+        Binding("p.meditated", "", "p.checkin"),
+    )
+    assert not Binding("exchange", "", "queue").target_is_exchange
+
+
+def test_the_guard_of_a_topology_refers_to_the_marker_that_says_which_it_is() -> None:
+    identity = Identity.of(QUORUM, "clock-1a2b")
+    assert identity.fingerprint == "clock-1a2b"
+    assert (identity.guard.name, identity.marker.name) == ("p.layout", "p.layout.clock-1a2b")
+    assert arguments(identity.guard) == {"alternate-exchange": "p.layout.clock-1a2b"}
+    assert arguments(identity.marker) == {}
+    for exchange in (identity.guard, identity.marker):
+        assert exchange.durable
+        assert exchange.type == "fanout"

@@ -1,0 +1,41 @@
+"""The producer that Celery publishes one delayed task with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.app.task_producer import MIN_TIMEOUT, DelayedTaskProducer
+from celery_rabbitdelay.kombu import Due, Publisher
+
+
+class Recording(DelayedTaskProducer):
+    """Keeps how long publishing may take. A fake: it publishes nothing, as there is no broker."""
+
+    def publish_delayed(self, *args: Any, **options: Any) -> None:
+        """Publish nothing."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "waited", "left"),
+    [
+        (30, None, 0.0, 30),
+        (30, None, 12.5, 17.5),
+        (30, 5, 2.0, 3),
+        (30, 5, 4.99, MIN_TIMEOUT),
+        (30, 5, 60.0, MIN_TIMEOUT),
+    ],
+)
+def test_the_wait_for_a_publisher_counts_towards_the_timeout(
+    setting: float, given: float | None, waited: float, left: float
+) -> None:
+    app = Celery("shop", set_as_current=False)
+    app.conf.rabbitdelay_confirm_timeout = setting
+    publisher = Publisher(Connection("amqp://"))
+    due = Due.after(60)
+    producer = Recording(publisher, app.rabbitdelay.settings, app.amqp, due, waited=waited)
+    producer.publish("body", exchange="", routing_key="celery", confirm_timeout=given)
+    assert producer.timeout == pytest.approx(left)
