@@ -1,7 +1,7 @@
 """Check-in, the ingest queue: puts what any AMQP client publishes with ``x-delay`` into the levels.
 
-Pure. A delay above the levels' capacity goes to meditation, the overflow loop: it waits there for
-one capacity and returns to check-in.
+A delay above the levels' capacity goes to meditation, the overflow loop: it waits there for one
+capacity and returns to check-in. Opens no connection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class CheckIn:
 
     Args:
         topology: The levels.
-        allowed: Whether a message may go to an exchange (empty: the default one) with a key.
+        allowed: Returns whether a message may go to an exchange (empty: the default one) with a
+            routing key.
     """
 
     def __init__(self, topology: Topology, allowed: Callable[[str, str], bool]) -> None:
@@ -67,8 +68,8 @@ class CheckIn:
             raise UnprocessableMessage(
                 f"it comes from meditation, but {names.DUE} is {shortened(due_ms)}"
             )
-        # The due time counts, and not the time in meditation: the message has waited for this
-        # module as well.
+        # Recompute the remaining delay from the due time: the message has also waited for this
+        # module, not only in meditation.
         remaining_ms = due_ms - time.time_ns() // _NS_PER_MS
         delay = Fraction(remaining_ms, 1000)
         kept = {name: headers[name] for name in headers if name not in names.BROKER_HEADERS}
