@@ -16,7 +16,7 @@ import amqp
 from kombu.utils.json import JSONEncoder
 
 from celery_rabbitdelay.app.celery_internals import celerys_repr
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.envelope import (
     CONTENT_TYPE,
     compressed,
@@ -32,10 +32,10 @@ __all__ = ["DESTINATION_HEADERS", "MessageTemplate"]
 COMPRESSION: Final = 1
 
 #: The headers that say where a message goes when it is due.
-DESTINATION_HEADERS: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
+DESTINATION_HEADERS: Final = (header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE)
 
 #: Headers set on the envelope, not on its items.
-RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, names.PRIORITY)
+RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, header_names.PRIORITY)
 
 #: If ``repr()`` contains one of these after its first character (quotes, escapes, objects, nested
 #: values), Celery's ``saferepr`` may differ from it.
@@ -79,7 +79,7 @@ class MessageTemplate:
             if name not in given_reprs
         }
         self._repr_depth = repr_depth
-        own = {"id", names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
+        own = {"id", header_names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
         self._encoder = PropertiesEncoder(message, own)
         self._embedded = embedded
         self._encode = encode
@@ -161,11 +161,11 @@ class MessageTemplate:
             b"",
             content_type=CONTENT_TYPE,
             content_encoding="binary",
-            application_headers={**destination, names.DUE: 0},
+            application_headers={**destination, header_names.DUE: 0},
             delivery_mode=PERSISTENT,
             priority=self.properties.get("priority", 0),
         )
-        return PropertiesEncoder(message, {names.DUE})
+        return PropertiesEncoder(message, {header_names.DUE})
 
     @cached_property
     def _shared(self) -> bytes:

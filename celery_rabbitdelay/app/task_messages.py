@@ -15,7 +15,7 @@ from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, Message
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
@@ -36,7 +36,7 @@ __all__ = [
 
 #: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
 #: signals may have given each message headers of its own.
-ENVELOPE_HEADERS: Final = frozenset((*DESTINATION_HEADERS, names.DUE))
+ENVELOPE_HEADERS: Final = frozenset((*DESTINATION_HEADERS, header_names.DUE))
 
 
 class Call(NamedTuple):
@@ -255,8 +255,8 @@ class _CeleryWriter:
         properties = dict(message.properties)
         headers = properties.pop("application_headers")
         own = {name: value for name, value in headers.items() if name not in ENVELOPE_HEADERS}
-        if names.PRIORITY in self._template.headers:
-            own.setdefault(names.PRIORITY, properties.get("priority"))
+        if header_names.PRIORITY in self._template.headers:
+            own.setdefault(header_names.PRIORITY, properties.get("priority"))
         properties = {
             name: value for name, value in properties.items() if name in MESSAGE_PROPERTIES
         }

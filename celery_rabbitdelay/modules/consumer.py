@@ -16,7 +16,7 @@ from amqp.exceptions import AccessRefused, ChannelError, NotFound
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageRefused, UnprocessableMessage
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -245,7 +245,7 @@ class ModuleConsumer:
         self._waiting.append(_Received(message, self._receive(message)))
 
     def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
-        unreadable = headers_of(message).get(names.UNREADABLE)
+        unreadable = headers_of(message).get(header_names.UNREADABLE)
         if unreadable is not None:
             raise UnprocessableMessage(f"its properties cannot be read: {unreadable}")
         yield from self._module.receive(message)

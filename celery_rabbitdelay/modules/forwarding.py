@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.message import MAX_WORD, PERSISTENT, headers_of, shortened
 from celery_rabbitdelay.publishing.wire import Content
@@ -86,7 +86,7 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
 def without_headers(topology: Topology, message: amqp.Message, reason: str) -> Outgoing:
     """Return a message for ``undeliverable`` without its headers, which do not fit into a frame."""
     left = amqp.Message(
-        message.body, application_headers={names.REASON: reason}, delivery_mode=PERSISTENT
+        message.body, application_headers={header_names.REASON: reason}, delivery_mode=PERSISTENT
     )
     return Outgoing(topology.modules.undeliverable.exchange.name, "", left)
 
@@ -102,13 +102,13 @@ def to_undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Out
     headers = {
         name: value
         for name, value in headers_of(outgoing.message).items()
-        if name not in names.BROKER_HEADERS
+        if name not in header_names.BROKER_HEADERS
     }
-    headers.setdefault(names.EXCHANGE, outgoing.exchange)
-    headers.setdefault(names.ROUTING_KEY, outgoing.routing_key)
-    headers[names.REASON] = reason
+    headers.setdefault(header_names.EXCHANGE, outgoing.exchange)
+    headers.setdefault(header_names.ROUTING_KEY, outgoing.routing_key)
+    headers[header_names.REASON] = reason
     expiration = outgoing.message.properties.get("expiration")
     if expiration is not None:
-        headers.setdefault(names.EXPIRATION, expiration)
+        headers.setdefault(header_names.EXPIRATION, expiration)
     message = with_headers(outgoing.message, headers, expiration=None)
     return Outgoing(topology.modules.undeliverable.exchange.name, outgoing.routing_key, message)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import amqp
 
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 
 __all__ = [
     "MAX_PRIORITY",
@@ -56,7 +56,7 @@ def split_priority(priority: int | None) -> tuple[int | None, dict[str, int]]:
     """Return the priority that a message waits with, and the headers that keep a higher one."""
     if priority is None or priority <= MAX_PRIORITY:
         return priority, {}
-    return MAX_PRIORITY, {names.PRIORITY: priority}
+    return MAX_PRIORITY, {header_names.PRIORITY: priority}
 
 
 def shortened(value: object) -> str:

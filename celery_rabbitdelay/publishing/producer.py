@@ -11,7 +11,7 @@ from kombu import Connection, Exchange, Producer, Queue
 from kombu.common import Broadcast, maybe_declare
 
 from celery_rabbitdelay.exceptions import NeedsDistribution
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -178,10 +178,10 @@ class DelayedProducer(Producer):
         # kombu's default.
         priority = properties.setdefault("priority", 0) or 0
         own_headers = {
-            **names.strip(headers or {}),
-            names.DUE: due.at_ms,
-            names.EXCHANGE: destination.exchange,
-            names.ROUTING_KEY: destination.routing_key,
+            **header_names.strip(headers or {}),
+            header_names.DUE: due.at_ms,
+            header_names.EXCHANGE: destination.exchange,
+            header_names.ROUTING_KEY: destination.routing_key,
         }
         queue = destination.queue
         if queue is None:
@@ -193,7 +193,7 @@ class DelayedProducer(Producer):
             properties["priority"], kept = split_priority(priority)
             own_headers.update(kept)
         else:
-            name = own_headers[names.QUEUE] = queue.name
+            name = own_headers[header_names.QUEUE] = queue.name
         body, content_type, content_encoding = serialized(
             self,
             body,

@@ -8,7 +8,7 @@ import amqp
 import pytest
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -107,10 +107,10 @@ def test_a_message_is_undeliverable_with_its_destination_and_the_reason() -> Non
     assert refused.message.body == b"body"
     assert told(refused) == {
         "mine": 1,
-        names.EXCHANGE: "office",
-        names.ROUTING_KEY: "paper",
-        names.EXPIRATION: "60",
-        names.REASON: "it is full",
+        header_names.EXCHANGE: "office",
+        header_names.ROUTING_KEY: "paper",
+        header_names.EXPIRATION: "60",
+        header_names.REASON: "it is full",
     }
     # With it, the message would vanish from undeliverable as well.
     assert "expiration" not in properties_of(refused.message)
@@ -118,19 +118,19 @@ def test_a_message_is_undeliverable_with_its_destination_and_the_reason() -> Non
 
 def test_where_an_undeliverable_message_was_meant_to_go_at_first_stays() -> None:
     first = {
-        names.EXCHANGE: "first",
-        names.ROUTING_KEY: "key",
-        names.EXPIRATION: "99",
-        names.REASON: "an older one",
+        header_names.EXCHANGE: "first",
+        header_names.ROUTING_KEY: "key",
+        header_names.EXPIRATION: "99",
+        header_names.REASON: "an older one",
     }
     message = amqp.Message(b"", application_headers=first, expiration="1")
     refused = to_undeliverable(TOPOLOGY, Outgoing("second", "other", message), "a newer one")
-    assert told(refused) == {**first, names.REASON: "a newer one"}
+    assert told(refused) == {**first, header_names.REASON: "a newer one"}
 
 
 def test_without_an_expiration_an_undeliverable_message_says_nothing_about_it() -> None:
     refused = to_undeliverable(TOPOLOGY, Outgoing("", "q", amqp.Message(b"")), "why")
-    assert names.EXPIRATION not in told(refused)
+    assert header_names.EXPIRATION not in told(refused)
 
 
 def test_headers_that_no_frame_can_hold_are_left_away() -> None:
@@ -139,6 +139,6 @@ def test_headers_that_no_frame_can_hold_are_left_away() -> None:
     assert (left.exchange, left.routing_key) == ("p.undeliverable", "")
     assert left.message.body == b"body"
     assert properties_of(left.message) == {
-        "application_headers": {names.REASON: "why"},
+        "application_headers": {header_names.REASON: "why"},
         "delivery_mode": 2,
     }
