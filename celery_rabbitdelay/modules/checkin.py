@@ -95,8 +95,8 @@ class CheckIn:
         due = Due(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
-                f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds since "
-                "1970, exceeds 64 bits"
+                f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
+                "since 1970, exceeds 64 bits"
             )
         waiting = _for_distribution(message, headers, due.at_ms, exchange, routing_key)
         return self._enter(waiting, due, DISTRIBUTION)
