@@ -74,8 +74,8 @@ class MessageTemplate:
             self._correlation_id = message.properties.get("correlation_id")
         self._has_root = headers["root_id"] == task_id
         self._reprs = {
-            name: most
-            for name, most in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
+            name: max_length
+            for name, max_length in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
             if name not in given_reprs
         }
         self._repr_depth = repr_depth
@@ -106,8 +106,8 @@ class MessageTemplate:
         own = {"id": task_id}
         if self._has_root:
             own["root_id"] = task_id
-        for name, most in self._reprs.items():
-            own[name] = _brief(args if name == "argsrepr" else kwargs, most, self._repr_depth)
+        for name, max_length in self._reprs.items():
+            own[name] = _brief(args if name == "argsrepr" else kwargs, max_length, self._repr_depth)
         return own
 
     def content(
@@ -180,9 +180,9 @@ class MessageTemplate:
         return shared_block(shared, properties, copied)
 
 
-def _brief(value: Any, most: int, repr_depth: int | None) -> str:
+def _brief(value: Any, max_length: int, repr_depth: int | None) -> str:
     """Return how Celery shows a value in a header; by Python's faster ``repr`` if that is equal."""
     text = repr(value)
-    if len(text) <= most and _MAY_DIFFER.search(text, 1) is None:
+    if len(text) <= max_length and _MAY_DIFFER.search(text, 1) is None:
         return text
-    return celerys_repr(value, most, repr_depth)
+    return celerys_repr(value, max_length, repr_depth)

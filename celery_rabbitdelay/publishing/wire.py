@@ -132,9 +132,9 @@ def publish_frames(
         properties,
         _END,
     ]
-    most = frame_max - FRAME_OVERHEAD
-    for begin in range(0, len(body), most):
-        chunk = body[begin : begin + most]
+    max_chunk = frame_max - FRAME_OVERHEAD
+    for begin in range(0, len(body), max_chunk):
+        chunk = body[begin : begin + max_chunk]
         parts += (_FRAME.pack(BODY_FRAME, channel, len(chunk)), chunk, _END)
     return b"".join(parts)
 
