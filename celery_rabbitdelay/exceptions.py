@@ -65,7 +65,7 @@ class InvalidDelay(RabbitDelayError, ValueError):
 
 
 class InvalidDelayType(InvalidDelay, TypeError):
-    """The delay is not of a type that says how long: a string, a bool, a datetime."""
+    """The delay has an unsupported type, such as a string, a bool or a datetime."""
 
 
 class DelayTooLong(RabbitDelayError, ValueError):
@@ -85,16 +85,20 @@ class DelayTooLong(RabbitDelayError, ValueError):
         return (
             f"a delay of {self.milliseconds / 1000:,.3f} s is above the layout's capacity of "
             f"{self.capacity / 1000:,.3f} s: choose a shorter delay, or a layout with more "
-            "levels; or have workers serve check-in (rabbitdelay_modules), where it can meditate"
+            'levels; or add "check-in" to rabbitdelay_modules: it then waits in the overflow loop'
         )
 
 
 class InvalidLayout(RabbitDelayError, ValueError):
-    """The levels do not make a place-value system, or RabbitMQ could not hold them."""
+    """The layout is invalid.
+
+    Each level's unit must be the base times the unit of the next lower level, and TTLs and routing
+    keys must stay within RabbitMQ's bounds.
+    """
 
 
 class InvalidSetting(RabbitDelayError, ValueError):
-    """A ``rabbitdelay_*`` setting has a value that it does not take, or does not exist.
+    """An unknown ``rabbitdelay_*`` key, or an invalid value.
 
     Attributes:
         key: The setting's name.
@@ -113,7 +117,7 @@ class InvalidSetting(RabbitDelayError, ValueError):
 
 
 class UnknownOption(RabbitDelayError, TypeError):
-    """A delayed task has an option that this version does not know, or not at that place.
+    """A delayed task has an option that is unknown or not allowed here.
 
     Attributes:
         name: The option's name.
@@ -152,9 +156,9 @@ class LayoutConflict(RabbitDelayError, OperationalError):
     def __str__(self) -> str:
         return (
             f"the broker holds another layout under the prefix {self.prefix!r}. Use another "
-            "rabbitdelay_prefix for this one; or give back rabbitdelay_layout, rabbitdelay_tick "
-            "and rabbitdelay_queue_type the values with which it was declared; or, once nothing "
-            "waits in it any more, remove it with celery_rabbitdelay.kombu.delete. "
+            "rabbitdelay_prefix for this one; or restore the values of rabbitdelay_layout, "
+            "rabbitdelay_tick and rabbitdelay_queue_type with which it was declared; or, once no "
+            "message waits in it any more, remove it with celery_rabbitdelay.kombu.delete. "
             f"The broker said: {self.reply}"
         )
 
@@ -204,10 +208,10 @@ class TopologyNotEmpty(RabbitDelayError):
 
 
 class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError):
-    """The levels alone cannot deliver this message as it would have been without a delay.
+    """The message needs distribution, which ``rabbitdelay_modules`` does not list.
 
-    Sending it again does not help. It is an :class:`~kombu.exceptions.OperationalError` all the
-    same: callers and Celery itself expect that one when a task, or its callback, cannot be sent.
+    Sending it again does not help. It is an :class:`~kombu.exceptions.OperationalError` because
+    callers and Celery itself expect that one when a task, or its callback, cannot be sent.
 
     Attributes:
         what: What the message asks for.
@@ -221,8 +225,8 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
         return (
             f"{self.what} cannot be delayed: the levels hand a message to one queue, with a "
             "priority of at most 4 on quorum queues. Send it to one queue that the application "
-            "knows (task_queues), with a priority of 4 or less; or have workers serve distribution "
-            "(rabbitdelay_modules); or set rabbitdelay=False on the task to keep Celery's own "
+            'knows (task_queues), with a priority of 4 or less; or add "distribution" to '
+            "rabbitdelay_modules; or set rabbitdelay=False on the task to keep Celery's own "
             "behavior"
         )
 
@@ -247,7 +251,7 @@ class PublishError(RabbitDelayError, OperationalError):
 
 
 class MessageNacked(PublishError):
-    """The broker refused the message (``basic.nack``): a queue was full or its leader away.
+    """The broker nacked the message (``basic.nack``): a queue was full or its leader away.
 
     It may take the same message later.
     """
@@ -284,16 +288,16 @@ class ConnectionBlocked(PublishError):
 class ConnectionLost(PublishError):
     """The connection could not be opened, was refused, or broke before the confirm.
 
-    Where another attempt could help, it was made, as often as the caller allows.
+    Raised after all permitted attempts, or at once if another attempt cannot help.
     """
 
 
 class NoPublisherFree(RabbitDelayError, OperationalError):
-    """All publishers of the pool were in use for all the time that there was.
+    """No publisher of the pool became free within the timeout.
 
     Attributes:
-        limit: How many the pool has.
-        timeout: Seconds that were waited.
+        limit: How many publishers the pool has.
+        timeout: The timeout, in seconds.
     """
 
     def __init__(self, limit: int | None, timeout: float | None) -> None:
@@ -309,11 +313,11 @@ class NoPublisherFree(RabbitDelayError, OperationalError):
 
 
 class InvalidEnvelope(RabbitDelayError, ValueError):
-    """An envelope cannot be read, or holds more than it may."""
+    """An envelope cannot be read or written, or exceeds a size limit."""
 
 
 class UnprocessableMessage(RabbitDelayError):
-    """A module cannot do anything with a message; it goes to ``undeliverable``.
+    """A module cannot process a message; it goes to ``undeliverable``.
 
     Attributes:
         reason: Why, in words.
@@ -330,10 +334,10 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
     Attributes:
         report: What was sent; see :class:`celery_rabbitdelay.Report`.
         errors: The error of each row that was taken and not confirmed, by the row's number, from 0,
-            in the rows' order. After a timeout or a lost connection the broker may have the row all
-            the same.
-        rest: The number of the first row that was not taken any more, None if all rows were. A
-            generator has yielded this row, to show that there is one, but it is not sent.
+            in the rows' order. After a timeout or a lost connection the broker may still have the
+            row.
+        rest: The number of the first row that was not taken, None if all rows were. Unless the
+            iterable raised, this row was already yielded by the generator, but not sent.
     """
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
@@ -349,7 +353,7 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
 
 
 class InvalidRow(RabbitDelayError, TypeError):
-    """A row of a ``send_many`` is none.
+    """Invalid row of ``send_many``.
 
     Attributes:
         row: The row.

@@ -1,9 +1,8 @@
 """A Celery application whose delays wait in RabbitMQ.
 
 :class:`Celery` is a :class:`celery.Celery`; :func:`install` does the same for an application that
-exists already. Everything that Celery sends goes through ``Celery.send_task``, the one place where
-a delay is taken over: Celery itself makes the message and routes it, and only the producer that
-publishes it is replaced.
+exists already. All tasks are sent by ``Celery.send_task``, the one place where a delay is taken
+over: Celery makes and routes the message, and only the producer that publishes it is replaced.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ MODULES_OPTION = click.Option(
 class Celery(celery.Celery):
     """A :class:`celery.Celery` whose delays live in RabbitMQ; takes the same arguments.
 
-    ``countdown``, ``eta`` and our own ``delay`` wait in the levels, wherever Celery takes them.
-    Tasks without a delay take Celery's own path, unchanged.
+    Tasks with ``countdown``, ``eta`` or ``delay`` wait in the levels, wherever Celery accepts these
+    options. Tasks without a delay take Celery's own path, unchanged.
     """
 
     def on_init(self) -> None:
@@ -134,10 +133,10 @@ class Celery(celery.Celery):
             task_id: Its id; a random one by default.
             producer: The caller's producer, whose connection is then used.
             connection: The caller's connection.
-            *more: Whatever else Celery takes by position.
+            *more: Further positional arguments of Celery.
             delay: Seconds, or a timedelta, until it may start; zero or less sends it at once.
             tolerance: Seconds, or a timedelta, that the task may start later if that saves stops.
-            **options: Everything else that Celery takes.
+            **options: Further options of Celery.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.

@@ -58,13 +58,13 @@ class DelayingSignature(Signature):
     former: Mapping[str, Any] = {}
 
     def set(self, immutable: bool | None = None, **options: Any) -> DelayingSignature:
-        """Set options, as in Celery; a new time replaces what was set of the other times."""
+        """Set options; setting one of delay, countdown, eta removes the other two."""
         _drop_other_times(self.options, options)
         super().set(immutable, **options)
         return self
 
     def clone(self, args: Any = None, kwargs: Any = None, **options: Any) -> DelayingSignature:
-        """Return a copy, as in Celery; a new time replaces the other ones."""
+        """Return a copy; setting one of delay, countdown, eta removes the other two."""
         copy = DelayingSignature.of(super().clone(args, kwargs, **options))
         _drop_other_times(copy.options, options)
         copy.former = dict(self.options)
@@ -136,7 +136,7 @@ def _own_times(body: Any, delay: Any) -> Mapping[str, Any]:
     former: Mapping[str, Any] = getattr(body, "former", {})
     linked = any(body["options"].get(link) != former.get(link) for link in LINKS)
     if former.get("delay") == delay and linked:
-        # It was cloned again to be linked, after it had got the delay of the whole chord.
+        # Cloned again by link() after it had received the chord's delay.
         return {}
     return {time: former[time] for time in TIMES if time in former}
 

@@ -79,7 +79,7 @@ def send_task_by_celery(
     return send_task(*given, **options)
 
 
-# Classes that are combined with those of the user's.
+# Combining our classes with the user's.
 
 
 def imported_class(named: Any) -> type[Any]:
@@ -99,7 +99,7 @@ def combined_class(ours: type[Any], base: type[Any]) -> type[Any]:
 
 
 def installed_on(cls: type[Any]) -> type[Any]:
-    """Return the class that :func:`combined_class` was given, which can be imported by name."""
+    """Return the ``base`` of :func:`combined_class`: only it can be imported by name."""
     base: type[Any] = getattr(cls, "_installed_on", cls)
     return base
 
@@ -113,12 +113,12 @@ def task_class(app: celery.Celery, base: type[Any]) -> type[celery.Task[Any, Any
 
 
 def forget_task_class(app: celery.Celery) -> None:
-    """Have the base class of an application's tasks made anew when it is next needed."""
+    """Drop the cached task base class; the application creates it again when needed."""
     app.__dict__.pop("Task", None)
 
 
 class DelayingQueues(celery_amqp.Queues):
-    """Celery's queues; one that a running worker is told to consume from is made ready."""
+    """Celery's queues; those added by ``add_consumer`` are bound to the delivery exchange."""
 
     #: kombu calls this with the name, messages and consumers of such a queue once it is declared.
     on_declared: Callable[[str, int, int], None] | None = None
@@ -173,11 +173,11 @@ def copied_as(cls: type[SignatureT], signature: Signature[Any]) -> SignatureT:
     return copied
 
 
-# How a message shows its arguments and its time.
+# The headers argsrepr and kwargsrepr, and naive times.
 
 
 def repr_levels(app: celery.Celery) -> int | None:
-    """Return how deep Celery goes into nested arguments for the headers that show them."""
+    """Return how deep ``argsrepr`` and ``kwargsrepr`` go into nested arguments."""
     name = "task_repr_maxlevels"
     # A setting since 5.7; before, Celery does not look at what an application has set there.
     levels: int | None = app.conf[name] if name in SETTING_KEYS else 3
@@ -185,7 +185,7 @@ def repr_levels(app: celery.Celery) -> int | None:
 
 
 def repr_sizes(amqp: celery_amqp.AMQP) -> tuple[int, int]:
-    """Return the most characters of these headers: for the arguments, the keyword arguments."""
+    """Return the maximum characters of ``argsrepr`` and of ``kwargsrepr``."""
     return amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize
 
 

@@ -59,16 +59,16 @@ class RabbitDelay:
 
     @cached_property
     def pool(self) -> PublisherPool:
-        """The confirmed publishers of this process, as many as ``broker_pool_limit``."""
+        """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
 
     @cached_property
     def available(self) -> bool:
-        """Whether the application's broker is RabbitMQ, over py-amqp."""
+        """Whether the application's broker is RabbitMQ, over py-amqp: the levels need both."""
         return _is_rabbitmq(self.app.connection_for_write())
 
     def is_available(self, connection: Connection | None) -> bool:
-        """Return whether delays can wait in the levels of a broker.
+        """Return whether a broker is RabbitMQ, over py-amqp: delays can wait in its levels.
 
         Args:
             connection: The caller's own connection; None for the application's.
@@ -117,8 +117,8 @@ class RabbitDelay:
     def declare(self, connection: Connection) -> None:
         """Declare the levels on a broker, as a worker does at its start and after a reconnect.
 
-        All of them are declared, whatever is there already, which takes about 50 ms: this puts back
-        what somebody has deleted by hand. With ``rabbitdelay_declare = "never"`` they are only
+        Declares all of them again (about 50 ms), which restores those that somebody deleted by
+        hand. With ``rabbitdelay_declare = "never"`` they are only
         checked.
 
         Raises:

@@ -1,8 +1,8 @@
-"""Grouping messages that are due in the same tick, so that they travel in one envelope. Pure.
+"""Grouping messages that are due in the same tick, so that they travel in one envelope.
 
-With a tolerance, a message is due in the tick of its range [delay, delay + tolerance] that is
-written with the fewest digits, since others choose the same one. That tick is an instant, which
-does not move while messages wait for others.
+With a tolerance, the due time is rounded up to the coarsest tick in [delay, delay + tolerance], so
+that many messages share it. It is an instant, which does not move while messages wait for others.
+Opens no connection.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from celery_rabbitdelay.levels.layout import Layout
 
 __all__ = ["Group", "Grouper"]
 
-#: The most messages in one group: more would save little, and each waits for those before it.
+#: Maximum messages in one group: more would save little, and each waits for those before it.
 MAX_GROUP_MESSAGES: Final = 1000
 
-#: The most bytes in one group.
+#: Maximum bytes in one group.
 MAX_GROUP_BYTES: Final = 2**20
 
-#: The most bytes in all groups together.
+#: Maximum bytes in all groups together.
 MAX_TOTAL_BYTES: Final = 80 * 2**20
 
 #: The bytes that a message in a group takes besides its own.
@@ -96,8 +96,8 @@ class Grouper:
         if not self._groups:
             self._reference_ns, self._until_ns = now_ns, now_ns + 2**63
         tick_ms = wait_ms = self._tick_ms
-        # A delay keeps its digits while little of it has passed. With a tolerance the tick is
-        # chosen from a range, so that only an instant is exact.
+        # A relative delay keeps its digits while little of it has passed (see Due.remaining_ms). A
+        # rounded due time is exact only as an instant.
         is_instant = due.is_instant or due.tolerance_ms > 0
         if is_instant:
             wait_ms = max(wait_ms, min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS))

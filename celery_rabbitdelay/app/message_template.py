@@ -29,11 +29,11 @@ COMPRESSION: Final = 1
 #: The headers that say where a message goes when it is due.
 DESTINATION_HEADERS: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
 
-#: The headers that an envelope has instead of its messages: these, and the priority.
+#: Headers set on the envelope, not on its items.
 RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, names.PRIORITY)
 
-#: A representation in which this is found, behind the first character, may differ between Python
-#: and Celery: quotes and escapes, objects, nested values.
+#: If ``repr()`` contains one of these after its first character (quotes, escapes, objects, nested
+#: values), Celery's ``saferepr`` may differ from it.
 _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
 
 _NOTHING_SHARED: Final = shared_block({}, {})
@@ -47,7 +47,7 @@ class MessageTemplate:
         task_id: The id of its task.
         embedded: The third part of its body: callbacks, errbacks, chain, chord.
         encode: Serializes a body; None for JSON, which is then written faster.
-        reprs: The most characters of the headers that show the arguments and the keyword arguments.
+        reprs: Maximum characters of the headers ``argsrepr`` and ``kwargsrepr``.
         levels: How deep these headers go into nested values; None for no limit.
         given_reprs: Which of these headers the caller has given; they are the same for all.
     """

@@ -1,4 +1,4 @@
-"""The options of a task that are refused: two times at once, and those of later versions."""
+"""Reject conflicting times and reserved options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS_OF_LATER_VERSIONS: Final = ("key", "job")
 def refuse_options_of_later_versions(options: Mapping[str, Any]) -> None:
     """Refuse options that this version does not know yet.
 
-    A stamp of such a name is no option of ours: Celery passes stamps among the options, and lists
+    A stamp of such a name is not an option: Celery passes stamps among the options, and lists
     their names.
 
     Args:

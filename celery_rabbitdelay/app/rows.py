@@ -14,7 +14,7 @@ from celery_rabbitdelay.levels.delay import Delay
 
 __all__ = ["MAX_ERRORS", "PROGRESS_INTERVAL", "Report", "Row", "checked_row"]
 
-#: With so many rows that were not confirmed, no further ones are taken.
+#: After so many rows that were not confirmed, no further rows are taken.
 MAX_ERRORS: Final = 1000
 
 #: Seconds between two calls of the caller's ``progress``.
@@ -46,7 +46,7 @@ class Report:
     """What was sent, so far.
 
     Attributes:
-        sent: How many rows were published, or tried to.
+        sent: How many rows publishing was attempted for.
         confirmed: How many of these the broker has confirmed.
         resent: How often a message was published again.
         messages: How many messages were confirmed, envelopes among them.

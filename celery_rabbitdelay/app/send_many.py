@@ -139,7 +139,7 @@ class RowSender:
             try:
                 writer.envelope(b"", 0)
             except InvalidEnvelope:
-                # JSON cannot express a header that all rows have: each row is a message.
+                # JSON cannot express a shared header: send each row as a message of its own.
                 self._envelopes = False
         calls = chain([(number, first)], calls)
         publications = self._publications(producer, writer, calls)
@@ -167,7 +167,7 @@ class RowSender:
                 self._error_of_rows, self._rest = error, self._taken
                 return
             if self._stops_taking:
-                # This row only shows that not all rows were taken.
+                # Not sent: its existence shows that not all rows were taken.
                 self._rest = self._taken
                 return
             number, self._taken = self._taken, self._taken + 1

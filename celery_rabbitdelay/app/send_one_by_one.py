@@ -1,4 +1,4 @@
-"""Sending one task for many rows where they cannot be pipelined: with ``apply_async`` for each."""
+"""Sending one task for rows that cannot be pipelined, with ``apply_async`` for each."""
 
 from __future__ import annotations
 

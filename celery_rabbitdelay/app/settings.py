@@ -24,7 +24,7 @@ MAX_PREFIX_LENGTH: Final = 100
 #: Seconds; no tick and no timeout is longer.
 A_YEAR: Final = 366 * 86_400
 
-#: With so many, the clock has more queues than RabbitMQ's documentation leaves unremarked (5,000).
+#: With 32, the clock exceeds the 5,000 queues above which RabbitMQ's documentation advises caution.
 MAX_SHARDS: Final = 32
 
 Declare: TypeAlias = Literal["auto", "never"]
@@ -32,7 +32,7 @@ Declare: TypeAlias = Literal["auto", "never"]
 #: The modules around the levels that a worker can serve.
 MODULES: Final = ("check-in", "distribution")
 
-#: AMQP counts the messages that a consumer may hold in 16 bits.
+#: The maximum prefetch count of AMQP, a 16-bit number.
 MAX_WINDOW: Final = 65_535
 
 _LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
@@ -160,7 +160,7 @@ class Settings:
 
     @property
     def for_producer(self) -> dict[str, Any]:
-        """What a :class:`~celery_rabbitdelay.kombu.DelayedProducer` takes of the settings."""
+        """The arguments of a :class:`~celery_rabbitdelay.kombu.DelayedProducer`."""
         return {
             "topology": self.topology,
             "timeout": self.confirm_timeout,
@@ -262,7 +262,7 @@ def checked_seconds(key: str, value: Any) -> float:
 
 
 def _name(key: object, namespace: str | None) -> str | None:
-    """Return the setting that is read from a configuration key, None where it is not ours."""
+    """Return the setting that is read from a configuration key, None if it is not ours."""
     if not isinstance(key, str):
         return None
     if key.startswith(PREFIX):
@@ -272,7 +272,7 @@ def _name(key: object, namespace: str | None) -> str | None:
 
 
 def _name_in_capitals(key: object, namespace: str | None) -> str | None:
-    """Return the setting whose name stands in capitals in a key that Celery does not read.
+    """Return the setting that is named by an upper-case key that Celery ignores.
 
     That is how Celery's own keys were written before 4.0, most of them behind ``CELERY_``, and how
     those of Django are. Behind a namespace, ``CELERY_`` may be another application's namespace.

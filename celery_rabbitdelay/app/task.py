@@ -1,4 +1,4 @@
-"""The base class of an application's tasks: a retry takes a delay, and is not lost in silence.
+"""The task base class: ``retry()`` accepts ``delay``, and raises if it cannot be published.
 
 An eager task never reaches ``send_task``, so its delay is checked here.
 """
@@ -34,7 +34,7 @@ MAY_PASS: Final = (
     NoPublisherFree,
 )
 
-#: The most seconds to wait before a task whose retry could not be sent is requeued.
+#: Maximum seconds to wait before a task whose retry could not be sent is requeued.
 MAX_REQUEUE_WAIT: Final = 10.0
 
 
@@ -79,9 +79,9 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         Args:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            *more: Whatever else Celery takes by position.
+            *more: Further positional arguments of Celery.
             delay: As :meth:`celery_rabbitdelay.Celery.send_task` takes it.
-            **options: Everything else that Celery takes.
+            **options: Further options of Celery.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.

@@ -34,8 +34,8 @@ __all__ = [
     "writer_for",
 ]
 
-#: The headers that an envelope of messages that Celery has made one by one has for all of them. No
-#: others are shared: receivers of signals may have given each message headers of its own.
+#: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
+#: signals may have given each message headers of its own.
 ENVELOPE_HEADERS: Final = frozenset((*DESTINATION_HEADERS, names.DUE))
 
 
@@ -223,7 +223,7 @@ class _TemplateWriter:
 
 
 class _CeleryWriter:
-    """Has Celery make each message; all go to the destination of the first one."""
+    """Lets Celery build each message; all go to the destination of the first one."""
 
     can_write_again = False
 

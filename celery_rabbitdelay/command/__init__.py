@@ -1,6 +1,6 @@
-"""``celery -A proj rabbitdelay COMMAND``: options in, one call into the library, text or JSON out.
+"""``celery -A proj rabbitdelay COMMAND``: parse options, call the library, print text or JSON.
 
-Each command is a file of its own: ``status`` and ``send``, which shows a ``progress_bar``. Read
-``group`` (what Celery's entry point names) and ``context`` (what the commands share) first. Work
-that is not about the terminal belongs into the package that it is about.
+Read ``group`` (Celery's entry point) and ``context`` (what the commands share), then the commands,
+each in its own file: ``status``, and ``send`` with ``lines`` (its input) and ``progress_bar``. Code
+that does not concern the terminal belongs to the library's other packages.
 """

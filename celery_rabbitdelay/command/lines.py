@@ -17,7 +17,7 @@ __all__ = ["INTERRUPTED", "Lines"]
 INTERRUPTED: Final = "interrupted"
 
 _NOTICE: Final = (
-    "\nNo further lines are read. Waiting for the confirms of those that were; "
+    "\nNo further lines are read. Waiting for the confirms of the lines already read; "
     "press Ctrl-C again to end at once.\n"
 )
 

@@ -49,7 +49,7 @@ def progress_bar(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report], No
 
 
 class _Terminal:
-    """The standard error, whose end does not end the command: sending goes on."""
+    """The standard error; if it is closed, the command goes on."""
 
     def isatty(self) -> bool:
         return True

@@ -122,7 +122,7 @@ def _registered_task(app: celery.Celery, name: str) -> celery.Task[Any, Any]:
     close = get_close_matches(name, app.tasks, n=1)
     hint = f"is it {close[0]!r}? " if close else ""
     raise click.BadParameter(
-        f"{name!r} is no task of {app.main or app!r}; {hint}--by-name sends it all the same",
+        f"{name!r} is not a task of {app.main or app!r}; {hint}use --by-name to send it anyway",
         param_hint="TASK",
     )
 

@@ -1,8 +1,8 @@
-"""The idea: a delay is a number, each place of it is a level, each digit a queue with a TTL.
+"""A delay is a number: each digit position is a level, each non-zero digit a queue with a TTL.
 
 Everything here is a value: nothing opens a connection, and nothing knows of Celery. Code belongs
 here if it says how a delay is written, where a message waits, or what its key and headers mean.
 
 Read ``delay``, ``layout`` (the digits), ``routing_key``, ``topology`` (the levels, and the route of
-a message), ``entities`` (how all is declared, also beside the levels), and ``headers``.
+a message), ``entities`` (arguments of all queues and exchanges), and ``headers``.
 """

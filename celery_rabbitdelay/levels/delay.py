@@ -1,4 +1,4 @@
-"""Delays and due times in whole milliseconds, as RabbitMQ has them."""
+"""Delays and due times in whole milliseconds, the unit of RabbitMQ's TTLs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EXACT: Final = Context(prec=50)
 def milliseconds(delay: Delay) -> int:
     """Return a delay in milliseconds, rounded up: never early.
 
-    A float means the decimal number that it prints as, so 1.1 is 1,100 ms and not 1,101.
+    A float is read as its shortest decimal representation, so 1.1 is 1,100 ms and not 1,101.
 
     Raises:
         InvalidDelayType: Not a real number and not a timedelta; also a bool.
@@ -68,7 +68,7 @@ def tolerance_milliseconds(tolerance: Delay) -> int:
 
 
 class Due(NamedTuple):
-    """When a message may reach its destination, fixed when the caller asked.
+    """The due time of a message, computed at the call.
 
     Attributes:
         at_ns: The instant, in nanoseconds since 1970-01-01 UTC.
@@ -109,7 +109,7 @@ class Due(NamedTuple):
             raise InvalidDelayType(instant, "takes an aware datetime", "eta")
         if instant.utcoffset() is None:
             reason = (
-                "is naive: use datetime.now(UTC), or set Celery's timezone to say what it means"
+                "is naive: use an aware one, such as datetime.now(UTC), or set Celery's timezone"
             )
             raise InvalidDelay(instant, reason, "eta")
         at_ns = (instant - _EPOCH) // timedelta(microseconds=1) * 1000

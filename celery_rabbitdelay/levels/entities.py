@@ -1,4 +1,4 @@
-"""How exchanges, queues and bindings are declared, and those that stand beside the levels."""
+"""Exchange, queue and binding definitions, with the module queues."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Binding", "Entities", "Identity", "ModuleQueues", "QueueType"]
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
-#: How often a module's message may come back unacknowledged, because its worker ended, until it is
-#: taken for the cause and goes to ``undeliverable``.
+#: Delivery limit of the module queues: a message redelivered more often is assumed to crash workers
+#: and is dead-lettered to ``undeliverable``.
 POISON_LIMIT: Final = 100
 
 #: How often a message may be fetched from ``undeliverable`` and put back. From 4.0 on, RabbitMQ's
@@ -67,7 +67,7 @@ class Entities(NamedTuple):
         dead_letter_to: str | None = None,
         delivery_limit: int | None = None,
     ) -> Queue:
-        """Return a queue, with those arguments that its type has."""
+        """Return a queue; arguments that its type does not support are left out."""
         arguments: dict[str, Any] = {"x-queue-type": self.queue_type}
         if ttl_ms is not None:
             arguments["x-message-ttl"] = ttl_ms
@@ -80,7 +80,7 @@ class Entities(NamedTuple):
             if delivery_limit is not None:
                 arguments["x-delivery-limit"] = delivery_limit
             if dead_letter_to is not None:
-                # Only both together make RabbitMQ keep a message until the next queue has it:
+                # Both are required; RabbitMQ then keeps a message until the next queue has it:
                 # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
                 arguments["x-dead-letter-strategy"] = "at-least-once"
                 arguments["x-overflow"] = "reject-publish"
@@ -88,13 +88,13 @@ class Entities(NamedTuple):
 
 
 class ModuleQueues(NamedTuple):
-    """The queues beside the levels; each but distribution's has a fanout exchange of its name.
+    """The queues outside the levels; all but distribution have a fanout exchange of the same name.
 
     Attributes:
-        undeliverable: Gets each message that no queue takes, so that it does not hold up others.
+        undeliverable: Gets every message that cannot be delivered, so that it blocks no others.
         checkin: The ingest queue: any AMQP client publishes here, with the delay in a header.
         meditation: The overflow loop: a delay above the capacity waits here for one capacity.
-        distribution: Gets the messages that are due and that a worker publishes to their exchange.
+        distribution: Gets due messages that a worker publishes to their final exchange.
         meditated: The exchange through which a message returns from meditation to check-in's queue.
             Clients need no permission for it: what comes through it was checked before.
     """
@@ -107,7 +107,7 @@ class ModuleQueues(NamedTuple):
 
     @classmethod
     def of(cls, entities: Entities, capacity_ms: int) -> ModuleQueues:
-        """Return the queues beside levels of a capacity."""
+        """Return the module queues for levels of a given capacity."""
         fanout, queue = partial(entities.exchange, kind="fanout"), entities.queue
         # The alternate exchange of all others; it has none itself.
         last = Exchange(entities.name("undeliverable"), type="fanout", durable=True)

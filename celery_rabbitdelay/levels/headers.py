@@ -38,8 +38,8 @@ UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 #: The prefix of all our own headers.
 OWN_PREFIX: Final = "rabbitdelay-"
 
-#: A header that holds headers. Where a tracer or a user sets it, it is what Celery shows as
-#: ``task.request.headers``, in place of all others (https://github.com/celery/celery/issues/4875).
+#: If a message has this header, which tracers and users set, Celery exposes only its value as
+#: ``task.request.headers`` (https://github.com/celery/celery/issues/4875).
 NESTED_HEADERS: Final = "headers"
 
 #: What RabbitMQ adds to a dead-lettered or redelivered message

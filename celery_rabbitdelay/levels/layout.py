@@ -58,7 +58,7 @@ class Level:
 
     @property
     def name(self) -> str:
-        """The level's name without prefix, ``days.x10``: its exchange is called so."""
+        """The level's name, ``days.x10``; with the prefix, also the exchange's name."""
         return f"{self.unit}.x{self.multiple}"
 
     def queue_name(self, digit: int) -> str:
@@ -143,7 +143,7 @@ class Layout:
     def digits(self, delay_ms: int) -> tuple[int, ...]:
         """Write a delay of at most the capacity, rounded up to ticks; zero or less is all zeros."""
         self.check_capacity(delay_ms)
-        # The divisions round down; with all but a millisecond of a tick added, that is up.
+        # Ceiling division: add tick - 1 ms.
         rest = max(delay_ms + self.tick_ms - 1, 0)
         digits = []
         for place_ms in self.places_ms:
@@ -155,8 +155,8 @@ class Layout:
         """Return the delay in the range [delay, delay + tolerance] that has the fewest stops.
 
         A message stops once for each non-zero digit. Rounding a delay up to a multiple of a place
-        value clears all digits below, so the result is among these multiples: the shortest of those
-        with the fewest stops, or else the ``coarsest``, which most other delays are rounded to.
+        value clears all digits below, so the result is one of these multiples: the shortest with
+        the fewest stops, or with ``coarsest=True`` the multiple of the largest place value.
         """
         longest_ms = min(delay_ms + tolerance_ms, self.capacity_ms)
         multiples = (-(-delay_ms // place_ms) * place_ms for place_ms in self.places_ms)
@@ -194,9 +194,9 @@ def geometric(
 def custom(levels: Iterable[tuple[str, int, Delay]], zeros: Zeros = "bind") -> Layout:
     """Levels of your own, highest first, each a (name, base, unit).
 
-    These are what the level's queues are counted in, how many values its digit takes, and what one
-    count is worth, in seconds or as a timedelta. A level named "days" with a unit of ten days has
-    the exchange ``days.x10``.
+    name: unit of the queue names; base: number of digit values; unit: value of one count, in
+    seconds or as a timedelta. A level named "days" with a unit of ten days has the exchange
+    ``days.x10``.
     """
     return Layout("custom", tuple(map(_custom_level, levels)), zeros)
 

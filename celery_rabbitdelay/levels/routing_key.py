@@ -67,7 +67,7 @@ class RoutingKeys(NamedTuple):
         return zlib.crc32(task_id.encode("utf-8", "surrogatepass")) % self.shards
 
     def shard_words(self, shard: int) -> tuple[str, ...]:
-        """Return the word for a shard in keys and names; none where there is only one."""
+        """Return the word for a shard in keys and names; empty if there is only one shard."""
         return (f"s{shard}",) if self.shards > 1 else ()
 
 

@@ -53,13 +53,13 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The levels of a layout under one prefix, and what is declared beside them.
+    """The levels of a layout under one prefix, and the module queues.
 
     Attributes:
         prefix: The first part of every name; two topologies of different prefixes never meet.
         layout: The levels.
-        queue_type: ``quorum`` (nothing is lost between two levels), or ``classic`` (a message can
-            be lost when the broker fails while it goes from one level to the next).
+        queue_type: ``quorum`` (no message is lost between two levels), or ``classic`` (if the
+            broker fails, a message that is being dead-lettered to the next level can be lost).
         shards: How many queues each digit has; a message takes one of them by its task's id. Each
             queue has a leader, and a dead-letter worker, of its own.
     """
@@ -112,12 +112,12 @@ class Topology:
 
     @cached_property
     def modules(self) -> ModuleQueues:
-        """The modules' queues, which are declared beside the levels."""
+        """The module queues, which are outside the levels."""
         return ModuleQueues.of(self._entities, self.layout.capacity_ms)
 
     @cached_property
     def identity(self) -> Identity:
-        """What tells this topology from another, on the broker as well."""
+        """Fingerprint, guard and marker."""
         words = (self.layout.fingerprint, self.queue_type, *self.keys.shard_words(self.shards))
         return Identity.of(self._entities, "-".join(words))
 
@@ -134,7 +134,7 @@ class Topology:
 
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
-        """All queues in the same order: ``undeliverable``, the levels, the other modules."""
+        """All queues, in the order ``undeliverable``, levels, other modules."""
         return (*self.modules.queues[:1], *self.digit_queues, *self.modules.queues[1:])
 
     @cached_property
@@ -152,7 +152,7 @@ class Topology:
 
     @cached_property
     def bindings(self) -> tuple[Binding, ...]:
-        """All bindings, except those of destinations, which their producers declare."""
+        """All bindings, except those of destination queues, which producers and workers declare."""
         distributed = self.keys.destination_pattern(DISTRIBUTION)
         return (
             *self.modules.bindings,
@@ -161,7 +161,7 @@ class Topology:
         )
 
     def _level_bindings(self, shard: int) -> Iterator[Binding]:
-        """From each level to its queues (to skip zeros, those of all below too), and onwards."""
+        """Bindings of a level to its queues ("skip": also lower ones) and to the next exchange."""
         *sources, _ = self._exchange_names
         for index, source in enumerate(sources):
             behind = len(sources) if self.layout.zeros == "skip" else index + 1

@@ -14,13 +14,12 @@ __all__ = ["AllowedDestinations"]
 
 @dataclass(frozen=True)
 class AllowedDestinations:
-    """An allow-list that never changes, so that any thread may read it.
+    """An immutable allow-list, so any thread may read it.
 
     Attributes:
         queues: The names of queues, reached over the default exchange.
         exchanges: The names of exchanges.
-        patterns: Patterns for the names of both; ``*`` and ``?`` stand for any characters and for
-            one.
+        patterns: Glob patterns for the names of both: ``*`` matches any characters, ``?`` one.
     """
 
     queues: frozenset[str] = frozenset()

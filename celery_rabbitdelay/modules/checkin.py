@@ -1,7 +1,7 @@
 """Check-in, the ingest queue: puts what any AMQP client publishes with ``x-delay`` into the levels.
 
-Pure. A delay above the levels' capacity goes to meditation, the overflow loop: it waits there for
-one capacity and returns to check-in.
+A delay above the levels' capacity goes to meditation, the overflow loop: it waits there for one
+capacity and returns to check-in. Opens no connection.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, Final
 
 import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Due
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Delay, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
@@ -39,7 +40,8 @@ class CheckIn:
 
     Args:
         topology: The levels.
-        allowed: Whether a message may go to an exchange (empty: the default one) with a key.
+        allowed: Returns whether a message may go to an exchange (empty: the default one) with a
+            routing key.
     """
 
     def __init__(self, topology: Topology, allowed: Callable[[str, str], bool]) -> None:
@@ -66,12 +68,12 @@ class CheckIn:
             raise UnprocessableMessage(
                 f"it comes from meditation, but {names.DUE} is {shortened(due_ms)}"
             )
-        # The due time counts, and not the time in meditation: the message has waited for this
-        # module as well.
+        # Recompute the remaining delay from the due time: the message has also waited for this
+        # module, not only in meditation.
         remaining_ms = due_ms - time.time_ns() // _NS_PER_MS
-        due = Due(due_ms * _NS_PER_MS, remaining_ms, is_instant=True)
+        delay = Fraction(remaining_ms, 1000)
         kept = {name: headers[name] for name in headers if name not in names.BROKER_HEADERS}
-        return self._enter(changed(message, kept), due, headers.get(names.QUEUE) or DISTRIBUTION)
+        return self._enter(changed(message, kept), delay, headers.get(names.QUEUE) or DISTRIBUTION)
 
     def _from_client(
         self, message: amqp.Message, headers: dict[str, Any], routing_key: str
@@ -98,8 +100,8 @@ class CheckIn:
         waiting = _for_distribution(message, headers, due.at_ms, exchange, routing_key)
         return self._enter(waiting, due, DISTRIBUTION)
 
-    def _enter(self, message: amqp.Message, due: Due, destination: str) -> Outgoing:
-        route = self._topology.route(due, destination, task_id_of(message))
+    def _enter(self, message: amqp.Message, delay: Delay | Due, destination: str) -> Outgoing:
+        route = self._topology.route(delay, destination, task_id_of(message))
         return Outgoing(route.exchange, route.routing_key, message)
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:

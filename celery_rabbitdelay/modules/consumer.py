@@ -1,4 +1,4 @@
-"""What a module does on one connection: receive, publish what each message becomes, acknowledge."""
+"""A module on one connection: receive a message, publish its results, acknowledge it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = ["Module", "ModuleConsumer"]
 
 logger = logging.getLogger(__name__)
 
-#: How many received messages are unpacked side by side: one may be an envelope of many megabytes.
+#: Received messages that are unpacked in turns: one may be an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
 
-#: How many messages of one envelope are published before the next received message has its turn.
+#: Messages of one envelope that are published before it is the next received message's turn.
 TURN: Final = 100
 
 #: How often a message is sent that the broker nacks, and seconds between two attempts: long enough
@@ -42,7 +42,7 @@ TURN: Final = 100
 ATTEMPTS: Final = 10
 NACK_PAUSE: Final = 3.0
 
-#: How many frames are read before what they bring is published; a delivery takes three.
+#: Maximum frames read per iteration; a delivery has three.
 FRAMES: Final = 300
 
 #: Seconds that the thread waits for a frame before it checks whether it is to stop.
@@ -60,7 +60,7 @@ class Module:
         name: Its name.
         topology: The topology that its queue belongs to.
         queue: The queue.
-        receive: Returns what becomes of a message.
+        receive: Takes a message; returns the messages to publish for it.
         prefetch: How many messages are taken from the queue before the first is acknowledged.
         window: How many messages may be in flight, unconfirmed.
         timeout: Seconds without any confirm until the connection is given up.
@@ -76,21 +76,21 @@ class Module:
 
 
 class _Received:
-    """A message that was received, and what is left to do about it."""
+    """A received message, and what is left to do about it."""
 
     __slots__ = ("message", "outgoing", "pending", "unpacked")
 
     def __init__(self, message: amqp.Message, outgoing: Iterator[Outgoing]) -> None:
         self.message = message
         self.outgoing = outgoing
-        #: How many messages that it became are not settled.
+        #: Unconfirmed messages published for it.
         self.pending = 0
-        #: Whether all messages that it becomes are known.
+        #: Whether all messages to publish for it are known.
         self.unpacked = False
 
 
 class _Origin(NamedTuple):
-    """What a publication is: the message as it was made, and the one that it was made from."""
+    """Links a publication to its received message."""
 
     received: _Received
     outgoing: Outgoing
@@ -99,13 +99,12 @@ class _Origin(NamedTuple):
 class ModuleConsumer:
     """Serves a module on one connection.
 
-    A message is acknowledged once everything that it became is confirmed. If anything goes wrong
+    A message is acknowledged once all messages published for it are confirmed. If anything fails
     before, the broker delivers the message again.
 
-    It begins carefully, because one message may be why the last connection was lost, or the last
-    process: messages that were delivered before are taken one at a time, and published one at a
-    time. So only the message that does harm counts as delivered in vain, until the broker puts it
-    into ``undeliverable``.
+    Starts with prefetch 1 and window 1 while messages are redelivered: if one of them crashes the
+    worker, only its delivery count grows, until the delivery limit dead-letters it to
+    ``undeliverable``.
 
     Args:
         module: The module.
@@ -135,7 +134,7 @@ class ModuleConsumer:
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
         self._consuming = cast(Any, connection.channel())
-        # A body stays the bytes that it is.
+        # Bodies stay bytes.
         self._consuming.auto_decode = False
         self._consumer_tag = ""
         self._waiting: deque[_Received] = deque()
@@ -228,7 +227,7 @@ class ModuleConsumer:
         return self._wire.answers_within(self._module.timeout)
 
     def _requeue_waiting(self) -> None:
-        """Give the messages back that were received, and not begun."""
+        """Requeue received messages that were not begun."""
         tags = [cast(int, received.message.delivery_tag) for received in self._waiting]
         self._waiting.clear()
         self._unfinished -= len(tags)
@@ -301,7 +300,7 @@ class ModuleConsumer:
                     raise  # it closes the channel that publishes
                 if isinstance(refused, NotFound):
                     return False
-                # The exchange may exist all the same.
+                # The exchange may exist nevertheless.
         self._existing_exchanges.add(exchange)
         return True
 

@@ -33,8 +33,8 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
     except InvalidEnvelope as invalid:
         raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
     shared = {**headers, **envelope.headers}
-    # All are checked before the first is published: a refused envelope goes to undeliverable whole,
-    # with messages that would otherwise have been delivered as well.
+    # Validate all items first: an invalid envelope goes to undeliverable as a whole, so none of its
+    # messages may be published before.
     for item in envelope.items:
         _destination({**shared, **item.headers})
     own = {names.DUE: headers.get(names.DUE)}

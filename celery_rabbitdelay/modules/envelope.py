@@ -4,8 +4,8 @@ The messages of an envelope share a destination and a due time, and so most of t
 properties. The body of an envelope is one zlib stream (RFC 1950), with the preset dictionary
 :data:`DICTIONARY` or without one. Uncompressed, it holds these blocks:
 
-* what all messages share, a JSON object: ``headers``, ``properties``, and ``copies``, whose
-  ``headers`` and ``properties`` map a name to the header of the same message that has its value;
+* what all messages share, a JSON object: ``headers``, ``properties``, and ``copies`` of both: names
+  whose value repeats another header of the same item, e.g. ``{"headers": {"root_id": "id"}}``;
 * for each message two blocks: a JSON object with its own ``headers`` and ``properties``, which
   override the shared ones, and its body.
 
@@ -38,10 +38,10 @@ __all__ = [
 #: The ``content_type`` property of an envelope; the number is the format's version.
 CONTENT_TYPE: Final = "application/vnd.rabbitdelay.envelope.1"
 
-#: The most messages that an envelope may hold.
+#: Maximum messages in an envelope.
 MAX_ENVELOPE_MESSAGES: Final = 100_000
 
-#: The most bytes that it may hold, uncompressed.
+#: Maximum bytes in an envelope, uncompressed.
 MAX_ENVELOPE_BYTES: Final = 64 * 2**20
 
 #: The preset dictionary: names and usual values of a Celery task. It is part of the format; another
@@ -160,8 +160,8 @@ def shared_block(
     Args:
         headers: The headers that all of them have.
         properties: The AMQP message properties that all of them have.
-        copied_headers: For headers whose value each message has in another header, its name.
-        copied_properties: The same for properties.
+        copied_headers: Maps a header's name to the header whose value it repeats.
+        copied_properties: Maps a property's name to the header whose value it repeats.
 
     Raises:
         InvalidEnvelope: A value cannot be written as JSON.

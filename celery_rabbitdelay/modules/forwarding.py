@@ -19,7 +19,7 @@ __all__ = ["Outgoing", "bare", "changed", "undeliverable", "written"]
 #: (https://www.rabbitmq.com/docs/validated-user-id), and ``cluster_id`` is deprecated.
 DROPPED_PROPERTIES: Final = ("user_id", "cluster_id", "application_headers")
 
-#: Bytes of a frame that are left for what the broker adds to the headers on the way.
+#: Bytes of a frame reserved for headers that the broker adds, such as ``x-death``.
 FRAME_RESERVE: Final = 2048
 
 
@@ -82,7 +82,7 @@ def written(outgoing: Outgoing, frame_max: int) -> Content:
 
 
 def bare(topology: Topology, message: amqp.Message, reason: str) -> Outgoing:
-    """Return a message for ``undeliverable`` without its headers, which no frame can hold."""
+    """Return a message for ``undeliverable`` without its headers, which do not fit into a frame."""
     left = amqp.Message(
         message.body, application_headers={names.REASON: reason}, delivery_mode=PERSISTENT
     )

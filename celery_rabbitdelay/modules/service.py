@@ -20,7 +20,7 @@ __all__ = ["ModuleService"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a worker which stops gives the thread to finish the messages that it has begun.
+#: Seconds that a stopping worker waits for the thread to finish the messages it has begun.
 STOP_TIMEOUT: Final = 10.0
 
 #: Seconds from the loss of a connection to the first attempt to connect again, and the longest.
@@ -32,7 +32,7 @@ class ModuleService:
 
     Args:
         module: The module.
-        connection: Where to; connections like it are opened.
+        connection: Template; each attempt to connect clones it.
         declare: Called with each new connection, to declare what the module needs.
         on_lost: Called when an open connection is lost, or the module fails on it.
     """

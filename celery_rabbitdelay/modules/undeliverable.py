@@ -36,14 +36,12 @@ class Undeliverable:
     """A message that could not be delivered.
 
     Attributes:
-        task_id: The task's id; None where the message is no Celery task.
-        task: The task's name; None where the message is no Celery task.
-        queue: The queue that the message was delayed for; None where nothing tells.
-        due: The instant at which it was to start, aware; None where the message does not say, or
-            beyond the year 9999.
-        reason: Why it could not be delivered; and which of its headers have values that cannot be
-            read.
-        last_stop: The queue of the levels that it came out of last; None where it was in none.
+        task_id: The task's id; None if the message is not a Celery task.
+        task: The task's name; None if the message is not a Celery task.
+        queue: The queue that the message was delayed for; None if unknown.
+        due: The instant at which it was to start, aware; None if unknown or after the year 9999.
+        reason: Why it could not be delivered, and which of its headers have invalid values.
+        last_stop: The last level queue it passed, or None.
     """
 
     task_id: str | None
@@ -86,7 +84,7 @@ class _HeaderReader:
     """Reads headers that anybody may have written, and notes what cannot be read.
 
     Attributes:
-        unreadable: For each header whose value cannot be read, which, and what it is.
+        unreadable: A text for each invalid header: its name, its value, what was expected.
     """
 
     def __init__(self, headers: Mapping[str, Any]) -> None:
@@ -137,11 +135,11 @@ class _HeaderReader:
 def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: str | None) -> str:
     modules = topology.modules
     if last_stop in (modules.checkin.name, modules.distribution.name):
-        return f"the workers that took it from {last_stop} never finished it"
+        return f"delivery limit of {last_stop} exceeded: no worker acknowledged it"
     if last_stop == modules.meditation.name:
         return f"{modules.meditated.name} had no binding to {modules.checkin.name}"
     if key is None:
-        return "it was in none of the levels, and its headers do not tell where it should have been"
+        return "it was not dead-lettered by a level queue, and no routing key was given"
     if last_stop is None:
         start = _entrance(topology, key)
     else:

@@ -1,7 +1,7 @@
 """Publishing with confirms, declaring on a broker, and the kombu producer.
 
-What talks to RabbitMQ over a connection of ours comes in here, as long as it knows nothing of what
-the modules do with a message, and nothing of Celery.
+Code that uses a RabbitMQ connection belongs here, unless it concerns Celery or what a module does
+with a message.
 
 Read ``message`` (the parts of a message), ``wire`` (its bytes), ``publication`` (a message in
 flight), ``confirm_channel``, ``policy`` and ``publish_loop`` (the one engine that keeps many

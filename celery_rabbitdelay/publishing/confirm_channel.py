@@ -22,11 +22,11 @@ from celery_rabbitdelay.publishing.wire import Content, Wire, publish_frames
 
 __all__ = ["ConfirmChannel", "Unconfirmed"]
 
-#: Bytes that are collected before they are written: enough that a write costs little, few enough
-#: that the broker begins at once.
+#: Bytes that are collected before a write: enough to save system calls, few enough that the broker
+#: starts early.
 WRITE_SIZE: Final = 65_536
 
-#: Seconds to wait for a frame when only those that have arrived already are wanted.
+#: Timeout for reading frames that have already arrived, in seconds.
 NO_WAIT: Final = 0.001
 
 #: Called with a publication once the broker has acked, nacked or returned it.
@@ -34,7 +34,7 @@ OnSettled: TypeAlias = Callable[[Publication], None]
 
 
 class Unconfirmed:
-    """The publications of one channel that are not settled, by delivery tag. Pure.
+    """The unsettled publications of one channel, by delivery tag. Opens no connection.
 
     Args:
         on_settled: Called with each publication once it is settled.
@@ -68,14 +68,14 @@ class Unconfirmed:
             del self._by_tag[tag]
 
     def ack(self, tag: int, multiple: bool) -> None:
-        """Settle a publication, or all up to it, as confirmed (or as returned before)."""
+        """Handle ``basic.ack``; a returned publication keeps its error."""
         for publication in self._pop(tag, multiple):
             self.on_settled(publication)
 
     def nack(self, tag: int, multiple: bool) -> None:
-        """Settle a publication, or all up to it, as refused."""
+        """Handle ``basic.nack``."""
         for publication in self._pop(tag, multiple):
-            reason = "the broker refused the message: a queue is full, or its leader is away"
+            reason = "the broker nacked the message: a queue is full, or its leader is away"
             publication.error = MessageNacked(publication.exchange, publication.routing_key, reason)
             self.on_settled(publication)
 
@@ -147,7 +147,7 @@ class ConfirmChannel:
         return len(self.unconfirmed)
 
     def send(self, publication: Publication, timeout: float) -> None:
-        """Send a message to its present address.
+        """Send a message to the exchange and key that its ``address()`` returns now.
 
         Args:
             publication: The message.
@@ -207,11 +207,11 @@ class ConfirmChannel:
                 self.read(NO_WAIT)
 
     def read(self, timeout: float, most: int = 1) -> None:
-        """Read a frame of the connection, of whatever channel, and those behind it.
+        """Read one frame of any channel, then further buffered ones.
 
         Args:
             timeout: Seconds to wait for the first one.
-            most: How many frames to read; further ones are not waited for.
+            most: Maximum frames to read; only the first one is waited for.
 
         Raises:
             TimeoutError: No frame arrived.

@@ -16,7 +16,7 @@ __all__ = ["PublishingConnection", "remaining"]
 #: Seconds that opening a connection may take if the connection sets no limit of its own.
 CONNECT_TIMEOUT: Final = 5.0
 
-#: Seconds that closing a channel may take; nothing depends on it any more.
+#: Seconds that closing a channel may take; all its messages are settled before.
 CLOSE_TIMEOUT: Final = 2.0
 
 
@@ -57,7 +57,7 @@ class PublishingConnection:
         own_timeout = self.kombu.connect_timeout
         self.kombu.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, remaining(deadline))
         try:
-            # Each broker of a fail-over list once: nothing was sent yet, so this is no resend.
+            # Try each broker of a fail-over list once; that does not count as a resend.
             # Left to itself, kombu waits two seconds and tries again.
             self.kombu.ensure_connection(
                 max_retries=max(len(self.kombu.alt) - 1, 0),
@@ -89,5 +89,5 @@ class PublishingConnection:
 
 
 def remaining(deadline: float) -> float:
-    """Return the seconds until a deadline, but enough for one look at the socket."""
+    """Return the seconds until a deadline, at least 1 ms, for one read."""
     return max(deadline - time.monotonic(), 0.001)

@@ -43,8 +43,8 @@ __all__ = [
     "queue_counts",
 ]
 
-#: How many methods are sent for each answer of the broker. A few would do for the whole topology;
-#: but the broker takes some 15 ms to declare a quorum queue, and each answer has to come within the
+#: Every 20th method waits for a reply; the others use ``nowait``. Fewer replies would do, but the
+#: broker takes some 15 ms to declare a quorum queue, and each reply has to arrive within the
 #: caller's timeout.
 METHODS_PER_ANSWER: Final = 20
 
@@ -81,13 +81,13 @@ def declare(connection: Connection, topology: Topology) -> None:
             *(exchange(channel).declare for exchange in topology.exchanges),
             *(queue(channel).queue_declare for queue in topology.queues),
             *(_bind_method(channel, binding) for binding in topology.bindings),
-            # Last, so that a process that dies before this line leaves nothing that looks complete.
+            # Last: the marker exists only if everything before it was declared.
             topology.identity.marker(channel).declare,
         )
 
 
 def declare_if_missing(connection: Connection, topology: Topology) -> None:
-    """Declare a topology unless its marker is there; a connection is asked only once.
+    """Declare a topology unless its marker exists; checked once for each connection.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
@@ -244,7 +244,7 @@ def on_declared(connection: Connection, topology: Topology) -> Callable[[str, in
 
     Args:
         connection: The broker. Each call opens a new connection with the same parameters, so that
-            the hook may run in any thread and beside any other use of the connection.
+            the hook may run in any thread while the connection is used elsewhere.
         topology: The topology; declared unless its marker is there.
     """
 
@@ -271,7 +271,7 @@ def connect(connection: Connection) -> None:
 
 
 def _known(connection: Connection) -> set[Any]:
-    """Keys of what is known to be declared; kombu empties the set when it connects anew."""
+    """Keys of what is known to be declared; kombu empties the set when it reconnects."""
     return declared_entities(connection)
 
 

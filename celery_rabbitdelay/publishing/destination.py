@@ -1,4 +1,4 @@
-"""Which queue a message would reach: what a delay must not change."""
+"""Find the queue that a message would reach without a delay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Destination(NamedTuple):
     """Where a message goes when it is due.
 
     Attributes:
-        queue: The one queue that gets it; None where the exchange has to say which queues do.
+        queue: The one queue that gets it; None if only the exchange knows the queues.
         exchange: The exchange that it would have been published to without a delay.
         routing_key: The routing key that it would have been published with.
     """
@@ -35,19 +35,19 @@ def resolve(
     consumed: Iterable[str] = (),
     came_from: str | None = None,
 ) -> Destination:
-    """Find the one queue that a message to an exchange would reach, if it is one.
+    """Return the destination, with its queue if exactly one known queue matches.
 
-    A fanout or headers exchange may have queues that nobody here knows; there, only the queue that
-    a retry goes back to is known. Of the others, the application knows the queues.
+    Otherwise ``queue`` is None. Fanout and headers exchanges may have unknown queues, so there only
+    a retry's original queue is used.
 
     Args:
         exchange: The exchange's name; empty for the default exchange, whose routing key is the
             name of the queue.
         routing_key: The routing key.
         candidates: The queues that the application knows, the preferred ones first.
-        consumed: Of a retry, the names of the queues that this process consumes from: where several
-            match, it goes back to one of these.
-        came_from: The name of the queue that a retried message came from, where that is known.
+        consumed: For a retry, the names of the queues that this process consumes from: if several
+            queues match, and one of these, the retry goes back to it.
+        came_from: The name of the queue that a retried message came from, if known.
     """
     matching = {queue.name: queue for queue in candidates if _reaches(queue, exchange, routing_key)}
     if not exchange:
@@ -62,7 +62,7 @@ def resolve(
 
 
 def _is_open(queue: Queue, exchange: str) -> bool:
-    """Whether an exchange may have further queues, as far as the queue's bindings tell."""
+    """Return whether it is a fanout or headers exchange, by the queue's bindings."""
     return any(
         source.name == exchange and source.type not in ("direct", "topic")
         for source, _ in _bindings(queue)

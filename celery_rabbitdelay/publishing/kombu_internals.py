@@ -96,7 +96,7 @@ class LazyPool(Resource, Generic[T]):
 
     Args:
         make: Makes one more of what the pool holds.
-        limit: How many at most; None for a new one with every use.
+        limit: Maximum size of the pool; None makes a new resource for every use.
     """
 
     _resource: LifoQueue[T]

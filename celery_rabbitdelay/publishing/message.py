@@ -1,4 +1,4 @@
-"""What a message is: its body, its headers, its priority, and what tells it from others. Pure."""
+"""Parts of a message: body, headers, priority, task id. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
 #: ``delivery_mode`` of a message that RabbitMQ writes to disk.
 PERSISTENT: Final = 2
 
-#: The highest priority that quorum queues do not serve first. Up to 4.2 a message above it would
-#: hold up the others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
+#: The highest normal priority of quorum queues (0-4). Up to 4.2 a message above it would block the
+#: others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
 MAX_PRIORITY: Final = 4
 
 #: AMQP's longest name of an exchange, and its longest routing key, in bytes.
 MAX_WORD: Final = 255
 
-#: How many characters of a value a reason shows.
+#: Maximum characters of a value in an error text.
 SHOWN: Final = 200
 
 
@@ -41,14 +41,14 @@ def body_of(message: amqp.Message) -> bytes:
 
 
 def task_id_of(message: amqp.Message) -> str:
-    """Return what tells a message from others: its task's id, or else what its body is."""
+    """Return the task id: correlation id, message id, or CRC-32 of the body."""
     properties = message.properties
     given = properties.get("correlation_id") or properties.get("message_id")
     return str(given or zlib.crc32(body_of(message)))
 
 
 def headers_of(message: amqp.Message) -> dict[str, Any]:
-    """Return a message's headers; empty where it has none."""
+    """Return a message's headers; empty if it has none."""
     return dict(message.properties.get("application_headers") or {})
 
 

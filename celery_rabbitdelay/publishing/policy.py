@@ -1,4 +1,4 @@
-"""How long, and how often, publishing a message is tried. Pure."""
+"""Timeout, resends and window of publishing. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Final, NamedTuple
 
 __all__ = ["BACKOFF", "DEFAULT_POLICY", "RESENDS", "TIMEOUT", "PublishPolicy"]
 
-#: Seconds for everything about one message, unless the caller says.
+#: Default timeout of one message in seconds, from connecting to the confirm.
 TIMEOUT: Final = 30.0
 
-#: How often a message is sent again, unless the caller says.
+#: Default maximum of resends.
 RESENDS: Final = 3
 
-#: Seconds before the first resend, how many more before each further one, and the maximum.
+#: Default seconds before the first resend, the step by which they grow, and their maximum.
 BACKOFF: Final = (0.0, 0.2, 1.0)
 
-#: How many messages may be in flight, unless the caller says.
+#: Default maximum of messages in flight.
 WINDOW: Final = 1000
 
 
@@ -25,9 +25,8 @@ class PublishPolicy(NamedTuple):
     Attributes:
         timeout: Seconds for everything about one message, from connecting through resends to the
             confirm.
-        resends: How often a message is sent again after the broker has refused it, and after how
-            many lost connections in a row publishing is given up; None for as often as the time
-            allows.
+        resends: Maximum resends of one message after a nack, and maximum consecutive lost
+            connections. None: no limit but the timeout.
         backoff: Seconds before the first resend, the step by which they grow, and their maximum.
         window: How many messages may be in flight.
     """

@@ -1,4 +1,4 @@
-"""Publishers for the threads of a process, and none of them for the processes that it forks."""
+"""A pool of publishers for the threads of a process; a forked child starts with an empty pool."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PublisherPool:
     """Lends publishers to threads, one each, and keeps them for the next.
 
     Args:
-        connection: Where to; every publisher works on a connection like it, opened when needed.
-        limit: How many publishers at most; a thread that comes later waits. None for a new
-            connection with every use.
+        connection: Template; each publisher uses a clone of it, opened when needed.
+        limit: Maximum publishers; a thread that finds none free waits. None opens a new connection
+            for every use.
     """
 
     def __init__(self, connection: Connection, limit: int | None = 10) -> None:
@@ -60,7 +60,7 @@ class PublisherPool:
 
     def _forget(self) -> None:
         # In a forked process the sockets are the parent's: closing them in order would end the
-        # parent's connections, so they are only let go.
+        # parent's connections, so the child drops its references.
         self._publishers = self._new_pool()
 
     def _new_pool(self) -> LazyPool[Publisher]:

@@ -37,8 +37,8 @@ class Delayed(NamedTuple):
     Attributes:
         message: The message.
         word: The name of the queue that gets it when it is due, or :data:`.DISTRIBUTION`.
-        task_id: What says its shard.
-        queue: The queue that it is for; None where the exchange decides.
+        task_id: Selects the shard.
+        queue: The queue that it is for; None if the exchange routes it.
     """
 
     message: amqp.Message
@@ -57,7 +57,7 @@ class DelayedProducer(Producer):
         producer.publish_delayed({"month": 7}, destination, due=3600)
 
     Args:
-        publisher: What publishes; :meth:`publish`, without a delay, uses its connection as well.
+        publisher: Publishes the messages; :meth:`publish`, without a delay, uses its connection.
         topology: The levels.
         timeout: Seconds until a missing confirm becomes an error.
         may_declare: Whether a missing topology is declared; otherwise it is an error.
@@ -101,22 +101,22 @@ class DelayedProducer(Producer):
 
         Args:
             body: What to send, as for :meth:`kombu.Producer.publish`.
-            destination: The queue, and the exchange and key that the consumer is to see.
+            destination: The queue, and the exchange and routing key that its consumer will see.
             due: A delay in seconds or as a timedelta, rounded up to ticks; or a :class:`Due`.
             declare: Other exchanges and queues to declare first.
-            resends: How often to send again what the broker refuses, or after a lost connection;
-                None for as the time allows.
+            resends: Maximum resends after a nack or a lost connection. None: no limit but the
+                timeout.
             backoff: Seconds before the first resend, step and maximum.
-            **options: ``headers``, of which those that a broker or a former delay left are dropped;
+            **options: ``headers`` (broker headers and ``rabbitdelay-*`` headers are removed);
                 kombu's ``serializer`` and ``compression``; ``content_type`` and
                 ``content_encoding`` of a body that is serialized already; AMQP's message
                 properties. ``expiration`` is dropped: RabbitMQ would apply it to the wait in each
                 level.
 
         Raises:
-            DelayTooLong: The delay is above the layout's capacity, and nobody serves check-in.
+            DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
             NeedsDistribution: Not exactly one known queue gets the message, or its priority is
-                above what quorum queues keep in order; and nobody serves distribution.
+                above 4 and the queues are quorum queues; and ``modules`` lacks distribution.
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
@@ -142,7 +142,7 @@ class DelayedProducer(Producer):
         """Return the arguments ``declare`` and ``redeclare`` of :meth:`Publisher.publish`.
 
         Args:
-            queue: The queue that the messages are for; None where the exchange decides.
+            queue: The queue that the messages are for; None if the exchange routes them.
             declare: Other exchanges and queues that the messages need.
         """
         further = [entity for entity in declare if entity is not queue]
@@ -169,13 +169,13 @@ class DelayedProducer(Producer):
         """Return the message that :meth:`publish_delayed` publishes, which takes the same.
 
         Raises:
-            DelayTooLong: The delay is above the layout's capacity, and nobody serves check-in.
-            NeedsDistribution: Nobody serves distribution, which it needs.
+            DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
+            NeedsDistribution: It needs distribution, which ``modules`` lacks.
         """
         if "check-in" not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
         properties.pop("expiration", None)
-        # What kombu gives a message, where nothing else is said.
+        # kombu's default.
         priority = properties.setdefault("priority", 0) or 0
         own_headers = {
             **names.strip(headers or {}),

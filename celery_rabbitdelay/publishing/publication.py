@@ -1,4 +1,4 @@
-"""A message in flight: its bytes, where it goes, and what became of it. Pure."""
+"""A message in flight: its bytes, its address and its outcome. Opens no connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Publication:
         content: The message as bytes; it should be persistent.
         address: Returns the exchange and the routing key. It is called for each attempt, because
             those of a delayed message depend on the time that is left.
-        subject: Whatever the caller wants to find again.
+        subject: The caller's context, for example row numbers.
 
     Attributes:
         exchange: The exchange of the last attempt.

@@ -36,11 +36,11 @@ from celery_rabbitdelay.publishing.publication import Publication
 
 __all__ = ["PublishLoop", "Source", "callers_errors_as_they_are"]
 
-#: Seconds that a source may take for one message before what was sent is written without waiting
-#: for the next one.
+#: If a source takes this many seconds or more for a message, messages are written at once, not in
+#: batches.
 SLOW_SOURCE: Final = 0.005
 
-#: Seconds that may pass, while messages are sent, without reading the broker's answers.
+#: While messages are sent, the broker's answers are read at least once in so many seconds.
 READ_EVERY: Final = 0.05
 
 #: Returns the next message; None if there is none now.
@@ -48,7 +48,7 @@ Source: TypeAlias = Callable[[], Publication | None]
 
 
 class _CallersError(BaseException):
-    """An error of the source or of ``done``; its type must not be taken for the connection's."""
+    """Wraps an error of source or ``done``, so that it is not handled as a connection error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -57,7 +57,7 @@ class _CallersError(BaseException):
 
 @contextmanager
 def callers_errors_as_they_are() -> Iterator[None]:
-    """Raise what the source or ``done`` raised inside of a loop as it was raised."""
+    """Unwrap :class:`_CallersError`: raise the error of the source or of ``done`` itself."""
     try:
         yield
     except _CallersError as wrapped:
@@ -68,7 +68,7 @@ class PublishLoop:
     """Publishes messages over one channel after the other.
 
     Args:
-        source: Returns the next message, at most as many as may be in flight.
+        source: Returns the next message; called at most ``window`` messages ahead.
         policy: How long, and how often, each message is tried.
         done: Called with each message that is confirmed or has an error.
         redeclare: Declares again what messages need, if no queue takes one of them or an exchange
@@ -97,13 +97,13 @@ class PublishLoop:
         self._channel: ConfirmChannel | None = None
         #: Messages to send before any new one, and when, the earliest first.
         self._resends: deque[tuple[float, Publication]] = deque()
-        #: How many messages are sent one at a time, since one of them has closed the channel.
+        #: Messages to resend one at a time, to find the one that closed the channel.
         self._suspects = 0
         #: Whether the source had no message when it was last asked.
         self._source_is_empty = False
         #: Seconds that the source took for its last message; unknown before the first.
         self._source_took = SLOW_SOURCE
-        #: Since when the broker owes an answer.
+        #: Time of the last progress; basis of the timeout.
         self._progress = time.monotonic()
 
     @property
@@ -118,7 +118,7 @@ class PublishLoop:
         self._progress = time.monotonic()
 
     def has_more(self) -> bool:
-        """Return whether a message is to be sent or in flight; asks the source if need be."""
+        """Return whether work is left; may take a message from the source."""
         if self._channel is not None and self._channel.in_flight:
             return True
         if not self._resends and (publication := self._take()) is not None:
@@ -143,9 +143,10 @@ class PublishLoop:
         return self._resends[0][1]
 
     def send_first(self, publication: Publication) -> None:
-        """Send a message before all others: for one that ``done`` has in place of another.
+        """Queue a message ahead of all others.
 
-        Not at once, since the channel is reading the broker's answers while ``done`` is called.
+        ``done`` uses it to publish a replacement, such as the copy for ``undeliverable``. It is not
+        sent at once, because the channel is reading the broker's answers while ``done`` is called.
         """
         self._resends.appendleft((0.0, publication))
         if self._suspects:
@@ -211,7 +212,7 @@ class PublishLoop:
         return publication
 
     def _excuse(self, seconds: float) -> None:
-        """The source was busy for so long, and nobody read the broker's answers."""
+        """Extend all deadlines by the time the source took: no answers were read meanwhile."""
         self._progress += seconds
         in_flight = self._channel.unconfirmed.all() if self._channel else []
         for publication in (*in_flight, *(publication for _, publication in self._resends)):
@@ -229,11 +230,11 @@ class PublishLoop:
             room = self.window
         else:
             room = 0 if self._source_is_empty else max(self.window - len(self._resends), 0)
-        # Not for each message of its own: many of them are written at once.
+        # Wait until a quarter of the window is free, so that messages are written in batches.
         enough = room * 3 // 4
         was_blocked, was_in_flight = channel.blocked is not None, channel.in_flight > 0
         if not was_blocked and not was_in_flight and resend_at <= now:
-            # It has come due since it was looked at: there is nothing to wait for.
+            # A resend has come due since send() ran: there is nothing to wait for.
             return
 
         def can_go_on() -> bool:
@@ -246,7 +247,7 @@ class PublishLoop:
             self.check_time()
 
     def check_time(self) -> None:
-        """Give up the messages whose time is over.
+        """Give up the messages whose deadline has passed.
 
         Raises:
             ConfirmTimeout: The broker has settled no message for all of that time.
@@ -324,7 +325,7 @@ class PublishLoop:
         if self._channel is not None:
             in_flight, self._channel = self._channel.unconfirmed.all(), None
         for publication in in_flight:
-            # It may have been returned, without the ack that would have settled it.
+            # The connection may be lost between its return and the ack that settles it.
             publication.error = None
         self._resends.extendleft((0.0, publication) for publication in reversed(in_flight))
         return len(in_flight)
@@ -335,11 +336,11 @@ class PublishLoop:
             publication.resent += 1
 
     def channel_closed(self, closed: ChannelError) -> Publication | None:
-        """Find out for which message the broker has closed the channel; it says why, but not which.
+        """Find the message that made the broker close the channel; AMQP does not name it.
 
-        Call it before the next :meth:`use`. If there are several, all of them are sent again one at
-        a time, and the one for which the broker closes the channel then is the one. If an exchange
-        does not exist, what the messages need is declared again first.
+        Call it before the next :meth:`use`. If several messages are in flight, they are resent one
+        at a time until the broker closes the channel again. If an exchange does not exist, the
+        topology is declared again first.
 
         Returns:
             The message, with its error; None if it is not known yet.

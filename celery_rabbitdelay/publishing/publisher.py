@@ -39,7 +39,7 @@ __all__ = ["Declaration", "Publisher"]
 #: Called with a connection, to declare what is missing.
 Declaration: TypeAlias = Callable[[Connection], None]
 
-#: After these the connection is in order, and can be used for the next messages.
+#: After these errors, the connection can be used for the next messages.
 HARMLESS: Final = (MessageNacked, MessageRefused, MessageReturned, DeclarationRefused)
 
 
@@ -70,11 +70,11 @@ class Publisher:
         declare: Declaration | None = None,
         redeclare: Declaration | None = None,
     ) -> None:
-        """Publish a message and return once the broker has it on disk.
+        """Publish a message and return once the broker has confirmed it.
 
         After a lost connection the message is sent again on a new one; the broker may then have it
-        twice. After an error, regard it as not sent. Only after a timeout, a blocked or a lost
-        connection may the broker have taken it all the same.
+        twice. After an error, regard it as not sent; the broker may still have it only after a
+        timeout, a blocked or a lost connection.
 
         Args:
             message: The message with its properties; sent persistent and mandatory.
@@ -89,7 +89,8 @@ class Publisher:
 
         Raises:
             MessageNacked: The broker nacked the message, also each time it was sent again.
-            MessageRefused: The broker does not take such a message, or not from this user.
+            MessageRefused: The broker closed the channel: too large, invalid, or no write
+                permission.
             MessageReturned: No queue takes it, or the exchange does not exist.
             DeclarationRefused: The broker refused what ``declare`` declares.
             ConfirmTimeout: No confirm within ``timeout``.
@@ -190,7 +191,7 @@ class _Run:
                 except PublishError as error:
                     self._end_with(error, error.__cause__)
                 except NotAllowed as refused:
-                    # The virtual host does not exist or is not the user's, and so the next time.
+                    # Do not retry: the virtual host is missing or not accessible.
                     self._loop.take_back()
                     self._connection.discard()
                     if self._loop.has_more():
@@ -201,8 +202,8 @@ class _Run:
                 ) as lost:
                     self._reconnect_later(lost)
                 except BaseException:
-                    # Also an interrupt or a time limit: messages may be in flight, and the next
-                    # caller's must not be taken for these.
+                    # Also an interrupt or a time limit: late confirms of messages in flight must
+                    # not be taken for confirms of the next caller's messages.
                     self._connection.discard()
                     raise
 
@@ -249,7 +250,7 @@ class _Run:
             culprit = self._loop.channel_closed(closed)
             if culprit is not None and isinstance(closed, AccessRefused | NotFound):
                 assert culprit.error is not None
-                # It would recur with every message to that exchange.
+                # Every further message to it would fail.
                 raise culprit.error from closed
 
     def _reconnect_later(self, lost: BaseException) -> None:
@@ -284,4 +285,4 @@ class _Run:
 
 
 def _ignore(publication: Publication) -> None:
-    """Stand for ``done`` where the caller gives none."""
+    """The default ``done``: does nothing."""

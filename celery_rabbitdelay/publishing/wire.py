@@ -37,7 +37,7 @@ __all__ = [
 #: The properties of a message, in AMQP's order.
 MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
 
-#: The types of a frame that holds a method, and of one with a message's size and properties.
+#: Frame types: a method; a message's size and properties; a part of its body.
 METHOD_FRAME: Final = 1
 HEADER_FRAME: Final = 2
 BODY_FRAME: Final = 3
@@ -118,7 +118,7 @@ def publish_frames(
         raise FrameSyntaxError(
             f"headers and properties have {len(properties)} bytes, a frame {frame_max}"
         )
-    # A lone surrogate is no UTF-8, but py-amqp encodes it all the same.
+    # A lone surrogate is invalid UTF-8; py-amqp encodes it, and so does this.
     name, key = (word.encode("utf-8", "surrogatepass") for word in (exchange, routing_key))
     parts = [
         _FRAME.pack(METHOD_FRAME, channel, 9 + len(name) + len(key)),
@@ -190,7 +190,7 @@ class Wire:
     def read(self, timeout: float, channel: int) -> tuple[int, bool] | None:
         """Read a frame and handle it as py-amqp does, unless it is a ``basic.ack`` on a channel.
 
-        Nearly every frame is one; handling it here saves py-amqp's way through callbacks.
+        Nearly every frame is a ``basic.ack``; handling it here avoids py-amqp's slow dispatch.
 
         Args:
             timeout: Seconds to wait for a frame; 0 for not at all.
@@ -226,13 +226,13 @@ class Wire:
                     raise
         except OSError:
             if reported is not None:
-                # The broker has said why it closes the connection; py-amqp then fails to set the
-                # time limit of a socket that is closed.
+                # Raise the broker's reason, not py-amqp's failure to reset the timeout of the
+                # closed socket.
                 raise reported from reported.__cause__
             raise
 
     def set_on_blocked(self, on_blocked: Any, on_unblocked: Any) -> tuple[Any, Any]:
-        """Set what is called when the broker blocks the connection; return what was called."""
+        """Set the callbacks for blocked and unblocked; return the former ones."""
         former = self._amqp.on_blocked, self._amqp.on_unblocked
         self._amqp.on_blocked, self._amqp.on_unblocked = on_blocked, on_unblocked
         return former
@@ -254,7 +254,7 @@ class PropertiesEncoder:
         properties = dict(message.properties)
         headers = properties.pop("application_headers")
         self.headers = {name: value for name, value in headers.items() if name not in own}
-        # Celery leaves options among a message's properties that are none of AMQP's.
+        # Celery leaves non-AMQP options among a message's properties.
         self.properties = {
             name: value
             for name, value in properties.items()
@@ -295,13 +295,13 @@ class PropertiesEncoder:
 
 
 def reading_unreadable_properties(connection: Connection) -> None:
-    """Have messages with properties that py-amqp cannot read arrive all the same, marked.
+    """Install a frame handler that delivers messages with undecodable properties.
 
     RabbitMQ passes on what it does not look at, such as a header whose timestamp counts
     milliseconds (a year beyond 9999) or a message id in Latin-1. py-amqp raises in the middle of
     such a message, its connection cannot be used any more, and the broker delivers the message
-    again and again. Instead, the message gets two headers: the error
-    (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE`), and the properties' bytes
+    again and again. Instead, its properties are replaced by two headers: the error
+    (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE`), and the raw bytes
     (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE_PROPERTIES`).
 
     Args:

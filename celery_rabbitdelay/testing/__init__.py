@@ -1,4 +1,4 @@
-"""Private RabbitMQ and Redis servers for tests; see :mod:`celery_rabbitdelay.testing.servers`."""
+"""Private RabbitMQ and Redis servers for tests; read :mod:`celery_rabbitdelay.testing.servers`."""
 
 from __future__ import annotations
 

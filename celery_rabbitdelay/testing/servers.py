@@ -75,7 +75,7 @@ def free_port() -> int:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however it ends (Linux only)."""
+    """Ask the kernel to kill this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -363,7 +363,7 @@ class RabbitMQServer(Server):
         return self._inside([self.program])
 
     def _inside(self, command: list[str]) -> list[str]:
-        """Have ``command`` run inside the other system, in a mount namespace that ends with it."""
+        """Wrap a command so that it runs inside ``root``, in a mount namespace of its own."""
         if self.root is None:
             return command
         script = (
@@ -399,7 +399,7 @@ class RabbitMQServer(Server):
             # The start script then becomes the node instead of waiting for it, so that the node
             # itself is what ends with its parent.
             "RUNNING_UNDER_SYSTEMD": "true",
-            # Idle schedulers that spin would steal the processor from the tests beside them.
+            # Idle schedulers that spin would take processor time from the tests.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none",
         }
 

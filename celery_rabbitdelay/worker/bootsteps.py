@@ -45,8 +45,8 @@ class WorkerDeclaration:
     """Declares what a worker needs: the levels, and its queues with their bindings.
 
     The worker's consumer and its modules have a connection each. The first one that connects
-    declares for all of them. When one of them is lost, the broker may come back empty: the next one
-    that connects declares everything again.
+    declares for all of them. When one of them is lost, the broker may have lost its state: the next
+    one that connects declares everything again.
 
     Args:
         app: The worker's application.
@@ -61,7 +61,7 @@ class WorkerDeclaration:
 
     @property
     def queues(self) -> list[Queue]:
-        """The queues that the worker consumes from, but not its own parts of broadcasts."""
+        """The queues that the worker consumes from, without those of broadcasts."""
         queues = self._app.amqp.queues.consume_from.values()
         return [queue for queue in queues if not isinstance(queue, Broadcast)]
 
@@ -132,7 +132,7 @@ class DelayLevels(bootsteps.StartStopStep):
         return bool(consumer.app.rabbitdelay.available)
 
     def include(self, consumer: Any) -> bool:
-        """Stand in for Celery's own step, which would declare its native delayed delivery."""
+        """Replace Celery's ``DelayedDelivery`` step."""
         included: bool = super().include(consumer)
         if included:
             leave_out_delayed_delivery(consumer)
@@ -191,8 +191,7 @@ class RestoreTasks(bootsteps.StartStopStep):
             early_tasks.stop()
 
 
-#: How many messages a module takes from its queue before they are done. Distribution fewer: one of
-#: its messages may be an envelope.
+#: The prefetch count of each module; distribution's is lower, as a message may be an envelope.
 PREFETCH: Final = {"check-in": 1000, "distribution": 300}
 
 #: Seconds after which both sides take a silent connection for lost.
@@ -202,8 +201,8 @@ HEARTBEAT: Final = 60
 class Modules(bootsteps.StartStopStep):
     """Serves check-in and distribution, each in a thread and on a connection of its own.
 
-    They start after the pool, so that no process of the pool is forked out of them, and go on
-    when the worker's own consumer connects anew.
+    They start after the pool, so that pool processes do not inherit their threads and sockets, and
+    keep running when the worker's own consumer reconnects.
 
     Args:
         worker: The worker.
@@ -266,13 +265,13 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
 
 
 def allowed_destinations(app: Any) -> AllowedDestinations:
-    """Return where check-in may publish: what the setting says, or else what the queues do.
+    """Return where check-in may publish: the setting, or the configured queues and their exchanges.
 
-    The queues are those of the configuration. ``app.amqp.queues`` grows with every queue that the
-    application sends to or that the worker is told to consume from.
+    Not ``app.amqp.queues``, which grows with every queue that the application sends to or that the
+    worker is told to consume from.
     """
     patterns = app.rabbitdelay.settings.checkin_allowed
     if patterns is not None:
         return AllowedDestinations.matching(patterns)
-    # Where task_queues is unset, Celery makes the default queue.
+    # If task_queues is unset, Celery makes the default queue.
     return AllowedDestinations.of_queues(app.amqp.Queues(app.conf.task_queues).values())

@@ -49,7 +49,7 @@ def is_revoked(consumer: Any, task_id: str | None) -> bool:
 
 
 def raise_prefetch(consumer: Any) -> None:
-    """Have a worker receive one more message, as for each task that it holds."""
+    """Raise the prefetch count by one, as Celery does for each task that a worker holds."""
     consumer.qos.increment_eventually()
 
 
@@ -74,7 +74,7 @@ def has_event_loop(consumer: Any) -> bool:
 
 
 def watch(hub: Any, file_descriptor: int, callback: Callable[[], None]) -> None:
-    """Have an event loop call something when a file can be read."""
+    """Register a read callback of a file descriptor with an event loop."""
     hub.add_reader(file_descriptor, callback)
 
 
@@ -85,20 +85,20 @@ def stop_watching(consumer: Any, file_descriptor: int) -> None:
 
 
 def write_pending_acknowledgements(consumer: Any) -> None:
-    """Without an event loop, have a worker send the acknowledgements that it has put off.
+    """Without an event loop, send deferred acknowledgements now.
 
-    Before 5.7, Celery would put them off until the broker happens to send something.
+    Before 5.7, Celery defers them until the broker happens to send something.
     """
     if not has_event_loop(consumer):
         consumer.perform_pending_operations()
 
 
 def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
-    """Return the instant of a message's ``eta`` as Celery's requests read it, None if it is none.
+    """Return a message's ``eta`` as Celery's requests read it, None if missing or invalid.
 
     Args:
         value: The field of the message.
-        timezone: The application's; a naive instant is UTC all the same.
+        timezone: The application's; a naive instant is UTC nevertheless.
     """
     try:
         instant = maybe_iso8601(value)

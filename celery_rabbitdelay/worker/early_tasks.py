@@ -54,7 +54,7 @@ KEPT_PROPERTIES: Final = (
     "app_id",
 )
 
-#: Seconds between two attempts to publish a message that the broker refuses at the moment.
+#: Seconds between two attempts to publish a message after a temporary error.
 RETRY_INTERVAL: Final = 1.0
 
 #: Seconds that a stopping worker waits for the confirm of the message that is being published.
@@ -73,7 +73,7 @@ class _Early:
         destination: The queue that it was consumed from, its exchange and its routing key.
         due: When it is due.
         acknowledge: Acknowledges it.
-        hold: Goes on as Celery does, which holds the task.
+        hold: Passes the task to Celery, which holds it.
         again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
             failure.
     """
@@ -132,7 +132,7 @@ class EarlyTasks:
         self._end()
 
     def _end(self) -> None:
-        """Close the pipe at the second call: the thread and the worker both use it."""
+        """Close the pipe once thread and worker have both ended."""
         with self._ends:
             if self._one_has_ended:
                 os.close(self._wakes)
@@ -148,7 +148,7 @@ class EarlyTasks:
             message: The task's message.
             body: The body that Celery passes to a strategy.
             ack: Acknowledges the message; the function that Celery passes to a strategy.
-            hold: Goes on as Celery does, which holds the task until it is due.
+            hold: Passes the task to Celery, which holds it until it is due.
         """
         due = self._due(message, body)
         if due is None or due.delay_ms <= self._tick_ms:
@@ -263,7 +263,7 @@ class EarlyTasks:
                 destination,
                 early.due,
                 headers=headers,
-                # No resend: others wait, and a later attempt needs another route.
+                # Do not block the others: _try_again retries with a new route.
                 resends=0,
                 # kombu has decompressed the body.
                 compression=headers.pop("compression", None),
@@ -275,7 +275,7 @@ class EarlyTasks:
     def _do_in_loop(self, actions: deque[Action], action: Action) -> None:
         actions.append(action)
         if not has_event_loop(self._consumer):
-            # gevent and eventlet: this thread is a greenlet beside the loop's.
+            # gevent and eventlet: this thread is a greenlet, which may run them.
             _do_all(actions)
         else:
             with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
@@ -294,4 +294,4 @@ def _do_all(actions: deque[Action]) -> None:
         try:
             action()
         except Exception:  # the caller goes on with its other actions
-            logger.exception("A task that was not due is left to the broker")
+            logger.exception("Callback for an early task failed; RabbitMQ will redeliver it")

@@ -1,4 +1,4 @@
-"""Restoring a delayed task on its arrival at a worker: it looks as if it had had no delay."""
+"""Restore a delayed task when it arrives at a worker, as if it had been sent without a delay."""
 
 from __future__ import annotations
 

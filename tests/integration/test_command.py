@@ -254,7 +254,7 @@ def test_a_mistyped_task_is_not_sent_unless_it_is_meant(
 
     assert told.returncode == 2
     assert "'lok' is no task of" in told.stderr
-    assert "is it 'look'? --by-name sends it all the same" in told.stderr
+    assert "is it 'look'? use --by-name to send it anyway" in told.stderr
     assert meant.returncode == 0, meant.stderr
 
 

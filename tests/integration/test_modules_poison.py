@@ -206,7 +206,7 @@ def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
     (death,) = arrival.message.headers["x-death"]
     assert (death["queue"], death["reason"]) == (topology.modules.checkin.name, "delivery_limit")
     reason = examine(arrival.message.headers, topology).reason
-    assert f"took it from {topology.modules.checkin.name} never finished it" in reason
+    assert f"delivery limit of {topology.modules.checkin.name} exceeded" in reason
 
 
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(

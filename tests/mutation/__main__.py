@@ -204,7 +204,7 @@ def _print_row(file: str, results: Sequence[Result], verbose: bool) -> None:
     noticed = sum(result.noticed_by is not None for result in results)
     print(f"{file:32} {noticed:3} of {len(results):3} noticed", flush=True)
     for mutant, noticed_by in results:
-        if noticed_by and (verbose or "::" not in noticed_by):
+        if noticed_by and (verbose or "tests/" not in noticed_by):
             print(f"    {mutant.line}: {mutant.what}: {noticed_by}", flush=True)
 
 

@@ -137,6 +137,16 @@ def test_after_meditation_a_delay_may_still_be_above_the_capacity(receive: Any) 
     assert receive(message("t.meditated", application_headers=told)).exchange == "t.seconds.x1"
 
 
+def test_after_meditation_a_part_of_a_millisecond_does_not_make_a_message_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000 + 999_999)
+    module = CheckIn(TOPOLOGY, lambda exchange, key: True)
+    told = {headers.DUE: NOW + 4001}
+    (back,) = module.receive(message("t.meditated", application_headers=told))
+    assert back.routing_key == "5.%distribution"
+
+
 def test_the_shard_is_that_of_the_task() -> None:
     topology = Topology("t", custom([("seconds", 10, 1)]), shards=8)
     module = CheckIn(topology, lambda exchange, key: True)

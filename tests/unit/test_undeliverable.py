@@ -129,7 +129,7 @@ def test_what_had_no_delay_left_found_no_queue_bound() -> None:
 
 
 def test_without_its_routing_key_what_no_level_took_is_left_open() -> None:
-    assert "do not tell" in examine(found(), CLOCK).reason
+    assert "no routing key was given" in examine(found(), CLOCK).reason
 
 
 def test_a_reason_that_a_module_wrote_wins() -> None:
@@ -306,5 +306,5 @@ def test_the_first_of_several_routing_keys_counts_and_a_text_is_one() -> None:
 def test_a_message_that_no_worker_finished_names_the_queue_it_was_taken_from(module: str) -> None:
     stop = f"rabbitdelay.{module}"
     message = examine(found(stop, key="q"), CLOCK)
-    assert message.reason == f"the workers that took it from {stop} never finished it"
+    assert message.reason == f"delivery limit of {stop} exceeded: no worker acknowledged it"
     assert message.last_stop == stop
