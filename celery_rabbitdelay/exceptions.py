@@ -157,8 +157,9 @@ class LayoutConflict(RabbitDelayError, OperationalError):
         return (
             f"the broker holds another layout under the prefix {self.prefix!r}. Use another "
             "rabbitdelay_prefix for this one; or restore the values of rabbitdelay_layout, "
-            "rabbitdelay_tick and rabbitdelay_queue_type with which it was declared; or, once no "
-            "message waits in it any more, remove it with celery_rabbitdelay.kombu.delete. "
+            "rabbitdelay_tick, rabbitdelay_queue_type and rabbitdelay_shards with which it was "
+            "declared; or, once no message waits in it any more, remove it with "
+            "celery_rabbitdelay.kombu.delete. "
             f"The broker said: {self.reply}"
         )
 
@@ -181,7 +182,8 @@ class TopologyIncomplete(RabbitDelayError, OperationalError):
         more = f" and {len(self.missing) - 5} more" if len(self.missing) > 5 else ""
         return (
             f"the layout under the prefix {self.prefix!r} is incomplete on the broker, missing: "
-            f"{shown}{more}. Declare it with celery_rabbitdelay.kombu.declare, or set "
+            f"{shown}{more}. Declare the levels with celery_rabbitdelay.kombu.declare, and declare "
+            "the queues of the tasks and bind them with bind_destination; or set "
             'rabbitdelay_declare = "auto"'
         )
 
@@ -226,8 +228,8 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
             f"{self.what} cannot be delayed: the levels hand a message to one queue, with a "
             "priority of at most 4 on quorum queues. Send it to one queue that the application "
             'knows (task_queues), with a priority of 4 or less; or add "distribution" to '
-            "rabbitdelay_modules; or set rabbitdelay=False on the task to keep Celery's own "
-            "behavior"
+            "rabbitdelay_modules; or, of send_many, leave out envelopes=True; or set "
+            "rabbitdelay=False on the task to keep Celery's own behavior"
         )
 
 

@@ -93,12 +93,12 @@ class Settings:
             'takes "clock", "binary", "geometric", a mapping with one of these or "custom" as its '
             '"name", a list of (name, base, unit), or a celery_rabbitdelay.kombu.Layout'
         ),
-        "tick": "takes a positive number of seconds, in whole milliseconds",
+        "tick": "takes a positive number of seconds, in whole milliseconds, at most 366 days",
         "queue_type": f"takes one of {', '.join(get_args(QueueType))}",
         "shards": f"takes a whole number from 1 to {MAX_SHARDS}",
         "takeover": "takes True or False",
         "declare": f"takes one of {', '.join(get_args(Declare))}",
-        "confirm_timeout": "takes a positive number of seconds",
+        "confirm_timeout": "takes a positive number of seconds, at most 366 days",
         "window": f"takes a whole number from 1 to {MAX_WINDOW}",
         "modules": f"takes a list of any of {', '.join(MODULES)}",
         "checkin_allowed": "takes None, or a list of names in which * and ? may stand",
