@@ -72,19 +72,19 @@ class DelayTooLong(RabbitDelayError, ValueError):
     """The delay is above what one pass through the levels can express.
 
     Attributes:
-        milliseconds: The delay that was asked for, in milliseconds.
-        capacity: The largest delay of the layout, in milliseconds.
+        delay_ms: The delay that was asked for, in milliseconds.
+        capacity_ms: The largest delay of the layout, in milliseconds.
     """
 
-    def __init__(self, milliseconds: int, capacity: int) -> None:
-        super().__init__(milliseconds, capacity)
-        self.milliseconds = milliseconds
-        self.capacity = capacity
+    def __init__(self, delay_ms: int, capacity_ms: int) -> None:
+        super().__init__(delay_ms, capacity_ms)
+        self.delay_ms = delay_ms
+        self.capacity_ms = capacity_ms
 
     def __str__(self) -> str:
         return (
-            f"a delay of {self.milliseconds / 1000:,.3f} s is above the layout's capacity of "
-            f"{self.capacity / 1000:,.3f} s: choose a shorter delay, or a layout with more "
+            f"a delay of {self.delay_ms / 1000:,.3f} s is above the layout's capacity of "
+            f"{self.capacity_ms / 1000:,.3f} s: choose a shorter delay, or a layout with more "
             'levels; or add "check-in" to rabbitdelay_modules: it then waits in the overflow loop'
         )
 

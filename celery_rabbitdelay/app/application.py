@@ -45,7 +45,7 @@ from celery_rabbitdelay.app.options import refuse_options_of_later_versions, ref
 from celery_rabbitdelay.app.settings import checked_seconds
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, milliseconds, tolerance_milliseconds
 
 __all__ = ["Celery", "install"]
@@ -188,7 +188,7 @@ class Celery(celery.Celery):
                 countdown = milliseconds(delay) / 1000
                 if not has_levels and countdown > 0:
                     why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
-                    self.rabbitdelay.warn_not_in_levels(why)
+                    self.rabbitdelay.warn_treated_as_countdown(why)
             if not has_levels or not has_quorum_queue(self):
                 return send(countdown, eta)
             # Celery would use its native delayed delivery, whose queues our workers do not declare.
@@ -266,7 +266,7 @@ def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.C
 def _without_former_delay(options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Remove the headers of an earlier delay; return the queue that a retry came from as well."""
     headers = options.get("headers")
-    if not headers or not any(name.startswith(names.OWN_PREFIX) for name in headers):
+    if not headers or not any(name.startswith(header_names.OWN_PREFIX) for name in headers):
         return None, options
-    came_from = headers.get(names.QUEUE) if options.get("retries") else None
-    return came_from, {**options, "headers": names.strip(headers)}
+    came_from = headers.get(header_names.QUEUE) if options.get("retries") else None
+    return came_from, {**options, "headers": header_names.strip(headers)}

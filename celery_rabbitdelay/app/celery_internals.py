@@ -34,7 +34,7 @@ __all__ = [
     "installed_on",
     "make_delaying",
     "registered_task",
-    "repr_levels",
+    "repr_depth",
     "repr_sizes",
     "send_task_by_celery",
     "task_class",
@@ -176,12 +176,12 @@ def copied_as(cls: type[SignatureT], signature: Signature[Any]) -> SignatureT:
 # The headers argsrepr and kwargsrepr, and naive times.
 
 
-def repr_levels(app: celery.Celery) -> int | None:
+def repr_depth(app: celery.Celery) -> int | None:
     """Return how deep ``argsrepr`` and ``kwargsrepr`` go into nested arguments."""
     name = "task_repr_maxlevels"
     # A setting since 5.7; before, Celery does not look at what an application has set there.
-    levels: int | None = app.conf[name] if name in SETTING_KEYS else 3
-    return levels
+    depth: int | None = app.conf[name] if name in SETTING_KEYS else 3
+    return depth
 
 
 def repr_sizes(amqp: celery_amqp.AMQP) -> tuple[int, int]:
@@ -189,9 +189,9 @@ def repr_sizes(amqp: celery_amqp.AMQP) -> tuple[int, int]:
     return amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize
 
 
-def celerys_repr(value: Any, size: int, levels: int | None) -> str:
+def celerys_repr(value: Any, size: int, depth: int | None) -> str:
     """Return what Celery writes into such a header."""
-    return saferepr(value, size, levels)  # type: ignore[arg-type]
+    return saferepr(value, size, depth)  # type: ignore[arg-type]
 
 
 def aware(naive: datetime, timezone: tzinfo) -> datetime:

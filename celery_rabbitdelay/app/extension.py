@@ -75,7 +75,7 @@ class RabbitDelay:
         """
         return self.available if connection is None else _is_rabbitmq(connection)
 
-    def warn_not_in_levels(self, why: str) -> None:
+    def warn_treated_as_countdown(self, why: str) -> None:
         """Log once that a delay does not wait in the levels, but is treated as a countdown.
 
         Args:

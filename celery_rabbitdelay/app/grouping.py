@@ -103,7 +103,7 @@ class Grouper:
             wait_ms = max(wait_ms, min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS))
         self._until_ns = min(self._until_ns, now_ns + wait_ms * _NS_PER_MS)
         ahead_ms = max(-((self._reference_ns - due.at_ns) // _NS_PER_MS), 0)
-        shared_ms = self._layout.with_fewest_stops(ahead_ms, due.tolerance_ms, coarsest=True)
+        shared_ms = self._layout.round_to_fewest_stops(ahead_ms, due.tolerance_ms, coarsest=True)
         ticks = -(-shared_ms // tick_ms)
         if len(item) >= MAX_GROUP_BYTES and ticks in self._groups:
             # A message of this size has a group of its own: an envelope may not hold more.

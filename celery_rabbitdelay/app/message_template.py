@@ -16,8 +16,13 @@ import amqp
 from kombu.utils.json import JSONEncoder
 
 from celery_rabbitdelay.app.celery_internals import celerys_repr
-from celery_rabbitdelay.levels import headers as names
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, framed, sealed, shared_block
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.modules.envelope import (
+    CONTENT_TYPE,
+    compressed,
+    length_prefixed,
+    shared_block,
+)
 from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
 
@@ -27,10 +32,10 @@ __all__ = ["DESTINATION_HEADERS", "MessageTemplate"]
 COMPRESSION: Final = 1
 
 #: The headers that say where a message goes when it is due.
-DESTINATION_HEADERS: Final = (names.EXCHANGE, names.ROUTING_KEY, names.QUEUE)
+DESTINATION_HEADERS: Final = (header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE)
 
 #: Headers set on the envelope, not on its items.
-RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, names.PRIORITY)
+RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, header_names.PRIORITY)
 
 #: If ``repr()`` contains one of these after its first character (quotes, escapes, objects, nested
 #: values), Celery's ``saferepr`` may differ from it.
@@ -48,7 +53,7 @@ class MessageTemplate:
         embedded: The third part of its body: callbacks, errbacks, chain, chord.
         encode: Serializes a body; None for JSON, which is then written faster.
         reprs: Maximum characters of the headers ``argsrepr`` and ``kwargsrepr``.
-        levels: How deep these headers go into nested values; None for no limit.
+        repr_depth: How deep these headers go into nested values; None for no limit.
         given_reprs: Which of these headers the caller has given; they are the same for all.
     """
 
@@ -59,7 +64,7 @@ class MessageTemplate:
         embedded: Mapping[str, Any],
         encode: Callable[[Any], bytes] | None,
         reprs: tuple[int, int],
-        levels: int | None = 3,
+        repr_depth: int | None = 3,
         given_reprs: Collection[str] = (),
     ) -> None:
         headers = message.properties["application_headers"]
@@ -69,12 +74,12 @@ class MessageTemplate:
             self._correlation_id = message.properties.get("correlation_id")
         self._has_root = headers["root_id"] == task_id
         self._reprs = {
-            name: most
-            for name, most in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
+            name: max_length
+            for name, max_length in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
             if name not in given_reprs
         }
-        self._levels = levels
-        own = {"id", names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
+        self._repr_depth = repr_depth
+        own = {"id", header_names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
         self._encoder = PropertiesEncoder(message, own)
         self._embedded = embedded
         self._encode = encode
@@ -101,8 +106,8 @@ class MessageTemplate:
         own = {"id": task_id}
         if self._has_root:
             own["root_id"] = task_id
-        for name, most in self._reprs.items():
-            own[name] = _brief(args if name == "argsrepr" else kwargs, most, self._levels)
+        for name, max_length in self._reprs.items():
+            own[name] = _brief(args if name == "argsrepr" else kwargs, max_length, self._repr_depth)
         return own
 
     def content(
@@ -126,7 +131,9 @@ class MessageTemplate:
         own = self._own(task_id, args, kwargs)
         own.pop("root_id", None)  # a copy of the id
         headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own.items()])
-        return framed(f'{{"headers":{{{headers}}}}}'.encode()) + framed(self.body(args, kwargs))
+        return length_prefixed(f'{{"headers":{{{headers}}}}}'.encode()) + length_prefixed(
+            self.body(args, kwargs)
+        )
 
     def envelope(self, items: bytes, due_ms: int, *, shares: bool = True) -> Content:
         """Return a message that holds tasks.
@@ -142,7 +149,7 @@ class MessageTemplate:
         """
         encoder = self._envelope
         shared = self._shared if shares else _NOTHING_SHARED
-        return Content(encoder.encode({}, due_ms, None), sealed(shared + items, COMPRESSION))
+        return Content(encoder.encode({}, due_ms, None), compressed(shared + items, COMPRESSION))
 
     @cached_property
     def _envelope(self) -> PropertiesEncoder:
@@ -154,11 +161,11 @@ class MessageTemplate:
             b"",
             content_type=CONTENT_TYPE,
             content_encoding="binary",
-            application_headers={**destination, names.DUE: 0},
+            application_headers={**destination, header_names.DUE: 0},
             delivery_mode=PERSISTENT,
             priority=self.properties.get("priority", 0),
         )
-        return PropertiesEncoder(message, {names.DUE})
+        return PropertiesEncoder(message, {header_names.DUE})
 
     @cached_property
     def _shared(self) -> bytes:
@@ -173,9 +180,9 @@ class MessageTemplate:
         return shared_block(shared, properties, copied)
 
 
-def _brief(value: Any, most: int, levels: int | None) -> str:
+def _brief(value: Any, max_length: int, repr_depth: int | None) -> str:
     """Return how Celery shows a value in a header; by Python's faster ``repr`` if that is equal."""
     text = repr(value)
-    if len(text) <= most and _MAY_DIFFER.search(text, 1) is None:
+    if len(text) <= max_length and _MAY_DIFFER.search(text, 1) is None:
         return text
-    return celerys_repr(value, most, levels)
+    return celerys_repr(value, max_length, repr_depth)

@@ -240,7 +240,7 @@ class RowSender:
             self._fail(group.rows, too_large)
             return
         self._report.sent += len(group.rows)
-        delayed = producer.delayed._replace(word=DISTRIBUTION, task_id=group.first.task_id)
+        delayed = producer.delayed._replace(destination=DISTRIBUTION, task_id=group.first.task_id)
         yield Publication(content, partial(producer.address, delayed, due), group.rows)
 
     def _done(self, publication: Publication) -> None:

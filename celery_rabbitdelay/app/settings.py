@@ -296,8 +296,8 @@ def _is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
     return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
 
 
-def _is_whole(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+def _is_whole(value: object, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= maximum
 
 
 def _is_positive(value: object) -> bool:

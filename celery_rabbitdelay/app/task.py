@@ -26,7 +26,7 @@ from celery_rabbitdelay.levels.delay import Delay, milliseconds
 __all__ = ["DelayingTask"]
 
 #: Errors of publishing after which another attempt may succeed.
-MAY_PASS: Final = (
+TEMPORARY_ERRORS: Final = (
     MessageNacked,
     ConfirmTimeout,
     ConnectionBlocked,
@@ -96,7 +96,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
                 options["countdown"] = milliseconds(delay) / 1000
                 if options["countdown"] > 0:
                     why = "with task_always_eager, the task runs at once"
-                    app.rabbitdelay.warn_not_in_levels(why)
+                    app.rabbitdelay.warn_treated_as_countdown(why)
             else:
                 options["delay"] = delay
         return super().apply_async(args, kwargs, *more, **options)
@@ -137,7 +137,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
                 raise
             # Celery would drop the message: the retry could not be sent.
             unsent = rejected.args[0]
-            if self.acks_late and isinstance(unsent, MAY_PASS):
+            if self.acks_late and isinstance(unsent, TEMPORARY_ERRORS):
                 # Without a pause, the message would come back and fail in a hot loop.
                 time.sleep(min(max(countdown or 0.0, 1.0), MAX_REQUEUE_WAIT))
                 raise Reject(unsent, requeue=True) from unsent

@@ -10,12 +10,12 @@ import amqp
 import celery
 from celery import signals
 
-from celery_rabbitdelay.app.celery_internals import repr_levels, repr_sizes
+from celery_rabbitdelay.app.celery_internals import repr_depth, repr_sizes
 from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, MessageTemplate
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
@@ -36,7 +36,7 @@ __all__ = [
 
 #: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
 #: signals may have given each message headers of its own.
-ENVELOPE_HEADERS: Final = frozenset((*DESTINATION_HEADERS, names.DUE))
+ENVELOPE_HEADERS: Final = frozenset((*DESTINATION_HEADERS, header_names.DUE))
 
 
 class Call(NamedTuple):
@@ -193,7 +193,7 @@ class _TemplateWriter:
                 first.body[2],
                 encode,
                 repr_sizes(amqp),
-                repr_levels(amqp.app),
+                repr_depth(amqp.app),
                 [name for name in ("argsrepr", "kwargsrepr") if options.get(name)],
             )
 
@@ -255,13 +255,13 @@ class _CeleryWriter:
         properties = dict(message.properties)
         headers = properties.pop("application_headers")
         own = {name: value for name, value in headers.items() if name not in ENVELOPE_HEADERS}
-        if names.PRIORITY in self._template.headers:
-            own.setdefault(names.PRIORITY, properties.get("priority"))
+        if header_names.PRIORITY in self._template.headers:
+            own.setdefault(header_names.PRIORITY, properties.get("priority"))
         properties = {
             name: value for name, value in properties.items() if name in MESSAGE_PROPERTIES
         }
         try:
-            return Item(body_of(message), own, properties).framed()
+            return Item(body_of(message), own, properties).length_prefixed()
         except InvalidEnvelope:
             self._captured[call.task_id] = message
             raise

@@ -151,7 +151,9 @@ class Layout:
             digits.append(digit)
         return tuple(digits)
 
-    def with_fewest_stops(self, delay_ms: int, tolerance_ms: int, *, coarsest: bool = False) -> int:
+    def round_to_fewest_stops(
+        self, delay_ms: int, tolerance_ms: int, *, coarsest: bool = False
+    ) -> int:
         """Return the delay in the range [delay, delay + tolerance] that has the fewest stops.
 
         A message stops once for each non-zero digit. Rounding a delay up to a multiple of a place

@@ -96,7 +96,7 @@ class Topology:
             meditation = self.modules.meditation
             return Route(meditation.exchange.name, destination, (meditation.name,))
         if tolerance_ms:
-            delay_ms = self.layout.with_fewest_stops(delay_ms, tolerance_ms)
+            delay_ms = self.layout.round_to_fewest_stops(delay_ms, tolerance_ms)
         digits = self.layout.digits(delay_ms)
         first = next(compress(count(), digits), len(digits))
         shard = self.keys.shard(task_id)

@@ -16,13 +16,13 @@ from typing import Any, Final
 import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Delay, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
-from celery_rabbitdelay.modules.forwarding import Outgoing, changed
-from celery_rabbitdelay.publishing.message import capped, headers_of, shortened, task_id_of
+from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
+from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority, task_id_of
 
 __all__ = ["CheckIn"]
 
@@ -63,17 +63,18 @@ class CheckIn:
             yield self._from_client(message, headers, info["routing_key"])
 
     def _after_meditation(self, message: amqp.Message, headers: dict[str, Any]) -> Outgoing:
-        due_ms = headers.get(names.DUE)
+        due_ms = headers.get(header_names.DUE)
         if not isinstance(due_ms, int):
             raise UnprocessableMessage(
-                f"it comes from meditation, but {names.DUE} is {shortened(due_ms)}"
+                f"it comes from meditation, but {header_names.DUE} is {shortened(due_ms)}"
             )
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
         remaining_ms = due_ms - time.time_ns() // _NS_PER_MS
         delay = Fraction(remaining_ms, 1000)
-        kept = {name: headers[name] for name in headers if name not in names.BROKER_HEADERS}
-        return self._enter(changed(message, kept), delay, headers.get(names.QUEUE) or DISTRIBUTION)
+        kept = {name: headers[name] for name in headers if name not in header_names.BROKER_HEADERS}
+        destination = headers.get(header_names.QUEUE) or DISTRIBUTION
+        return self._enter(with_headers(message, kept), delay, destination)
 
     def _from_client(
         self, message: amqp.Message, headers: dict[str, Any], routing_key: str
@@ -85,17 +86,17 @@ class CheckIn:
                 raise UnprocessableMessage(
                     f"it has the header {name}, by which it could reach any queue"
                 )
-        exchange = headers.get(names.EXCHANGE) or ""
+        exchange = headers.get(header_names.EXCHANGE) or ""
         self._check_destination(exchange, routing_key)
-        delay_ms = _milliseconds(headers.pop(names.X_DELAY, 0))
-        headers = names.strip(headers)
+        delay_ms = _milliseconds(headers.pop(header_names.X_DELAY, 0))
+        headers = header_names.strip(headers)
         if not delay_ms:
-            return Outgoing(exchange, routing_key, changed(message, headers))
+            return Outgoing(exchange, routing_key, with_headers(message, headers))
         due = Due(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
-                f"{names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds since "
-                "1970, exceeds 64 bits"
+                f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
+                "since 1970, exceeds 64 bits"
             )
         waiting = _for_distribution(message, headers, due.at_ms, exchange, routing_key)
         return self._enter(waiting, due, DISTRIBUTION)
@@ -107,11 +108,11 @@ class CheckIn:
     def _check_destination(self, exchange: Any, routing_key: str) -> None:
         if not isinstance(exchange, str):
             raise UnprocessableMessage(
-                f"{names.EXCHANGE} is {shortened(exchange)}, not an exchange's name"
+                f"{header_names.EXCHANGE} is {shortened(exchange)}, not an exchange's name"
             )
         if not exchange and not routing_key:
             raise UnprocessableMessage(
-                f"it has no destination, neither a routing key nor {names.EXCHANGE}"
+                f"it has no destination, neither a routing key nor {header_names.EXCHANGE}"
             )
         if not self._allowed(exchange, routing_key):
             name = shortened(exchange or routing_key)
@@ -125,16 +126,21 @@ def _for_distribution(
     message: amqp.Message, headers: dict[str, Any], due: int, exchange: str, routing_key: str
 ) -> amqp.Message:
     """Return a message for distribution: headers carry everything that distribution restores."""
-    priority, kept = capped(message.properties.get("priority"))
-    own = {names.DUE: due, names.EXCHANGE: exchange, names.ROUTING_KEY: routing_key, **kept}
+    priority, kept = split_priority(message.properties.get("priority"))
+    own = {
+        header_names.DUE: due,
+        header_names.EXCHANGE: exchange,
+        header_names.ROUTING_KEY: routing_key,
+        **kept,
+    }
     expiration = message.properties.get("expiration")
     if expiration is not None:
-        own[names.EXPIRATION] = expiration
-    return changed(message, {**headers, **own}, priority=priority, expiration=None)
+        own[header_names.EXPIRATION] = expiration
+    return with_headers(message, {**headers, **own}, priority=priority, expiration=None)
 
 
 def _milliseconds(delay: Any) -> int:
-    reason = f"{names.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
+    reason = f"{header_names.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
     if isinstance(delay, bool) or not isinstance(delay, int | float | str):
         raise UnprocessableMessage(reason)
     if isinstance(delay, str) and _INTEGER.fullmatch(delay) is None:
@@ -145,5 +151,7 @@ def _milliseconds(delay: Any) -> int:
     except (ValueError, OverflowError) as error:
         raise UnprocessableMessage(reason) from error
     if number < 0:
-        raise UnprocessableMessage(f"{names.X_DELAY} is {shortened(number)}, must not be negative")
+        raise UnprocessableMessage(
+            f"{header_names.X_DELAY} is {shortened(number)}, must not be negative"
+        )
     return number

@@ -16,9 +16,14 @@ from amqp.exceptions import AccessRefused, ChannelError, NotFound
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageRefused, UnprocessableMessage
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import Outgoing, bare, undeliverable, written
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    encoded,
+    to_undeliverable,
+    without_headers,
+)
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.message import headers_of, shortened
@@ -240,7 +245,7 @@ class ModuleConsumer:
         self._waiting.append(_Received(message, self._receive(message)))
 
     def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
-        unreadable = headers_of(message).get(names.UNREADABLE)
+        unreadable = headers_of(message).get(header_names.UNREADABLE)
         if unreadable is not None:
             raise UnprocessableMessage(f"its properties cannot be read: {unreadable}")
         yield from self._module.receive(message)
@@ -279,7 +284,7 @@ class ModuleConsumer:
         # Counted first: while the broker is asked for the exchange, other messages are settled.
         received.pending += 1
         try:
-            content = written(outgoing, self._wire.frame_max)
+            content = encoded(outgoing, self._wire.frame_max)
             if not self._exists(outgoing.exchange):
                 raise UnprocessableMessage(f"there is no exchange {outgoing.exchange!r}")
         except UnprocessableMessage as refused:
@@ -309,12 +314,12 @@ class ModuleConsumer:
         logger.warning("%s: a message is undeliverable: %s", self._module.name, reason)
         self._statistics.undeliverable += 1
         topology = self._module.topology
-        refused = undeliverable(topology, outgoing, reason)
+        refused = to_undeliverable(topology, outgoing, reason)
         try:
-            content = written(refused, self._wire.frame_max)
+            content = encoded(refused, self._wire.frame_max)
         except UnprocessableMessage:
-            refused = bare(topology, outgoing.message, reason)
-            content = written(refused, self._wire.frame_max)
+            refused = without_headers(topology, outgoing.message, reason)
+            content = encoded(refused, self._wire.frame_max)
         received.pending += 1
         address = refused.exchange, refused.routing_key
         return Publication(content, lambda: address, _Origin(received, refused))

@@ -8,9 +8,9 @@ from typing import Any
 import amqp
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
-from celery_rabbitdelay.modules.forwarding import Outgoing, changed
+from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 
 __all__ = ["distribute"]
@@ -37,32 +37,35 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
     # messages may be published before.
     for item in envelope.items:
         _destination({**shared, **item.headers})
-    own = {names.DUE: headers.get(names.DUE)}
+    own = {header_names.DUE: headers.get(header_names.DUE)}
     for item in envelope.items:
         properties = {**envelope.properties, **item.properties}
         inner = amqp.Message(item.body, **properties)
-        told = {**shared, **item.headers}
-        yield _restored(inner, told, {**envelope.headers, **item.headers, **own})
+        effective_headers = {**shared, **item.headers}
+        yield _restored(inner, effective_headers, {**envelope.headers, **item.headers, **own})
 
 
 def _restored(
-    message: amqp.Message, told: Mapping[str, Any], headers: Mapping[str, Any]
+    message: amqp.Message, effective_headers: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> Outgoing:
-    exchange, routing_key = _destination(told)
-    restored = names.strip(headers)
-    if headers.get(names.DUE) is not None:
-        restored[names.DUE] = headers[names.DUE]
-    properties = {"expiration": told.get(names.EXPIRATION)}
-    if names.PRIORITY in told:
-        properties["priority"] = told[names.PRIORITY]
-    return Outgoing(exchange, routing_key, changed(message, restored, **properties))
+    exchange, routing_key = _destination(effective_headers)
+    restored = header_names.strip(headers)
+    if headers.get(header_names.DUE) is not None:
+        restored[header_names.DUE] = headers[header_names.DUE]
+    properties = {"expiration": effective_headers.get(header_names.EXPIRATION)}
+    if header_names.PRIORITY in effective_headers:
+        properties["priority"] = effective_headers[header_names.PRIORITY]
+    return Outgoing(exchange, routing_key, with_headers(message, restored, **properties))
 
 
-def _destination(told: Mapping[str, Any]) -> tuple[str, str]:
-    exchange, routing_key = told.get(names.EXCHANGE), told.get(names.ROUTING_KEY)
+def _destination(effective_headers: Mapping[str, Any]) -> tuple[str, str]:
+    exchange, routing_key = (
+        effective_headers.get(header_names.EXCHANGE),
+        effective_headers.get(header_names.ROUTING_KEY),
+    )
     if not isinstance(exchange, str) or not isinstance(routing_key, str):
         raise UnprocessableMessage(
-            f"its destination is missing: {names.EXCHANGE} is {shortened(exchange)}, "
-            f"{names.ROUTING_KEY} is {shortened(routing_key)}"
+            f"its destination is missing: {header_names.EXCHANGE} is {shortened(exchange)}, "
+            f"{header_names.ROUTING_KEY} is {shortened(routing_key)}"
         )
     return exchange, routing_key

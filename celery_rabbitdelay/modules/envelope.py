@@ -30,8 +30,8 @@ __all__ = [
     "MAX_ENVELOPE_MESSAGES",
     "Envelope",
     "Item",
-    "framed",
-    "sealed",
+    "compressed",
+    "length_prefixed",
     "shared_block",
 ]
 
@@ -75,13 +75,13 @@ class Item(NamedTuple):
     headers: Mapping[str, Any] = {}
     properties: Mapping[str, Any] = {}
 
-    def framed(self) -> bytes:
+    def length_prefixed(self) -> bytes:
         """Return the two blocks of the message.
 
         Raises:
             InvalidEnvelope: A header cannot be written as JSON.
         """
-        return framed(_to_json(self.headers, self.properties)) + framed(self.body)
+        return length_prefixed(_to_json(self.headers, self.properties)) + length_prefixed(self.body)
 
 
 class Envelope(NamedTuple):
@@ -111,8 +111,8 @@ class Envelope(NamedTuple):
                 f"{len(self.items)} messages are more than {MAX_ENVELOPE_MESSAGES}"
             )
         blocks = [shared_block(self.headers, self.properties)]
-        blocks += [item.framed() for item in self.items]
-        return sealed(b"".join(blocks), level)
+        blocks += [item.length_prefixed() for item in self.items]
+        return compressed(b"".join(blocks), level)
 
     @classmethod
     def unpack(cls, body: bytes) -> Envelope:
@@ -127,9 +127,9 @@ class Envelope(NamedTuple):
         shared = next(blocks, None)
         if shared is None:
             raise InvalidEnvelope("it is empty")
-        told = _from_json(shared)
-        shared_headers, shared_properties = _parts(told)
-        copies = _parts(told.get("copies", {}))
+        shared_parts = _from_json(shared)
+        shared_headers, shared_properties = _parts(shared_parts)
+        copies = _parts(shared_parts.get("copies", {}))
         items: list[Item] = []
         for own in blocks:
             if len(items) == MAX_ENVELOPE_MESSAGES:
@@ -144,7 +144,7 @@ class Envelope(NamedTuple):
         return cls(tuple(items), shared_headers, shared_properties)
 
 
-def framed(block: bytes) -> bytes:
+def length_prefixed(block: bytes) -> bytes:
     """Return a block with its length before it."""
     return _LENGTH.pack(len(block)) + block
 
@@ -167,10 +167,10 @@ def shared_block(
         InvalidEnvelope: A value cannot be written as JSON.
     """
     copies = _written(copied_headers, copied_properties)
-    return framed(_to_json(headers, properties, **({"copies": copies} if copies else {})))
+    return length_prefixed(_to_json(headers, properties, **({"copies": copies} if copies else {})))
 
 
-def sealed(blocks: bytes, level: int) -> bytes:
+def compressed(blocks: bytes, level: int) -> bytes:
     """Return the body of an envelope whose blocks are written already.
 
     Args:

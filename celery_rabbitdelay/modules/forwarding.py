@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple
 import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.message import MAX_WORD, PERSISTENT, headers_of, shortened
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = ["Outgoing", "bare", "changed", "undeliverable", "written"]
+__all__ = ["Outgoing", "encoded", "to_undeliverable", "with_headers", "without_headers"]
 
 #: The properties that are never forwarded: ``user_id`` has to be the connection's own user
 #: (https://www.rabbitmq.com/docs/validated-user-id), and ``cluster_id`` is deprecated.
@@ -37,7 +37,9 @@ class Outgoing(NamedTuple):
     message: amqp.Message
 
 
-def changed(message: amqp.Message, headers: Mapping[str, Any], **properties: Any) -> amqp.Message:
+def with_headers(
+    message: amqp.Message, headers: Mapping[str, Any], **properties: Any
+) -> amqp.Message:
     """Return a persistent message with the same body, other headers, and some other properties.
 
     Args:
@@ -52,7 +54,7 @@ def changed(message: amqp.Message, headers: Mapping[str, Any], **properties: Any
     return amqp.Message(message.body, application_headers=dict(headers), **kept)
 
 
-def written(outgoing: Outgoing, frame_max: int) -> Content:
+def encoded(outgoing: Outgoing, frame_max: int) -> Content:
     """Return a message as AMQP writes it.
 
     Args:
@@ -81,15 +83,15 @@ def written(outgoing: Outgoing, frame_max: int) -> Content:
     return content
 
 
-def bare(topology: Topology, message: amqp.Message, reason: str) -> Outgoing:
+def without_headers(topology: Topology, message: amqp.Message, reason: str) -> Outgoing:
     """Return a message for ``undeliverable`` without its headers, which do not fit into a frame."""
     left = amqp.Message(
-        message.body, application_headers={names.REASON: reason}, delivery_mode=PERSISTENT
+        message.body, application_headers={header_names.REASON: reason}, delivery_mode=PERSISTENT
     )
     return Outgoing(topology.modules.undeliverable.exchange.name, "", left)
 
 
-def undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Outgoing:
+def to_undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Outgoing:
     """Return a message for ``undeliverable``, with its destination and the reason in headers.
 
     Args:
@@ -100,13 +102,13 @@ def undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Outgoi
     headers = {
         name: value
         for name, value in headers_of(outgoing.message).items()
-        if name not in names.BROKER_HEADERS
+        if name not in header_names.BROKER_HEADERS
     }
-    headers.setdefault(names.EXCHANGE, outgoing.exchange)
-    headers.setdefault(names.ROUTING_KEY, outgoing.routing_key)
-    headers[names.REASON] = reason
+    headers.setdefault(header_names.EXCHANGE, outgoing.exchange)
+    headers.setdefault(header_names.ROUTING_KEY, outgoing.routing_key)
+    headers[header_names.REASON] = reason
     expiration = outgoing.message.properties.get("expiration")
     if expiration is not None:
-        headers.setdefault(names.EXPIRATION, expiration)
-    message = changed(outgoing.message, headers, expiration=None)
+        headers.setdefault(header_names.EXPIRATION, expiration)
+    message = with_headers(outgoing.message, headers, expiration=None)
     return Outgoing(topology.modules.undeliverable.exchange.name, outgoing.routing_key, message)

@@ -9,7 +9,7 @@ from typing import Final
 __all__ = ["ModuleStatistics"]
 
 #: Seconds over which a rate is taken.
-SPAN: Final = 10.0
+RATE_SPAN: Final = 10.0
 
 
 class ModuleStatistics:
@@ -36,13 +36,13 @@ class ModuleStatistics:
         self.backlog = backlog
         now = time.monotonic()
         self._samples.append((now, self.received, self.published))
-        while len(self._samples) > 2 and now - self._samples[1][0] > SPAN:
+        while len(self._samples) > 2 and now - self._samples[1][0] > RATE_SPAN:
             self._samples.popleft()
 
     def status(self) -> dict[str, float]:
         """Return all counts, and the rates per second over the last ten seconds or so."""
         (begin, received, published), (end, *_) = self._samples[0], self._samples[-1]
-        seconds = max(time.monotonic() - begin, 0.001) if end > begin else SPAN
+        seconds = max(time.monotonic() - begin, 0.001) if end > begin else RATE_SPAN
         return {
             "received": self.received,
             "published": self.published,

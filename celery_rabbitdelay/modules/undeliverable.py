@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
@@ -68,13 +68,13 @@ def examine(
     reader = _HeaderReader(headers)
     last_stop, key = reader.death()
     key = key if key is not None else routing_key
-    queue = reader.text(names.QUEUE)
+    queue = reader.text(header_names.QUEUE)
     word = key.split(".")[-1] if key else ""
     if queue is None and word not in ("", encode_destination(DISTRIBUTION)):
         queue = decode_destination(word)
     due = reader.due()
     task_id, task = reader.text("id"), reader.text("task")
-    reason = reader.text(names.REASON) or _reason(topology, last_stop, key, queue)
+    reason = reader.text(header_names.REASON) or _reason(topology, last_stop, key, queue)
     return Undeliverable(
         task_id, task, queue, due, "; ".join([reason, *reader.unreadable]), last_stop
     )
@@ -101,11 +101,11 @@ class _HeaderReader:
 
     def due(self) -> datetime | None:
         """Return the due time; None if it is missing or no datetime."""
-        value = self._headers.get(names.DUE)
+        value = self._headers.get(header_names.DUE)
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LAST_MS:
-            self._note(names.DUE, value, "an instant before the year 10000")
+            self._note(header_names.DUE, value, "an instant before the year 10000")
             return None
         return _EPOCH + timedelta(milliseconds=value)
 

@@ -206,19 +206,19 @@ class ConfirmChannel:
             while True:
                 self.read(NO_WAIT)
 
-    def read(self, timeout: float, most: int = 1) -> None:
+    def read(self, timeout: float, max_frames: int = 1) -> None:
         """Read one frame of any channel, then further buffered ones.
 
         Args:
             timeout: Seconds to wait for the first one.
-            most: Maximum frames to read; only the first one is waited for.
+            max_frames: Maximum frames to read; only the first one is waited for.
 
         Raises:
             TimeoutError: No frame arrived.
         """
         self._read_one(timeout)
         with suppress(TimeoutError):
-            for _ in range(most - 1):
+            for _ in range(max_frames - 1):
                 self._read_one(0)
 
     def _read_one(self, timeout: float) -> None:

@@ -7,16 +7,16 @@ from typing import Any, Final
 
 import amqp
 
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 
 __all__ = [
     "MAX_PRIORITY",
     "MAX_WORD",
     "PERSISTENT",
     "body_of",
-    "capped",
     "headers_of",
     "shortened",
+    "split_priority",
     "task_id_of",
 ]
 
@@ -31,7 +31,7 @@ MAX_PRIORITY: Final = 4
 MAX_WORD: Final = 255
 
 #: Maximum characters of a value in an error text.
-SHOWN: Final = 200
+MAX_SHOWN_LENGTH: Final = 200
 
 
 def body_of(message: amqp.Message) -> bytes:
@@ -52,14 +52,14 @@ def headers_of(message: amqp.Message) -> dict[str, Any]:
     return dict(message.properties.get("application_headers") or {})
 
 
-def capped(priority: int | None) -> tuple[int | None, dict[str, int]]:
+def split_priority(priority: int | None) -> tuple[int | None, dict[str, int]]:
     """Return the priority that a message waits with, and the headers that keep a higher one."""
     if priority is None or priority <= MAX_PRIORITY:
         return priority, {}
-    return MAX_PRIORITY, {names.PRIORITY: priority}
+    return MAX_PRIORITY, {header_names.PRIORITY: priority}
 
 
 def shortened(value: object) -> str:
     """Return what a value looks like, in few characters."""
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."

@@ -11,7 +11,7 @@ from kombu import Connection, Exchange, Producer, Queue
 from kombu.common import Broadcast, maybe_declare
 
 from celery_rabbitdelay.exceptions import NeedsDistribution
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -24,7 +24,7 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.kombu_internals import serialized
-from celery_rabbitdelay.publishing.message import MAX_PRIORITY, capped, task_id_of
+from celery_rabbitdelay.publishing.message import MAX_PRIORITY, split_priority, task_id_of
 from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -36,13 +36,13 @@ class Delayed(NamedTuple):
 
     Attributes:
         message: The message.
-        word: The name of the queue that gets it when it is due, or :data:`.DISTRIBUTION`.
+        destination: The name of the queue that gets it when it is due, or :data:`.DISTRIBUTION`.
         task_id: Selects the shard.
         queue: The queue that it is for; None if the exchange routes it.
     """
 
     message: amqp.Message
-    word: str
+    destination: str
     task_id: str
     queue: Queue | None
 
@@ -133,7 +133,7 @@ class DelayedProducer(Producer):
 
     def address(self, delayed: Delayed, due: Due) -> tuple[str, str]:
         """Return the exchange and the routing key to publish a message with, now."""
-        route = self.topology.route(due, delayed.word, delayed.task_id)
+        route = self.topology.route(due, delayed.destination, delayed.task_id)
         return route.exchange, route.routing_key
 
     def declarations(
@@ -178,22 +178,22 @@ class DelayedProducer(Producer):
         # kombu's default.
         priority = properties.setdefault("priority", 0) or 0
         own_headers = {
-            **names.strip(headers or {}),
-            names.DUE: due.at_ms,
-            names.EXCHANGE: destination.exchange,
-            names.ROUTING_KEY: destination.routing_key,
+            **header_names.strip(headers or {}),
+            header_names.DUE: due.at_ms,
+            header_names.EXCHANGE: destination.exchange,
+            header_names.ROUTING_KEY: destination.routing_key,
         }
         queue = destination.queue
         if queue is None:
             self._need_distribution(str(destination))
-            word = DISTRIBUTION
+            name = DISTRIBUTION
         elif self.topology.queue_type == "quorum" and priority > MAX_PRIORITY:
             self._need_distribution(f"a message of priority {priority}")
-            word = DISTRIBUTION
-            properties["priority"], kept = capped(priority)
+            name = DISTRIBUTION
+            properties["priority"], kept = split_priority(priority)
             own_headers.update(kept)
         else:
-            word = own_headers[names.QUEUE] = queue.name
+            name = own_headers[header_names.QUEUE] = queue.name
         body, content_type, content_encoding = serialized(
             self,
             body,
@@ -213,7 +213,7 @@ class DelayedProducer(Producer):
             application_headers=own_headers,
             **properties,
         )
-        return Delayed(message, word, task_id_of(message), queue)
+        return Delayed(message, name, task_id_of(message), queue)
 
     def _declare(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]

@@ -20,7 +20,7 @@ from amqp.exceptions import AMQPError, FrameSyntaxError
 from amqp.serialization import dumps
 from kombu import Connection
 
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.message import shortened
 
 __all__ = [
@@ -132,9 +132,9 @@ def publish_frames(
         properties,
         _END,
     ]
-    most = frame_max - FRAME_OVERHEAD
-    for begin in range(0, len(body), most):
-        chunk = body[begin : begin + most]
+    max_chunk = frame_max - FRAME_OVERHEAD
+    for begin in range(0, len(body), max_chunk):
+        chunk = body[begin : begin + max_chunk]
         parts += (_FRAME.pack(BODY_FRAME, channel, len(chunk)), chunk, _END)
     return b"".join(parts)
 
@@ -284,7 +284,7 @@ class PropertiesEncoder:
         for name, value in texts.items():
             text = value.encode("utf-8", "surrogatepass")
             entries += (names_of[name], _TEXT.pack(b"S", len(text)), text)
-        entries += (names_of[names.DUE], _NUMBER.pack(b"L", due_ms))
+        entries += (names_of[header_names.DUE], _NUMBER.pack(b"L", due_ms))
         table = b"".join(entries)
         parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]
         if correlation_id is not None:
@@ -325,8 +325,8 @@ def _frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[F
             start, properties = payload[:BEFORE_PROPERTIES], payload[BEFORE_PROPERTIES:]
             marked: Any = amqp.Message(
                 application_headers={
-                    names.UNREADABLE: reason,
-                    names.UNREADABLE_PROPERTIES: bytes(properties),
+                    header_names.UNREADABLE: reason,
+                    header_names.UNREADABLE_PROPERTIES: bytes(properties),
                 }
             )
             return handle((kind, channel, bytes(start) + marked._serialize_properties()))

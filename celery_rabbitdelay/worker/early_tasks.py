@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 from celery.utils.log import get_logger
 from kombu import Message
 
-from celery_rabbitdelay.app.task import MAY_PASS
+from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
@@ -101,16 +101,16 @@ class EarlyTasks:
         self._consumer = consumer
         self._delays = consumer.app.rabbitdelay
         self._tick_ms: int = self._delays.topology.layout.tick_ms
-        self._came: Queue[_Early | None] = Queue()
+        self._arrived: Queue[_Early | None] = Queue()
         self._failed: deque[_Early] = deque()
         self._acknowledgements: deque[Action] = deque()
         self._other_actions: deque[Action] = deque()
-        self._wakes, self._wake = os.pipe()
-        os.set_blocking(self._wakes, False)
-        os.set_blocking(self._wake, False)
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
         self._stopping = Event()
         self._ends = Lock()
-        self._one_has_ended = False
+        self._first_has_ended = False
         self._thread = Thread(target=self._run, name="rabbitdelay-early-tasks", daemon=True)
 
     def start(self) -> None:
@@ -119,27 +119,27 @@ class EarlyTasks:
 
     def register(self, hub: Any) -> None:
         """Let the worker's event loop run the acknowledgements, which must run in it."""
-        watch(hub, self._wakes, self._run_in_loop)
+        watch(hub, self._wake_reader, self._run_in_loop)
 
     def stop(self) -> None:
         """End the thread; the broker delivers unpublished messages again."""
         self._stopping.set()
-        self._came.put(None)
+        self._arrived.put(None)
         self._thread.join(STOP_TIMEOUT)
         # Run acknowledgements only; held tasks are redelivered.
         _do_all(self._acknowledgements)
-        stop_watching(self._consumer, self._wakes)
+        stop_watching(self._consumer, self._wake_reader)
         self._end()
 
     def _end(self) -> None:
         """Close the pipe once thread and worker have both ended."""
         with self._ends:
-            if self._one_has_ended:
-                os.close(self._wakes)
-                os.close(self._wake)
-            self._one_has_ended = True
+            if self._first_has_ended:
+                os.close(self._wake_reader)
+                os.close(self._wake_writer)
+            self._first_has_ended = True
 
-    def takes(
+    def try_enqueue(
         self, message: Message, body: Any, ack: Callable[..., Any], hold: Callable[[], Any]
     ) -> bool:
         """Take a task that is due in more than a tick; return whether it was taken.
@@ -164,7 +164,7 @@ class EarlyTasks:
         def hold_it() -> None:
             run_strategy(self._consumer, message, body, hold)
 
-        self._came.put(_Early(message, destination, due, acknowledge, hold_it))
+        self._arrived.put(_Early(message, destination, due, acknowledge, hold_it))
         return True
 
     def _due(self, message: Message, body: Any) -> Due | None:
@@ -189,7 +189,7 @@ class EarlyTasks:
         while (early := self._next()) is not None and not self._stopping.is_set():
             try:
                 self._publish(early)
-            except MAY_PASS as failure:
+            except TEMPORARY_ERRORS as failure:
                 self._try_again(early, failure)
             except Exception as error:  # noqa: BLE001 - the thread has to live on
                 self._give_up(early, error)
@@ -200,10 +200,10 @@ class EarlyTasks:
     def _next(self) -> _Early | None:
         """Return the next message, new or to be tried again; None to end."""
         if not self._failed:
-            return self._came.get()
+            return self._arrived.get()
         wait = (self._failed[0].again_at or 0.0) - time.monotonic()
         try:
-            return self._came.get(timeout=wait) if wait > 0 else self._failed.popleft()
+            return self._arrived.get(timeout=wait) if wait > 0 else self._failed.popleft()
         except Empty:
             return self._failed.popleft()
 
@@ -279,11 +279,11 @@ class EarlyTasks:
             _do_all(actions)
         else:
             with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
-                os.write(self._wake, b"\0")
+                os.write(self._wake_writer, b"\0")
 
     def _run_in_loop(self) -> None:
         with suppress(BlockingIOError):
-            os.read(self._wakes, 4096)
+            os.read(self._wake_reader, 4096)
         _do_all(self._acknowledgements)
         _do_all(self._other_actions)
 

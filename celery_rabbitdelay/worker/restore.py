@@ -8,13 +8,15 @@ from typing import Any, Final, TypeAlias
 
 from kombu import Message
 
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 
 __all__ = ["RestoringStrategies", "restore"]
 
 #: The headers that every message which comes straight from the levels has.
-RESTORABLE: Final = frozenset({names.DUE, names.EXCHANGE, names.ROUTING_KEY, names.QUEUE})
+RESTORABLE: Final = frozenset(
+    {header_names.DUE, header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE}
+)
 
 #: When the task was published, as Sentry's Celery integration notes it: float, seconds since
 #: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
@@ -52,7 +54,7 @@ class RestoringStrategies(dict[str, Strategy]):
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
             if self.early_tasks is None or keeps_celerys_own:
                 return go_on()
-            is_taken = self.early_tasks.takes(message, body, ack, go_on)
+            is_taken = self.early_tasks.try_enqueue(message, body, ack, go_on)
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
@@ -67,20 +69,20 @@ def restore(message: Message) -> None:
     is due. A message that comes from distribution needs nothing more.
     """
     headers = message.headers
-    if not headers or names.DUE not in headers:
+    if not headers or header_names.DUE not in headers:
         return
-    kept: dict[str, Any] = {names.DUE: headers[names.DUE]}
-    if names.QUEUE in headers:
+    kept: dict[str, Any] = {header_names.DUE: headers[header_names.DUE]}
+    if header_names.QUEUE in headers:
         if not headers.keys() >= RESTORABLE:
             return
-        message.delivery_info["exchange"] = headers[names.EXCHANGE]
-        message.delivery_info["routing_key"] = headers[names.ROUTING_KEY]
-        kept[names.QUEUE] = headers[names.QUEUE]
-    restored = names.strip(headers)
-    nested = restored.get(names.NESTED_HEADERS)
+        message.delivery_info["exchange"] = headers[header_names.EXCHANGE]
+        message.delivery_info["routing_key"] = headers[header_names.ROUTING_KEY]
+        kept[header_names.QUEUE] = headers[header_names.QUEUE]
+    restored = header_names.strip(headers)
+    nested = restored.get(header_names.NESTED_HEADERS)
     for shown in (restored, nested) if isinstance(nested, dict) else (restored,):
         shown.update(kept)
         if SENTRY_ENQUEUED in shown:
-            shown[SENTRY_ENQUEUED] = kept[names.DUE] / 1000
+            shown[SENTRY_ENQUEUED] = kept[header_names.DUE] / 1000
     headers.clear()
     headers.update(restored)

@@ -31,7 +31,7 @@ import celery
 from kombu import Connection
 
 from celery_rabbitdelay import Celery, Row
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.benchmarks import measure
 from tests.benchmarks.sends import TEXT, make_app
@@ -96,7 +96,7 @@ class Bench:
         """Send tasks with a short delay; return how many ms late each came."""
         self._send(tasks, 1, 5)
         arrivals = take(self.connection, [quorum_queue(QUEUE)], tasks, PATIENCE)
-        return [each.at * 1000 - each.message.headers[names.DUE] for each in arrivals]
+        return [each.at * 1000 - each.message.headers[header_names.DUE] for each in arrivals]
 
     def empty(self) -> None:
         """Remove everything that waits."""

@@ -24,7 +24,7 @@ from uuid import uuid4
 import amqp
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_ENVELOPE_MESSAGES, Envelope, Item
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
@@ -143,13 +143,13 @@ def one_round(bench: Bench) -> dict[str, float]:
     plain = (("", end, message()) for _ in range(MESSAGES))
     rates["raw, confirmed (messages/s)"] = MESSAGES / publish(bench.connection, plain)
 
-    five_hours = {names.X_DELAY: 5 * 3_600_000}
+    five_hours = {header_names.X_DELAY: 5 * 3_600_000}
     checkin = topology.modules.checkin.exchange.name
     publish(bench.connection, ((checkin, end, message(**five_hours)) for _ in range(MESSAGES)))
     rates["check-in (messages/s)"] = bench.rate("check-in", bench.waiting, MESSAGES)
 
     exchange, key = topology.route(0, DISTRIBUTION)[:2]
-    told = {names.DUE: 0, names.EXCHANGE: "", names.ROUTING_KEY: end}
+    told = {header_names.DUE: 0, header_names.EXCHANGE: "", header_names.ROUTING_KEY: end}
     publish(bench.connection, ((exchange, key, message(**told)) for _ in range(MESSAGES)))
     rates["distribution (messages/s)"] = bench.rate("distribution", end, MESSAGES)
 
@@ -164,7 +164,11 @@ def one_round(bench: Bench) -> dict[str, float]:
 def unpacking(bench: Bench) -> None:
     """Unpack 100,000 tasks while the worker gets tasks without a delay."""
     exchange, key = bench.topology.route(0, DISTRIBUTION)[:2]
-    told = {names.DUE: 0, names.EXCHANGE: "", names.ROUTING_KEY: bench.end.name}
+    told = {
+        header_names.DUE: 0,
+        header_names.EXCHANGE: "",
+        header_names.ROUTING_KEY: bench.end.name,
+    }
     held = Envelope(
         tuple(Item(b"x" * 50, {"id": str(each)}) for each in range(MAX_ENVELOPE_MESSAGES))
     )

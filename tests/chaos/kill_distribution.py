@@ -25,7 +25,7 @@ from uuid import uuid4
 import amqp
 from kombu import Connection, Consumer, Exchange, Queue
 
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
@@ -74,7 +74,7 @@ class Arrivals:
         def came(message: Any) -> None:
             identity = message.headers["id"]
             self.count[identity] += 1
-            if time.time() * 1000 < message.headers[names.DUE]:
+            if time.time() * 1000 < message.headers[header_names.DUE]:
                 self.early.append(identity)
             message.ack()
 
@@ -100,7 +100,11 @@ def publish(
 ) -> None:
     """Publish one message, or an envelope, so that distribution gets it when it is due."""
     due = time.time_ns() // 1_000_000 + round(delay * 1000)
-    told: dict[str, Any] = {names.DUE: due, names.EXCHANGE: exchange, names.ROUTING_KEY: "paper"}
+    told: dict[str, Any] = {
+        header_names.DUE: due,
+        header_names.EXCHANGE: exchange,
+        header_names.ROUTING_KEY: "paper",
+    }
     if len(ids) == 1:
         message = amqp.Message(b"x", application_headers={**told, "id": ids[0]})
     else:

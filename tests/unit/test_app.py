@@ -13,7 +13,7 @@ from celery import Task, chain, group
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, install
-from celery_rabbitdelay.app.task import MAY_PASS
+from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     DelayTooLong,
@@ -190,7 +190,7 @@ def test_who_catches_celery_s_error_of_sending_catches_ours_which_no_retry_waits
     error: type[Exception],
 ) -> None:
     assert issubclass(error, Task.OperationalError)
-    assert not issubclass(error, MAY_PASS)
+    assert not issubclass(error, TEMPORARY_ERRORS)
 
 
 def test_a_wrong_setting_fails_at_the_first_delay(app: Any, remind: Any) -> None:

@@ -14,7 +14,12 @@ from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
-from celery_rabbitdelay.modules.forwarding import Outgoing, bare, undeliverable, written
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    encoded,
+    to_undeliverable,
+    without_headers,
+)
 
 TOPOLOGY = Topology("t", custom([("seconds", 10, 1)]))
 NOW = 1_000_000
@@ -235,10 +240,10 @@ def test_what_is_hostile_is_refused_in_few_words(
 )
 def test_what_amqp_cannot_carry_is_known_before_it_is_sent(outgoing: Outgoing) -> None:
     with pytest.raises(UnprocessableMessage) as caught:
-        written(outgoing, 131_072)
+        encoded(outgoing, 131_072)
     reason = caught.value.reason
     assert len(reason) < 500
-    left = bare(TOPOLOGY, outgoing.message, reason)
-    assert written(left, 131_072)
-    told = undeliverable(TOPOLOGY, Outgoing("x", "k", amqp.Message(b"")), reason)
-    assert written(told, 131_072)
+    left = without_headers(TOPOLOGY, outgoing.message, reason)
+    assert encoded(left, 131_072)
+    told = to_undeliverable(TOPOLOGY, Outgoing("x", "k", amqp.Message(b"")), reason)
+    assert encoded(told, 131_072)

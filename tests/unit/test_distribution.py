@@ -8,7 +8,7 @@ import amqp
 import pytest
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.distribution import distribute
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
 
@@ -16,30 +16,30 @@ DUE = 1_800_000_000_000
 
 
 def letter(*items: Item, **told: str) -> amqp.Message:
-    headers = {names.DUE: DUE, **told}
+    headers = {header_names.DUE: DUE, **told}
     return amqp.Message(
         Envelope(items).pack(), content_type=CONTENT_TYPE, application_headers=headers
     )
 
 
 def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself() -> None:
-    own = {names.EXCHANGE: "posts", names.ROUTING_KEY: "airmail", "id": "2"}
+    own = {header_names.EXCHANGE: "posts", header_names.ROUTING_KEY: "airmail", "id": "2"}
     envelope = letter(
         Item(b"one", {"id": "1"}),
         Item(b"two", own),
-        **{names.EXCHANGE: "", names.ROUTING_KEY: "queue"},
+        **{header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"},
     )
 
     one, two = distribute(envelope)
 
     assert (one.exchange, one.routing_key, one.message.body) == ("", "queue", b"one")
     assert (two.exchange, two.routing_key, two.message.body) == ("posts", "airmail", b"two")
-    assert one.message.properties["application_headers"] == {"id": "1", names.DUE: DUE}
+    assert one.message.properties["application_headers"] == {"id": "1", header_names.DUE: DUE}
 
 
 def test_an_envelope_of_which_one_message_goes_nowhere_is_refused_whole() -> None:
-    known = {names.EXCHANGE: "", names.ROUTING_KEY: "queue"}
-    envelope = letter(Item(b"one", known), Item(b"two", {names.EXCHANGE: ""}))
+    known = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
+    envelope = letter(Item(b"one", known), Item(b"two", {header_names.EXCHANGE: ""}))
     outgoing = distribute(envelope)
 
     with pytest.raises(UnprocessableMessage, match="destination is missing"):
@@ -47,7 +47,7 @@ def test_an_envelope_of_which_one_message_goes_nowhere_is_refused_whole() -> Non
 
 
 def waited(headers: dict[str, Any], **properties: Any) -> amqp.Message:
-    where = {names.EXCHANGE: "office", names.ROUTING_KEY: "paper"}
+    where = {header_names.EXCHANGE: "office", header_names.ROUTING_KEY: "paper"}
     return amqp.Message(
         b"body", application_headers={**where, **headers}, delivery_mode=2, **properties
     )
@@ -59,12 +59,14 @@ def properties_of(message: amqp.Message) -> dict[str, Any]:
 
 
 def test_a_message_arrives_as_it_was_sent_but_for_its_due_time() -> None:
-    message = waited({names.DUE: DUE, names.QUEUE: "q", "x-death": [], "x-mine": 1}, app_id="shop")
+    message = waited(
+        {header_names.DUE: DUE, header_names.QUEUE: "q", "x-death": [], "x-mine": 1}, app_id="shop"
+    )
     (outgoing,) = distribute(message)
     assert (outgoing.exchange, outgoing.routing_key) == ("office", "paper")
     assert outgoing.message.body == b"body"
     assert properties_of(message) == {
-        "application_headers": {names.DUE: DUE, "x-mine": 1},
+        "application_headers": {header_names.DUE: DUE, "x-mine": 1},
         "app_id": "shop",
         "delivery_mode": 2,
     }
@@ -75,7 +77,7 @@ def test_a_message_without_a_due_time_gets_none() -> None:
 
 
 def test_priority_and_expiration_are_restored() -> None:
-    message = waited({names.PRIORITY: 9, names.EXPIRATION: "60"}, priority=4)
+    message = waited({header_names.PRIORITY: 9, header_names.EXPIRATION: "60"}, priority=4)
     properties = properties_of(message)
     assert (properties["priority"], properties["expiration"]) == (9, "60")
     assert properties["application_headers"] == {}
@@ -90,9 +92,12 @@ def test_a_priority_that_could_wait_as_it_was_stays_and_no_expiration_appears() 
 @pytest.mark.parametrize(
     ("headers", "why"),
     [
-        ({names.EXCHANGE: 5}, "rabbitdelay-exchange is 5, rabbitdelay-routing-key is 'paper'"),
         (
-            {names.ROUTING_KEY: None},
+            {header_names.EXCHANGE: 5},
+            "rabbitdelay-exchange is 5, rabbitdelay-routing-key is 'paper'",
+        ),
+        (
+            {header_names.ROUTING_KEY: None},
             "rabbitdelay-exchange is 'office', rabbitdelay-routing-key is None",
         ),
     ],
@@ -104,7 +109,9 @@ def test_a_message_without_exchange_or_key_is_refused(headers: dict[str, Any], w
 
 
 def test_the_due_time_of_an_envelope_is_that_of_each_message_in_it() -> None:
-    known = {names.EXCHANGE: "", names.ROUTING_KEY: "queue"}
-    (outgoing,) = distribute(letter(Item(b"one", {**known, names.DUE: 1, names.PRIORITY: 7})))
-    assert outgoing.message.properties["application_headers"] == {names.DUE: DUE}
+    known = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
+    (outgoing,) = distribute(
+        letter(Item(b"one", {**known, header_names.DUE: 1, header_names.PRIORITY: 7}))
+    )
+    assert outgoing.message.properties["application_headers"] == {header_names.DUE: DUE}
     assert outgoing.message.properties["priority"] == 7

@@ -40,7 +40,7 @@ def test_what_this_format_has_once_written_is_read() -> None:
     )
     assert Envelope.unpack(with_dictionary) == held
     without = envelope.shared_block(held.headers, held.properties)
-    without += b"".join(item.framed() for item in held.items)
+    without += b"".join(item.length_prefixed() for item in held.items)
     assert Envelope.unpack(zlib.compress(without)) == held
 
 
@@ -55,8 +55,8 @@ def test_what_two_headers_of_a_message_share_is_written_once() -> None:
         {"task": "t"}, {"priority": 0}, {"root_id": "id"}, {"correlation_id": "id"}
     )
     items = (Item(b"one", {"id": "1"}), Item(b"two", {"id": "2", "root_id": "1"}))
-    blocks = shared + b"".join(item.framed() for item in items)
-    held = Envelope.unpack(envelope.sealed(blocks, 9))
+    blocks = shared + b"".join(item.length_prefixed() for item in items)
+    held = Envelope.unpack(envelope.compressed(blocks, 9))
     assert held.headers == {"task": "t"}
     assert held.properties == {"priority": 0}
     one, two = held.items
@@ -66,14 +66,17 @@ def test_what_two_headers_of_a_message_share_is_written_once() -> None:
 
 def test_what_a_message_lacks_or_no_header_can_be_is_not_copied() -> None:
     told = {"copies": {"headers": {"root_id": "id", "odd": 5}, "properties": {"reply_to": ["id"]}}}
-    blocks = envelope.framed(json.dumps(told).encode()) + Item(b"x", {"5": "no"}).framed()
+    blocks = (
+        envelope.length_prefixed(json.dumps(told).encode())
+        + Item(b"x", {"5": "no"}).length_prefixed()
+    )
     (held,) = Envelope.unpack(zlib.compress(blocks)).items
     assert held == (b"x", {"5": "no"}, {})
 
 
 def test_blocks_that_say_nothing_are_an_empty_object() -> None:
     assert envelope.shared_block({}, {}) == b"\0\0\0\x02{}"
-    assert Item(b"x").framed() == b"\0\0\0\x02{}\0\0\0\x01x"
+    assert Item(b"x").length_prefixed() == b"\0\0\0\x02{}\0\0\0\x01x"
 
 
 def test_the_dictionary_saves_more_than_half_of_a_small_envelope() -> None:
@@ -81,7 +84,7 @@ def test_the_dictionary_saves_more_than_half_of_a_small_envelope() -> None:
     embedded = '{"callbacks": null, "errbacks": null, "chain": null, "chord": null}'
     body = f"[[1], {{}}, {embedded}]".encode()
     held = Envelope((Item(body, {"id": "a", "kwargsrepr": "{}"}),), {"lang": "py"}, properties)
-    blocks = envelope.shared_block(held.headers, held.properties) + held.items[0].framed()
+    blocks = envelope.shared_block(held.headers, held.properties) + held.items[0].length_prefixed()
     assert 2 * len(held.pack()) < len(zlib.compress(blocks))
 
 

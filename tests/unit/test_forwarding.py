@@ -8,9 +8,15 @@ import amqp
 import pytest
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import Outgoing, bare, changed, undeliverable, written
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    encoded,
+    to_undeliverable,
+    with_headers,
+    without_headers,
+)
 from celery_rabbitdelay.publishing.wire import Content
 
 TOPOLOGY = Topology("p")
@@ -30,7 +36,7 @@ def test_a_message_keeps_its_body_and_its_properties_and_has_other_headers() -> 
         b"body", application_headers={"old": 1}, content_type="text/plain", priority=3
     )
     headers = {"new": 2}
-    made = changed(given, headers)
+    made = with_headers(given, headers)
     assert made.body == b"body"
     assert properties_of(made) == {
         "application_headers": {"new": 2},
@@ -43,12 +49,12 @@ def test_a_message_keeps_its_body_and_its_properties_and_has_other_headers() -> 
 
 
 def test_every_message_is_persistent_even_if_it_was_not() -> None:
-    assert changed(amqp.Message(b"", delivery_mode=1), {}).properties["delivery_mode"] == 2
+    assert with_headers(amqp.Message(b"", delivery_mode=1), {}).properties["delivery_mode"] == 2
 
 
 def test_properties_that_only_its_author_may_set_are_dropped() -> None:
     given = amqp.Message(b"", user_id="guest", cluster_id="c", app_id="shop")
-    assert properties_of(changed(given, {})) == {
+    assert properties_of(with_headers(given, {})) == {
         "application_headers": {},
         "app_id": "shop",
         "delivery_mode": 2,
@@ -57,7 +63,7 @@ def test_properties_that_only_its_author_may_set_are_dropped() -> None:
 
 def test_a_property_is_replaced_or_removed() -> None:
     given = amqp.Message(b"", priority=9, expiration="60")
-    made = changed(given, {}, priority=4, expiration=None)
+    made = with_headers(given, {}, priority=4, expiration=None)
     assert properties_of(made)["priority"] == 4
     assert "expiration" not in properties_of(made)
 
@@ -69,42 +75,42 @@ def test_names_and_keys_of_255_bytes_are_written_and_longer_ones_are_refused(
     exchange: str, routing_key: str
 ) -> None:
     message = amqp.Message(b"body")
-    assert written(Outgoing(exchange, routing_key, message), 131_072) == Content.of(message)
+    assert encoded(Outgoing(exchange, routing_key, message), 131_072) == Content.of(message)
     if len(exchange) == 255:
         what, longer = "exchange", Outgoing(f"{exchange}x", routing_key, message)
     else:
         what, longer = "routing key", Outgoing(exchange, f"{routing_key}k", message)
     with pytest.raises(UnprocessableMessage, match=f"the {what} .* has more than 255 bytes"):
-        written(longer, 131_072)
+        encoded(longer, 131_072)
 
 
 def test_a_key_that_cannot_be_encoded_is_refused_only_if_it_is_too_long() -> None:
     message = amqp.Message(b"")
-    assert written(Outgoing("x", "\ud800", message), 131_072)
+    assert encoded(Outgoing("x", "\ud800", message), 131_072)
     with pytest.raises(UnprocessableMessage, match="more than 255 bytes"):
-        written(Outgoing("x", "\ud800" * 86, message), 131_072)
+        encoded(Outgoing("x", "\ud800" * 86, message), 131_072)
 
 
 def test_headers_and_properties_fill_a_frame_but_for_two_kilobytes() -> None:
     outgoing = Outgoing("x", "k", amqp.Message(b"b" * 10_000, application_headers={"h": "v" * 500}))
-    size = len(written(outgoing, 131_072).properties)
+    size = len(encoded(outgoing, 131_072).properties)
     assert 500 < size < 600
-    assert written(outgoing, size + 2048)
+    assert encoded(outgoing, size + 2048)
     with pytest.raises(UnprocessableMessage, match=f"take {size} bytes, a frame has {size + 2047}"):
-        written(outgoing, size + 2047)
+        encoded(outgoing, size + 2047)
 
 
 def test_a_message_is_undeliverable_with_its_destination_and_the_reason() -> None:
     message = amqp.Message(b"body", application_headers={"mine": 1, "x-death": []}, expiration="60")
-    refused = undeliverable(TOPOLOGY, Outgoing("office", "paper", message), "it is full")
+    refused = to_undeliverable(TOPOLOGY, Outgoing("office", "paper", message), "it is full")
     assert (refused.exchange, refused.routing_key) == ("p.undeliverable", "paper")
     assert refused.message.body == b"body"
     assert told(refused) == {
         "mine": 1,
-        names.EXCHANGE: "office",
-        names.ROUTING_KEY: "paper",
-        names.EXPIRATION: "60",
-        names.REASON: "it is full",
+        header_names.EXCHANGE: "office",
+        header_names.ROUTING_KEY: "paper",
+        header_names.EXPIRATION: "60",
+        header_names.REASON: "it is full",
     }
     # With it, the message would vanish from undeliverable as well.
     assert "expiration" not in properties_of(refused.message)
@@ -112,27 +118,27 @@ def test_a_message_is_undeliverable_with_its_destination_and_the_reason() -> Non
 
 def test_where_an_undeliverable_message_was_meant_to_go_at_first_stays() -> None:
     first = {
-        names.EXCHANGE: "first",
-        names.ROUTING_KEY: "key",
-        names.EXPIRATION: "99",
-        names.REASON: "an older one",
+        header_names.EXCHANGE: "first",
+        header_names.ROUTING_KEY: "key",
+        header_names.EXPIRATION: "99",
+        header_names.REASON: "an older one",
     }
     message = amqp.Message(b"", application_headers=first, expiration="1")
-    refused = undeliverable(TOPOLOGY, Outgoing("second", "other", message), "a newer one")
-    assert told(refused) == {**first, names.REASON: "a newer one"}
+    refused = to_undeliverable(TOPOLOGY, Outgoing("second", "other", message), "a newer one")
+    assert told(refused) == {**first, header_names.REASON: "a newer one"}
 
 
 def test_without_an_expiration_an_undeliverable_message_says_nothing_about_it() -> None:
-    refused = undeliverable(TOPOLOGY, Outgoing("", "q", amqp.Message(b"")), "why")
-    assert names.EXPIRATION not in told(refused)
+    refused = to_undeliverable(TOPOLOGY, Outgoing("", "q", amqp.Message(b"")), "why")
+    assert header_names.EXPIRATION not in told(refused)
 
 
 def test_headers_that_no_frame_can_hold_are_left_away() -> None:
     message = amqp.Message(b"body", application_headers={"long": "x" * 200_000}, priority=3)
-    left = bare(TOPOLOGY, message, "why")
+    left = without_headers(TOPOLOGY, message, "why")
     assert (left.exchange, left.routing_key) == ("p.undeliverable", "")
     assert left.message.body == b"body"
     assert properties_of(left.message) == {
-        "application_headers": {names.REASON: "why"},
+        "application_headers": {header_names.REASON: "why"},
         "delivery_mode": 2,
     }

@@ -107,8 +107,8 @@ def test_in_the_range_of_a_tolerance_the_delay_with_the_fewest_stops_is_found(
     delay_ms = data.draw(st.integers(1, layout.capacity_ms))
     tolerance_ms = data.draw(st.integers(0, layout.capacity_ms + 10 * layout.tick_ms))
 
-    found = layout.with_fewest_stops(delay_ms, tolerance_ms)
-    coarsest = layout.with_fewest_stops(delay_ms, tolerance_ms, coarsest=True)
+    found = layout.round_to_fewest_stops(delay_ms, tolerance_ms)
+    coarsest = layout.round_to_fewest_stops(delay_ms, tolerance_ms, coarsest=True)
 
     def stops(value: int) -> int:
         return sum(map(bool, layout.digits(value)))
@@ -126,7 +126,7 @@ def test_in_the_range_of_a_tolerance_the_delay_with_the_fewest_stops_is_found(
 def test_a_delay_that_no_level_takes_stays_as_it_is_whatever_the_tolerance(
     delay_ms: int, coarsest: bool
 ) -> None:
-    assert clock().with_fewest_stops(delay_ms, 10**9, coarsest=coarsest) == delay_ms
+    assert clock().round_to_fewest_stops(delay_ms, 10**9, coarsest=coarsest) == delay_ms
 
 
 @given(layouts)
@@ -135,7 +135,7 @@ def test_the_capacity_fits_and_one_millisecond_more_does_not(layout: Layout) -> 
     assert largest == tuple(base - 1 for base in layout.bases)
     with pytest.raises(DelayTooLong) as caught:
         layout.digits(layout.capacity_ms + 1)
-    assert caught.value.capacity == layout.capacity_ms
+    assert caught.value.capacity_ms == layout.capacity_ms
     assert f"{layout.capacity_ms / 1000:,.3f} s" in str(caught.value)
 
 
