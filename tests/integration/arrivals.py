@@ -74,8 +74,17 @@ def wait_until_waiting(connection: Connection, queue_name: str, expected: int) -
     )
 
 
-def find_waiting(connection: Connection, queues: Iterable[Queue], timeout: float = 30.0) -> Arrival:
+def find_waiting(
+    connection: Connection, queues: Iterable[Queue], timeout: float = 30.0, copies: bool = False
+) -> Arrival:
     """Take the only message that waits in any of many queues, as soon as there is one.
+
+    Args:
+        connection: Where to look.
+        queues: Which queues to look into.
+        timeout: Seconds until the wait is given up.
+        copies: Whether there may be several messages of one task: after a publish that failed, the
+            broker may have the message all the same.
 
     Raises:
         TimeoutError: None of the queues got one within ``timeout`` seconds.
@@ -93,5 +102,7 @@ def find_waiting(connection: Connection, queues: Iterable[Queue], timeout: float
         return bool(found)
 
     wait_for(look, "a message in the levels", timeout)
-    (arrival,) = found
+    arrival, *others = found
+    assert not others or copies
+    assert all(each.message.headers["id"] == arrival.message.headers["id"] for each in others)
     return arrival

@@ -218,7 +218,8 @@ def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
         finally:
             private_rabbitmq.ctl("set_vm_memory_high_watermark", "0.4")
         with Connection(private_rabbitmq.url) as connection:
-            waiting = find_waiting(connection, shop.rabbitdelay.topology.digit_queues)
+            queues = shop.rabbitdelay.topology.digit_queues
+            waiting = find_waiting(connection, queues, copies=True)
         assert waiting.message.headers["id"] == result.id
         assert headers.DUE in waiting.message.headers
 
