@@ -92,8 +92,8 @@ class DelayTooLong(RabbitDelayError, ValueError):
 class InvalidLayout(RabbitDelayError, ValueError):
     """The layout is invalid.
 
-    Each level's unit must be the base times the unit of the next lower level, and TTLs and routing
-    keys must stay within RabbitMQ's bounds.
+    One count of a level must equal the next lower level's base times one count of that level, and
+    TTLs and routing keys must stay within RabbitMQ's bounds.
     """
 
 

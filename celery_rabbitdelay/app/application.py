@@ -141,9 +141,10 @@ class Celery(celery.Celery):
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
             ValueError: A delay that is not finite, or a naive ``eta`` without ``timezone``.
-            DelayTooLong: The delay is above the layout's capacity.
+            DelayTooLong: The delay is above the layout's capacity, and ``rabbitdelay_modules``
+                lacks check-in.
             NeedsDistribution: Not exactly one known queue gets the task, or its priority is above 4
-                and the levels are quorum queues.
+                and the levels are quorum queues; and ``rabbitdelay_modules`` lacks distribution.
             PublishError: The broker did not confirm.
             UnknownOption: An option that only a later version takes.
         """
@@ -177,6 +178,13 @@ class Celery(celery.Celery):
             )
             return result
 
+        # Where a task goes:
+        #   no delay, or one that is over           Celery's own path, unchanged
+        #   the broker is not RabbitMQ              Celery's own path; a delay becomes a countdown
+        #   rabbitdelay=False, or countdown and     Celery's own path; with an eta in the message
+        #     eta without takeover                    where Celery would use its native levels
+        #   all others                              the levels, and through distribution if
+        #                                             DelayedTaskProducer finds no single queue
         if delay is None and not countdown and not eta:
             return send(countdown, eta)
         task_id = task_id or uuid()

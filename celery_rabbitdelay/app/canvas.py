@@ -107,8 +107,9 @@ def restore_body_delay(options: Mapping[str, Any], delay: Any) -> dict[str, Any]
     """Return options in which the body of a chord has its own delay, not that of the whole chord.
 
     Celery has given the options of the whole chord to the body, and gives them to each task of the
-    header as well, so that the two delays are equal. The body gets its own delay back. A plain
-    signature, of several tasks or by name, does not remember its own delay, and loses it.
+    header as well, so that the two delays are equal. The body gets its own delay back. If
+    the body is not a :class:`DelayingSignature` (a group, chain or chord, or a signature made from
+    a task name only), its own delay is unknown, and it ends up with none.
 
     Args:
         options: The options with which a task of the header is sent; they are not changed.

@@ -35,7 +35,7 @@ from celery_rabbitdelay.exceptions import (
 )
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.publishing.message import MAX_WORD
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -188,7 +188,7 @@ class RowSender:
         if not isinstance(kwargs, Mapping):
             raise InvalidRow(row, "takes a mapping of keyword arguments")
         if row.task_id is not None and not _is_id(row.task_id):
-            raise InvalidRow(row, f"takes a task_id of up to {MAX_WORD} bytes")
+            raise InvalidRow(row, f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes")
         if self._check_arguments is not None:
             self._check_arguments(*args, **kwargs)
         return Call(row.task_id or next(self._ids), args, kwargs, due)
@@ -288,4 +288,6 @@ def _random_ids() -> Iterator[str]:
 
 
 def _is_id(given: object) -> bool:
-    return isinstance(given, str) and len(given.encode("utf-8", "surrogatepass")) <= MAX_WORD
+    return (
+        isinstance(given, str) and len(given.encode("utf-8", "surrogatepass")) <= MAX_SHORTSTR_BYTES
+    )

@@ -20,9 +20,9 @@ Delay: TypeAlias = "float | Decimal | Rational | timedelta"
 #: The latest due time that AMQP can carry as an integer, in milliseconds since 1970.
 MAX_DUE_MS: Final = 2**63 - 1
 
-#: A relative delay stays unchanged while less than this part of it has passed, so that an hour is
-#: still one stop after connecting took a moment.
-NEGLIGIBLE_PART: Final = 1000
+#: If no more than 1/1000 of a relative delay has passed, the original delay is used unreduced;
+#: otherwise, an hour would become 59:59.9 and take three stops instead of one.
+NEGLIGIBLE_DIVISOR: Final = 1000
 
 _NS_PER_MS: Final = 1_000_000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -130,6 +130,6 @@ class Due(NamedTuple):
         """Return the milliseconds from now until the message is due, rounded up."""
         remaining = -((time.time_ns() - self.at_ns) // _NS_PER_MS)
         passed = self.delay_ms - remaining
-        if not self.is_instant and passed * NEGLIGIBLE_PART <= self.delay_ms:
+        if not self.is_instant and passed * NEGLIGIBLE_DIVISOR <= self.delay_ms:
             return self.delay_ms
         return remaining

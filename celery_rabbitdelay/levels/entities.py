@@ -93,10 +93,10 @@ class ModuleQueues(NamedTuple):
     Attributes:
         undeliverable: Gets every message that cannot be delivered, so that it blocks no others.
         checkin: The ingest queue: any AMQP client publishes here, with the delay in a header.
-        meditation: The overflow loop: a delay above the capacity waits here for one capacity.
+        meditation: The overflow loop: a delay above the capacity waits here once per capacity.
         distribution: Gets due messages that a worker publishes to their final exchange.
         meditated: The exchange through which a message returns from meditation to check-in's queue.
-            Clients need no permission for it: what comes through it was checked before.
+            Clients need no permission for it.
     """
 
     undeliverable: Queue

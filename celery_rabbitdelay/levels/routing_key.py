@@ -23,7 +23,7 @@ __all__ = ["DISTRIBUTION", "RoutingKeys", "decode_destination", "encode_destinat
 DISTRIBUTION: Final = ""
 
 #: The longest word for a queue, in bytes; a longer one is hashed.
-MAX_WORD_LENGTH: Final = 120
+MAX_DESTINATION_BYTES: Final = 120
 
 _SPECIAL = re.compile(r"[.*#%]")
 
@@ -81,7 +81,7 @@ def encode_destination(name: str) -> str:
     if name == DISTRIBUTION:
         return "%distribution"
     word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
-    if len(word.encode()) <= MAX_WORD_LENGTH:
+    if len(word.encode()) <= MAX_DESTINATION_BYTES:
         return word
     return f"%~{hashlib.sha256(name.encode()).hexdigest()}"
 

@@ -40,9 +40,10 @@ class Route(NamedTuple):
     """How to publish one delayed message, and where it will wait.
 
     Attributes:
-        exchange: The exchange to publish to: that of the first non-zero digit.
-        routing_key: The delay's digits and the destination's word, separated by dots; with several
-            shards, the shard's word before them.
+        exchange: The exchange of the first non-zero digit; delivery if all are zero; meditation
+            above the capacity.
+        routing_key: The shard's word if there are several, the digits and the destination's word,
+            separated by dots; in meditation, the bare destination.
         stops: The names of the queues that the message waits in, in order.
     """
 

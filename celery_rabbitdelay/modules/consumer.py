@@ -29,7 +29,7 @@ from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.message import headers_of, shortened
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.publish_loop import PublishLoop, callers_errors_as_they_are
+from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.wire import ack_frames, requeue_frames
 
 __all__ = ["Module", "ModuleConsumer"]
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 UNPACKED_AT_ONCE: Final = 4
 
 #: Messages of one envelope that are published before it is the next received message's turn.
-TURN: Final = 100
+MESSAGES_PER_TURN: Final = 100
 
-#: How often a message is sent that the broker nacks, and seconds between two attempts: long enough
-#: for a new leader, and no longer, since the others wait meanwhile.
+#: Publish attempts for a message that the broker keeps nacking, and seconds between them: long
+#: enough for a leader election, but short, since a waiting resend takes a place in the window.
 ATTEMPTS: Final = 10
 NACK_PAUSE: Final = 3.0
 
@@ -144,7 +144,7 @@ class ModuleConsumer:
         self._consumer_tag = ""
         self._waiting: deque[_Received] = deque()
         self._unpacking: deque[_Received] = deque()
-        self._turn_left = TURN
+        self._turn_left = MESSAGES_PER_TURN
         self._undeliverable = module.topology.modules.undeliverable.exchange.name
         self._existing_exchanges = {"", self._undeliverable}
         self._unfinished = 0
@@ -160,7 +160,7 @@ class ModuleConsumer:
         Returns:
             Whether everything that was begun is finished.
         """
-        with callers_errors_as_they_are():
+        with unwrap_callers_errors():
             return self._serve()
 
     def _serve(self) -> bool:
@@ -259,14 +259,14 @@ class ModuleConsumer:
                 return None
             if not self._turn_left:
                 self._unpacking.rotate(-1)
-                self._turn_left = TURN
+                self._turn_left = MESSAGES_PER_TURN
             self._turn_left -= 1
             received = self._unpacking[0]
             try:
                 outgoing = next(received.outgoing)
             except StopIteration:
                 self._unpacking.popleft()
-                self._turn_left = TURN
+                self._turn_left = MESSAGES_PER_TURN
                 received.unpacked = True
                 self._finish(received)
             except Exception as error:

@@ -10,7 +10,12 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.message import MAX_WORD, PERSISTENT, headers_of, shortened
+from celery_rabbitdelay.publishing.message import (
+    MAX_SHORTSTR_BYTES,
+    PERSISTENT,
+    headers_of,
+    shortened,
+)
 from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["Outgoing", "encoded", "to_undeliverable", "with_headers", "without_headers"]
@@ -65,9 +70,9 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
         UnprocessableMessage: AMQP cannot carry it.
     """
     for what, word in (("exchange", outgoing.exchange), ("routing key", outgoing.routing_key)):
-        if len(word.encode(errors="surrogatepass")) > MAX_WORD:
+        if len(word.encode(errors="surrogatepass")) > MAX_SHORTSTR_BYTES:
             raise UnprocessableMessage(
-                f"the {what} {shortened(word)} has more than {MAX_WORD} bytes"
+                f"the {what} {shortened(word)} has more than {MAX_SHORTSTR_BYTES} bytes"
             )
     try:
         content = Content.of(outgoing.message)

@@ -21,7 +21,7 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.destination import topic_matches
-from celery_rabbitdelay.publishing.message import MAX_WORD, shortened
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
 
 __all__ = ["Undeliverable", "examine"]
 
@@ -123,7 +123,7 @@ class _HeaderReader:
         if not isinstance(stop, str | None) or not isinstance(key, str | None):
             self._note("x-death", newest, "a queue and its routing keys")
             return None, None
-        if key and len(key.encode(errors="surrogatepass")) > MAX_WORD:
+        if key and len(key.encode(errors="surrogatepass")) > MAX_SHORTSTR_BYTES:
             self._note("x-death", key, "a routing key that AMQP can carry")
             key = None
         return stop or None, key

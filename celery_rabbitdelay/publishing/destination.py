@@ -53,7 +53,11 @@ def resolve(
     if not exchange:
         queue = matching.get(routing_key) or Queue(routing_key, no_declare=True)
         return Destination(queue, exchange, routing_key)
-    found = [] if any(_is_open(queue, exchange) for queue in matching.values()) else list(matching)
+    found = (
+        []
+        if any(_is_fanout_or_headers(queue, exchange) for queue in matching.values())
+        else list(matching)
+    )
     for choice in ([came_from], found, list(consumed)):
         names = [name for name in choice if name in matching]
         if len(names) == 1:
@@ -61,7 +65,7 @@ def resolve(
     return Destination(None, exchange, routing_key)
 
 
-def _is_open(queue: Queue, exchange: str) -> bool:
+def _is_fanout_or_headers(queue: Queue, exchange: str) -> bool:
     """Return whether it is a fanout or headers exchange, by the queue's bindings."""
     return any(
         source.name == exchange and source.type not in ("direct", "topic")

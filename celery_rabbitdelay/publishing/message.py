@@ -11,7 +11,7 @@ from celery_rabbitdelay.levels import headers as header_names
 
 __all__ = [
     "MAX_PRIORITY",
-    "MAX_WORD",
+    "MAX_SHORTSTR_BYTES",
     "PERSISTENT",
     "body_of",
     "headers_of",
@@ -28,7 +28,7 @@ PERSISTENT: Final = 2
 MAX_PRIORITY: Final = 4
 
 #: AMQP's longest name of an exchange, and its longest routing key, in bytes.
-MAX_WORD: Final = 255
+MAX_SHORTSTR_BYTES: Final = 255
 
 #: Maximum characters of a value in an error text.
 MAX_SHOWN_LENGTH: Final = 200

@@ -29,7 +29,8 @@ class Publication:
         routing_key: The routing key of the last attempt.
         error: Why the broker has not confirmed the message; None if it has.
         resent: How often the message was sent again.
-        deadline: When to give up, on the clock of :func:`time.monotonic`.
+        deadline: When to give up, on the clock of :func:`time.monotonic`. A publisher sets it; a
+            module's messages have none, since its time-out is for the broker as a whole.
         redeclared: Whether what the message needs was declared again because no queue took it.
     """
 

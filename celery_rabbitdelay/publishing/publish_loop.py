@@ -1,10 +1,10 @@
 """The publish loop: many messages in flight, until each of them has its outcome.
 
-There is one, and both a publisher and a module run it: the publisher feeds it from an iterator, a
-module from its consumer. The loop keeps the window full, sends nacked messages again after a pause,
-declares once more what a returned message needs, gives up what takes too long, and finds the
-message that made the broker close the channel. It knows one channel at a time; opening the next
-one after a lost connection is its owner's part.
+The same class serves both sides: a publisher feeds it from an iterator, a module from its consumer.
+The loop keeps the window full, sends nacked messages again after a pause, declares once more what a
+returned message needs, gives up what takes too long, and finds the message that made the broker
+close the channel. It knows one channel at a time; opening the next one after a lost connection is
+its owner's part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 
-__all__ = ["PublishLoop", "Source", "callers_errors_as_they_are"]
+__all__ = ["PublishLoop", "Source", "unwrap_callers_errors"]
 
 #: If a source takes this many seconds or more for a message, messages are written at once, not in
 #: batches.
@@ -56,7 +56,7 @@ class _CallersError(BaseException):
 
 
 @contextmanager
-def callers_errors_as_they_are() -> Iterator[None]:
+def unwrap_callers_errors() -> Iterator[None]:
     """Unwrap :class:`_CallersError`: raise the error of the source or of ``done`` itself."""
     try:
         yield

@@ -31,7 +31,7 @@ from celery_rabbitdelay.publishing.policy import (
     PublishPolicy,
 )
 from celery_rabbitdelay.publishing.publication import Address, Publication
-from celery_rabbitdelay.publishing.publish_loop import PublishLoop, callers_errors_as_they_are
+from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["Declaration", "Publisher"]
@@ -184,7 +184,7 @@ class _Run:
         return publication
 
     def run(self) -> None:
-        with callers_errors_as_they_are():
+        with unwrap_callers_errors():
             while self._loop.has_more():
                 try:
                     self._publish(self._open())

@@ -55,8 +55,8 @@ class WorkerDeclaration:
     def __init__(self, app: Any) -> None:
         self._app = app
         self._lock = Lock()
-        #: The brokers where everything is declared. Connections with a fail-over list may be open
-        #: to different ones.
+        #: The brokers where everything is declared. With a fail-over list, connections may reach
+        #: different brokers.
         self._brokers: set[str] = set()
 
     @property

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.app import grouping
 from celery_rabbitdelay.app.grouping import Group, Grouper
-from celery_rabbitdelay.levels.delay import NEGLIGIBLE_PART, Due
+from celery_rabbitdelay.levels.delay import NEGLIGIBLE_DIVISOR, Due
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from tests.unit.strategies import layouts
 
@@ -88,7 +88,7 @@ def test_none_is_early_none_is_late_and_each_comes_out_once(
             assert ends_ns >= group.due.at_ns >= due.at_ns
             latest_ns = max(due.at_ns, it.added[row]) + (due.tolerance_ms + layout.tick_ms) * MS
             assert group.due.at_ns < latest_ns + MS
-            assert ends_ns < latest_ns + 2 * MS + group.due.delay_ms * MS // NEGLIGIBLE_PART
+            assert ends_ns < latest_ns + 2 * MS + group.due.delay_ms * MS // NEGLIGIBLE_DIVISOR
 
 
 def _left_ms(due: Due, now_ns: int) -> int:
