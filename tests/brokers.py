@@ -225,7 +225,8 @@ def _call_pytest(root: Path, report: Path) -> int:
         "RABBITDELAY_NODES": "process",
     }
     environment.pop("RABBITDELAY_BROKER_URL", None)
-    command = [sys.executable, "-m", "pytest", *TESTS, f"--junit-xml={report}"]
+    at_a_time = ("--numprocesses=2", "--dist=loadfile")
+    command = [sys.executable, "-m", "pytest", *at_a_time, *TESTS, f"--junit-xml={report}"]
     return subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode
 
 
