@@ -161,13 +161,14 @@ class Layout:
         the fewest stops, or with ``coarsest=True`` the multiple of the largest place value.
         """
         longest_ms = min(delay_ms + tolerance_ms, self.capacity_ms)
-        multiples = (-(-delay_ms // place_ms) * place_ms for place_ms in self.places_ms)
-        in_range = [multiple for multiple in multiples if multiple <= longest_ms]
-        if delay_ms <= 0 or not in_range:
-            return delay_ms
-        if coarsest:
-            return in_range[0]
-        return min(reversed(in_range), key=lambda multiple: sum(map(bool, self.digits(multiple))))
+        in_range: list[int] = []
+        for place_ms in self.places_ms:
+            multiple = -(-delay_ms // place_ms) * place_ms
+            if 0 < multiple <= longest_ms:
+                if coarsest:
+                    return multiple
+                in_range.insert(0, multiple)
+        return min(in_range, key=lambda each: sum(map(bool, self.digits(each))), default=delay_ms)
 
 
 def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:
