@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from celery.app import trace
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import (
@@ -250,8 +251,9 @@ def test_a_task_whose_callback_nobody_can_deliver_fails_as_if_it_could_not_be_se
         wait_for(result.ready, "the outcome")
         assert result.state == "FAILURE"
         assert type(result.result).__name__ == "NeedsDistribution"
-        # Celery's words for an error that it does not expect there.
-        assert "raised outside body" not in worker.log
+        if "OperationalError" in vars(trace):
+            # Celery's words for an error that it does not expect there; before 5.7, any is one.
+            assert "raised outside body" not in worker.log
 
 
 def test_a_retry_that_nobody_can_deliver_fails_and_is_not_tried_for_ever(
