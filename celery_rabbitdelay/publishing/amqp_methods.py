@@ -34,7 +34,7 @@ def find_queues(channel: Any, names: Sequence[str]) -> list[tuple[int, int] | No
         flags = (True, False, False, False, False)  # passive, ..., nowait
         channel.send_method(spec.Queue.Declare, "BsbbbbbF", (0, name, *flags, None))
 
-    found = _ask_in_batches(channel, names, ask, spec.Queue.DeclareOk)
+    found = _ask_in_batches(channel, names, ask, spec.Queue.Declare, spec.Queue.DeclareOk)
     return [answer and (answer[1], answer[2]) for answer in found]
 
 
@@ -54,12 +54,16 @@ def find_exchanges(channel: Any, names: Sequence[str]) -> list[bool]:
         # The broker does not compare the type.
         channel.send_method(spec.Exchange.Declare, "BssbbbbbF", (0, name, "topic", *flags, None))
 
-    found = _ask_in_batches(channel, names, ask, spec.Exchange.DeclareOk)
+    found = _ask_in_batches(channel, names, ask, spec.Exchange.Declare, spec.Exchange.DeclareOk)
     return [answer is not None for answer in found]
 
 
 def _ask_in_batches(
-    channel: Any, names: Sequence[str], ask: Callable[[str], None], answer: tuple[int, int]
+    channel: Any,
+    names: Sequence[str],
+    ask: Callable[[str], None],
+    question: tuple[int, int],
+    answer: tuple[int, int],
 ) -> list[Any]:
     """Return the arguments of each answer, None for NOT_FOUND.
 
@@ -77,7 +81,9 @@ def _ask_in_batches(
             for _ in batch:
                 # py-amqp handles one method at a time, so no answer is lost between two waits.
                 answers.append(channel.wait(answer, returns_tuple=True))
-        except NotFound:
+        except NotFound as missing:
+            if missing.method_sig != question:
+                raise  # it closes another channel of the connection
             answers.append(None)
             size = 1
         else:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from select import select
 from typing import Any
 
+import amqp
 import pytest
+from amqp import spec
+from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import TopologyNotEmpty
@@ -176,3 +180,15 @@ def test_each_answer_is_taken_for_the_queue_or_exchange_that_was_asked_for(
     exchanges = [elsewhere.name if number in gone else "amq.fanout" for number in range(total)]
     exist = find_exchanges(channel, exchanges)
     assert {number for number, exists in enumerate(exist) if not exists} == gone
+
+
+def test_the_close_of_another_channel_is_not_taken_for_an_answer(connection: Connection) -> None:
+    transport: Any = connection.connection
+    publishing: Any = connection.channel()
+    own: Any = connection.channel()
+    publishing.basic_publish(amqp.Message("x"), "test-nowhere", "key")
+    # The broker has closed the channel that publishes before the question is asked.
+    assert select([transport.sock], [], [], 30)[0]
+    with pytest.raises(NotFound) as caught:
+        find_exchanges(own, ["amq.topic"])
+    assert caught.value.method_sig == spec.Basic.Publish
