@@ -51,7 +51,7 @@ class InvalidDelay(RabbitDelayError, ValueError):
     Attributes:
         value: The delay as it was given.
         reason: What is wrong with it.
-        what: What it was given as: "delay" or "eta".
+        what: What it was given as: "delay", "eta" or "tolerance".
     """
 
     def __init__(self, value: object, reason: str, what: str = "delay") -> None:
@@ -228,7 +228,7 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
             f"{self.what} cannot be delayed: the levels hand a message to one queue, with a "
             "priority of at most 4 on quorum queues. Send it to one queue that the application "
             'knows (task_queues), with a priority of 4 or less; or add "distribution" to '
-            "rabbitdelay_modules; or, of send_many, leave out envelopes=True; or set "
+            "rabbitdelay_modules; or call send_many without envelopes=True; or set "
             "rabbitdelay=False on the task to keep Celery's own behavior"
         )
 

@@ -208,7 +208,7 @@ class RabbitDelay:
         eta: datetime | str | None,
         tolerance_ms: int = 0,
     ) -> Due:
-        """Return when a task is due; at most one of the three times may be given.
+        """Return when a task is due: ``delay`` counts first, then ``countdown``, then ``eta``.
 
         Raises:
             InvalidDelay: A time that is not finite, or a naive ``eta`` without Celery's

@@ -17,7 +17,7 @@ import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Delay, Due
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Delay, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
@@ -29,8 +29,6 @@ __all__ = ["CheckIn"]
 #: Headers with further routing keys, by which RabbitMQ routes a message past any check of its own
 #: (https://www.rabbitmq.com/docs/sender-selected).
 SENDER_SELECTED: Final = ("CC", "BCC")
-
-_NS_PER_MS: Final = 1_000_000
 
 _INTEGER: Final = re.compile("-?[0-9]+")
 
@@ -46,7 +44,7 @@ class CheckIn:
 
     def __init__(self, topology: Topology, allowed: Callable[[str, str], bool]) -> None:
         self._topology = topology
-        self._meditated = topology.modules.meditated.name
+        self._meditated = topology.module_queues.meditated.name
         self._allowed = allowed
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
@@ -70,7 +68,7 @@ class CheckIn:
             )
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
-        remaining_ms = due_ms - time.time_ns() // _NS_PER_MS
+        remaining_ms = due_ms - time.time_ns() // NS_PER_MS
         delay = Fraction(remaining_ms, 1000)
         kept = {name: headers[name] for name in headers if name not in header_names.BROKER_HEADERS}
         destination = headers.get(header_names.QUEUE) or DISTRIBUTION
@@ -92,7 +90,7 @@ class CheckIn:
         headers = header_names.strip(headers)
         if not delay_ms:
             return Outgoing(exchange, routing_key, with_headers(message, headers))
-        due = Due(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms)
+        due = Due(time.time_ns() + delay_ms * NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
                 f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "

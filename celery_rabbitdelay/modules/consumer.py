@@ -145,7 +145,7 @@ class ModuleConsumer:
         self._waiting: deque[_Received] = deque()
         self._unpacking: deque[_Received] = deque()
         self._turn_left = MESSAGES_PER_TURN
-        self._undeliverable = module.topology.modules.undeliverable.exchange.name
+        self._undeliverable = module.topology.module_queues.undeliverable.exchange.name
         self._existing_exchanges = {"", self._undeliverable}
         self._unfinished = 0
         self._to_acknowledge: list[int] = []

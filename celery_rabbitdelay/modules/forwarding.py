@@ -93,7 +93,7 @@ def without_headers(topology: Topology, message: amqp.Message, reason: str) -> O
     left = amqp.Message(
         message.body, application_headers={header_names.REASON: reason}, delivery_mode=PERSISTENT
     )
-    return Outgoing(topology.modules.undeliverable.exchange.name, "", left)
+    return Outgoing(topology.module_queues.undeliverable.exchange.name, "", left)
 
 
 def to_undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Outgoing:
@@ -116,4 +116,6 @@ def to_undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Out
     if expiration is not None:
         headers.setdefault(header_names.EXPIRATION, expiration)
     message = with_headers(outgoing.message, headers, expiration=None)
-    return Outgoing(topology.modules.undeliverable.exchange.name, outgoing.routing_key, message)
+    return Outgoing(
+        topology.module_queues.undeliverable.exchange.name, outgoing.routing_key, message
+    )

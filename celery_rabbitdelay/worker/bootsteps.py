@@ -247,10 +247,10 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     settings = app.rabbitdelay.settings
     topology = settings.topology
     if name == "check-in":
-        queue = topology.modules.checkin
+        queue = topology.module_queues.checkin
         receive = CheckIn(topology, allowed_destinations(app).includes).receive
     else:
-        queue, receive = topology.modules.distribution, distribute
+        queue, receive = topology.module_queues.distribution, distribute
     module = Module(
         name,
         topology,

@@ -37,7 +37,7 @@ def test_a_producer_alone_on_an_empty_broker_loses_nothing(
     for name in QUEUES[:-1]:
         wait_until_waiting(connection, f"{prefix}.{name}", 1)
     # The last one is on a fanout exchange.
-    wait_until_waiting(connection, shop.rabbitdelay.topology.modules.distribution.name, 1)
+    wait_until_waiting(connection, shop.rabbitdelay.topology.module_queues.distribution.name, 1)
 
     with Worker(configuration):
         assert all(result.get(timeout=PATIENCE) for result in results)

@@ -89,7 +89,7 @@ def test_what_is_due_while_nobody_consumes_its_queue_waits_there_for_the_next_co
 
     for result in results:
         assert result.get(timeout=PATIENCE)["headers"]["rabbitdelay-queue"] == queue
-    assert count(connection, shop.rabbitdelay.topology.modules.undeliverable.name) == 0
+    assert count(connection, shop.rabbitdelay.topology.module_queues.undeliverable.name) == 0
 
 
 def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
@@ -110,7 +110,7 @@ def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
 
     found = [
         examine(arrival.message.headers, topology)
-        for arrival in take(connection, [topology.modules.undeliverable], 32)
+        for arrival in take(connection, [topology.module_queues.undeliverable], 32)
     ]
     assert {message.task_id for message in found} == lost
     for message in found:
@@ -132,7 +132,7 @@ def test_a_level_s_queue_that_is_deleted_is_the_reason_of_what_was_to_wait_in_it
     result = shop.tasks["look"].apply_async(delay=delay)
 
     topology = shop.rabbitdelay.topology
-    (arrival,) = take(connection, [topology.modules.undeliverable], 1)
+    (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
 
     message = arrival.message
     found = examine(message.headers, topology, message.delivery_info["routing_key"])
@@ -344,7 +344,7 @@ def test_where_operators_declare_tasks_arrive_and_nothing_is_declared(
         look.apply_async(delay=0.3, queue=unknown.name)
     look.apply_async(delay=0.3, queue=unbound.name)
     with Connection(private_rabbitmq.url) as connection:
-        (arrival,) = take(connection, [topology.modules.undeliverable], 1)
+        (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
     assert f"no queue {unbound.name!r}" in examine(arrival.message.headers, topology).reason
     assert everything(private_rabbitmq, prefix) == before
 

@@ -62,7 +62,9 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
     with Connection(cluster[0].url) as connection:
         declare(connection, topology)
     led = leaders(cluster[0])
-    (victim,) = (node for node in cluster if node.node == led[topology.modules.distribution.name])
+    (victim,) = (
+        node for node in cluster if node.node == led[topology.module_queues.distribution.name]
+    )
     others = [node for node in cluster if node is not victim]
     configuration = {
         "prefix": "dies",
@@ -94,7 +96,7 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
         with Worker(configuration, [named(shop, "default")]) as worker:
             wait_until_served(worker)
             publish(range(MESSAGES))
-            wait_for(lambda: count(producing, topology.modules.checkin.name) == 0, "check-in")
+            wait_for(lambda: count(producing, topology.module_queues.checkin.name) == 0, "check-in")
             victim.kill()
             publish(range(MESSAGES, 2 * MESSAGES))
             wait_for(all_came, "all messages", timeout=60)
@@ -102,4 +104,4 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
     shop.close()
     assert [n for n, at in came.items() if at < published[n] + DELAY_MS / 1000] == []
     with Connection(others[0].url) as connection:
-        assert count(connection, topology.modules.undeliverable.name) == 0
+        assert count(connection, topology.module_queues.undeliverable.name) == 0

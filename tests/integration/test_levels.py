@@ -84,7 +84,7 @@ def test_no_message_is_early_and_each_comes_once(
     assert sorted(arrival.body for arrival in arrivals) == delays
     for arrival in arrivals:
         assert 0 <= arrival.at - not_before[arrival.body] < GENEROUS
-    assert count(connection, topology.modules.undeliverable.name) == 0
+    assert count(connection, topology.module_queues.undeliverable.name) == 0
 
 
 def test_a_queue_gets_its_own_messages_only_though_its_name_ends_another_s(
@@ -126,7 +126,7 @@ def test_each_shard_delivers_its_own_messages_once(
     stops = {death["queue"] for death in deaths}
     shards = {stop.rsplit(".", 1)[1] for stop in stops}
     assert shards == {"s0", "s1", "s2"}
-    assert count(connection, topology.modules.undeliverable.name) == 0
+    assert count(connection, topology.module_queues.undeliverable.name) == 0
 
 
 def test_undeliverable_messages_hold_up_none_of_the_others(
@@ -145,8 +145,8 @@ def test_undeliverable_messages_hold_up_none_of_the_others(
 
     assert sorted(arrival.body for arrival in arrivals) == list(range(10))
     assert all(arrival.at - not_before[arrival.body] < GENEROUS for arrival in arrivals)
-    wait_until_waiting(connection, topology.modules.undeliverable.name, 40)
-    undeliverable = take(connection, [topology.modules.undeliverable], 40)
+    wait_until_waiting(connection, topology.module_queues.undeliverable.name, 40)
+    undeliverable = take(connection, [topology.module_queues.undeliverable], 40)
     assert all(a.message.headers[headers.QUEUE] == gone.name for a in undeliverable)
     assert all(a.message.headers["x-death"] for a in undeliverable)
 

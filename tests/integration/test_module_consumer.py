@@ -107,7 +107,7 @@ def put(connection: Connection, queue: Queue, number: int = 1, body: str = "x") 
 def reasons(connection: Connection, topology: Topology, number: int) -> list[str]:
     return [
         examine(arrival.message.headers, topology).reason
-        for arrival in take(connection, [topology.modules.undeliverable], number)
+        for arrival in take(connection, [topology.module_queues.undeliverable], number)
     ]
 
 
@@ -170,7 +170,7 @@ def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishin
         wait_for(lambda: served.errors or served.statistics.undeliverable, "the close")
     # All of it is delivered again.
     assert [type(error) for error in served.errors] == [NotFound]
-    assert count(connection, topology.modules.undeliverable.name) == 0
+    assert count(connection, topology.module_queues.undeliverable.name) == 0
     wait_until_waiting(connection, source.name, 1)
 
 

@@ -87,7 +87,7 @@ def test_by_a_connection_to_rabbitmq_many_rows_wait_in_its_levels(
         connection=connection,
     )
     assert (report.confirmed, bool(report.envelopes)) == (20, envelopes)
-    came_to = topology.modules.distribution if envelopes else default
+    came_to = topology.module_queues.distribution if envelopes else default
     arrivals = take(connection, [came_to], report.messages)
     assert all(arrival.at >= before + delays[0] for arrival in arrivals)
     if envelopes:

@@ -363,6 +363,23 @@ def test_one_by_one_the_numbers_are_told_and_errors_have_an_end(
     assert isinstance(caught.value.errors[2], UnknownOption)
 
 
+def test_one_by_one_an_error_of_the_rows_keeps_those_of_the_rows_before_it(
+    make_shop: Callable[..., Any],
+) -> None:
+    shop = make_shop(task_always_eager=True)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"delay": "x"}
+        yield {}
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        shop.rabbitdelay.send_many(shop.tasks["look"], rows())
+    cause = caught.value.__cause__
+    assert isinstance(cause, RowsNotConfirmed)
+    assert (list(cause.errors), cause.rest, cause.report.confirmed) == ([0], 2, 1)
+
+
 def test_another_broker_takes_them_one_by_one() -> None:
     program = """
 from tests.integration.shop import make_app

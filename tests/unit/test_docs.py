@@ -82,10 +82,10 @@ def test_the_reference_has_every_argument_of_every_queue(queue_type: Any) -> Non
     topology = Topology(queue_type=queue_type)
     queues: dict[str, Queue] = {
         "digits": topology.digit_queues[0],
-        "meditation": topology.modules.meditation,
-        "check-in": topology.modules.checkin,
-        "distribution": topology.modules.distribution,
-        "undeliverable": topology.modules.undeliverable,
+        "meditation": topology.module_queues.meditation,
+        "check-in": topology.module_queues.checkin,
+        "distribution": topology.module_queues.distribution,
+        "undeliverable": topology.module_queues.undeliverable,
     }
     section = NAMES.read_text().partition("## Arguments of the queues")[2]
     told: dict[str, set[str]] = {kind: set() for kind in KINDS}

@@ -288,6 +288,12 @@ def test_many_calls_in_one_envelope_come_out_in_their_order() -> None:
         assert body == MAKER.expected(each)[1]
 
 
+def test_a_correlation_id_of_none_becomes_the_task_s_id() -> None:
+    each = call((), {})
+    properties, _ = Maker({"correlation_id": None, "reply_to": "someone"}).alone(each)
+    assert (properties["correlation_id"], properties["reply_to"]) == (each.task_id, "someone")
+
+
 @pytest.mark.parametrize("task_id", ["", "k" * 256, "\ud800"])
 def test_an_id_that_amqp_cannot_carry_is_an_error_or_what_celery_would_send(task_id: str) -> None:
     each = Call(task_id, (), {}, Due.after(5))

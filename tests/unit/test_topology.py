@@ -50,7 +50,7 @@ def test_a_message_without_its_destination_ends_in_undeliverable(
     topology = Topology(layout=layout)
     route = topology.route(timedelta(milliseconds=delay_ms), "gone")
     walk = BrokerModel(topology, ("other",)).walk(route)
-    assert walk.delivered_to == {topology.modules.undeliverable.name}
+    assert walk.delivered_to == {topology.module_queues.undeliverable.name}
 
 
 @given(layouts, st.data())
@@ -144,7 +144,7 @@ def test_classic_queues_ask_for_nothing_that_they_do_not_know() -> None:
 
 def test_every_exchange_of_the_levels_has_an_alternate_exchange() -> None:
     topology = Topology()
-    undeliverable = topology.modules.undeliverable.exchange
+    undeliverable = topology.module_queues.undeliverable.exchange
     assert topology.exchanges[0] == undeliverable
     for exchange in topology.exchanges[1:]:
         assert exchange.arguments == {"alternate-exchange": undeliverable.name}
