@@ -158,8 +158,8 @@ class LayoutConflict(RabbitDelayError, OperationalError):
             f"the broker holds another layout under the prefix {self.prefix!r}. Use another "
             "rabbitdelay_prefix for this one; or restore the values of rabbitdelay_layout, "
             "rabbitdelay_tick, rabbitdelay_queue_type and rabbitdelay_shards with which it was "
-            "declared; or, once no message waits in it any more, remove it with "
-            "celery_rabbitdelay.kombu.delete. "
+            "declared, or the version of this package; or, once no message waits in it any more, "
+            "remove it with celery_rabbitdelay.kombu.delete. "
             f"The broker said: {self.reply}"
         )
 

@@ -70,6 +70,11 @@ class Settings:
             setting lacks one refuses what only that one could deliver.
         checkin_allowed: The names of the queues and exchanges that check-in may reach; ``*`` and
             ``?`` stand for any characters and for one. None: those that the application knows.
+        redelivery: Seconds during which a due message that its destination does not take is tried
+            again, with growing pauses. After that, or at once with 0, it is undeliverable.
+        may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``. Their
+            messages go through distribution, so that a refusal holds up no others. Queues that the
+            application declares with a bound and ``reject-publish`` are known to.
     """
 
     prefix: str = "rabbitdelay"
@@ -83,6 +88,8 @@ class Settings:
     window: int = 1000
     modules: Sequence[str] = MODULES
     checkin_allowed: Sequence[str] | None = None
+    redelivery: float = 86_400.0
+    may_refuse: Sequence[str] = ()
 
     TAKES: ClassVar[Mapping[str, str]] = {
         "prefix": (
@@ -102,6 +109,8 @@ class Settings:
         "window": f"takes a whole number from 1 to {MAX_WINDOW}",
         "modules": f"takes a list of any of {', '.join(MODULES)}",
         "checkin_allowed": "takes None, or a list of names in which * and ? may stand",
+        "redelivery": "takes 0 or a positive number of seconds, at most 366 days",
+        "may_refuse": "takes a list of names in which * and ? may stand",
     }
 
     @classmethod
@@ -166,6 +175,7 @@ class Settings:
             "timeout": self.confirm_timeout,
             "may_declare": self.declare == "auto",
             "modules": self.modules,
+            "may_refuse": self.may_refuse,
         }
 
     def _layout(self) -> Layout:
@@ -234,6 +244,14 @@ class Settings:
     @staticmethod
     def _takes_checkin_allowed(value: object) -> bool:
         return value is None or _is_list_of_words(value)
+
+    @staticmethod
+    def _takes_redelivery(value: object) -> bool:
+        return _is_positive(value) or (value == 0 and not isinstance(value, bool))
+
+    @staticmethod
+    def _takes_may_refuse(value: object) -> bool:
+        return _is_list_of_words(value)
 
 
 def checked_modules(value: Any) -> tuple[str, ...]:

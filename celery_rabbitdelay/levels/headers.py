@@ -30,6 +30,13 @@ X_DELAY: Final = "x-delay"
 #: Why a module put the message into ``undeliverable``, in words. The broker gives no reason.
 REASON: Final = "rabbitdelay-reason"
 
+#: How often a message could not be published to its destination: int.
+ATTEMPTS: Final = "rabbitdelay-attempts"
+
+#: When that was tried first, int, milliseconds since 1970-01-01 UTC, and why it failed, in words.
+FAILED_SINCE: Final = "rabbitdelay-failed-since"
+FIRST_REASON: Final = "rabbitdelay-first-reason"
+
 #: Why a message's properties cannot be read, in words, and their bytes as AMQP writes them. Such a
 #: message lies in ``undeliverable`` and has no other headers.
 UNREADABLE: Final = "rabbitdelay-unreadable"

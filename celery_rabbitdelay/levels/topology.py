@@ -10,7 +10,7 @@ A level is a topic exchange, and a queue for each of its digits, built from komb
                     ...
                  rabbitdelay.delivery --> the destination's queue
                     v (no route: alternate exchange)
-                 rabbitdelay.undeliverable
+                 rabbitdelay.unrouted --> distribution, which tries again later
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from typing import Final, NamedTuple
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
-from celery_rabbitdelay.levels.entities import Binding, Entities, Identity, ModuleQueues, QueueType
+from celery_rabbitdelay.levels.entities import (
+    UNROUTED,
+    Binding,
+    Entities,
+    Identity,
+    ModuleQueues,
+    QueueType,
+)
 from celery_rabbitdelay.levels.layout import Layout, clock
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
 
@@ -34,6 +41,10 @@ __all__ = ["Route", "Topology"]
 #: Milliseconds that a zero digit waits in a pass-through queue (``zeros = "queue"``). RabbitMQ
 #: drops a message with a TTL of 0 unless a consumer is waiting for it.
 PASS_THROUGH_TTL: Final = 1
+
+
+#: Part of the fingerprint: a version of this package that declares other arguments has another one.
+VERSION: Final = "v2"
 
 
 class Route(NamedTuple):
@@ -119,7 +130,8 @@ class Topology:
     @cached_property
     def identity(self) -> Identity:
         """Fingerprint, guard and marker."""
-        words = (self.layout.fingerprint, self.queue_type, *self.keys.shard_words(self.shards))
+        shards = self.keys.shard_words(self.shards)
+        words = (self.layout.fingerprint, self.queue_type, *shards, VERSION)
         return Identity.of(self._entities, "-".join(words))
 
     @cached_property
@@ -136,7 +148,7 @@ class Topology:
     @cached_property
     def delivery(self) -> Exchange:
         """The exchange behind the last level: it routes each message to its destination."""
-        return self._entities.exchange("delivery", "topic")
+        return self._entities.exchange("delivery", "topic", alternate=UNROUTED)
 
     @cached_property
     def queues(self) -> tuple[Queue, ...]:

@@ -9,25 +9,67 @@ import amqp
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.routing_key import decode_destination
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 
-__all__ = ["distribute"]
+__all__ = ["Distribution"]
+
+#: The headers by which a worker restores a task that comes straight from the levels.
+RESTORED_BY_WORKERS = (
+    header_names.DUE,
+    header_names.EXCHANGE,
+    header_names.ROUTING_KEY,
+    header_names.QUEUE,
+)
 
 
-def distribute(message: amqp.Message) -> Iterator[Outgoing]:
-    """Return what to publish for a message that is due; for an envelope, each message in it.
+class Distribution:
+    """Finds out where messages go that are due.
 
-    Exchange, routing key, priority and expiration are restored. The due time stays in its header.
-
-    Raises:
-        UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be read.
+    Args:
+        topology: The levels that they come from.
     """
-    headers = headers_of(message)
-    if message.properties.get("content_type") != CONTENT_TYPE:
-        yield _restored(message, headers, headers)
-        return
+
+    def __init__(self, topology: Topology) -> None:
+        self._unrouted = topology.module_queues.unrouted.name
+
+    def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
+        """Return what to publish for a message that is due; for an envelope, each message in it.
+
+        A message for one known queue is published to that queue by the default exchange, and its
+        consumer restores exchange and routing key, as if it had come straight from the levels. For
+        any other message they are restored here, with priority and expiration; of our headers only
+        the due time stays.
+
+        Raises:
+            UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be
+                read.
+        """
+        headers = headers_of(message)
+        if message.properties.get("content_type") == CONTENT_TYPE:
+            yield from _unpacked(message, headers)
+            return
+        if header_names.EXCHANGE not in headers:
+            headers |= self._destination_of_unrouted(message)
+        queue = headers.get(header_names.QUEUE)
+        if queue is None:
+            yield _restored(message, headers, headers)
+        else:
+            yield _for_queue(message, headers, queue)
+
+    def _destination_of_unrouted(self, message: amqp.Message) -> dict[str, str]:
+        """Return the destination of a message that somebody has published without our headers."""
+        info: Any = message.delivery_info
+        if info.get("exchange") != self._unrouted:
+            return {}
+        queue = decode_destination(info["routing_key"].split(".")[-1])
+        return {header_names.EXCHANGE: "", header_names.ROUTING_KEY: queue} if queue else {}
+
+
+def _unpacked(message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
     try:
         envelope = Envelope.unpack(body_of(message))
     except InvalidEnvelope as invalid:
@@ -45,6 +87,16 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
         yield _restored(inner, effective_headers, {**envelope.headers, **item.headers, **own})
 
 
+def _for_queue(message: amqp.Message, headers: Mapping[str, Any], queue: Any) -> Outgoing:
+    if not isinstance(queue, str):
+        raise UnprocessableMessage(
+            f"{header_names.QUEUE} is {shortened(queue)}, not a queue's name"
+        )
+    kept = {name: headers[name] for name in RESTORED_BY_WORKERS if name in headers}
+    restored = {**header_names.strip(headers), **kept}
+    return Outgoing("", queue, with_headers(message, restored, **_restored_properties(headers)))
+
+
 def _restored(
     message: amqp.Message, effective_headers: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> Outgoing:
@@ -52,10 +104,15 @@ def _restored(
     restored = header_names.strip(headers)
     if headers.get(header_names.DUE) is not None:
         restored[header_names.DUE] = headers[header_names.DUE]
+    properties = _restored_properties(effective_headers)
+    return Outgoing(exchange, routing_key, with_headers(message, restored, **properties))
+
+
+def _restored_properties(effective_headers: Mapping[str, Any]) -> dict[str, Any]:
     properties = {"expiration": effective_headers.get(header_names.EXPIRATION)}
     if header_names.PRIORITY in effective_headers:
         properties["priority"] = effective_headers[header_names.PRIORITY]
-    return Outgoing(exchange, routing_key, with_headers(message, restored, **properties))
+    return properties
 
 
 def _destination(effective_headers: Mapping[str, Any]) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_if_missing,
     forget,
 )
-from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.publishing.destination import Destination, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import serialized
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, split_priority, task_id_of
 from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
@@ -63,6 +63,9 @@ class DelayedProducer(Producer):
         may_declare: Whether a missing topology is declared; otherwise it is an error.
         modules: The names of the modules that workers serve; see ``rabbitdelay_modules``. A kombu
             program has none of its own.
+        may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``: their
+            messages go through distribution, if it is served, as do those for queues with a bound
+            and ``reject-publish``.
         serializer: The name of kombu's serializer, where the caller gives none.
     """
 
@@ -74,6 +77,7 @@ class DelayedProducer(Producer):
         timeout: float = 30.0,
         may_declare: bool = True,
         modules: Collection[str] = (),
+        may_refuse: Collection[str] = (),
         serializer: str | None = None,
     ) -> None:
         super().__init__(publisher.connection, serializer=serializer, auto_declare=False)
@@ -82,6 +86,7 @@ class DelayedProducer(Producer):
         self.timeout = timeout
         self.may_declare = may_declare
         self.modules = modules
+        self.may_refuse = may_refuse
 
     def publish_delayed(
         self,
@@ -187,13 +192,15 @@ class DelayedProducer(Producer):
         if queue is None:
             self._need_distribution(str(destination))
             name = DISTRIBUTION
-        elif self.topology.queue_type == "quorum" and priority > MAX_PRIORITY:
-            self._need_distribution(f"a message of priority {priority}")
-            name = DISTRIBUTION
-            properties["priority"], kept = split_priority(priority)
-            own_headers.update(kept)
         else:
             name = own_headers[header_names.QUEUE] = queue.name
+            if self.topology.queue_type == "quorum" and priority > MAX_PRIORITY:
+                self._need_distribution(f"a message of priority {priority}")
+                name = DISTRIBUTION
+                properties["priority"], kept = split_priority(priority)
+                own_headers.update(kept)
+            elif "distribution" in self.modules and may_refuse(queue, self.may_refuse):
+                name = DISTRIBUTION
         body, content_type, content_encoding = serialized(
             self,
             body,

@@ -29,8 +29,9 @@ class Publication:
         routing_key: The routing key of the last attempt.
         error: Why the broker has not confirmed the message; None if it has.
         resent: How often the message was sent again.
-        deadline: When to give up, on the clock of :func:`time.monotonic`. A publisher sets it; a
-            module's messages have none, since its time-out is for the broker as a whole.
+        deadline: When to give up, on the clock of :func:`time.monotonic`. A publisher sets it for
+            all attempts together, and a module for each of them.
+        resends_nacks: Whether the message is sent again after a nack, as the policy says.
         redeclared: Whether what the message needs was declared again because no queue took it.
     """
 
@@ -41,6 +42,7 @@ class Publication:
         "error",
         "exchange",
         "redeclared",
+        "resends_nacks",
         "resent",
         "routing_key",
         "subject",
@@ -55,4 +57,5 @@ class Publication:
         self.error: PublishError | None = None
         self.resent = 0
         self.deadline = math.inf
+        self.resends_nacks = True
         self.redeclared = False

@@ -133,6 +133,14 @@ class PublishLoop:
         return channel.blocked is None and not self._suspects and occupied < self.window
 
     @property
+    def silent_for(self) -> float:
+        """Seconds since the broker last settled a message, or since the first one in flight."""
+        channel = self.channel
+        if not channel.in_flight or channel.blocked is not None:
+            return 0.0
+        return time.monotonic() - self._progress
+
+    @property
     def is_waiting(self) -> bool:
         """Whether a message is in flight, or waits to be sent again."""
         return bool(self._resends or self.channel.in_flight)
@@ -292,7 +300,7 @@ class PublishLoop:
         self.last_settled = self._progress = time.monotonic()
         self._suspects = max(self._suspects - 1, 0)
         error = publication.error
-        if isinstance(error, MessageNacked):
+        if isinstance(error, MessageNacked) and publication.resends_nacks:
             attempt = publication.resent + 1
             at = self._progress + self._policy.pause(attempt)
             if not self._policy.is_over(attempt) and at < publication.deadline:

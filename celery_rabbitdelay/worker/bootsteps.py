@@ -17,7 +17,7 @@ from celery_rabbitdelay.app.settings import checked_modules
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module
-from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
@@ -250,7 +250,8 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         queue = topology.module_queues.checkin
         receive = CheckIn(topology, allowed_destinations(app).includes).receive
     else:
-        queue, receive = topology.module_queues.distribution, distribute
+        queue = topology.module_queues.distribution
+        receive = Distribution(topology).receive
     module = Module(
         name,
         topology,
@@ -259,6 +260,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         prefetch=min(PREFETCH[name], settings.window),
         window=settings.window,
         timeout=settings.confirm_timeout,
+        redelivery=settings.redelivery,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
     return ModuleService(module, connection, declaration.declare, declaration.connection_lost)

@@ -31,13 +31,16 @@ from celery_rabbitdelay.app.task_messages import (
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
 #: A port that nothing listens on: whoever opens a connection fails.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
+
+distributed = Distribution(Topology()).receive
 
 FIRST = ("first",), {"key": 1}
 
@@ -108,7 +111,7 @@ class Maker:
         properties, body = read(self.writer.envelope(items, calls[0].due.at_ms))
         return [
             (dict(out.message.properties), body_of(out.message))
-            for out in distribute(amqp.Message(body, **properties))
+            for out in distributed(amqp.Message(body, **properties))
         ]
 
     def check(self, each: Call) -> None:
