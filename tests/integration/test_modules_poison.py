@@ -27,10 +27,6 @@ from tests.integration.worker import Worker
 AROUND = 10
 
 
-#: The arguments of a queue that refuses every message.
-FULL = {"x-max-length": 0, "x-overflow": "reject-publish"}
-
-
 class Raw(amqp.Message):
     """A message with these bytes for properties, as another client may write them."""
 
@@ -214,37 +210,6 @@ def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
     )
     reason = examine(arrival.message.headers, topology).reason
     assert f"delivery limit of {topology.module_queues.checkin.name} exceeded" in reason
-
-
-def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
-    unserved: Any, configuration: dict[str, Any], connection: Connection, target: Queue
-) -> None:
-    topology = unserved.rabbitdelay.topology
-    channel: Any = connection.default_channel
-    # The worker stands still before a message that it cannot get rid of.
-    full = Queue(f"{target.name}-full", queue_arguments=FULL)
-    full(channel).declare()
-    for number in range(2 * AROUND):
-        key = full.name if number == AROUND else target.name
-        check_in(connection, unserved, key, headers={"id": number})
-    with Connection(connection.as_uri(include_password=True)) as dying:
-        had: list[Any] = []
-        channel_of_dying: Any = dying.default_channel
-        channel_of_dying.basic_consume(topology.module_queues.checkin.name, callback=had.append)
-        while len(had) < 2 * AROUND:
-            dying.drain_events(timeout=30)
-    wait_until_waiting(connection, topology.module_queues.checkin.name, 2 * AROUND)
-    with Worker({**configuration, **OPEN}, [named(unserved, "default")]) as worker:
-        take(connection, [target], AROUND)
-        wait_until_waiting(connection, topology.module_queues.checkin.name, AROUND - 1)
-        worker.kill()
-    wait_until_waiting(connection, topology.module_queues.checkin.name, AROUND)
-    left = [
-        channel.basic_get(topology.module_queues.checkin.name, no_ack=True) for _ in range(AROUND)
-    ]
-    full(channel).delete()
-    counts = {message.headers["id"]: message.headers["x-delivery-count"] for message in left}
-    assert counts == {number: 2 if number == AROUND else 1 for number in range(AROUND, 2 * AROUND)}
 
 
 def test_messages_that_a_worker_gives_back_do_not_count_towards_the_limit(
