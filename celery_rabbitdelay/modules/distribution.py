@@ -9,7 +9,11 @@ import amqp
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.routing_key import decode_destination
+from celery_rabbitdelay.levels.routing_key import (
+    DISTRIBUTION,
+    decode_destination,
+    encode_destination,
+)
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
@@ -34,7 +38,7 @@ class Distribution:
     """
 
     def __init__(self, topology: Topology) -> None:
-        self._unrouted = topology.module_queues.unrouted.name
+        self._keys = topology.keys
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -53,19 +57,24 @@ class Distribution:
             yield from _unpacked(message, headers)
             return
         if header_names.EXCHANGE not in headers:
-            headers |= self._destination_of_unrouted(message)
+            headers |= self._destination_in_key(message)
         queue = headers.get(header_names.QUEUE)
         if queue is None:
             yield _restored(message, headers, headers)
         else:
             yield _for_queue(message, headers, queue)
 
-    def _destination_of_unrouted(self, message: amqp.Message) -> dict[str, str]:
-        """Return the destination of a message that somebody has published without our headers."""
+    def _destination_in_key(self, message: amqp.Message) -> dict[str, str]:
+        """Return the destination of a message that was published without our headers.
+
+        It has found no queue on leaving the levels, and its routing key says which one it is for.
+        """
         info: Any = message.delivery_info
-        if info.get("exchange") != self._unrouted:
+        key = (info or {}).get("routing_key", "")
+        word = key.split(".")[-1]
+        if self._keys.digits(key) is None or word == encode_destination(DISTRIBUTION):
             return {}
-        queue = decode_destination(info["routing_key"].split(".")[-1])
+        queue = decode_destination(word)
         return {header_names.EXCHANGE: "", header_names.ROUTING_KEY: queue} if queue else {}
 
 

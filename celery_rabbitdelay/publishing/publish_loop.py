@@ -215,12 +215,12 @@ class PublishLoop:
         now = time.monotonic()
         self._source_took = now - began
         if self._source_took >= READ_EVERY:
-            self._excuse(self._source_took)
+            self.excuse(self._source_took)
         self._source_is_empty = publication is None
         return publication
 
-    def _excuse(self, seconds: float) -> None:
-        """Extend all deadlines by the time the source took: no answers were read meanwhile."""
+    def excuse(self, seconds: float) -> None:
+        """Extend all deadlines by a time in which no answers could be read."""
         self._progress += seconds
         in_flight = self._channel.unconfirmed.all() if self._channel else []
         for publication in (*in_flight, *(publication for _, publication in self._resends)):

@@ -119,3 +119,47 @@ def test_the_due_time_of_an_envelope_is_that_of_each_message_in_it() -> None:
     )
     assert outgoing.message.properties["application_headers"] == {header_names.DUE: DUE}
     assert outgoing.message.properties["priority"] == 7
+
+
+def test_a_message_for_a_known_queue_goes_to_it_and_keeps_what_a_worker_restores() -> None:
+    told = {
+        header_names.DUE: DUE,
+        header_names.EXCHANGE: "office",
+        header_names.ROUTING_KEY: "paper",
+        header_names.QUEUE: "letters",
+    }
+    own = {header_names.PRIORITY: 9, header_names.ATTEMPTS: 3, "x-death": [], "mine": 1}
+    message = amqp.Message(b"body", application_headers={**told, **own}, priority=4)
+    (outgoing,) = distributed(message)
+    assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
+    assert outgoing.message.properties["application_headers"] == {**told, "mine": 1}
+    assert outgoing.message.properties["priority"] == 9
+
+
+def test_a_queue_that_is_no_text_is_refused() -> None:
+    with pytest.raises(UnprocessableMessage, match="rabbitdelay-queue is 5, not a queue's name"):
+        list(distributed(waited({header_names.QUEUE: 5})))
+
+
+@pytest.mark.parametrize(
+    ("key", "queue"),
+    [
+        ("0.0.0.0.0.0.1.0.daily%2Ereports", "daily.reports"),
+        ("0.0.0.0.0.0.1.0.%distribution", None),
+        ("0.0.0.0.0.0.1.0.%~1a2b", None),
+        ("1.0.reports", None),
+        ("", None),
+    ],
+)
+def test_a_message_without_our_headers_is_for_the_queue_in_its_key(
+    key: str, queue: str | None
+) -> None:
+    message = amqp.Message(b"body", application_headers={"mine": 1})
+    message.delivery_info = {"exchange": "rabbitdelay.delivery", "routing_key": key}
+    if queue is None:
+        with pytest.raises(UnprocessableMessage, match="destination is missing"):
+            list(distributed(message))
+        return
+    (outgoing,) = distributed(message)
+    assert (outgoing.exchange, outgoing.routing_key) == ("", queue)
+    assert outgoing.message.properties["application_headers"] == {"mine": 1}
