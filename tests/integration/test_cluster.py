@@ -33,7 +33,15 @@ def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
     with ExitStack() as stack:
         first = stack.enter_context(RabbitMQServer(broker_root))
         joining = [RabbitMQServer(broker_root, cluster_with=first) for _ in range(2)]
-        yield [first, *(stack.enter_context(node) for node in joining)]
+        nodes = [first, *(stack.enter_context(node) for node in joining)]
+        for node in nodes:
+            # By default, 180 s until a message that is on its way to the next level is sent again
+            # when the node of that level's queue has died.
+            node.ctl(
+                "eval",
+                "application:set_env(rabbit, dead_letter_worker_publisher_confirm_timeout, 5000).",
+            )
+        yield nodes
 
 
 def leaders(node: RabbitMQServer) -> dict[str, str]:
