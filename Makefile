@@ -44,8 +44,8 @@ test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10,
 mutation: $(VENV)/test.done  ## Break the pure files in random places; the unit tests have to notice
 	$(BIN)/python -m tests.mutation
 
-chaos: $(VENV)/test.done  ## Kill the worker that distributes 20 times, under 20,000 messages
-	$(BIN)/python -m tests.chaos.kill_distribution
+chaos: $(VENV)/test.done  ## Every kind of trouble on clusters of RabbitMQ 4.3; what is lost, early, late (hours, root)
+	$(BIN)/python -m tests.chaos all
 
 bench-burst: $(VENV)/test.done  ## 20,000 tasks due at one instant, with envelopes and shards
 	$(BIN)/python -m tests.benchmarks.burst

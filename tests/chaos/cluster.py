@@ -57,6 +57,11 @@ class Node(RabbitMQServer):
         self.further = dict(environment or {})
         self.while_waiting: Callable[[], object] = lambda: None
 
+    @property
+    def home(self) -> str:
+        """The node's folder as the node sees it."""
+        return self._home
+
     def shut_down(self) -> None:
         """End the node in order; its data stays for the next start."""
         self._end(signal.SIGTERM)

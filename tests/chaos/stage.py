@@ -207,10 +207,10 @@ class Stage:
         for process in self._served:
             process.end()
         self._served.clear()
-        node = self.cluster.running
-        with self.cluster.connection(node) as connection:
+        nodes = [node for node in self.cluster.nodes if node.running]
+        with self.cluster.connection() as connection:
             entities = [queue.entity() for queue in self.queues]
-            return look(connection, node, self.topology, entities)
+            return look(connection, nodes, self.topology, entities)
 
     def _look_after(self) -> None:
         for process in self._served:

@@ -31,13 +31,13 @@ HELD: Final = (
 
 
 def look(
-    connection: Connection, node: Node, topology: Topology, queues: list[Queue]
+    connection: Connection, nodes: Iterable[Node], topology: Topology, queues: list[Queue]
 ) -> Whereabouts:
     """Look into every queue; each message is put back.
 
     Args:
         connection: A connection to a node that runs.
-        node: That node.
+        nodes: All nodes that run.
         topology: The topology.
         queues: The queues of the application.
     """
@@ -51,18 +51,21 @@ def look(
             if name == undeliverable:
                 key = message.delivery_info["routing_key"]
                 reasons[examine(message.headers, topology, key).reason] += 1
-    return Whereabouts({key: tuple(names) for key, names in found.items()}, held(node), reasons)
+    return Whereabouts({key: tuple(names) for key, names in found.items()}, held(nodes), reasons)
 
 
-def held(node: Node) -> dict[str, int]:
-    """Return how many messages each queue's dead-letter worker holds; the broker tells nobody else.
+def held(nodes: Iterable[Node]) -> dict[str, int]:
+    """Return how many messages each queue's dead-letter worker holds, up to 5 s late.
 
-    They are counted up to 5 s late.
+    ``rabbitmqctl list_queues`` does not know this figure, so the node is asked for it.
     """
-    with suppress(subprocess.CalledProcessError):
-        lines = [line.split("\t") for line in node.ctl("eval", HELD).splitlines() if "\t" in line]
-        return {name: int(count) for name, count in lines}
-    return {}
+    held: Counter[str] = Counter()
+    for node in nodes:
+        with suppress(subprocess.CalledProcessError):
+            lines = [line.split("\t") for line in node.ctl("eval", HELD).splitlines()]
+            # Each node may know about the queues that it leads only.
+            held |= Counter({line[0]: int(line[1]) for line in lines if len(line) > 1})
+    return dict(held)
 
 
 def _filled(connection: Connection, queues: Iterable[Queue]) -> Iterator[tuple[str, int]]:
