@@ -10,6 +10,7 @@ own network is changed but for one interface and one route, which go as well.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -107,6 +108,7 @@ class Network:
         return f"{self._name}-router"
 
     def _make(self) -> None:
+        _remove_what_a_killed_run_has_left()
         ip("netns", "add", self._router)
         forwarding = "echo 1 > /proc/sys/net/ipv4/ip_forward"
         ip("netns", "exec", self._router, "sh", "-c", forwarding)
@@ -134,6 +136,14 @@ class Network:
         # This machine's end of the wire goes with the router's, and its route with that.
         _try("link", "del", f"{self._name}-{MACHINE}")
         _try("netns", "del", self._router)
+
+
+def _remove_what_a_killed_run_has_left() -> None:
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
+    for line in listed.stdout.splitlines():
+        found = re.match(r"rd(\d+)-(\d+|router)\b", line)
+        if found and not Path("/proc", found[1]).exists():
+            _try("netns", "del", found[0])
 
 
 def _try(*arguments: str) -> None:

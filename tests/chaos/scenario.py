@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 
 from tests.chaos.application import TaskQueue
 from tests.chaos.cluster import Cluster
-from tests.chaos.ledger import Ledger, Whereabouts
+from tests.chaos.ledger import Whereabouts
 from tests.chaos.stage import Stage
 from tests.chaos.verdict import Verdict, judge
 
@@ -164,8 +164,10 @@ def play(scenario: Scenario, version: str) -> Outcome:
     with Stage(cluster, scenario.queues(), scenario.settings) as stage:
         reported = cluster.reported
         scenario.play(stage)
-        ledger: Ledger = stage.settle(scenario.patience)
+        stage.settle(scenario.patience)
         whereabouts = stage.whereabouts()
+        # Last, because the workers have gone on until they were ended.
+        ledger = stage.ledger()
     verdict = judge(ledger, whereabouts, scenario.limits)
     return Outcome(str(scenario), reported, verdict, whereabouts, ledger.ended)
 

@@ -189,14 +189,17 @@ class Stage:
             counts = queue_counts(connection, [entity])[queue]
         return counts.messages if counts else 0
 
-    def settle(self, patience: float) -> Ledger:
-        """Wait until everything confirmed has started, for some seconds; return the ledger."""
+    def settle(self, patience: float) -> None:
+        """Wait until everything that is confirmed has started, but no more seconds than these."""
         self.wait_for_producers()
         self.say(f"all sent; {self._notes.unfinished()} have not started")
         with suppress(TimeoutError):
             self.wait(lambda: not self._notes.unfinished(), "starts", patience)
         self.pause(COPIES)
         self.say(f"{self._notes.unfinished()} have not started")
+
+    def ledger(self) -> Ledger:
+        """Return everything that was noted up to now."""
         ledger = self._notes.ledger()
         ledger.troubles = self._troubles
         ledger.ended = dict(self._ended)
