@@ -10,6 +10,7 @@ them is not good.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ VERSIONS: Final = [broker.version for broker in BROKERS]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play what the arguments say; return the exit status."""
+    # So that an end by a signal tidies up as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options, further = _parser().parse_known_args(arguments)
     versions = options.broker or VERSIONS[-1:]
     if options.scenario == KILL_DISTRIBUTION:
