@@ -100,18 +100,6 @@ class NotesReader:
             if sent["outcome"] == "confirmed"
         )
 
-    def started(self, group: str) -> int:
-        """Return how many tasks of a group have started somewhere."""
-        self.read()
-        ids = {identity for identity, _ in self._started}
-        return sum(sent["group"] == group and key in ids for key, sent in self._sent.items())
-
-    def confirmed(self, group: str) -> int:
-        """Return how many tasks of a group were confirmed."""
-        self.read()
-        confirmed = (each for each in self._sent.values() if each["outcome"] == "confirmed")
-        return sum(each["group"] == group for each in confirmed)
-
     def read(self) -> None:
         """Read what is new."""
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):

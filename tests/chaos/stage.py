@@ -178,10 +178,6 @@ class Stage:
             self._troubles.append(Trouble(what, begin_ms, now_ms()))
             self.say(f"{what}: ends")
 
-    def started(self, group: str) -> int:
-        """Return how many tasks of a group have started."""
-        return self._notes.started(group)
-
     def count(self, queue: str, node: Node | None = None) -> int:
         """Return how many messages are ready in one of the application's queues."""
         (entity,) = (each.entity() for each in self.queues if each.name == queue)

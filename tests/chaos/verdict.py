@@ -20,9 +20,6 @@ RESOLUTION_MS: Final = 1.0
 #: in which the broker's dead-letter worker publishes again what was not confirmed is 180 s.
 AROUND_MS: Final = 200_000.0
 
-#: The end of the name of the queue of what cannot be delivered.
-UNDELIVERABLE: Final = ".undeliverable"
-
 
 class Lateness(NamedTuple):
     """How late the tasks of a group started, at the first start of each: seconds.
@@ -59,7 +56,8 @@ class Verdict:
         arrived_nevertheless: How many of these tasks started, by the error's name.
         lost: The ids of tasks that were confirmed, have not started, and are in no queue.
         early: The ids of tasks that started before they were due, and by how many seconds.
-        copies: How many starts there were beyond the first at each place, by cause.
+        copies: How many starts there were beyond the first at each place, by cause; and messages
+            that are in a queue although their task has started.
         where: How many tasks were confirmed and have not started, by the queue that they are in.
         late: How late the others were, by group.
         complaints: What is wrong, in words. Nothing is wrong if there are none.
@@ -90,7 +88,7 @@ def judge(
     _judge_errors(ledger, verdict)
     _judge_missing(ledger, whereabouts, verdict)
     _judge_early(ledger, verdict)
-    _judge_copies(ledger, verdict)
+    _judge_copies(ledger, whereabouts, verdict)
     _judge_lateness(ledger, limits or {}, verdict)
     if not verdict.sent:
         verdict.complaints.append("nothing was sent")
@@ -144,7 +142,10 @@ def _judge_early(ledger: Ledger, verdict: Verdict) -> None:
         verdict.complaints.append(f"{len(verdict.early)} early, by up to {most:.3f} s")
 
 
-def _judge_copies(ledger: Ledger, verdict: Verdict) -> None:
+def _judge_copies(ledger: Ledger, whereabouts: Whereabouts, verdict: Verdict) -> None:
+    for identity, queues in whereabouts.queues.items():
+        if identity in ledger.sent and ledger.started(ledger.sent[identity]):
+            verdict.copies.update(f"started, and in {queue} besides" for queue in queues)
     for sent, first, copy in _copies(ledger):
         verdict.copies[_cause(sent, first, copy, ledger.troubles)] += 1
     if verdict.copies[NO_CAUSE]:

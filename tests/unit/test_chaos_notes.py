@@ -34,7 +34,6 @@ def test_a_start_finishes_a_task_once_it_is_at_each_place(tmp_path: Path) -> Non
     assert reader.unfinished() == 1
     notes.start(Start("a", "mirror", 6002.0))
     assert reader.unfinished() == 0
-    assert reader.started("sound") == 1
 
 
 def test_the_error_of_a_send_is_noted_with_what_it_says_about_an_arrival(tmp_path: Path) -> None:

@@ -120,6 +120,13 @@ def test_a_second_start_with_a_cause_is_counted(task: Sent, second: Start, cause
     assert verdict.complaints == []
 
 
+def test_a_message_of_a_task_that_has_started_is_a_copy() -> None:
+    found = Whereabouts({"a": ("chaos.undeliverable", "chaos.undeliverable")})
+    verdict = judge(Ledger.of([sent()], [start()]), found)
+    assert verdict.copies == {"started, and in chaos.undeliverable besides": 2}
+    assert verdict.where == {}
+
+
 def test_a_trouble_explains_a_copy_that_was_on_its_way_meanwhile() -> None:
     ledger = Ledger.of([sent()], [start(), start(late_ms=20)])
     ledger.troubles = [Trouble("node 1 killed", 2000.0, 3000.0)]
