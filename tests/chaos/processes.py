@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from tests.celery_process import CeleryProcess
 from tests.chaos.application import Part
 from tests.chaos.producing import Stream
 
 __all__ = ["ChaosProcess", "Consumer", "Producer", "Worker"]
+
+#: The last line of a traceback.
+ERROR: Final = re.compile(r"[\w.]+: ")
+
+#: Numbers differ each time: of ports, of processes, of channels.
+NUMBER: Final = re.compile(r"\d+")
+
+#: Characters of a process's last words.
+LONGEST: Final = 150
 
 
 class ChaosProcess(CeleryProcess):
@@ -55,9 +65,10 @@ class ChaosProcess(CeleryProcess):
         super().start()
 
     def last_words(self) -> str:
-        """Return the last line of its log that is not empty."""
+        """Return the last error in its log, or else its last line, without numbers."""
         lines = [line for line in self.log.splitlines() if line.strip()]
-        return lines[-1][:200] if lines else ""
+        errors = [line for line in lines if ERROR.match(line)]
+        return NUMBER.sub("#", (errors or lines or [""])[-1])[:LONGEST]
 
     def end(self, signum: signal.Signals = signal.SIGTERM) -> None:
         """End the process; its folder stays."""

@@ -63,7 +63,10 @@ class FullDestination(Scenario):
         stage.wait(lambda: stage.count(FULL) >= BOUND, "a full queue", 60)
         fanout = (FANOUT, (SOUND, FULL)) if self.exchange == "fanout" else None
         with stage.trouble("full queue"):
-            stage.send(Stream(FULL, FULL, self.tasks, delays=(DELAY, DELAY), fanout=fanout))
+            # The sound ones stand behind the others in the queue of the same digit.
+            stage.send(
+                Stream(FULL, FULL, self.tasks, delays=(DELAY, DELAY), fanout=fanout), wait=True
+            )
             stage.send(Stream(SOUND, SOUND, SOUND_TASKS, delays=(DELAY, DELAY)), wait=True)
             stage.pause(UNTIL_LATER)
             stage.send(Stream("later", SOUND, SOUND_TASKS, delays=(DELAY, DELAY)), wait=True)

@@ -55,7 +55,8 @@ class HostAway(Scenario):
         cluster.declare(away.entity(), host)
         assert cluster.leader(AWAY) is host
         stage.worker(SOUND)
-        stage.send(Stream(AWAY, AWAY, self.tasks, delays=(DELAY, DELAY)))
+        # The sound ones stand behind the others in the queue of the same digit.
+        stage.send(Stream(AWAY, AWAY, self.tasks, delays=(DELAY, DELAY)), wait=True)
         stage.send(Stream(SOUND, SOUND, SOUND_TASKS, delays=(DELAY, DELAY)), wait=True)
         with stage.trouble("host away"):
             host.kill()
