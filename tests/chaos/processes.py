@@ -51,11 +51,13 @@ class ChaosProcess(CeleryProcess):
         self._settings = {"part": replace(part, ready=str(ready)).values(), **(settings or {})}
         self._further = dict(environment or {})
         self._ready_file = ready
+        self._log_before = 0
 
     def begin(self) -> None:
         """Start the process and do not wait."""
         assert not self.running, "the process runs already"
         self._ready_file.unlink(missing_ok=True)
+        self._log_before = len(self.log)
         with self._log_path.open("ab") as log:
             self._process = self._spawn(self._command(), self._environment(), log)
 
@@ -65,8 +67,8 @@ class ChaosProcess(CeleryProcess):
         super().start()
 
     def last_words(self) -> str:
-        """Return the last error in its log, or else its last line, without numbers."""
-        lines = [line for line in self.log.splitlines() if line.strip()]
+        """Return the last error of its last run, or else its last line, without numbers."""
+        lines = [line for line in self.log[self._log_before :].splitlines() if line.strip()]
         errors = [line for line in lines if ERROR.match(line)]
         return NUMBER.sub("#", (errors or lines or [""])[-1])[:LONGEST]
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -118,6 +119,11 @@ class Stage:
         self._stack.callback(process.stop)
         process.start()
         self._served.append(process)
+
+    def kill(self, process: ChaosProcess) -> None:
+        """Kill a worker without warning (SIGKILL) and start it again."""
+        process.end(signal.SIGKILL)
+        process.begin()
 
     def dismiss(self, process: ChaosProcess) -> None:
         """End a worker in order, and leave it so."""

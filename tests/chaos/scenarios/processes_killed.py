@@ -47,7 +47,7 @@ class ProcessesKilled(Scenario):
             for _ in range(KILLS):
                 stage.pause(seconds / (KILLS + 1))
                 with stage.trouble("worker killed"):
-                    worker.end(signal.SIGKILL)  # the stage starts it again
+                    stage.kill(worker)
         else:
             stage.pause(seconds / 2)
             with stage.trouble(f"{self.victim} killed"):
