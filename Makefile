@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit integration acceptance test-brokers mutation chaos bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test unit integration acceptance test-brokers mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
         bench-burst bench-pending bench-growth bench-memory bench-modules lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -44,8 +44,11 @@ test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10,
 mutation: $(VENV)/test.done  ## Break the pure files in random places; the unit tests have to notice
 	$(BIN)/python -m tests.mutation
 
-chaos: $(VENV)/test.done  ## Kill the worker that distributes 20 times, under 20,000 messages
-	$(BIN)/python -m tests.chaos.kill_distribution
+chaos: $(VENV)/test.done  ## Every kind of trouble on clusters of RabbitMQ 4.3; what is lost, early, late (hours, root)
+	$(BIN)/python -m tests.chaos all
+
+chaos-short: $(VENV)/test.done  ## Four of these, in ten minutes
+	$(BIN)/python -m tests.chaos short
 
 bench-burst: $(VENV)/test.done  ## 20,000 tasks due at one instant, with envelopes and shards
 	$(BIN)/python -m tests.benchmarks.burst

@@ -1,1 +1,17 @@
-"""Long runs in which something is killed, again and again. Not part of ``make test``."""
+"""Long runs in which something is killed, cut off, filled up or set wrong, beside ``make test``.
+
+``python -m tests.chaos SCENARIO`` plays one scenario, ``python -m tests.chaos all`` plays all. Each
+starts a private RabbitMQ, a cluster if it needs one, and keeps a ledger of every task. In the order
+in which to read the files:
+
+- ``ledger.py``: what was sent and what was started, as values; ``notes.py``: the files in which the
+  processes note it.
+- ``verdict.py``: what is lost, early, twice or late, told from the ledger alone.
+- ``application.py``, ``producing.py``, ``consuming.py``: the programs that run as processes, and
+  ``processes.py``, which starts them.
+- ``cluster.py``: the brokers. ``network.py``, ``proxy.py``, ``clocks.py`` and ``certificates.py``:
+  what can be put between them, or done to them.
+- ``whereabouts.py``: in which queue a message is at the end.
+- ``stage.py``: all of these together; ``scenario.py``: what a scenario is.
+- ``scenarios/``: the scenarios.
+"""

@@ -16,8 +16,9 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final
 from uuid import uuid4
@@ -113,14 +114,15 @@ def publish(
     publisher.publish(message, lambda: topology.route(delay + 0.001, DISTRIBUTION)[:2])
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None, root: Path | None = None) -> int:
+    """Run it with these arguments, on the RabbitMQ of a system; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=None)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     seed = arguments.seed if arguments.seed is not None else random.randrange(2**32)
     random.seed(seed)
     print(f"seed {seed}")
@@ -128,7 +130,11 @@ def main() -> int:
     topology = Topology(prefix, SHORT)
     target = Exchange(f"{prefix}-office", type="topic")
     queue = Queue(f"{prefix}-paper", target, "#", queue_arguments={"x-queue-type": "quorum"})
-    with RabbitMQServer() as broker, RedisServer() as redis, Connection(broker.url) as connection:
+    with (
+        RabbitMQServer(root) as broker,
+        RedisServer() as redis,
+        Connection(broker.url) as connection,
+    ):
         declare(connection, topology)
         queue(connection.default_channel).declare()
         configuration = {

@@ -1,0 +1,87 @@
+"""A clock is off by an hour: the producer's, the worker's, or that of one node or all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from tests.chaos.clocks import library, off_by
+from tests.chaos.cluster import Cluster, Node
+from tests.chaos.producing import Stream
+from tests.chaos.scenario import SOUND, Scenario, choice
+from tests.chaos.stage import Stage
+
+
+class CrookedCluster(Cluster):
+    """A cluster in which some nodes have a wrong clock.
+
+    Args:
+        version: The version of RabbitMQ.
+        count: How many nodes.
+        wrong: The numbers of the nodes whose clock is wrong, from 0.
+        offset: By how much, as faketime takes it.
+    """
+
+    def __init__(self, version: str, count: int, wrong: Sequence[int], offset: str) -> None:
+        self._wrong = wrong
+        self._offset = offset
+        super().__init__(version, count)
+
+    def _node(
+        self, number: int, root: Path | None, settings: Sequence[str], first: Node | None
+    ) -> Node:
+        node = super()._node(number, root, settings, first)
+        if number in self._wrong:
+            # The node sees its folder, but perhaps not this machine's libraries.
+            shutil.copy(library(), node.folder)
+            node.further |= off_by(self._offset, f"{node.home}/{library().name}")
+        return node
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClocksOff(Scenario):
+    """The clock of a producer, a worker, all nodes or one node of three is off by an hour.
+
+    ``one-node``: the node is also killed and started again, so that queues change their leader
+    from a clock to another.
+    """
+
+    name: ClassVar[str] = "clock-off"
+    nodes: ClassVar[int] = 3
+    limits: ClassVar[dict[str, float]] = {SOUND: 2.0}
+    patience: ClassVar[float] = 120.0
+
+    tasks: int = 300
+    minutes: float = 0.5
+    whose: str = choice("producer", "worker", "broker", "one-node", help="whose clock it is")
+    offset: str = choice("+1h", "-1h", help="how much it is off")
+
+    def cluster(self, version: str) -> Cluster:
+        wrong = {"broker": (0, 1, 2), "one-node": (1,)}.get(self.whose, ())
+        return CrookedCluster(version, self.nodes, wrong, self.offset)
+
+    def play(self, stage: Stage) -> None:
+        crooked = off_by(self.offset)
+        stage.worker(SOUND, environment=crooked if self.whose == "worker" else None)
+        seconds = self.minutes * 60
+        stage.send(
+            Stream(SOUND, SOUND, self.tasks, seconds, (5.0, 30.0)),
+            environment=crooked if self.whose == "producer" else None,
+        )
+        if self.whose == "one-node":
+            stage.pause(seconds / 2)
+            with stage.trouble("node with a wrong clock killed"):
+                victim = stage.cluster.nodes[1]
+                victim.kill()
+                stage.pause(5)
+                victim.start()
+                stage.cluster.wait_until_together()
+
+    @classmethod
+    def cases(cls) -> list[Scenario]:
+        """Return everybody's clock, ahead and behind."""
+        whose = ("producer", "worker", "broker", "one-node")
+        return [cls(whose=each, offset=offset) for each in whose for offset in ("+1h", "-1h")]
