@@ -43,7 +43,7 @@ def look(
     """
     found: dict[str, list[str]] = defaultdict(list)
     reasons: Counter[str] = Counter()
-    undeliverable = topology.modules.undeliverable.name
+    undeliverable = topology.module_queues.undeliverable.name
     for name, count in _filled(connection, [*queues, *topology.queues]):
         for message in _messages(connection, name, min(count, MOST)):
             for identity in _ids(message):
