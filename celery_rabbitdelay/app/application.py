@@ -42,6 +42,7 @@ from celery_rabbitdelay.app.celery_internals import (
 )
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_options_of_later_versions, refuse_two_times
+from celery_rabbitdelay.app.resending import Resending
 from celery_rabbitdelay.app.settings import checked_seconds
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
@@ -224,6 +225,7 @@ class Celery(celery.Celery):
                 is_retry=bool(options.get("retries")),
                 came_from=came_from,
                 waited=time.monotonic() - began,
+                resending=Resending.of(self, options),
             )
             return send(None, None, producer=ours, connection=None)
 

@@ -32,6 +32,10 @@ class Publication:
         deadline: When to give up, on the clock of :func:`time.monotonic`. A publisher sets it; a
             module's messages have none, since its time-out is for the broker as a whole.
         redeclared: Whether what the message needs was declared again because no queue took it.
+        unanswered: Whether it was written at least once without any answer: the connection was
+            lost, or time was up.
+        suspected: Whether it was in flight when the broker closed the channel for another message;
+            the broker may have taken those before that one.
     """
 
     __slots__ = (
@@ -44,6 +48,8 @@ class Publication:
         "resent",
         "routing_key",
         "subject",
+        "suspected",
+        "unanswered",
     )
 
     def __init__(self, content: Content, address: Address, subject: Any = None) -> None:
@@ -56,3 +62,10 @@ class Publication:
         self.resent = 0
         self.deadline = math.inf
         self.redeclared = False
+        self.unanswered = False
+        self.suspected = False
+
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether the broker may have the message although it did not confirm."""
+        return self.unanswered or self.suspected
