@@ -17,6 +17,7 @@ from celery_rabbitdelay.app.celery_internals import (
     registered_task,
     send_task_by_celery,
 )
+from celery_rabbitdelay.app.resending import Resending
 from celery_rabbitdelay.app.settings import checked_seconds
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
@@ -136,6 +137,7 @@ class TaskSending:
                 is_retry=bool(self.options.get("retries")),
                 came_from=self.came_from,
                 waited=time.monotonic() - began,
+                resending=Resending.of(self.app, self.options),
             )
             return self._send_through(producer)
 

@@ -59,7 +59,8 @@ class DelayedProducer(Producer):
     Args:
         publisher: Publishes the messages; :meth:`publish`, without a delay, uses its connection.
         topology: The levels.
-        timeout: Seconds until a missing confirm becomes an error.
+        timeout: Seconds until a missing confirm becomes an error, with connecting, declaring and
+            resending.
         may_declare: Whether a missing topology is declared; otherwise it is an error.
         modules: The names of the modules that workers serve; see ``rabbitdelay_modules``. A kombu
             program has none of its own.
@@ -111,7 +112,8 @@ class DelayedProducer(Producer):
             declare: Other exchanges and queues to declare first.
             resends: Maximum resends after a nack or a lost connection. None: no limit but the
                 timeout.
-            backoff: Seconds before the first resend, step and maximum.
+            backoff: Seconds before the first resend, step and maximum; up to a quarter of each is
+                left out at random.
             **options: ``headers`` (broker headers and ``rabbitdelay-*`` headers are removed);
                 kombu's ``serializer`` and ``compression``; ``content_type`` and
                 ``content_encoding`` of a body that is serialized already; AMQP's message

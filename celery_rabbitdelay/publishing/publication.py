@@ -33,6 +33,10 @@ class Publication:
             all attempts together, and a module for each of them.
         resends_nacks: Whether the message is sent again after a nack, as the policy says.
         redeclared: Whether what the message needs was declared again because no queue took it.
+        unanswered: Whether it was written at least once without any answer: the connection was
+            lost, or time was up.
+        suspected: Whether it was in flight when the broker closed the channel for another message;
+            the broker may have taken those before that one.
     """
 
     __slots__ = (
@@ -46,6 +50,8 @@ class Publication:
         "resent",
         "routing_key",
         "subject",
+        "suspected",
+        "unanswered",
     )
 
     def __init__(self, content: Content, address: Address, subject: Any = None) -> None:
@@ -59,3 +65,10 @@ class Publication:
         self.deadline = math.inf
         self.resends_nacks = True
         self.redeclared = False
+        self.unanswered = False
+        self.suspected = False
+
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether the broker may have the message although it did not confirm."""
+        return self.unanswered or self.suspected

@@ -43,6 +43,9 @@ SLOW_SOURCE: Final = 0.005
 #: While messages are sent, the broker's answers are read at least once in so many seconds.
 READ_EVERY: Final = 0.05
 
+#: Seconds that writing may take at least, where the time is over already.
+MIN_WRITE_TIME: Final = 0.001
+
 #: Returns the next message; None if there is none now.
 Source: TypeAlias = Callable[[], Publication | None]
 
@@ -173,7 +176,7 @@ class PublishLoop:
             except BaseException:
                 self._must_redeclare = True
                 raise
-        channel, timeout = self.channel, self._policy.timeout
+        channel, timeout = self.channel, self._time_to_write()
         read_at = time.monotonic() + READ_EVERY
         # A message that is returned meanwhile is sent again after the declaration.
         while channel.blocked is None and not self._must_redeclare:
@@ -196,6 +199,19 @@ class PublishLoop:
                 channel.flush(timeout)
                 channel.read_all()
                 return
+
+    def _time_to_write(self) -> float:
+        """Seconds that writing may take: never beyond the deadline of the oldest message."""
+        left, oldest = self._policy.timeout, self._oldest
+        if oldest is not None:
+            left = min(left, oldest.deadline - time.monotonic())
+        return max(left, MIN_WRITE_TIME)
+
+    @property
+    def _oldest(self) -> Publication | None:
+        """The first message in flight, or else the first that waits to be sent again."""
+        waiting = self._resends[0][1] if self._resends else None
+        return self.channel.unconfirmed.first() or waiting
 
     def _next(self, in_flight: int) -> Publication | None:
         if in_flight >= (1 if self._suspects else self.window):
@@ -264,7 +280,7 @@ class PublishLoop:
         channel, now = self.channel, time.monotonic()
         if not channel.in_flight or channel.blocked is not None:
             self._progress = now
-        oldest = channel.unconfirmed.first() or (self._resends[0][1] if self._resends else None)
+        oldest = self._oldest
         if oldest is not None and oldest.deadline <= now:
             self._give_up(oldest)
         elif now - self._progress > self._policy.timeout:
@@ -284,8 +300,10 @@ class PublishLoop:
         if self.last_settled <= taken_at or not channel.in_flight:
             self._stop_waiting(oldest)
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
+        unanswered = channel.unanswered
         channel.unconfirmed.forget(over)
         for publication in over:
+            publication.unanswered |= publication in unanswered
             reason = "the broker did not confirm in time, though it did confirm others"
             publication.error = ConfirmTimeout(*publication.address(), reason)
             self._finish(publication)
@@ -318,19 +336,25 @@ class PublishLoop:
         insort(self._resends, (at, publication), key=itemgetter(0))
 
     def _finish(self, publication: Publication) -> None:
+        if publication.error is not None:
+            publication.error.may_have_arrived = publication.may_have_arrived
         try:
             self._done(publication)
         except Exception as error:
             raise _CallersError(error) from error
 
-    def take_back(self) -> int:
+    def take_back(self, closed_for_one: bool = False) -> int:
         """Put the messages in flight in front of all others, in their order; there is no channel.
+
+        Args:
+            closed_for_one: Whether the broker closed the channel because of one of them.
 
         Returns:
             How many were in flight.
         """
         in_flight: list[Publication] = []
         if self._channel is not None:
+            self._note_unanswered(self._channel.unanswered, closed_for_one)
             in_flight, self._channel = self._channel.unconfirmed.all(), None
         for publication in in_flight:
             # The connection may be lost between its return and the ack that settles it.
@@ -338,9 +362,17 @@ class PublishLoop:
         self._resends.extendleft((0.0, publication) for publication in reversed(in_flight))
         return len(in_flight)
 
-    def count_resends(self) -> None:
-        """Count all messages that wait as sent once more."""
-        for _, publication in self._resends:
+    @staticmethod
+    def _note_unanswered(written: list[Publication], closed_for_one: bool) -> None:
+        for publication in written:
+            if not closed_for_one:
+                publication.unanswered = True
+            elif len(written) > 1:
+                publication.suspected = True
+
+    def count_resends(self, number: int) -> None:
+        """Count the first messages that wait, ``number`` of them, as sent once more."""
+        for _, publication in islice(self._resends, number):
             publication.resent += 1
 
     def channel_closed(self, closed: ChannelError) -> Publication | None:
@@ -356,8 +388,10 @@ class PublishLoop:
         Raises:
             amqp.exceptions.ChannelError: The channel was not closed for a message.
         """
-        in_flight = self.take_back()
-        if closed.method_sig != spec.Basic.Publish or not in_flight:
+        for_a_message = closed.method_sig == spec.Basic.Publish
+        in_flight = self.take_back(for_a_message)
+        if not for_a_message or not in_flight:
+            self.count_resends(in_flight)
             raise closed
         suspects = [publication for _, publication in islice(self._resends, in_flight)]
         if isinstance(closed, NotFound) and self._redeclare and not suspects[0].redeclared:
@@ -374,15 +408,26 @@ class PublishLoop:
         self._suspects = max(self._suspects - 1, 0)
         (culprit,) = suspects
         self._resends.popleft()
+        culprit.suspected = False
         kind = MessageReturned if isinstance(closed, NotFound) else MessageRefused
         culprit.error = kind(culprit.exchange, culprit.routing_key, str(closed))
         culprit.error.__cause__ = closed
         self._finish(culprit)
         return culprit
 
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether the broker may have one of the messages that wait to be sent again."""
+        return any(publication.may_have_arrived for _, publication in self._resends)
+
     def fail_all(self, error: PublishError) -> None:
-        """Finish all messages that wait with an error."""
+        """Finish all messages that wait with an error, or with its copy for the others.
+
+        One of the two says that the broker may have the message, the other one that it has not.
+        """
+        errors = {error.may_have_arrived: error}
         while self._resends:
             _, publication = self._resends.popleft()
-            publication.error = error
+            arrived = publication.may_have_arrived
+            publication.error = errors.setdefault(arrived, error.copy(arrived))
             self._finish(publication)
