@@ -122,6 +122,7 @@ class ModuleConsumer:
         policy = PublishPolicy(module.timeout, None, NACK_PAUSES, module.window)
         self._loop = PublishLoop(self._next, policy, self._done)
         self._loop.window = 1
+        self._loop.write_timeout = module.timeout
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
         self._consuming = cast(Any, connection.channel())
@@ -149,8 +150,8 @@ class ModuleConsumer:
     def serve(self) -> bool:
         """Consume until the service stops.
 
-        A broker that has blocked the connection may not answer for any length of time. Messages
-        that are not finished then are delivered to another worker.
+        If the connection is blocked when the service stops, return at once: an alarm of the broker
+        may last for any time. The broker delivers unfinished messages again.
 
         Returns:
             Whether everything that was begun is finished.

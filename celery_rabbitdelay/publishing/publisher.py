@@ -6,7 +6,7 @@ import re
 import struct
 import time
 from collections.abc import Callable, Iterable
-from typing import Final, TypeAlias
+from typing import Final, NoReturn, TypeAlias
 
 import amqp
 from amqp import spec
@@ -212,7 +212,7 @@ class _Run:
                 except _MayPass as refused:
                     self._try_again(refused.error, refused.error.__cause__)
                 except PublishError as error:
-                    self._end_with(error, error.__cause__)
+                    self._fail_all_and_raise(error, error.__cause__)
                 except RabbitDelayError as error:
                     # What was declared before is incomplete, or belongs to another layout.
                     self._loop.take_back()
@@ -224,7 +224,7 @@ class _Run:
                     self._loop.take_back()
                     self._connection.discard()
                     if self._loop.has_more():
-                        self._end_with(self._lost(refused), refused)
+                        self._fail_all_and_raise(self._lost(refused), refused)
                 except (
                     *self._connection.connection_errors,
                     *self._connection.channel_errors,
@@ -304,7 +304,7 @@ class _Run:
         pause = self._policy.pause(self._losses)
         late = time.monotonic() + pause >= self._loop.next_waiting.deadline
         if self._policy.is_over(self._losses) or late:
-            self._end_with(error or self._lost(cause), cause)
+            self._fail_all_and_raise(error or self._lost(cause), cause)
         self._lost_at = time.monotonic()
         self._loop.count_resends(sent)
         time.sleep(pause)
@@ -314,8 +314,8 @@ class _Run:
         reason = f"no connection to {broker}, attempt {max(self._losses, 1)}: {cause!r}"
         return ConnectionLost(*self._loop.next_waiting.address(), reason)
 
-    def _end_with(self, error: PublishError, cause: BaseException | None) -> None:
-        """Nothing can be published any more."""
+    def _fail_all_and_raise(self, error: PublishError, cause: BaseException | None) -> NoReturn:
+        """Finish all messages that wait with this error, and raise it."""
         if not isinstance(error, HARMLESS):
             self._connection.discard()
         self._loop.take_back()
