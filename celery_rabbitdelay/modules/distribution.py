@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import amqp
@@ -16,14 +16,26 @@ from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 __all__ = ["distribute"]
 
 
-def distribute(message: amqp.Message) -> Iterator[Outgoing]:
+def distribute(
+    message: amqp.Message,
+    put_back: Callable[[amqp.Message], Outgoing | None] = lambda message: None,
+) -> Iterator[Outgoing]:
     """Return what to publish for a message that is due; for an envelope, each message in it.
 
     Exchange, routing key, priority and expiration are restored. The due time stays in its header.
 
+    Args:
+        message: The message.
+        put_back: Returns what to publish instead if the message is not due yet; see
+            :class:`.EarlyMessages`.
+
     Raises:
         UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be read.
     """
+    early = put_back(message)
+    if early is not None:
+        yield early
+        return
     headers = headers_of(message)
     if message.properties.get("content_type") != CONTENT_TYPE:
         yield _restored(message, headers, headers)
@@ -37,7 +49,7 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
     # messages may be published before.
     for item in envelope.items:
         _destination({**shared, **item.headers})
-    own = {header_names.DUE: headers.get(header_names.DUE)}
+    own = {header_names.DUE: headers.get(header_names.DUE), header_names.EARLY: None}
     for item in envelope.items:
         properties = {**envelope.properties, **item.properties}
         inner = amqp.Message(item.body, **properties)
@@ -50,8 +62,9 @@ def _restored(
 ) -> Outgoing:
     exchange, routing_key = _destination(effective_headers)
     restored = header_names.strip(headers)
-    if headers.get(header_names.DUE) is not None:
-        restored[header_names.DUE] = headers[header_names.DUE]
+    for name in (header_names.DUE, header_names.EARLY):
+        if headers.get(name) is not None:
+            restored[name] = headers[name]
     properties = {"expiration": effective_headers.get(header_names.EXPIRATION)}
     if header_names.PRIORITY in effective_headers:
         properties["priority"] = effective_headers[header_names.PRIORITY]

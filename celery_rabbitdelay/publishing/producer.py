@@ -184,14 +184,15 @@ class DelayedProducer(Producer):
             header_names.ROUTING_KEY: destination.routing_key,
         }
         queue = destination.queue
-        if queue is None:
-            self._need_distribution(str(destination))
+        is_too_high = self.topology.queue_type == "quorum" and priority > MAX_PRIORITY
+        if queue is None or is_too_high:
+            self._need_distribution(
+                str(destination) if queue is None else f"a message of priority {priority}"
+            )
             name = DISTRIBUTION
-        elif self.topology.queue_type == "quorum" and priority > MAX_PRIORITY:
-            self._need_distribution(f"a message of priority {priority}")
-            name = DISTRIBUTION
-            properties["priority"], kept = split_priority(priority)
-            own_headers.update(kept)
+            if is_too_high:
+                properties["priority"], kept = split_priority(priority)
+                own_headers.update(kept)
         else:
             name = own_headers[header_names.QUEUE] = queue.name
         body, content_type, content_encoding = serialized(

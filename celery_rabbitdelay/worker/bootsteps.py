@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from threading import Lock
 from typing import Any, Final
 
@@ -14,10 +15,12 @@ from kombu import Connection, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.settings import checked_modules
+from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module
 from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
@@ -173,10 +176,11 @@ class RestoreTasks(bootsteps.StartStopStep):
     def start(self, consumer: Any) -> None:
         """Wrap the execution strategies, and begin to take early tasks of the new connection."""
         if not isinstance(consumer.strategies, RestoringStrategies):
-            consumer.strategies = RestoringStrategies(consumer)
-        if consumer.app.rabbitdelay.settings.takeover:
-            consumer.strategies.early_tasks = EarlyTasks(consumer)
-            consumer.strategies.early_tasks.start()
+            takeover = consumer.app.rabbitdelay.settings.takeover
+            consumer.strategies = RestoringStrategies(consumer, takeover)
+        # Without takeover too: a task may leave the levels before it is due.
+        consumer.strategies.early_tasks = EarlyTasks(consumer)
+        consumer.strategies.early_tasks.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Let the event loop run what early tasks need from the worker's own thread."""
@@ -246,11 +250,19 @@ class Modules(bootsteps.StartStopStep):
 def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleService:
     settings = app.rabbitdelay.settings
     topology = settings.topology
+    on_lost = declaration.connection_lost
     if name == "check-in":
         queue = topology.modules.checkin
         receive = CheckIn(topology, allowed_destinations(app).includes).receive
     else:
-        queue, receive = topology.modules.distribution, distribute
+        early = EarlyMessages(topology, milliseconds(settings.early))
+        queue = topology.modules.distribution
+        receive = partial(distribute, put_back=early.put_back)
+
+        def on_lost() -> None:
+            declaration.connection_lost()
+            early.warning.reset()
+
     module = Module(
         name,
         topology,
@@ -261,7 +273,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         timeout=settings.confirm_timeout,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    return ModuleService(module, connection, declaration.declare, declaration.connection_lost)
+    return ModuleService(module, connection, declaration.declare, on_lost)
 
 
 def allowed_destinations(app: Any) -> AllowedDestinations:
