@@ -319,11 +319,13 @@ class EarlyTasks:
             for name in KEPT_PROPERTIES
             if message.properties.get(name) is not None
         }
+        # Otherwise a task without a priority would get 0.
+        properties.setdefault("priority", None)
         destination, due, own = early.destination, early.due, PutBack()
         if early.waited is not None:
             own = PutBack(early.waited.times + 1)
             due = self._pause(due)
-        if self._needs_distribution(early, properties.get("priority") or 0):
+        if self._needs_distribution(early, properties["priority"] or 0):
             # Distribution publishes by exchange and key: to this queue, and to no other.
             assert destination.queue is not None
             own = own._replace(exchange=destination.exchange, routing_key=destination.routing_key)
