@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
+import time
+from collections.abc import Callable
 from functools import partial
 from threading import Lock
 from typing import Any, Final
@@ -26,6 +29,7 @@ from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
     connect,
     declare_destination,
+    is_complete,
 )
 from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
@@ -44,20 +48,29 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+#: Seconds that a worker waits at most before it declares again what the broker has lost. After a
+#: restart of the broker all workers connect at once, and each of them would declare all queues.
+MAX_JITTER: Final = 2.0
+
+
 class WorkerDeclaration:
     """Declares what a worker needs: the levels, and its queues with their bindings.
 
     The worker's consumer and its modules have a connection each. The first one that connects
     declares for all of them. When one of them is lost, the broker may have lost its state: the next
-    one that connects declares everything again.
+    one that connects looks for what is missing. If there is something, it waits for a random time,
+    looks again, and then declares the levels, unless another worker has done that meanwhile.
 
     Args:
         app: The worker's application.
+        wait: Waits for so many seconds.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, wait: Callable[[float], object] = time.sleep) -> None:
         self._app = app
+        self._wait = wait
         self._lock = Lock()
+        self._has_declared = False
         #: The brokers where everything is declared. With a fail-over list, connections may reach
         #: different brokers.
         self._brokers: set[str] = set()
@@ -70,6 +83,9 @@ class WorkerDeclaration:
 
     def declare(self, connection: Connection) -> None:
         """Declare everything, unless that was done since the last loss of a connection.
+
+        After a loss, the levels are only declared if something is missing, and after a random wait
+        of at most :data:`MAX_JITTER`.
 
         With ``rabbitdelay_declare = "never"``, check that the levels are there.
 
@@ -85,7 +101,9 @@ class WorkerDeclaration:
             if broker in self._brokers:
                 return
             delays = self._app.rabbitdelay
-            delays.declare(connection)
+            if not self._has_declared or self._is_missing_after_a_wait(connection):
+                delays.declare(connection)
+            self._has_declared = True
             if delays.settings.declare == "auto":
                 for queue in self.queues:
                     if not queue.exclusive:
@@ -96,6 +114,18 @@ class WorkerDeclaration:
                 delays.topology.prefix,
                 delays.topology.identity.fingerprint,
             )
+
+    def _is_missing_after_a_wait(self, connection: Connection) -> bool:
+        """Return whether the levels have to be declared, or checked, on a new connection."""
+        delays = self._app.rabbitdelay
+        if delays.settings.declare == "never":
+            return True
+        if is_complete(connection, delays.topology):
+            return False
+        seconds = random.uniform(0, MAX_JITTER)
+        logger.info("Delay levels are missing; looking again in %.1f s.", seconds)
+        self._wait(seconds)
+        return not is_complete(connection, delays.topology)
 
     def bind_exclusive_queues(self, connection: Connection) -> None:
         """Bind the exclusive queues, which only the consumer's own connection can do.
@@ -120,7 +150,7 @@ class WorkerDeclaration:
                 )
 
     def connection_lost(self) -> None:
-        """Declare everything again on the next connection."""
+        """Look for what is missing on the next connection, and declare it."""
         with self._lock:
             self._brokers.clear()
 

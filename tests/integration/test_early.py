@@ -48,6 +48,7 @@ def release(connection: Connection, shop: Any) -> amqp.Message:
     own = {**message.properties["application_headers"], "x-death": [{"queue": name, "count": 1}]}
     properties = {**message.properties, "application_headers": own}
     info: Any = message.delivery_info
+    channel: Any
     with connection.channel() as channel:
         released = amqp.Message(message.body, **properties)
         channel.basic_publish(released, topology.delivery.name, info["routing_key"])
@@ -254,7 +255,7 @@ def test_a_policy_that_shortens_every_ttl_makes_no_task_early(
         "rabbitdelay_layout": [("seconds", 60, 1), ("ms", 10, 0.1)],
     }
     shop = make_app(configuration)
-    look = shop.tasks["look"]
+    look: Any = shop.tasks["look"]
     with Worker(configuration) as worker:
         sent: dict[str, float] = {}
         ways: list[dict[str, Any]] = [

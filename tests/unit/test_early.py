@@ -194,7 +194,9 @@ def test_distribution_passes_on_what_a_worker_needs_to_restore_a_task() -> None:
     assert (outgoing.exchange, outgoing.routing_key) == ("", "queue")
     assert headers == {header_names.DUE: NOW, **own}
 
-    arrived = Message(headers=dict(headers), delivery_info={"exchange": "", "routing_key": "queue"})
+    arrived: Any = Message(
+        headers=dict(headers), delivery_info={"exchange": "", "routing_key": "queue"}
+    )
     waited = restore(arrived)
     assert waited == (NOW, 2, False)
     assert arrived.delivery_info == {"exchange": "office", "routing_key": "paper"}
