@@ -44,8 +44,12 @@ def test_the_wait_for_a_publisher_counts_towards_the_timeout(
 
 @pytest.mark.parametrize(
     ("queue_type", "priority", "waits_with", "kept"),
-    [("quorum", 9, 4, 9), ("quorum", 4, 4, None), ("quorum", None, None, None)]
-    + [("classic", 9, 9, None)],
+    [
+        ("quorum", 9, 4, 9),
+        ("quorum", 4, 4, None),
+        ("quorum", None, None, None),
+        ("classic", 9, 9, None),
+    ],
 )
 def test_what_the_exchange_routes_waits_in_quorum_levels_with_a_priority_of_four_at_most(
     queue_type: Any, priority: int | None, waits_with: int | None, kept: int | None
