@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import amqp
 import pytest
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Exchange, Queue, binding
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.levels import headers
@@ -21,6 +21,9 @@ from tests.integration.worker import Worker
 
 #: Seconds until an early task is due: more than ``rabbitdelay_early``.
 DELAY = 4
+
+#: Seconds that a task may be early by default, on a slow machine that releases it late too.
+TOLERATED = 1
 
 #: What a delay adds to the headers that a task sees.
 ADDED = (headers.DUE, headers.QUEUE)
@@ -103,7 +106,7 @@ def test_a_task_that_the_levels_release_early_is_the_same_task_when_it_is_due(
     delayed = send(delay=DELAY, **options)
     due_ms = headers_of(release(connection, served_shop))[headers.DUE]
     seen = delayed.get(timeout=PATIENCE)
-    assert time.time() >= due_ms / 1000
+    assert time.time() >= due_ms / 1000 - TOLERATED
     assert seen["headers"][headers.DUE] == due_ms
     assert without_delay(seen, delayed.id) == without_delay(expected, undelayed.id)
 
@@ -117,7 +120,8 @@ def test_what_only_the_worker_finds_early_comes_back_to_its_queue_and_to_no_othe
 ) -> None:
     """As if distribution ran on a machine with another clock, and had sent it to both queues."""
     fanout = named(served_shop, "fanout")
-    other = make_queue("other", Exchange(fanout, type="fanout"))
+    # A binding and not its exchange, which would be deleted with the queue.
+    other = make_queue("other", bindings=[binding(Exchange(fanout, type="fanout"))])
     other(connection.default_channel).declare()
     to: dict[str, Any] = {"exchange": fanout, "routing_key": "any", "priority": priority}
     undelayed = put_into(connection, served_shop, time.time(), "request", **to)
@@ -135,7 +139,7 @@ def test_what_only_the_worker_finds_early_comes_back_to_its_queue_and_to_no_othe
     }
     # Released early once more, it goes back from distribution.
     seen = served_shop.AsyncResult(delayed).get(timeout=PATIENCE)
-    assert time.time() >= due - 0.001
+    assert time.time() >= due - TOLERATED
     assert without_delay(seen, delayed) == without_delay(expected, undelayed)
     assert count(connection, other.name) == 2
 
@@ -272,7 +276,7 @@ def test_a_policy_that_shortens_every_ttl_makes_no_task_early(
         shop.rabbitdelay.send_many(look, rows, queue=f"{prefix}.second")
         sent.update({str(row.task_id): before + 8 for row in rows})
         for task_id, due in sent.items():
-            assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] >= due - 1
+            assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] >= due - TOLERATED
         # Once for the worker, once for distribution.
         assert worker.log.count(WARNING) == 2
     shop.close()
