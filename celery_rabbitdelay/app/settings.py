@@ -64,6 +64,8 @@ class Settings:
         declare: "auto": whoever first needs the topology declares it. "never": operators do, and
             bind every destination to the delivery exchange as well.
         confirm_timeout: Seconds until a missing confirm becomes an error.
+        early: Seconds. A task that leaves the levels earlier than that, by the clock of the worker
+            that receives it, goes back into them for the rest.
         window: How many messages a module, or ``send_many``, has in flight, unconfirmed, at the
             most.
         modules: Which modules the workers serve, of "check-in" and "distribution". A producer whose
@@ -85,6 +87,7 @@ class Settings:
     declare: Declare = "auto"
     shards: int = 1
     confirm_timeout: float = 30.0
+    early: float = 1.0
     window: int = 1000
     modules: Sequence[str] = MODULES
     checkin_allowed: Sequence[str] | None = None
@@ -106,6 +109,7 @@ class Settings:
         "takeover": "takes True or False",
         "declare": f"takes one of {', '.join(get_args(Declare))}",
         "confirm_timeout": "takes a positive number of seconds, at most 366 days",
+        "early": "takes a positive number of seconds, at most 366 days",
         "window": f"takes a whole number from 1 to {MAX_WINDOW}",
         "modules": f"takes a list of any of {', '.join(MODULES)}",
         "checkin_allowed": "takes None, or a list of names in which * and ? may stand",
@@ -231,6 +235,10 @@ class Settings:
 
     @staticmethod
     def _takes_confirm_timeout(value: object) -> bool:
+        return _is_positive(value)
+
+    @staticmethod
+    def _takes_early(value: object) -> bool:
         return _is_positive(value)
 
     @staticmethod

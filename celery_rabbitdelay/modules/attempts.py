@@ -44,17 +44,28 @@ class Received:
     Attributes:
         message: The message.
         outgoing: The messages to publish for it.
+        held: The next one of these, if its destination has no room at the moment.
         pending: How many of those that are published are not settled.
         unpacked: Whether all messages to publish for it are known.
     """
 
-    __slots__ = ("message", "outgoing", "pending", "unpacked")
+    __slots__ = ("held", "message", "outgoing", "pending", "unpacked")
 
     def __init__(self, message: amqp.Message, outgoing: Iterator[Outgoing]) -> None:
         self.message = message
         self.outgoing = outgoing
+        self.held: Outgoing | None = None
         self.pending = 0
         self.unpacked = False
+
+    def next_outgoing(self) -> Outgoing:
+        """Return the next message to publish.
+
+        Raises:
+            StopIteration: There is none left.
+        """
+        outgoing, self.held = self.held, None
+        return outgoing or next(self.outgoing)
 
 
 class _Origin(NamedTuple):
@@ -111,6 +122,16 @@ class Attempts:
         self._frame_max = frame_max
         self._unanswered = Unanswered()
         self._warned_at: dict[str | None, float] = {}
+
+    def must_wait(self, outgoing: Outgoing, broker_silent_for: float) -> bool:
+        """Return whether a message has to wait until its destination has answered others.
+
+        Args:
+            outgoing: The message.
+            broker_silent_for: For how many seconds the broker has answered nothing at all.
+        """
+        destination = self._destination(outgoing)
+        return destination is not None and self._unanswered.is_full(destination, broker_silent_for)
 
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float

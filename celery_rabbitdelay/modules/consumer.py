@@ -132,6 +132,8 @@ class ModuleConsumer:
         self._waiting: deque[Received] = deque()
         self._unpacking: deque[Received] = deque()
         self._turn_left = MESSAGES_PER_TURN
+        #: Whether there was nothing to publish when the loop last asked.
+        self._is_idle = False
         undeliverable = module.topology.module_queues.undeliverable.exchange.name
         self._attempts = Attempts(
             module.name,
@@ -186,10 +188,11 @@ class ModuleConsumer:
     def _turn(self) -> None:
         """Publish what can be published, and read what the broker sends."""
         channel, began = self._loop.channel, time.monotonic()
+        self._is_idle = False
         self._loop.send()
         channel.flush(self._module.timeout)
         self._acknowledge()
-        can_send = bool(self._unpacking or self._waiting) and self._loop.has_room
+        can_send = not self._is_idle and self._loop.has_room
         try:
             channel.read(0 if can_send else READ_TIMEOUT, FRAMES)
         except TimeoutError:
@@ -269,33 +272,48 @@ class ModuleConsumer:
 
     def _next(self) -> Publication | None:
         """Return the next message to publish: the source of the publish loop."""
+        waits = 0
         while True:
             while self._waiting and len(self._unpacking) < UNPACKED_AT_ONCE:
                 self._unpacking.append(self._waiting.popleft())
-            if not self._unpacking:
+            if waits >= len(self._unpacking):
+                # There is none, or each has to wait for answers about its destination.
+                self._is_idle = True
                 return None
             if not self._turn_left:
-                self._unpacking.rotate(-1)
-                self._turn_left = MESSAGES_PER_TURN
+                self._next_turn()
             self._turn_left -= 1
             received = self._unpacking[0]
             try:
-                outgoing = next(received.outgoing)
+                outgoing = received.next_outgoing()
             except StopIteration:
                 self._unpacking.popleft()
                 self._turn_left = MESSAGES_PER_TURN
                 received.unpacked = True
                 self._finish(received)
-            except Exception as error:
-                if not isinstance(error, UnprocessableMessage):
-                    logger.exception("%s: a message cannot be read", self._module.name)
-                received.outgoing = iter(())
-                reason = (
-                    error.reason if isinstance(error, UnprocessableMessage) else shortened(error)
-                )
-                return self._attempts.give_up(received, _as_it_came(received.message), reason)
+            except Exception as error:  # noqa: BLE001 - anybody may have written the message
+                return self._give_up(received, error)
             else:
+                if self._attempts.must_wait(outgoing, self._loop.silent_for):
+                    received.held = outgoing
+                    self._next_turn()
+                    waits += 1
+                    continue
                 return self._attempts.first(received, outgoing, self._loop.silent_for)
+
+    def _next_turn(self) -> None:
+        self._unpacking.rotate(-1)
+        self._turn_left = MESSAGES_PER_TURN
+
+    def _give_up(self, received: Received, error: Exception) -> Publication:
+        """Put a message that cannot be read into ``undeliverable``."""
+        if isinstance(error, UnprocessableMessage):
+            reason = error.reason
+        else:
+            logger.exception("%s: a message cannot be read", self._module.name)
+            reason = shortened(error)
+        received.outgoing = iter(())
+        return self._attempts.give_up(received, _as_it_came(received.message), reason)
 
     def _exists(self, exchange: str) -> bool:
         with self._answers(), self._connection.channel() as channel:

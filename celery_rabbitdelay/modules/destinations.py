@@ -11,6 +11,11 @@ __all__ = ["SILENCE", "MissingExchanges", "Unanswered"]
 #: Seconds without an answer after which a destination gets no further messages until it answers.
 SILENCE: Final = 1.0
 
+#: Messages in flight for one destination. If many more are, RabbitMQ reads nothing more from the
+#: connection until the queue has answered, so all others would wait for it. (Measured on 3.10.8 and
+#: 4.3.6: not with 300, but with 1,000.)
+MAX_UNANSWERED: Final = 100
+
 #: Seconds until the broker is asked again for an exchange that did not exist.
 ASK_AGAIN: Final = 1.0
 
@@ -67,6 +72,16 @@ class Unanswered:
         if self._clock() - oldest < SILENCE:
             return False
         return broker_silent_for >= SILENCE or self._answered_until - oldest >= SILENCE
+
+    def is_full(self, destination: str, broker_silent_for: float) -> bool:
+        """Return whether further messages for a destination have to wait for answers.
+
+        Not if it is silent: then they should not be published at all.
+        """
+        in_flight = self._sent.get(destination)
+        if in_flight is None or len(in_flight) < MAX_UNANSWERED:
+            return False
+        return not self.is_silent(destination, broker_silent_for)
 
     def _remove(self, message: Hashable, destination: str | None) -> float:
         """Return when the message was sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import amqp
@@ -24,6 +24,7 @@ __all__ = ["Distribution"]
 #: The headers by which a worker restores a task that comes straight from the levels.
 RESTORED_BY_WORKERS = (
     header_names.DUE,
+    header_names.EARLY,
     header_names.EXCHANGE,
     header_names.ROUTING_KEY,
     header_names.QUEUE,
@@ -35,10 +36,17 @@ class Distribution:
 
     Args:
         topology: The levels that they come from.
+        put_back: Returns what to publish instead if a message is not due yet; see
+            :class:`.EarlyMessages`.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        put_back: Callable[[amqp.Message], Outgoing | None] = lambda message: None,
+    ) -> None:
         self._keys = topology.keys
+        self._put_back = put_back
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -52,6 +60,10 @@ class Distribution:
             UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be
                 read.
         """
+        early = self._put_back(message)
+        if early is not None:
+            yield early
+            return
         headers = headers_of(message)
         if message.properties.get("content_type") == CONTENT_TYPE:
             yield from _unpacked(message, headers)
@@ -88,7 +100,7 @@ def _unpacked(message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Out
     # messages may be published before.
     for item in envelope.items:
         _destination({**shared, **item.headers})
-    own = {header_names.DUE: headers.get(header_names.DUE)}
+    own = {header_names.DUE: headers.get(header_names.DUE), header_names.EARLY: None}
     for item in envelope.items:
         properties = {**envelope.properties, **item.properties}
         inner = amqp.Message(item.body, **properties)
@@ -111,8 +123,9 @@ def _restored(
 ) -> Outgoing:
     exchange, routing_key = _destination(effective_headers)
     restored = header_names.strip(headers)
-    if headers.get(header_names.DUE) is not None:
-        restored[header_names.DUE] = headers[header_names.DUE]
+    for name in (header_names.DUE, header_names.EARLY):
+        if headers.get(name) is not None:
+            restored[name] = headers[name]
     properties = _restored_properties(effective_headers)
     return Outgoing(exchange, routing_key, with_headers(message, restored, **properties))
 

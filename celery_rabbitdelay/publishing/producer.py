@@ -191,18 +191,20 @@ class DelayedProducer(Producer):
             header_names.ROUTING_KEY: destination.routing_key,
         }
         queue = destination.queue
+        is_too_high = self.topology.queue_type == "quorum" and priority > MAX_PRIORITY
+        if queue is None or is_too_high:
+            self._need_distribution(
+                str(destination) if queue is None else f"a message of priority {priority}"
+            )
+        if is_too_high:
+            properties["priority"], kept = split_priority(priority)
+            own_headers.update(kept)
         if queue is None:
-            self._need_distribution(str(destination))
             name = DISTRIBUTION
         else:
-            name = own_headers[header_names.QUEUE] = queue.name
-            if self.topology.queue_type == "quorum" and priority > MAX_PRIORITY:
-                self._need_distribution(f"a message of priority {priority}")
-                name = DISTRIBUTION
-                properties["priority"], kept = split_priority(priority)
-                own_headers.update(kept)
-            elif "distribution" in self.modules and may_refuse(queue, self.may_refuse):
-                name = DISTRIBUTION
+            own_headers[header_names.QUEUE] = queue.name
+            refuses = "distribution" in self.modules and may_refuse(queue, self.may_refuse)
+            name = DISTRIBUTION if is_too_high or refuses else queue.name
         body, content_type, content_encoding = serialized(
             self,
             body,

@@ -124,6 +124,16 @@ def test_it_runs_when_it_is_due_as_if_it_had_not_been_delayed(
             assert seen["eta"] is None
 
 
+def test_a_priority_above_four_leaves_exchange_and_routing_key_as_they_were(
+    worker: Worker, send: Callable[..., Any], prefix: str
+) -> None:
+    seen = send(countdown=2, priority=9).get(timeout=PATIENCE)
+    assert (seen["exchange"], seen["routing_key"]) == (f"{prefix}.direct", "second")
+    assert seen["priority"] == 9
+    assert headers.DUE in seen["headers"]
+    assert headers.EARLY not in seen["headers"]
+
+
 @pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
 def test_every_pool_leaves_early_tasks_to_the_levels(
     make_shop: Callable[..., Any],
