@@ -11,10 +11,11 @@ __all__ = ["SILENCE", "MissingExchanges", "Unanswered"]
 #: Seconds without an answer after which a destination gets no further messages until it answers.
 SILENCE: Final = 1.0
 
-#: Messages in flight for one destination. If many more are, RabbitMQ reads nothing more from the
-#: connection until the queue has answered, so all others would wait for it. (Measured on 3.10.8 and
-#: 4.3.6: not with 300, but with 1,000.)
-MAX_UNANSWERED: Final = 100
+#: Messages in flight for one destination. While a quorum queue owes a connection 32 answers or more
+#: (``quorum_commands_soft_limit`` of the application ``rabbit``), RabbitMQ grants the connection no
+#: further credit, and reads nothing more from it after some hundred messages. All others would wait
+#: for that queue then (seen on 3.10.8 and 4.3.6).
+MAX_UNANSWERED: Final = 30
 
 #: Seconds until the broker is asked again for an exchange that did not exist.
 ASK_AGAIN: Final = 1.0
