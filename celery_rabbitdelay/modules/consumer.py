@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 #: Received messages that are unpacked in turns: one may be an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
 
+#: The same for messages of at most this many bytes, so that those whose destination has no room at
+#: the moment let others pass.
+SMALL_UNPACKED_AT_ONCE: Final = 32
+SMALL_BYTES: Final = 16_384
+
 #: Messages of one envelope that are published before it is the next received message's turn.
 MESSAGES_PER_TURN: Final = 100
 
@@ -274,7 +279,7 @@ class ModuleConsumer:
         """Return the next message to publish: the source of the publish loop."""
         waits = 0
         while True:
-            while self._waiting and len(self._unpacking) < UNPACKED_AT_ONCE:
+            while self._waiting and self._may_unpack(self._waiting[0]):
                 self._unpacking.append(self._waiting.popleft())
             if waits >= len(self._unpacking):
                 # There is none, or each has to wait for answers about its destination.
@@ -288,7 +293,7 @@ class ModuleConsumer:
                 outgoing = received.next_outgoing()
             except StopIteration:
                 self._unpacking.popleft()
-                self._turn_left = MESSAGES_PER_TURN
+                self._turn_left, waits = MESSAGES_PER_TURN, 0
                 received.unpacked = True
                 self._finish(received)
             except Exception as error:  # noqa: BLE001 - anybody may have written the message
@@ -300,6 +305,10 @@ class ModuleConsumer:
                     waits += 1
                     continue
                 return self._attempts.first(received, outgoing, self._loop.silent_for)
+
+    def _may_unpack(self, received: Received) -> bool:
+        is_small = len(received.message.body) <= SMALL_BYTES
+        return len(self._unpacking) < (SMALL_UNPACKED_AT_ONCE if is_small else UNPACKED_AT_ONCE)
 
     def _next_turn(self) -> None:
         self._unpacking.rotate(-1)
