@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -22,7 +23,10 @@ __all__ = ["look"]
 #: How many messages of a queue are looked at.
 MOST: Final = 20_000
 
-#: What RabbitMQ's info of a quorum queue calls the messages that its dead-letter worker holds.
+#: Seconds; a little more than the interval in which RabbitMQ counts messages.
+COUNTED_EVERY: Final = 6.0
+
+#: What tells how many messages the dead-letter worker of each queue holds; ``list_queues`` does not.
 HELD: Final = (
     '[io:format("~ts\\t~b~n", [element(4, N), C]) || '
     "Q <- rabbit_amqqueue:list(), N <- [amqqueue:get_name(Q)], "
@@ -31,7 +35,7 @@ HELD: Final = (
 
 
 def look(
-    connection: Connection, nodes: Iterable[Node], topology: Topology, queues: list[Queue]
+    connection: Connection, nodes: Sequence[Node], topology: Topology, queues: list[Queue]
 ) -> Whereabouts:
     """Look into every queue; each message is put back.
 
@@ -54,18 +58,32 @@ def look(
     return Whereabouts({key: tuple(names) for key, names in found.items()}, held(nodes), reasons)
 
 
-def held(nodes: Iterable[Node]) -> dict[str, int]:
-    """Return how many messages each queue's dead-letter worker holds, up to 5 s late.
+def held(nodes: Sequence[Node]) -> dict[str, int]:
+    """Return how many messages the broker holds and does not show, by who holds them.
 
-    ``rabbitmqctl list_queues`` does not know this figure, so the node is asked for it.
+    RabbitMQ counts them every 5 s.
     """
-    held: Counter[str] = Counter()
+    time.sleep(COUNTED_EVERY)
+    by_worker: Counter[str] = Counter()
     for node in nodes:
-        with suppress(subprocess.CalledProcessError):
-            lines = [line.split("\t") for line in node.ctl("eval", HELD).splitlines()]
-            # Each node may know about the queues that it leads only.
-            held |= Counter({line[0]: int(line[1]) for line in lines if len(line) > 1})
-    return dict(held)
+        # Each node may know about the queues that it leads only.
+        by_worker |= _counts(node, "eval", HELD)
+    unacknowledged = _counts(nodes[0], "list_queues", "name", "messages_unacknowledged")
+    return {
+        **{f"{name}, held by its dead-letter worker": count for name, count in by_worker.items()},
+        **{f"{name}, unacknowledged": count for name, count in (+unacknowledged).items()},
+    }
+
+
+def _counts(node: Node, *command: str) -> Counter[str]:
+    """Return what a command of rabbitmqctl prints: a name and a number in each line."""
+    counts: Counter[str] = Counter()
+    with suppress(subprocess.CalledProcessError):
+        for line in node.ctl(*command).splitlines():
+            name, _, count = line.partition("\t")
+            if count.isdecimal():
+                counts[name] = int(count)
+    return counts
 
 
 def _filled(connection: Connection, queues: Iterable[Queue]) -> Iterator[tuple[str, int]]:
