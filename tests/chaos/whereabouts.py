@@ -26,7 +26,7 @@ MOST: Final = 20_000
 #: Seconds; a little more than the interval in which RabbitMQ counts messages.
 COUNTED_EVERY: Final = 6.0
 
-#: What tells how many messages the dead-letter worker of each queue holds; ``list_queues`` does not.
+#: Tells how many messages the dead-letter worker of each queue holds, which ``list_queues`` omits.
 HELD: Final = (
     '[io:format("~ts\\t~b~n", [element(4, N), C]) || '
     "Q <- rabbit_amqqueue:list(), N <- [amqqueue:get_name(Q)], "
