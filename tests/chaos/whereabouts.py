@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -35,9 +35,13 @@ HELD: Final = (
 
 
 def look(
-    connection: Connection, nodes: Sequence[Node], topology: Topology, queues: list[Queue]
+    connection: Connection, nodes: Sequence[Node], topology: Topology, queues: Sequence[Queue]
 ) -> Whereabouts:
     """Look into every queue; each message is put back.
+
+    Whoever takes the first message of a queue with a TTL lets those behind it expire. So the queues
+    are read in the order in which messages pass them, and what has come to a queue meanwhile is
+    told apart.
 
     Args:
         connection: A connection to a node that runs.
@@ -45,17 +49,22 @@ def look(
         topology: The topology.
         queues: The queues of the application.
     """
+    held_now = held(nodes)
     found: dict[str, list[str]] = defaultdict(list)
     reasons: Counter[str] = Counter()
-    undeliverable = topology.modules.undeliverable.name
-    for name, count in _filled(connection, [*queues, *topology.queues]):
-        for message in _messages(connection, name, min(count, MOST)):
+    undeliverable, checkin, meditation, distribution = topology.modules.queues
+    in_order = (checkin, meditation, *topology.digit_queues, distribution, undeliverable, *queues)
+    for name, counts in queue_counts(connection, in_order).items():
+        if counts is None:
+            continue
+        for number, message in enumerate(_messages(connection, name)):
+            place = name if number < counts.messages else f"{name}, since it was looked for"
             for identity in _ids(message):
-                found[identity].append(name)
-            if name == undeliverable:
+                found[identity].append(place)
+            if name == undeliverable.name:
                 key = message.delivery_info["routing_key"]
                 reasons[examine(message.headers, topology, key).reason] += 1
-    return Whereabouts({key: tuple(names) for key, names in found.items()}, held(nodes), reasons)
+    return Whereabouts({key: tuple(names) for key, names in found.items()}, held_now, reasons)
 
 
 def held(nodes: Sequence[Node]) -> dict[str, int]:
@@ -86,17 +95,11 @@ def _counts(node: Node, *command: str) -> Counter[str]:
     return counts
 
 
-def _filled(connection: Connection, queues: Iterable[Queue]) -> Iterator[tuple[str, int]]:
-    for name, counts in queue_counts(connection, queues).items():
-        if counts is not None and counts.messages:
-            yield name, counts.messages
-
-
-def _messages(connection: Connection, name: str, count: int) -> Iterator[Any]:
+def _messages(connection: Connection, name: str) -> Iterator[Any]:
     """Yield messages; closing the channel puts them back."""
     with connection.channel() as channel:
         queue = Queue(name, channel=channel)
-        for _ in range(count):
+        for _ in range(MOST):
             message = queue.get(no_ack=False)
             if message is None:
                 return
