@@ -60,8 +60,13 @@ class ClocksOff(Scenario):
     offset: str = choice("+1h", "-1h", help="how much it is off")
 
     def cluster(self, version: str) -> Cluster:
-        wrong = {"broker": (0, 1, 2), "one-node": (1,)}.get(self.whose, ())
+        wrong = {"broker": (0, 1, 2), "one-node": (self._victim,)}.get(self.whose, ())
         return CrookedCluster(version, self.nodes, wrong, self.offset)
+
+    @property
+    def _victim(self) -> int:
+        # The others join the node that has the earliest start, by its own clock.
+        return 1 if self.offset.startswith("+") else 0
 
     def play(self, stage: Stage) -> None:
         crooked = off_by(self.offset)
@@ -74,11 +79,11 @@ class ClocksOff(Scenario):
         if self.whose == "one-node":
             stage.pause(seconds / 2)
             with stage.trouble("node with a wrong clock killed"):
-                victim = stage.cluster.nodes[1]
+                victim = stage.cluster.nodes[self._victim]
                 victim.kill()
                 stage.pause(5)
                 victim.start()
-                stage.cluster.wait_until_together()
+                stage.wait_for_cluster()
 
     @classmethod
     def cases(cls) -> list[Scenario]:

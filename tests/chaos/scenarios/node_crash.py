@@ -66,5 +66,5 @@ class NodeCrash(Streaming):
                 node.kill()
                 stage.pause(each / 2)
                 node.start()
-                stage.cluster.wait_until_together()
+                stage.wait_for_cluster()
             stage.pause(each / 2)
