@@ -105,10 +105,14 @@ class Stage:
         return Part(url, self.queues, str(self._folder), settings)
 
     def worker(
-        self, *queues: str, first_node: int = 0, environment: Mapping[str, str] | None = None
+        self,
+        *queues: str,
+        first_node: int = 0,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> Worker:
         """Start a worker for queues and wait until it takes tasks; it is kept alive."""
-        worker = Worker(self.part(first_node), queues, environment)
+        worker = Worker(self.part(first_node), queues, options, environment)
         self._serve(worker)
         return worker
 
