@@ -60,7 +60,7 @@ class Proxy:
         return await asyncio.start_server(self._pass, "127.0.0.1", 0)
 
     async def _end(self) -> None:
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # type: ignore[arg-type]
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
