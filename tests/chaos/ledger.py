@@ -88,8 +88,9 @@ class Whereabouts:
 
     Attributes:
         queues: By the id of a task, the queues in which it was found.
-        held: By queue, how many messages the broker's dead-letter worker holds: they have left the
-            queue and have not arrived in the next one. AMQP does not show which.
+        held: How many messages the broker holds and does not show, by who holds them: the
+            dead-letter worker of a queue, which they have left without arriving in the next one; or
+            a consumer that has not acknowledged them, although no worker runs any more.
         reasons: By what the modules and the broker say about the messages in ``undeliverable``, how
             many there are.
     """

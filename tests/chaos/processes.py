@@ -115,6 +115,7 @@ class Worker(ChaosProcess):
     Args:
         part: What it has to know.
         queues: The names of the queues that it consumes from.
+        options: Further options of ``celery worker``.
         environment: Further environment variables.
     """
 
@@ -124,14 +125,17 @@ class Worker(ChaosProcess):
         self,
         part: Part,
         queues: Sequence[str],
+        options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(replace(part, place=queues[0]), environment=environment)
         self._queues = queues
+        self._options = options
 
     def _command(self) -> list[str]:
         name = f"chaos-{self.port}@localhost"
-        return self.celery(f"worker -c 1 -l WARNING -n {name} -Q {','.join(self._queues)}")
+        command = f"worker -c 1 -l WARNING -n {name} -Q {','.join(self._queues)}"
+        return [*self.celery(command), *self._options]
 
 
 class Consumer(ChaosProcess):

@@ -120,7 +120,8 @@ def send_tasks(app: Celery, stream: Stream, notes: Notes) -> None:
     """Send by ``apply_async``."""
     target: dict[str, Any] = {"queue": stream.queue}
     if stream.fanout:
-        target = {"exchange": stream.fanout[0], "routing_key": ""}
+        # Without a routing key, Celery would send to its default queue.
+        target = {"exchange": stream.fanout[0], "routing_key": "all"}
     task: Any = app.tasks[TASK]
     send_one_by_one(
         stream,

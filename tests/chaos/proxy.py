@@ -60,14 +60,15 @@ class Proxy:
         return await asyncio.start_server(self._pass, "127.0.0.1", 0)
 
     async def _end(self) -> None:
-        tasks = [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         born = self._generation
-        with suppress(OSError):
+        # A task of asyncio's own server that ends as cancelled is reported as an error.
+        with suppress(OSError, asyncio.CancelledError):
             there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._target)
             await asyncio.gather(
                 self._pump(reader, there_writer, born), self._pump(there_reader, writer, born)

@@ -24,9 +24,15 @@ RESULTS: Final = Path(__file__).resolve().parents[2] / "build" / "chaos"
 SOUND: Final = "sound"
 
 
-def choice(*choices: Any, help: str) -> Any:  # noqa: A002  # as argparse calls it
-    """Return a field that takes one of these; the first is the default."""
-    return field(default=choices[0], metadata={"choices": choices, "help": help})
+def choice(*choices: Any, help: str, varied: bool = True) -> Any:  # noqa: A002  # as in argparse
+    """Return a field that takes one of these; the first is the default.
+
+    Args:
+        *choices: What it takes.
+        help: What it means.
+        varied: Whether ``make chaos`` plays the scenario with each of them.
+    """
+    return field(default=choices[0], metadata={"choices": choices, "help": help, "varied": varied})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +82,17 @@ class Scenario:
         """Return what ``make chaos`` plays: each choice of each field in turn."""
         cases: list[Scenario] = [cls()]
         for each in fields(cls):
-            cases += [cls(**{each.name: word}) for word in each.metadata.get("choices", ())[1:]]
+            if each.metadata.get("varied"):
+                cases += [cls(**{each.name: word}) for word in each.metadata["choices"][1:]]
         return cases
 
     def __str__(self) -> str:
-        words = [str(getattr(self, each.name)) for each in fields(self) if each.metadata]
+        words = [
+            str(getattr(self, each.name))
+            for each in fields(self)
+            if each.metadata
+            and (each.metadata["varied"] or getattr(self, each.name) != each.default)
+        ]
         return " ".join([self.name, *words])
 
 

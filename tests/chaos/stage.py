@@ -30,6 +30,9 @@ __all__ = ["ProducerFailed", "Stage"]
 #: Seconds that a producer has to end after its stream, with every send's time limit.
 TO_END: Final = 300.0
 
+#: Seconds that nodes have to find each other again.
+TO_JOIN: Final = 120.0
+
 #: Seconds at the end in which a copy may still come.
 COPIES: Final = 6.0
 
@@ -102,10 +105,14 @@ class Stage:
         return Part(url, self.queues, str(self._folder), settings)
 
     def worker(
-        self, *queues: str, first_node: int = 0, environment: Mapping[str, str] | None = None
+        self,
+        *queues: str,
+        first_node: int = 0,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> Worker:
         """Start a worker for queues and wait until it takes tasks; it is kept alive."""
-        worker = Worker(self.part(first_node), queues, environment)
+        worker = Worker(self.part(first_node), queues, options, environment)
         self._serve(worker)
         return worker
 
@@ -155,7 +162,13 @@ class Stage:
             lambda: not any(each.running for each in self._producers), "producers", rest + TO_END
         )
 
-    def wait(self, condition: Callable[[], object], what: str, timeout: float) -> None:
+    def wait(
+        self,
+        condition: Callable[[], object],
+        what: str,
+        timeout: float,
+        interval: float = INTERVAL,
+    ) -> None:
         """Wait for a condition while processes that end are started again.
 
         Raises:
@@ -166,7 +179,14 @@ class Stage:
             self._look_after()
             return condition()
 
-        wait_for(asked, what, timeout, INTERVAL)
+        wait_for(asked, what, timeout, interval)
+
+    def wait_for_cluster(self) -> None:
+        """Wait until each node sees all others; if they do not, say so and go on."""
+        try:
+            self.wait(self.cluster.is_together, "the whole cluster", TO_JOIN, interval=2.0)
+        except TimeoutError as never:
+            self.say(str(never))
 
     def pause(self, seconds: float) -> None:
         """Let things go on for a while."""

@@ -117,11 +117,11 @@ def _judge_missing(ledger: Ledger, whereabouts: Whereabouts, verdict: Verdict) -
             verdict.where[found[0]] += 1
         else:
             nowhere.append(sent.id)
-    # The dead-letter worker's messages cannot be told apart: as many as it holds may be there.
-    for queue, held in whereabouts.held.items():
+    # These messages cannot be told apart: as many as are held may be there.
+    for holder, held in whereabouts.held.items():
         taken, nowhere = nowhere[:held], nowhere[held:]
         if taken:
-            verdict.where[f"{queue}, held by its dead-letter worker"] += len(taken)
+            verdict.where[holder] += len(taken)
     verdict.lost = nowhere
     if nowhere:
         verdict.complaints.append(f"{len(nowhere)} lost")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -22,7 +23,10 @@ __all__ = ["look"]
 #: How many messages of a queue are looked at.
 MOST: Final = 20_000
 
-#: What RabbitMQ's info of a quorum queue calls the messages that its dead-letter worker holds.
+#: Seconds; a little more than the interval in which RabbitMQ counts messages.
+COUNTED_EVERY: Final = 6.0
+
+#: Tells how many messages the dead-letter worker of each queue holds, which ``list_queues`` omits.
 HELD: Final = (
     '[io:format("~ts\\t~b~n", [element(4, N), C]) || '
     "Q <- rabbit_amqqueue:list(), N <- [amqqueue:get_name(Q)], "
@@ -31,9 +35,13 @@ HELD: Final = (
 
 
 def look(
-    connection: Connection, nodes: Iterable[Node], topology: Topology, queues: list[Queue]
+    connection: Connection, nodes: Sequence[Node], topology: Topology, queues: Sequence[Queue]
 ) -> Whereabouts:
     """Look into every queue; each message is put back.
+
+    Whoever takes the first message of a queue with a TTL lets those behind it expire. So the queues
+    are read in the order in which messages pass them, and what has come to a queue meanwhile is
+    told apart.
 
     Args:
         connection: A connection to a node that runs.
@@ -41,44 +49,57 @@ def look(
         topology: The topology.
         queues: The queues of the application.
     """
+    held_now = held(nodes)
     found: dict[str, list[str]] = defaultdict(list)
     reasons: Counter[str] = Counter()
-    undeliverable = topology.module_queues.undeliverable.name
-    for name, count in _filled(connection, [*queues, *topology.queues]):
-        for message in _messages(connection, name, min(count, MOST)):
+    undeliverable, checkin, meditation, distribution = topology.module_queues.queues
+    in_order = (checkin, meditation, *topology.digit_queues, distribution, undeliverable, *queues)
+    for name, counts in queue_counts(connection, in_order).items():
+        if counts is None:
+            continue
+        for number, message in enumerate(_messages(connection, name)):
+            place = name if number < counts.messages else f"{name}, since it was looked for"
             for identity in _ids(message):
-                found[identity].append(name)
-            if name == undeliverable:
+                found[identity].append(place)
+            if name == undeliverable.name:
                 key = message.delivery_info["routing_key"]
                 reasons[examine(message.headers, topology, key).reason] += 1
-    return Whereabouts({key: tuple(names) for key, names in found.items()}, held(nodes), reasons)
+    return Whereabouts({key: tuple(names) for key, names in found.items()}, held_now, reasons)
 
 
-def held(nodes: Iterable[Node]) -> dict[str, int]:
-    """Return how many messages each queue's dead-letter worker holds, up to 5 s late.
+def held(nodes: Sequence[Node]) -> dict[str, int]:
+    """Return how many messages the broker holds and does not show, by who holds them.
 
-    ``rabbitmqctl list_queues`` does not know this figure, so the node is asked for it.
+    RabbitMQ counts them every 5 s.
     """
-    held: Counter[str] = Counter()
+    time.sleep(COUNTED_EVERY)
+    by_worker: Counter[str] = Counter()
     for node in nodes:
-        with suppress(subprocess.CalledProcessError):
-            lines = [line.split("\t") for line in node.ctl("eval", HELD).splitlines()]
-            # Each node may know about the queues that it leads only.
-            held |= Counter({line[0]: int(line[1]) for line in lines if len(line) > 1})
-    return dict(held)
+        # Each node may know about the queues that it leads only.
+        by_worker |= _counts(node, "eval", HELD)
+    unacknowledged = _counts(nodes[0], "list_queues", "name", "messages_unacknowledged")
+    return {
+        **{f"{name}, held by its dead-letter worker": count for name, count in by_worker.items()},
+        **{f"{name}, unacknowledged": count for name, count in (+unacknowledged).items()},
+    }
 
 
-def _filled(connection: Connection, queues: Iterable[Queue]) -> Iterator[tuple[str, int]]:
-    for name, counts in queue_counts(connection, queues).items():
-        if counts is not None and counts.messages:
-            yield name, counts.messages
+def _counts(node: Node, *command: str) -> Counter[str]:
+    """Return what a command of rabbitmqctl prints: a name and a number in each line."""
+    counts: Counter[str] = Counter()
+    with suppress(subprocess.CalledProcessError):
+        for line in node.ctl(*command).splitlines():
+            name, _, count = line.partition("\t")
+            if count.isdecimal():
+                counts[name] = int(count)
+    return counts
 
 
-def _messages(connection: Connection, name: str, count: int) -> Iterator[Any]:
+def _messages(connection: Connection, name: str) -> Iterator[Any]:
     """Yield messages; closing the channel puts them back."""
     with connection.channel() as channel:
         queue = Queue(name, channel=channel)
-        for _ in range(count):
+        for _ in range(MOST):
             message = queue.get(no_ack=False)
             if message is None:
                 return

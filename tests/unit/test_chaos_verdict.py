@@ -53,9 +53,11 @@ def test_a_task_that_is_found_in_a_queue_is_not_lost_but_not_good_either() -> No
     assert verdict.complaints == ["1 not started, in chaos.undeliverable"]
 
 
-def test_as_many_as_the_dead_letter_worker_holds_are_not_lost() -> None:
+def test_as_many_as_the_broker_holds_are_not_lost() -> None:
     tasks = [sent(str(number)) for number in range(5)]
-    verdict = judge(Ledger.of(tasks, []), Whereabouts(held={"chaos.seconds.5": 3}))
+    verdict = judge(
+        Ledger.of(tasks, []), Whereabouts(held={"dead-letter worker": 2, "consumer": 1})
+    )
     assert len(verdict.lost) == 2
     assert sum(verdict.where.values()) == 3
 

@@ -6,13 +6,16 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from tests.chaos.clocks import library, off_by
 from tests.chaos.cluster import Cluster, Node
 from tests.chaos.producing import Stream
 from tests.chaos.scenario import SOUND, Scenario, choice
 from tests.chaos.stage import Stage
+
+#: Seconds.
+HOUR: Final = 3600
 
 
 class CrookedCluster(Cluster):
@@ -22,12 +25,12 @@ class CrookedCluster(Cluster):
         version: The version of RabbitMQ.
         count: How many nodes.
         wrong: The numbers of the nodes whose clock is wrong, from 0.
-        offset: By how much, as faketime takes it.
+        seconds: How far it is ahead; a negative number if it is behind.
     """
 
-    def __init__(self, version: str, count: int, wrong: Sequence[int], offset: str) -> None:
+    def __init__(self, version: str, count: int, wrong: Sequence[int], seconds: int) -> None:
         self._wrong = wrong
-        self._offset = offset
+        self._seconds = seconds
         super().__init__(version, count)
 
     def _node(
@@ -37,7 +40,7 @@ class CrookedCluster(Cluster):
         if number in self._wrong:
             # The node sees its folder, but perhaps not this machine's libraries.
             shutil.copy(library(), node.folder)
-            node.further |= off_by(self._offset, f"{node.home}/{library().name}")
+            node.further |= off_by(self._seconds, f"{node.home}/{library().name}")
         return node
 
 
@@ -57,14 +60,23 @@ class ClocksOff(Scenario):
     tasks: int = 300
     minutes: float = 0.5
     whose: str = choice("producer", "worker", "broker", "one-node", help="whose clock it is")
-    offset: str = choice("+1h", "-1h", help="how much it is off")
+    off: str = choice("ahead", "behind", help="by an hour")
 
     def cluster(self, version: str) -> Cluster:
-        wrong = {"broker": (0, 1, 2), "one-node": (1,)}.get(self.whose, ())
-        return CrookedCluster(version, self.nodes, wrong, self.offset)
+        wrong = {"broker": (0, 1, 2), "one-node": (self._victim,)}.get(self.whose, ())
+        return CrookedCluster(version, self.nodes, wrong, self._seconds)
+
+    @property
+    def _seconds(self) -> int:
+        return HOUR if self.off == "ahead" else -HOUR
+
+    @property
+    def _victim(self) -> int:
+        # The others join the node that has the earliest start, by its own clock.
+        return 1 if self.off == "ahead" else 0
 
     def play(self, stage: Stage) -> None:
-        crooked = off_by(self.offset)
+        crooked = off_by(self._seconds)
         stage.worker(SOUND, environment=crooked if self.whose == "worker" else None)
         seconds = self.minutes * 60
         stage.send(
@@ -74,14 +86,14 @@ class ClocksOff(Scenario):
         if self.whose == "one-node":
             stage.pause(seconds / 2)
             with stage.trouble("node with a wrong clock killed"):
-                victim = stage.cluster.nodes[1]
+                victim = stage.cluster.nodes[self._victim]
                 victim.kill()
                 stage.pause(5)
                 victim.start()
-                stage.cluster.wait_until_together()
+                stage.wait_for_cluster()
 
     @classmethod
     def cases(cls) -> list[Scenario]:
         """Return everybody's clock, ahead and behind."""
         whose = ("producer", "worker", "broker", "one-node")
-        return [cls(whose=each, offset=offset) for each in whose for offset in ("+1h", "-1h")]
+        return [cls(whose=each, off=off) for each in whose for off in ("ahead", "behind")]

@@ -27,7 +27,7 @@ class Freeze(Streaming):
                 node.suspend()
                 stage.pause(FROZEN)
                 node.resume()
-        stage.cluster.wait_until_together()
+        stage.wait_for_cluster()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class RollingRestart(Streaming):
             with stage.trouble(f"node {number} restarted"):
                 node.shut_down()
                 node.start()
-                stage.cluster.wait_until_together()
+                stage.wait_for_cluster()
 
 
 #: What raises each alarm and what ends it; and the seconds in between.

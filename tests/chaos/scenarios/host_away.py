@@ -63,5 +63,5 @@ class HostAway(Scenario):
             host.kill()
             stage.pause(FOR)
             host.start()
-            cluster.wait_until_together()
+            stage.wait_for_cluster()
         stage.worker(AWAY)

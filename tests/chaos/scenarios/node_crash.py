@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 
 from tests.chaos.application import TaskQueue
 from tests.chaos.producing import Stream
-from tests.chaos.scenario import SOUND, Scenario
+from tests.chaos.scenario import SOUND, Scenario, choice
 from tests.chaos.stage import Stage
 
 MESSAGES: Final = "messages"
@@ -28,14 +28,21 @@ class Streaming(Scenario):
 
     tasks: int = 12_000
     minutes: float = 2.0
+    workers: str = choice(
+        "default", "quiet", help="quiet: workers without remote control and events", varied=False
+    )
 
     def queues(self) -> Sequence[TaskQueue]:
         return [TaskQueue(SOUND), TaskQueue(MESSAGES)]
 
     def play(self, stage: Stage) -> None:
         nodes = len(stage.cluster.nodes)
-        stage.worker(SOUND, first_node=0)
-        stage.worker(SOUND, first_node=1 % nodes)
+        options = []
+        if self.workers == "quiet":
+            stage.settings["worker_enable_remote_control"] = False
+            options = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+        for number in range(2):
+            stage.worker(SOUND, first_node=number % nodes, options=options)
         stage.consumer(MESSAGES)
         seconds = self.minutes * 60
         messages = self.tasks // 10
@@ -66,5 +73,5 @@ class NodeCrash(Streaming):
                 node.kill()
                 stage.pause(each / 2)
                 node.start()
-                stage.cluster.wait_until_together()
+                stage.wait_for_cluster()
             stage.pause(each / 2)

@@ -39,7 +39,7 @@ class Partition(Streaming):
             stage.pause(seconds / 4)
             with stage.trouble(f"partition: {self.shape}"), self._cut(stage.cluster):
                 stage.pause(self.seconds)
-        stage.cluster.wait_until_together()
+        stage.wait_for_cluster()
 
     def _cut(self, cluster: NetworkedCluster) -> AbstractContextManager[None]:
         nodes = range(1, self.size + 1)

@@ -31,4 +31,4 @@ class QuorumLost(Streaming):
             stage.pause(FOR)
             for node in victims:
                 node.start() if self.by == "kill" else node.resume()
-            stage.cluster.wait_until_together()
+            stage.wait_for_cluster()
