@@ -133,6 +133,12 @@ class Attempts:
         destination = self._destination(outgoing)
         return destination is not None and self._unanswered.is_full(destination, broker_silent_for)
 
+    def note_slow(self, outgoing: Outgoing) -> None:
+        """Note that all other messages wait for a message's destination."""
+        destination = self._destination(outgoing)
+        if destination is not None:
+            self._unanswered.note_slow(destination)
+
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float
     ) -> Publication:
@@ -218,7 +224,7 @@ class Attempts:
         if destination is None:
             return None
         silent = self._unanswered.is_silent(destination, broker_silent_for)
-        return f"{destination} does not answer" if silent else None
+        return f"{destination} does not answer, or too slowly" if silent else None
 
     def _destination(self, outgoing: Outgoing) -> str | None:
         if outgoing.reroute is not None or outgoing.exchange == self._undeliverable:
@@ -233,7 +239,7 @@ class Attempts:
         origin = _Origin(received, outgoing, destination)
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
         publication.deadline = time.monotonic() + self._timeout
-        publication.resends_nacks = destination is None
+        publication.single_attempt = destination is not None
         received.pending += 1
         self._unanswered.sent(publication, destination)
         return publication
@@ -269,7 +275,7 @@ def _reason(error: PublishError, outgoing: Outgoing) -> str:
     if isinstance(error, MessageNacked):
         return "the broker nacked it: its queue is full, or the queue's leader is away"
     if isinstance(error, ConfirmTimeout):
-        return "the broker did not confirm it in time, though it did confirm others"
+        return "the broker did not confirm it in time"
     if isinstance(error, MessageRefused):
         return f"the broker does not take it: {error.reason}"
     if isinstance(error.__cause__, NotFound):

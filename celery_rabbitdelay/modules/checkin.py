@@ -17,7 +17,6 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
-from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
@@ -55,11 +54,14 @@ class CheckIn:
         info: Any = message.delivery_info
         headers = headers_of(message)
         if info["exchange"] == self._meditated:
-            yield self._after_meditation(message, headers)
+            yield self._after_meditation(message, headers, info["routing_key"])
         else:
             yield self._from_client(message, headers, info["routing_key"])
 
-    def _after_meditation(self, message: amqp.Message, headers: dict[str, Any]) -> Outgoing:
+    def _after_meditation(
+        self, message: amqp.Message, headers: dict[str, Any], destination: str
+    ) -> Outgoing:
+        """Return a message whose routing key is its destination; see :meth:`.Topology.route`."""
         due_ms = headers.get(header_names.DUE)
         if not isinstance(due_ms, int):
             raise UnprocessableMessage(
@@ -70,7 +72,6 @@ class CheckIn:
         now_ns = time.time_ns()
         due = Due(due_ms * NS_PER_MS, due_ms - now_ns // NS_PER_MS, is_instant=True)
         kept = {name: headers[name] for name in headers if name not in header_names.BROKER_HEADERS}
-        destination = headers.get(header_names.QUEUE) or DISTRIBUTION
         return into_levels(self._topology, with_headers(message, kept), due, destination)
 
     def _from_client(

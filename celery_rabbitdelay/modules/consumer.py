@@ -139,6 +139,8 @@ class ModuleConsumer:
         self._turn_left = MESSAGES_PER_TURN
         #: Whether there was nothing to publish when the loop last asked.
         self._is_idle = False
+        #: Since when all messages that are unpacked wait for answers about their destinations.
+        self._held_up_since: float | None = None
         undeliverable = module.topology.module_queues.undeliverable.exchange.name
         self._attempts = Attempts(
             module.name,
@@ -283,6 +285,11 @@ class ModuleConsumer:
                 self._unpacking.append(self._waiting.popleft())
             if waits >= len(self._unpacking):
                 # There is none, or each has to wait for answers about its destination.
+                if not waits:
+                    self._held_up_since = None
+                elif self._held_up():
+                    waits = 0
+                    continue
                 self._is_idle = True
                 return None
             if not self._turn_left:
@@ -304,7 +311,21 @@ class ModuleConsumer:
                     self._next_turn()
                     waits += 1
                     continue
+                self._held_up_since = None
                 return self._attempts.first(received, outgoing, self._loop.silent_for)
+
+    def _held_up(self) -> bool:
+        """Note which destinations hold up all others; return whether they do for too long."""
+        now = time.monotonic()
+        if self._held_up_since is None:
+            self._held_up_since = now
+        if now - self._held_up_since < SILENCE or not self._waiting:
+            return False
+        self._held_up_since = None
+        for received in self._unpacking:
+            if received.held is not None:
+                self._attempts.note_slow(received.held)
+        return True
 
     def _may_unpack(self, received: Received) -> bool:
         is_small = len(received.message.body) <= SMALL_BYTES

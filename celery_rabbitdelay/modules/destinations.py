@@ -17,6 +17,9 @@ SILENCE: Final = 1.0
 #: for that queue then (seen on 3.10.8 and 4.3.6).
 MAX_UNANSWERED: Final = 30
 
+#: Seconds for which a destination that held up others gets no more messages than it answers.
+SLOW_FOR: Final = 10.0
+
 #: Seconds until the broker is asked again for an exchange that did not exist.
 ASK_AGAIN: Final = 1.0
 
@@ -37,6 +40,8 @@ class Unanswered:
         self._sent: dict[str | None, dict[Hashable, float]] = {}
         #: Destinations that have not answered until time was up; they get one message at a time.
         self._silent: set[str | None] = set()
+        #: Until when destinations are slow.
+        self._slow_until: dict[str, float] = {}
         #: The latest time of sending of all messages that were answered.
         self._answered_until = 0.0
 
@@ -68,11 +73,21 @@ class Unanswered:
         oldest = next(iter(self._sent.get(destination, {}).values()), None)
         if oldest is None:
             return False
-        if destination in self._silent:
+        if destination in self._silent or self._is_slow(destination):
             return True
         if self._clock() - oldest < SILENCE:
             return False
         return broker_silent_for >= SILENCE or self._answered_until - oldest >= SILENCE
+
+    def note_slow(self, destination: str) -> None:
+        """Note that others wait for a destination, which has as many messages as it may have."""
+        self._slow_until[destination] = self._clock() + SLOW_FOR
+
+    def _is_slow(self, destination: str) -> bool:
+        if self._clock() >= self._slow_until.get(destination, 0.0):
+            self._slow_until.pop(destination, None)
+            return False
+        return len(self._sent.get(destination, {})) >= MAX_UNANSWERED
 
     def is_full(self, destination: str, broker_silent_for: float) -> bool:
         """Return whether further messages for a destination have to wait for answers.

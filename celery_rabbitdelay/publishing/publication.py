@@ -31,7 +31,8 @@ class Publication:
         resent: How often the message was sent again.
         deadline: When to give up, on the clock of :func:`time.monotonic`. A publisher sets it for
             all attempts together, and a module for each of them.
-        resends_nacks: Whether the message is sent again after a nack, as the policy says.
+        single_attempt: Whether its source publishes something else in its place if the broker nacks
+            it, or does not answer in time. It is not sent again then, and others go on.
         redeclared: Whether what the message needs was declared again because no queue took it.
         unanswered: Whether it was written at least once without any answer: the connection was
             lost, or time was up.
@@ -46,9 +47,9 @@ class Publication:
         "error",
         "exchange",
         "redeclared",
-        "resends_nacks",
         "resent",
         "routing_key",
+        "single_attempt",
         "subject",
         "suspected",
         "unanswered",
@@ -63,7 +64,7 @@ class Publication:
         self.error: PublishError | None = None
         self.resent = 0
         self.deadline = math.inf
-        self.resends_nacks = True
+        self.single_attempt = False
         self.redeclared = False
         self.unanswered = False
         self.suspected = False

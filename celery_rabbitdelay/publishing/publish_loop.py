@@ -304,14 +304,19 @@ class PublishLoop:
             raise ConnectionBlocked(*oldest.address(), channel.blocked)
         now = time.monotonic()
         taken_at = oldest.deadline - self._policy.timeout
-        if self.last_settled <= taken_at or not channel.in_flight:
-            self._raise_confirm_timeout(oldest)
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
+        if self.last_settled <= taken_at or not channel.in_flight:
+            # The broker has answered nothing, perhaps because all messages were for a queue that
+            # does not answer. If their source has something else to publish, that one will tell.
+            over = [each for each in over if each.single_attempt]
+            if not over:
+                self._raise_confirm_timeout(oldest)
         unanswered = channel.unanswered
         channel.unconfirmed.forget(over)
+        self._suspects_left = max(self._suspects_left - len(over), 0)
         for publication in over:
             publication.unanswered |= publication in unanswered
-            reason = "the broker did not confirm in time, though it did confirm others"
+            reason = "the broker did not confirm the message in time"
             publication.error = ConfirmTimeout(*publication.address(), reason)
             self._finish(publication)
 
@@ -325,7 +330,7 @@ class PublishLoop:
         self.last_settled = self._progress = time.monotonic()
         self._suspects_left = max(self._suspects_left - 1, 0)
         error = publication.error
-        if isinstance(error, MessageNacked) and publication.resends_nacks:
+        if isinstance(error, MessageNacked) and not publication.single_attempt:
             attempt = publication.resent + 1
             at = self._progress + self._policy.pause(attempt)
             if not self._policy.is_over(attempt) and at < publication.deadline:

@@ -39,8 +39,11 @@ def nodes(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
         yield [first, stack.enter_context(RabbitMQServer(broker_root, cluster_with=first))]
 
 
+@pytest.mark.parametrize(
+    ("number", "timeout"), [(MANY, 300), (1, 3)], ids=["many", "one, until its time is up"]
+)
 def test_a_queue_that_does_not_answer_holds_up_no_other(
-    nodes: list[RabbitMQServer], redis_url: str
+    nodes: list[RabbitMQServer], redis_url: str, number: int, timeout: float
 ) -> None:
     living, home = nodes
     configuration: dict[str, Any] = {
@@ -53,7 +56,7 @@ def test_a_queue_that_does_not_answer_holds_up_no_other(
         "queue_type": "classic",
         "rabbitdelay_layout": LEVELS,
         "rabbitdelay_checkin_allowed": ["silent-*"],
-        "rabbitdelay_confirm_timeout": 300,
+        "rabbitdelay_confirm_timeout": timeout,
         "rabbitdelay_window": WINDOW,
     }
     shop = make_app(configuration)
@@ -74,10 +77,13 @@ def test_a_queue_that_does_not_answer_holds_up_no_other(
         put_in_envelope(connection, shop, [Item(b"x")], **told)
         take(connection, [silent], 1)
         home.suspend()
-        for number in range(MANY):
-            put_in_envelope(connection, shop, [Item(b"x", {"id": number})], **told)
-        for number in range(FEW):
-            check_in(connection, shop, sound.name, headers={"x-delay": 100, "id": number})
+        for each in range(number):
+            put_in_envelope(connection, shop, [Item(b"x", {"id": each})], **told)
+        if number == 1:
+            # Nothing else is published that could tell whether the broker answers at all.
+            wait_for(lambda: "did not confirm it in time" in worker.log, "the end of its time")
+        for each in range(FEW):
+            check_in(connection, shop, sound.name, headers={"x-delay": 100, "id": each})
         came = take(connection, [sound], FEW)
         assert {arrival.message.headers["id"] for arrival in came} == set(range(FEW))
         wait_until_waiting(connection, topology.module_queues.distribution.name, 0)
@@ -88,7 +94,7 @@ def test_a_queue_that_does_not_answer_holds_up_no_other(
         def all_came() -> bool:
             for arrival in take(connection, [silent], min(count(connection, silent.name), 100)):
                 ids.add(arrival.message.headers["id"])
-            return ids == set(range(MANY))
+            return ids == set(range(number))
 
         wait_for(all_came, "the messages of the silent queue", timeout=180)
         assert count(connection, topology.module_queues.undeliverable.name) == 0

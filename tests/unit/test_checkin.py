@@ -69,12 +69,20 @@ def test_a_delay_above_the_capacity_meditates_and_comes_back(receive: Any) -> No
     outgoing = receive(message(application_headers={"x-delay": 25_000}))
     assert outgoing.exchange == "t.meditation"
     told = outgoing.message.properties["application_headers"]
-    back = receive(message("t.meditated", application_headers={**told, headers.DUE: NOW + 7000}))
-    assert (back.exchange, back.routing_key) == ("t.seconds.x1", "7.%distribution")
-    own = receive(
-        message("t.meditated", application_headers={headers.DUE: NOW - 5, headers.QUEUE: "a.b"})
+    back = receive(
+        message("t.meditated", "", application_headers={**told, headers.DUE: NOW + 7000})
     )
+    assert (back.exchange, back.routing_key) == ("t.seconds.x1", "7.%distribution")
+    own = receive(message("t.meditated", "a.b", application_headers={headers.DUE: NOW - 5}))
     assert (own.exchange, own.routing_key) == ("t.delivery", "0.a%2Eb")
+
+
+def test_what_goes_through_distribution_does_so_after_meditation_even_with_a_queue_of_its_own(
+    receive: Any,
+) -> None:
+    told = {headers.DUE: NOW - 5, headers.QUEUE: "a.b"}
+    back = receive(message("t.meditated", "", application_headers=told))
+    assert (back.exchange, back.routing_key) == ("t.delivery", "0.%distribution")
 
 
 def test_a_message_without_a_delay_is_passed_on_at_once(receive: Any) -> None:
@@ -128,7 +136,7 @@ def test_after_meditation_no_header_of_the_broker_is_left_and_all_others_are(
 ) -> None:
     told = {headers.DUE: NOW + 4000, headers.EXCHANGE: "e", headers.ROUTING_KEY: "k", "x-mine": 1}
     deaths = {"x-death": [{"queue": "t.meditation"}], "x-first-death-queue": "t.meditation"}
-    back = receive(message("t.meditated", application_headers={**told, **deaths}, priority=3))
+    back = receive(message("t.meditated", "", application_headers={**told, **deaths}, priority=3))
     assert (back.exchange, back.routing_key) == ("t.seconds.x1", "4.%distribution")
     assert back.message.properties["application_headers"] == told
     assert back.message.properties["priority"] == 3
@@ -137,10 +145,10 @@ def test_after_meditation_no_header_of_the_broker_is_left_and_all_others_are(
 
 def test_after_meditation_a_delay_may_still_be_above_the_capacity(receive: Any) -> None:
     told = {headers.DUE: NOW + 9001}
-    again = receive(message("t.meditated", application_headers=told))
+    again = receive(message("t.meditated", "", application_headers=told))
     assert (again.exchange, again.routing_key) == ("t.meditation", "")
     told = {headers.DUE: NOW + 9000}
-    assert receive(message("t.meditated", application_headers=told)).exchange == "t.seconds.x1"
+    assert receive(message("t.meditated", "", application_headers=told)).exchange == "t.seconds.x1"
 
 
 def test_after_meditation_a_part_of_a_millisecond_does_not_make_a_message_early(
@@ -149,7 +157,7 @@ def test_after_meditation_a_part_of_a_millisecond_does_not_make_a_message_early(
     monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000 + 999_999)
     module = CheckIn(TOPOLOGY, lambda exchange, key: True)
     told = {headers.DUE: NOW + 4001}
-    (back,) = module.receive(message("t.meditated", application_headers=told))
+    (back,) = module.receive(message("t.meditated", "", application_headers=told))
     assert back.routing_key == "5.%distribution"
 
 

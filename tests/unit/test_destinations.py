@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from celery_rabbitdelay.modules.destinations import (
     ASK_AGAIN,
+    MAX_UNANSWERED,
     SILENCE,
+    SLOW_FOR,
     MissingExchanges,
     Unanswered,
 )
@@ -103,3 +105,45 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing() 
     clock.now += ASK_AGAIN
     assert not missing.has("news")
     assert asked == ["news", "gone", "gone", "news"]
+
+
+def test_a_destination_may_have_so_many_messages_that_the_broker_goes_on_reading() -> None:
+    clock = Clock()
+    unanswered = Unanswered(clock)
+    for number in range(MAX_UNANSWERED):
+        assert not unanswered.is_full("busy", 0.0)
+        unanswered.sent(number, "busy")
+    assert unanswered.is_full("busy", 0.0)
+    assert not unanswered.is_full("other", 0.0)
+    unanswered.answered(0, "busy")
+    assert not unanswered.is_full("busy", 0.0)
+
+
+def test_what_a_silent_destination_should_get_does_not_wait_for_it() -> None:
+    clock = Clock()
+    unanswered = Unanswered(clock)
+    for number in range(MAX_UNANSWERED):
+        unanswered.sent(number, "lost")
+    clock.now += SILENCE
+    assert unanswered.is_full("lost", 0.0)
+    assert not unanswered.is_full("lost", SILENCE)
+    assert unanswered.is_silent("lost", SILENCE)
+
+
+def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while() -> None:
+    clock = Clock()
+    unanswered = Unanswered(clock)
+    for number in range(MAX_UNANSWERED):
+        unanswered.sent(number, "slow")
+    assert not unanswered.is_silent("slow", 0.0)
+    unanswered.note_slow("slow")
+    assert unanswered.is_silent("slow", 0.0)
+    assert not unanswered.is_full("slow", 0.0)
+    unanswered.answered(0, "slow")
+    assert not unanswered.is_silent("slow", 0.0)
+    for number in range(1, MAX_UNANSWERED):
+        unanswered.answered(number, "slow")
+    clock.now += SLOW_FOR
+    for number in range(MAX_UNANSWERED):
+        unanswered.sent(number, "slow")
+    assert unanswered.is_full("slow", 0.0)

@@ -113,3 +113,52 @@ def test_a_message_that_was_returned_has_not_arrived_although_its_ack_is_missing
     assert loop.take_back() == 3
     assert [each.may_have_arrived for each in sent] == [False, True, False]
     assert {each.error for each in sent} == {None}
+
+
+def test_a_single_attempt_is_given_up_alone_although_the_broker_has_answered_nothing() -> None:
+    loop, _, sent, done = sent_on_a_silent_channel()
+    sent[1].single_attempt = True
+    for each in sent:
+        each.deadline = time.monotonic() - 1
+    loop.check_time()
+    assert done == [sent[1]]
+    assert isinstance(sent[1].error, ConfirmTimeout)
+    # Those that are left say that the broker does not answer at all.
+    with pytest.raises(ConfirmTimeout):
+        loop.check_time()
+
+
+def test_a_suspect_that_is_given_up_does_not_keep_the_loop_from_its_source() -> None:
+    source = [publication()]
+    done: list[Publication] = []
+    loop = PublishLoop(lambda: source.pop() if source else None, DEFAULT_POLICY, done.append)
+    loop.use(Silent(loop.settled))
+    suspects = [publication() for _ in range(2)]
+    for each in suspects:
+        loop.channel.send(each, 1.0)
+    closed = amqp.exceptions.AccessRefused("no", method_sig=amqp.spec.Basic.Publish)
+    assert loop.channel_closed(closed) is None
+    loop.use(Silent(loop.settled))
+    for each in suspects:
+        loop.send()
+        # One at a time, and none of the source's.
+        assert loop.channel.unconfirmed.all() == [each]
+        each.single_attempt, each.deadline = True, time.monotonic() - 1
+        loop.check_time()
+    assert done == suspects
+    loop.send()
+    assert not source
+    assert loop.channel.in_flight == 1
+
+
+@pytest.mark.parametrize("single_attempt", [True, False])
+def test_a_single_attempt_is_not_sent_again_after_a_nack(single_attempt: bool) -> None:
+    done: list[Publication] = []
+    loop = PublishLoop(lambda: None, DEFAULT_POLICY, done.append)
+    loop.use(Silent(loop.settled))
+    nacked = publication()
+    nacked.single_attempt = single_attempt
+    loop.channel.send(nacked, 1.0)
+    loop.channel.unconfirmed.nack(1, False)
+    assert done == ([nacked] if single_attempt else [])
+    assert loop.is_waiting is not single_attempt
