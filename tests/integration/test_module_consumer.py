@@ -223,7 +223,7 @@ def test_a_module_that_stops_gives_back_what_it_has_not_begun_although_the_broke
     source: Queue,
     target: Queue,
 ) -> None:
-    messages, made = 60, 0
+    messages, made = 100, 0
 
     def receive(message: amqp.Message) -> Iterator[Outgoing]:
         nonlocal made
