@@ -9,7 +9,7 @@ message cannot be sent as things are, it is a :class:`kombu.exceptions.Operation
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from kombu.exceptions import OperationalError
 
@@ -42,7 +42,16 @@ __all__ = [
 
 
 class RabbitDelayError(Exception):
-    """Base class of all errors of celery_rabbitdelay."""
+    """Base class of all errors of celery_rabbitdelay.
+
+    Attributes:
+        may_have_arrived: Whether the broker may have the message although it has not confirmed it:
+            it was written at least once, and neither refused nor returned. Then the task may run
+            although it is regarded as not sent, and sending it again may make a copy. If False, the
+            broker does not have it.
+    """
+
+    may_have_arrived: bool = False
 
 
 class InvalidDelay(RabbitDelayError, ValueError):
@@ -51,7 +60,7 @@ class InvalidDelay(RabbitDelayError, ValueError):
     Attributes:
         value: The delay as it was given.
         reason: What is wrong with it.
-        what: What it was given as: "delay" or "eta".
+        what: What it was given as: "delay", "eta" or "tolerance".
     """
 
     def __init__(self, value: object, reason: str, what: str = "delay") -> None:
@@ -158,8 +167,8 @@ class LayoutConflict(RabbitDelayError, OperationalError):
             f"the broker holds another layout under the prefix {self.prefix!r}. Use another "
             "rabbitdelay_prefix for this one; or restore the values of rabbitdelay_layout, "
             "rabbitdelay_tick, rabbitdelay_queue_type and rabbitdelay_shards with which it was "
-            "declared; or, once no message waits in it any more, remove it with "
-            "celery_rabbitdelay.kombu.delete. "
+            "declared, or the version of this package; or, once no message waits in it any more, "
+            "remove it with celery_rabbitdelay.kombu.delete. "
             f"The broker said: {self.reply}"
         )
 
@@ -228,13 +237,17 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
             f"{self.what} cannot be delayed: the levels hand a message to one queue, with a "
             "priority of at most 4 on quorum queues. Send it to one queue that the application "
             'knows (task_queues), with a priority of 4 or less; or add "distribution" to '
-            "rabbitdelay_modules; or, of send_many, leave out envelopes=True; or set "
+            "rabbitdelay_modules; or call send_many without envelopes=True; or set "
             "rabbitdelay=False on the task to keep Celery's own behavior"
         )
 
 
 class PublishError(RabbitDelayError, OperationalError):
     """The broker did not take responsibility for a message; it must be regarded as not sent.
+
+    ``may_have_arrived`` says whether the broker may have the message all the same. It depends on
+    all attempts: an error that says that the broker refused the message may follow an attempt whose
+    connection was lost.
 
     Attributes:
         exchange: The exchange that the message was published to.
@@ -251,11 +264,23 @@ class PublishError(RabbitDelayError, OperationalError):
     def __str__(self) -> str:
         return f"{self.exchange!r} with key {self.routing_key!r}: {self.reason}"
 
+    def copy(self, may_have_arrived: bool) -> Self:
+        """Return the same error of another message.
+
+        Args:
+            may_have_arrived: Whether the broker may have that one.
+        """
+        copied = type(self)(self.exchange, self.routing_key, self.reason)
+        copied.__cause__ = self.__cause__
+        copied.may_have_arrived = may_have_arrived
+        return copied
+
 
 class MessageNacked(PublishError):
     """The broker nacked the message (``basic.nack``): a queue was full or its leader away.
 
-    It may take the same message later.
+    It may take the same message later. The broker does not have it, unless an attempt before ended
+    with a lost connection.
     """
 
 
@@ -264,38 +289,49 @@ class MessageRefused(PublishError):
 
     The message is larger than ``max_message_size``, has an invalid property, or the user may not
     write to the exchange; the reason is the broker's. Sending the same message again does not help.
+    The broker does not have it, unless an attempt before ended with a lost connection.
     """
 
 
 class MessageReturned(PublishError):
-    """No queue takes the message (``basic.return``), or its exchange does not exist."""
+    """No queue takes the message (``basic.return``), or its exchange does not exist.
+
+    The broker does not have it, unless an attempt before ended with a lost connection.
+    """
 
 
 class DeclarationRefused(PublishError):
     """The broker refused to declare what the message needs; the reason is the broker's.
 
     Usually the destination's queue exists with other arguments than the application gives it, the
-    user lacks the permission, or nobody has declared an exclusive queue.
+    user lacks the permission, or nobody has declared an exclusive queue. If the reason may pass,
+    because the node of a classic queue is down, the declaration is repeated like a lost connection.
+    The message was not written, unless an attempt before ended with a lost connection.
     """
 
 
 class ConfirmTimeout(PublishError):
-    """The broker did not confirm in time; whether it has the message is unknown."""
+    """The broker did not confirm in time; it may have the message, if this was written."""
 
 
 class ConnectionBlocked(PublishError):
-    """The broker blocks publishers (memory or disk alarm) and did not unblock in time."""
+    """The broker blocks publishers (memory or disk alarm) and did not unblock in time.
+
+    The broker says so only when it gets a message, and takes this one once the alarm is over, even
+    if the connection is closed by then. So it may have the message, if this was written.
+    """
 
 
 class ConnectionLost(PublishError):
     """The connection could not be opened, was refused, or broke before the confirm.
 
-    Raised after all permitted attempts, or at once if another attempt cannot help.
+    Raised after all permitted attempts, or at once if another attempt cannot help. The broker may
+    have the message, if this was written at one of them.
     """
 
 
 class NoPublisherFree(RabbitDelayError, OperationalError):
-    """No publisher of the pool became free within the timeout.
+    """No publisher of the pool became free within the timeout; nothing was sent.
 
     Attributes:
         limit: How many publishers the pool has.
@@ -336,8 +372,9 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
     Attributes:
         report: What was sent; see :class:`celery_rabbitdelay.Report`.
         errors: The error of each row that was taken and not confirmed, by the row's number, from 0,
-            in the rows' order. After a timeout or a lost connection the broker may still have the
-            row.
+            in the rows' order.
+        uncertain: The numbers of those of these rows that the broker may have all the same. It does
+            not have the others, so they can be sent again without making copies.
         rest: The number of the first row that was not taken, None if all rows were. Unless the
             iterable raised, this row was already yielded by the generator, but not sent.
     """
@@ -347,6 +384,9 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
         self.report = report
         self.errors = dict(sorted(errors.items()))
         self.rest = rest
+
+        self.uncertain = tuple(row for row, each in self.errors.items() if _may_have_arrived(each))
+        self.may_have_arrived = bool(self.uncertain)
 
     def __str__(self) -> str:
         shown = ", ".join(f"row {row}: {error}" for row, error in list(self.errors.items())[:3])
@@ -369,3 +409,9 @@ class InvalidRow(RabbitDelayError, TypeError):
 
     def __str__(self) -> str:
         return f"row {self.row!r}: {self.reason}"
+
+
+def _may_have_arrived(error: Exception) -> bool:
+    # Celery's own publishing does not tell.
+    unknown = isinstance(error, OperationalError)
+    return error.may_have_arrived if isinstance(error, RabbitDelayError) else unknown

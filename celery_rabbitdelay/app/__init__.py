@@ -2,8 +2,9 @@
 
 Code that only a worker runs is in :mod:`celery_rabbitdelay.worker`.
 
-Read ``settings``, ``application`` (``send_task``, which sees every send) with ``options``,
-``extension`` (``app.rabbitdelay``), ``task_producer``, ``task`` and ``canvas``; then ``send_many``
-with ``rows``, ``grouping``, ``task_messages`` and ``message_template``, and ``send_one_by_one``.
-``celery_internals`` has all uses of Celery's private parts.
+Read ``settings``, ``application`` (``send_task``, which sees every send) with ``options`` and
+``task_sending`` (where a task goes), ``extension`` (``app.rabbitdelay``), ``task_producer``,
+``task`` and ``canvas``; then ``send_many`` with ``rows``, ``grouping``, ``task_messages`` and
+``message_template``, and ``send_one_by_one``. ``celery_internals`` has all uses of Celery's
+private parts.
 """

@@ -7,7 +7,6 @@ over: Celery makes and routes the message, and only the producer that publishes 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ from celery.canvas import Signature
 from celery.result import AsyncResult
 from kombu import Connection, Producer
 from kombu.utils.objects import cached_property
-from kombu.utils.uuid import uuid
 
 from celery_rabbitdelay.app.canvas import (
     BODY_DELAY_IS_RESTORED,
@@ -32,21 +30,17 @@ from celery_rabbitdelay.app.celery_internals import (
     DelayingAMQP,
     combined_class,
     forget_task_class,
-    has_quorum_queue,
     imported_class,
     installed_on,
     make_delaying,
-    registered_task,
-    send_task_by_celery,
     task_class,
 )
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_options_of_later_versions, refuse_two_times
-from celery_rabbitdelay.app.settings import checked_seconds
 from celery_rabbitdelay.app.task import DelayingTask
-from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
+from celery_rabbitdelay.app.task_sending import TaskSending
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import Delay, milliseconds, tolerance_milliseconds
+from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 
 __all__ = ["Celery", "install"]
 
@@ -158,86 +152,29 @@ class Celery(celery.Celery):
             options = translate_delays(options, "countdown" if takeover else "delay")
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
-        tolerance_ms = tolerance_milliseconds(tolerance)
-
-        def send(
-            countdown: Any, eta: Any, producer: Any = producer, connection: Any = connection
-        ) -> AsyncResult[Any]:
-            result: AsyncResult[Any] = send_task_by_celery(
-                super(Celery, self).send_task,
-                name,
-                args,
-                kwargs,
-                countdown,
-                eta,
-                task_id,
-                producer,
-                connection,
-                more,
-                options,
-            )
-            return result
-
-        # Where a task goes:
-        #   no delay, or one that is over           Celery's own path, unchanged
-        #   the broker is not RabbitMQ              Celery's own path; a delay becomes a countdown
-        #   rabbitdelay=False, or countdown and     Celery's own path; with an eta in the message
-        #     eta without takeover                    where Celery would use its native levels
-        #   all others                              the levels, and through distribution if
-        #                                             DelayedTaskProducer finds no single queue
-        if delay is None and not countdown and not eta:
-            return send(countdown, eta)
-        task_id = task_id or uuid()
-        callers = producer or options.get("publisher")
-        callers_connection = connection or (callers.connection if callers is not None else None)
-        has_levels = self.rabbitdelay.is_available(callers_connection)
-        if not has_levels or not self._takes_over(name, options.get("task_type"), delay):
-            if delay is not None:
-                countdown = milliseconds(delay) / 1000
-                if not has_levels and countdown > 0:
-                    why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
-                    self.rabbitdelay.warn_treated_as_countdown(why)
-            if not has_levels or not has_quorum_queue(self):
-                return send(countdown, eta)
-            # Celery would use its native delayed delivery, whose queues our workers do not declare.
-            if connection is not None:
-                callers = self.amqp.Producer(connection, auto_declare=False)
-            with self.producer_or_acquire(callers) as acquired:
-                with_eta = EtaProducer(acquired, countdown, eta)
-                return send(None, None, producer=with_eta, connection=None)
-        due = self.rabbitdelay.due(delay, countdown, eta, tolerance_ms)
-        if due.is_past:
-            return send(None, None)
-        settings = self.rabbitdelay.settings
-        if "check-in" not in settings.modules:
-            settings.topology.layout.check_capacity(due.delay_ms)
-        timeout = options.get("confirm_timeout")
-        if timeout is not None:
-            timeout = checked_seconds("confirm_timeout", timeout)
-        began = time.monotonic()
-        with self.rabbitdelay.publisher(callers_connection, timeout) as publisher:
-            ours = DelayedTaskProducer(
-                publisher,
-                settings,
-                self.amqp,
-                due,
-                is_retry=bool(options.get("retries")),
-                came_from=came_from,
-                waited=time.monotonic() - began,
-            )
-            return send(None, None, producer=ours, connection=None)
+        sending = TaskSending(
+            self,
+            super().send_task,
+            name,
+            args,
+            kwargs,
+            countdown,
+            eta,
+            task_id,
+            producer,
+            connection,
+            more,
+            options,
+            delay,
+            tolerance_milliseconds(tolerance),
+            came_from,
+        )
+        return sending.send()
 
     def signature(self, *args: Any, **options: Any) -> Any:
         """Create a signature bound to this application, as :meth:`celery.Celery.signature`."""
         signature = super().signature(*args, **options)
         return DelayingSignature.of(signature) if type(signature) is Signature else signature
-
-    def _takes_over(self, name: str, task: Any, delay: Delay | None) -> bool:
-        """Whether a delay goes into the levels: see ``rabbitdelay=False`` and ``takeover``."""
-        task = task or registered_task(self, name)
-        if not getattr(task, "rabbitdelay", True):
-            return False
-        return delay is not None or self.rabbitdelay.settings.takeover
 
 
 def install(app: AppT) -> AppT:

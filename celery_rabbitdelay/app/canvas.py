@@ -137,7 +137,8 @@ def _own_times(body: Any, delay: Any) -> Mapping[str, Any]:
     former: Mapping[str, Any] = getattr(body, "former", {})
     linked = any(body["options"].get(link) != former.get(link) for link in LINKS)
     if former.get("delay") == delay and linked:
-        # Cloned again by link() after it had received the chord's delay.
+        # link() has cloned the body after it got the chord's delay: ``former`` holds that delay,
+        # and the body's own is lost.
         return {}
     return {time: former[time] for time in TIMES if time in former}
 

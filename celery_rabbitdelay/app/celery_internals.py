@@ -7,6 +7,7 @@ worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import datetime, tzinfo
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ __all__ = [
     "repr_depth",
     "repr_sizes",
     "send_task_by_celery",
+    "sends_a_callback",
     "task_class",
 ]
 
@@ -187,6 +189,15 @@ def repr_depth(app: celery.Celery) -> int | None:
 def repr_sizes(amqp: celery_amqp.AMQP) -> tuple[int, int]:
     """Return the maximum characters of ``argsrepr`` and of ``kwargsrepr``."""
     return amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize
+
+
+def sends_a_callback() -> bool:
+    """Return whether a worker is sending a task's callback or the next task of its chain.
+
+    Celery 5.7 does that with retries of its own; earlier versions publish as everywhere else.
+    """
+    is_on: ContextVar[bool] | None = getattr(celery_amqp, "_callback_publish_retry", None)
+    return is_on is not None and is_on.get()
 
 
 def celerys_repr(value: Any, size: int, depth: int | None) -> str:

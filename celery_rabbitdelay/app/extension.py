@@ -115,11 +115,10 @@ class RabbitDelay:
                 publisher.close_channel()
 
     def declare(self, connection: Connection) -> None:
-        """Declare the levels on a broker, as a worker does at its start and after a reconnect.
+        """Declare the levels on a broker, as a worker does at its start.
 
         Declares all of them again (about 50 ms), which restores those that somebody deleted by
-        hand. With ``rabbitdelay_declare = "never"`` they are only
-        checked.
+        hand. With ``rabbitdelay_declare = "never"`` they are only checked.
 
         Raises:
             LayoutConflict: Another layout is declared under the prefix.
@@ -208,7 +207,7 @@ class RabbitDelay:
         eta: datetime | str | None,
         tolerance_ms: int = 0,
     ) -> Due:
-        """Return when a task is due; at most one of the three times may be given.
+        """Return when a task is due: ``delay`` counts first, then ``countdown``, then ``eta``.
 
         Raises:
             InvalidDelay: A time that is not finite, or a naive ``eta`` without Celery's

@@ -1,7 +1,8 @@
 """Grouping messages that are due in the same tick, so that they travel in one envelope.
 
-With a tolerance, the due time is rounded up to the coarsest tick in [delay, delay + tolerance], so
-that many messages share it. It is an instant, which does not move while messages wait for others.
+With a tolerance, the delay is rounded up to a multiple of the largest place value that has one in
+[delay, delay + tolerance], so that many messages share it. The due time is then an instant, which
+does not move while messages wait for others.
 Opens no connection.
 """
 
@@ -12,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.layout import Layout
 
 __all__ = ["Group", "Grouper"]
@@ -33,8 +34,6 @@ MESSAGE_OVERHEAD: Final = 64
 #: this number.
 MAX_WAIT_MS: Final = 10_000
 WAIT_DIVISOR: Final = 10
-
-_NS_PER_MS: Final = 1_000_000
 
 
 class Group:
@@ -95,32 +94,49 @@ class Grouper:
             ready = list(self.flush())
         if not self._groups:
             self._reference_ns, self._until_ns = now_ns, now_ns + 2**63
-        tick_ms = wait_ms = self._tick_ms
-        # A relative delay keeps its digits while little of it has passed (see Due.remaining_ms). A
-        # rounded due time is exact only as an instant.
+        # Due.remaining_ms leaves a relative delay as it is while little of it has passed. A rounded
+        # due time must be exact, so it is an instant.
         is_instant = due.is_instant or due.tolerance_ms > 0
-        if is_instant:
-            wait_ms = max(wait_ms, min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS))
-        self._until_ns = min(self._until_ns, now_ns + wait_ms * _NS_PER_MS)
-        ahead_ms = max(-((self._reference_ns - due.at_ns) // _NS_PER_MS), 0)
-        shared_ms = self._layout.round_to_fewest_stops(ahead_ms, due.tolerance_ms, coarsest=True)
-        ticks = -(-shared_ms // tick_ms)
+        self._until_ns = min(self._until_ns, now_ns + self._wait_ms(due, is_instant) * NS_PER_MS)
+        ticks = self._shared_ticks(due)
         if len(item) >= MAX_GROUP_BYTES and ticks in self._groups:
             # A message of this size has a group of its own: an envelope may not hold more.
-            ready.append(self._groups.pop(ticks))
-        group = self._groups.get(ticks)
-        if group is None:
-            delay_ms = ticks * tick_ms
-            at_ns = self._reference_ns + delay_ms * _NS_PER_MS
-            group = self._groups[ticks] = Group(Due(at_ns, delay_ms, is_instant), message)
-        elif is_instant and not group.due.is_instant:
-            group.due = group.due._replace(is_instant=True)
+            ready.append(self._take(ticks))
+        group = self._group(ticks, message, is_instant)
         group.rows.append(row)
         group.items += item
         self._total_bytes += len(item) + MESSAGE_OVERHEAD
         if len(group.rows) >= MAX_GROUP_MESSAGES or len(group.items) >= MAX_GROUP_BYTES:
-            ready.append(self._groups.pop(ticks))
+            ready.append(self._take(ticks))
         return ready
+
+    def _wait_ms(self, due: Due, is_instant: bool) -> int:
+        """How long a message may wait for others, in milliseconds."""
+        if not is_instant:
+            return self._tick_ms
+        return max(self._tick_ms, min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS))
+
+    def _shared_ticks(self, due: Due) -> int:
+        """The delay of a message's group, in ticks from the reference time."""
+        ahead_ms = max(-((self._reference_ns - due.at_ns) // NS_PER_MS), 0)
+        shared_ms = self._layout.round_to_fewest_stops(ahead_ms, due.tolerance_ms, coarsest=True)
+        return -(-shared_ms // self._tick_ms)
+
+    def _group(self, ticks: int, message: Any, is_instant: bool) -> Group:
+        """Return the group of a delay; a new one if there is none."""
+        group = self._groups.get(ticks)
+        if group is None:
+            delay_ms = ticks * self._tick_ms
+            at_ns = self._reference_ns + delay_ms * NS_PER_MS
+            group = self._groups[ticks] = Group(Due(at_ns, delay_ms, is_instant), message)
+        elif is_instant and not group.due.is_instant:
+            group.due = group.due._replace(is_instant=True)
+        return group
+
+    def _take(self, ticks: int) -> Group:
+        group = self._groups.pop(ticks)
+        self._total_bytes -= len(group.items) + MESSAGE_OVERHEAD * len(group.rows)
+        return group
 
     def flush(self) -> Iterator[Group]:
         """Yield all groups, and start with none."""

@@ -153,7 +153,7 @@ class RowSender:
             self._stops_taking = True
             for publication in publications:
                 self._report.sent -= len(publication.subject)
-                self._fail(publication.subject, error)
+                self._fail(publication.subject, error.copy(may_have_arrived=False))
 
     def _calls(self, rows: Iterable[Row | Mapping[str, Any]]) -> Iterator[tuple[int, Call]]:
         """Yield the calls of the rows that can be sent, with the rows' numbers."""

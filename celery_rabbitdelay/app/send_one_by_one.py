@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import celery
@@ -42,7 +42,7 @@ def send_one_by_one(
     errors: dict[int, Exception] = {}
     began = last_progress = time.monotonic()
     send = function_to_send(app, task)
-    for number, given in enumerate(rows):
+    for number, given in enumerate(_chained(rows, report, errors)):
         if len(errors) >= MAX_ERRORS:
             rest = number
             break
@@ -54,6 +54,7 @@ def send_one_by_one(
         except ROW_ERRORS as error:
             errors[number] = error
             report.errors[type(error).__name__] += 1
+            report.sent += isinstance(error, OperationalError)
         else:
             report.sent += 1
             report.confirmed += 1
@@ -68,3 +69,18 @@ def send_one_by_one(
     if errors:
         raise RowsNotConfirmed(report, errors, rest)
     return report
+
+
+def _chained(
+    rows: Iterable[Row | Mapping[str, Any]], report: Report, errors: Mapping[int, Exception]
+) -> Iterator[Row | Mapping[str, Any]]:
+    """Yield the rows; if taking one raises, the error tells which rows before it were not sent."""
+    taken = 0
+    try:
+        for row in rows:
+            taken += 1
+            yield row
+    except Exception as error:
+        if not errors:
+            raise
+        raise error from RowsNotConfirmed(report, dict(errors), taken)

@@ -64,12 +64,19 @@ class Settings:
         declare: "auto": whoever first needs the topology declares it. "never": operators do, and
             bind every destination to the delivery exchange as well.
         confirm_timeout: Seconds until a missing confirm becomes an error.
+        early: Seconds. A task that leaves the levels earlier than that, by the clock of the worker
+            that receives it, goes back into them for the rest.
         window: How many messages a module, or ``send_many``, has in flight, unconfirmed, at the
             most.
         modules: Which modules the workers serve, of "check-in" and "distribution". A producer whose
             setting lacks one refuses what only that one could deliver.
         checkin_allowed: The names of the queues and exchanges that check-in may reach; ``*`` and
             ``?`` stand for any characters and for one. None: those that the application knows.
+        redelivery: Seconds during which a due message that its destination does not take is tried
+            again, with growing pauses. After that, or at once with 0, it is undeliverable.
+        may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``. Their
+            messages go through distribution, so that a refusal holds up no others. Queues that the
+            application declares with a bound and ``reject-publish`` are known to.
     """
 
     prefix: str = "rabbitdelay"
@@ -80,9 +87,12 @@ class Settings:
     declare: Declare = "auto"
     shards: int = 1
     confirm_timeout: float = 30.0
+    early: float = 1.0
     window: int = 1000
     modules: Sequence[str] = MODULES
     checkin_allowed: Sequence[str] | None = None
+    redelivery: float = 86_400.0
+    may_refuse: Sequence[str] = ()
 
     TAKES: ClassVar[Mapping[str, str]] = {
         "prefix": (
@@ -99,9 +109,12 @@ class Settings:
         "takeover": "takes True or False",
         "declare": f"takes one of {', '.join(get_args(Declare))}",
         "confirm_timeout": "takes a positive number of seconds, at most 366 days",
+        "early": "takes a positive number of seconds, at most 366 days",
         "window": f"takes a whole number from 1 to {MAX_WINDOW}",
         "modules": f"takes a list of any of {', '.join(MODULES)}",
         "checkin_allowed": "takes None, or a list of names in which * and ? may stand",
+        "redelivery": "takes 0 or a positive number of seconds, at most 366 days",
+        "may_refuse": "takes a list of names in which * and ? may stand",
     }
 
     @classmethod
@@ -166,6 +179,7 @@ class Settings:
             "timeout": self.confirm_timeout,
             "may_declare": self.declare == "auto",
             "modules": self.modules,
+            "may_refuse": self.may_refuse,
         }
 
     def _layout(self) -> Layout:
@@ -224,6 +238,10 @@ class Settings:
         return _is_positive(value)
 
     @staticmethod
+    def _takes_early(value: object) -> bool:
+        return _is_positive(value)
+
+    @staticmethod
     def _takes_window(value: object) -> bool:
         return _is_whole(value, MAX_WINDOW)
 
@@ -234,6 +252,14 @@ class Settings:
     @staticmethod
     def _takes_checkin_allowed(value: object) -> bool:
         return value is None or _is_list_of_words(value)
+
+    @staticmethod
+    def _takes_redelivery(value: object) -> bool:
+        return _is_positive(value) or (value == 0 and not isinstance(value, bool))
+
+    @staticmethod
+    def _takes_may_refuse(value: object) -> bool:
+        return _is_list_of_words(value)
 
 
 def checked_modules(value: Any) -> tuple[str, ...]:

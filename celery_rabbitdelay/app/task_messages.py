@@ -12,6 +12,7 @@ from celery import signals
 
 from celery_rabbitdelay.app.celery_internals import repr_depth, repr_sizes
 from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, MessageTemplate
+from celery_rabbitdelay.app.resending import Resending
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
@@ -137,7 +138,8 @@ def capture_message(
         call: The call.
         options: Further options of ``apply_async``.
     """
-    producer = CapturingProducer(publisher, settings, app.amqp, call.due)
+    resending = Resending.of(app, options)
+    producer = CapturingProducer(publisher, settings, app.amqp, call.due, resending=resending)
     given = {**options, "task_id": call.task_id, "producer": producer}
     function_to_send(app, task)(call.args, call.kwargs, **given)
     return producer

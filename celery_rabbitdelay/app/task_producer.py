@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from celery.app.amqp import AMQP
 from kombu import Exchange, Producer, Queue
 
+from celery_rabbitdelay.app.resending import Resending
 from celery_rabbitdelay.app.settings import Settings, checked_seconds
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination, resolve
-from celery_rabbitdelay.publishing.policy import RESENDS
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -36,6 +37,7 @@ class DelayedTaskProducer(DelayedProducer):
         is_retry: Whether the task is sent again, to where it came from.
         came_from: The name of the queue that a retried task came from, if it is known.
         waited: Seconds that were spent waiting for the publisher; they count towards the timeout.
+        resending: What the caller says about resends.
     """
 
     def __init__(
@@ -47,17 +49,23 @@ class DelayedTaskProducer(DelayedProducer):
         is_retry: bool = False,
         came_from: str | None = None,
         waited: float = 0.0,
+        resending: Resending | None = None,
     ) -> None:
         super().__init__(publisher, **settings.for_producer)
         self.amqp = amqp
+        self._settings_timeout = self.timeout
         self._due = due
         self._is_retry = is_retry
         self._came_from = came_from
         self._waited = waited
+        self._resending = resending or Resending.of(amqp.app, {})
         self._task_is_sent = False
 
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
         """Publish the task into the levels, or an event that follows the task without a delay.
+
+        Celery 5.7 calls it again if it has failed, where the task is a callback. The timeout is one
+        for all of these calls.
 
         Args:
             body: The task's body.
@@ -73,23 +81,25 @@ class DelayedTaskProducer(DelayedProducer):
         retry = options.pop("retry", False)
         policy = options.pop("retry_policy", None) or {}
         timeout = options.pop("confirm_timeout", None)
-        if timeout is not None:
-            self.timeout = checked_seconds("confirm_timeout", timeout)
-        self.timeout = max(self.timeout - self._waited, MIN_TIMEOUT)
+        if timeout is None:
+            timeout = self._settings_timeout
+        else:
+            timeout = checked_seconds("confirm_timeout", timeout)
+        self.timeout = max(timeout - self._waited, MIN_TIMEOUT)
         options.pop("timeout", None)
-        self.publish_delayed(
-            body,
-            destination,
-            self._due,
-            declare=declare,
-            resends=policy.get("max_retries", RESENDS) if retry else 0,
-            backoff=(
-                policy.get("interval_start") or 0.0,
-                policy.get("interval_step") or 0.0,
-                policy.get("interval_max") or 0.0,
-            ),
-            **options,
-        )
+        began = time.monotonic()
+        try:
+            self.publish_delayed(
+                body,
+                destination,
+                self._due,
+                declare=declare,
+                resends=self._resending.resends(retry, policy),
+                backoff=self._resending.backoff(policy),
+                **options,
+            )
+        finally:
+            self._waited += time.monotonic() - began
         self._task_is_sent = True
 
     def _destination(

@@ -141,6 +141,7 @@ def _as_json(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> s
             **vars(report),
             "rate": report.rate,
             "not_confirmed": {_line(row): _reason(error) for row, error in errors.items()},
+            "may_have_arrived": [] if failed is None else [_line(row) for row in failed.uncertain],
             "not_taken_from": _first_line_not_taken(failed, lines),
             "stopped": lines.stopped,
         }
@@ -150,7 +151,9 @@ def _as_json(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> s
 def _trouble(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> Iterator[str]:
     errors = [] if failed is None else list(failed.errors.items())
     for row, error in errors[:MAX_LINES_NAMED]:
-        yield f"line {_line(row)} was not confirmed: {_reason(error)}"
+        assert failed is not None
+        maybe = ", but may have arrived" if row in failed.uncertain else ""
+        yield f"line {_line(row)} was not confirmed{maybe}: {_reason(error)}"
     if len(errors) > MAX_LINES_NAMED:
         yield f"... and {len(errors) - MAX_LINES_NAMED:,} more"
     if lines.stopped is not None:

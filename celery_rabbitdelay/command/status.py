@@ -86,5 +86,7 @@ def _worker_lines(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             yield (
                 f"  {name:16} {counts['received']:10,} received "
                 f"({counts['received_per_second']:,}/s), {counts['published']:,} published "
-                f"({counts['published_per_second']:,}/s), {counts['undeliverable']:,} undeliverable"
+                f"({counts['published_per_second']:,}/s), "
+                f"{counts.get('redelivered', 0):,} put back, "
+                f"{counts['undeliverable']:,} undeliverable"
             )

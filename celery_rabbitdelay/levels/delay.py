@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 
-__all__ = ["Delay", "Due", "milliseconds", "tolerance_milliseconds"]
+__all__ = ["MAX_DUE_MS", "NS_PER_MS", "Delay", "Due", "milliseconds", "tolerance_milliseconds"]
 
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
@@ -24,7 +24,7 @@ MAX_DUE_MS: Final = 2**63 - 1
 #: otherwise, an hour would become 59:59.9 and take three stops instead of one.
 NEGLIGIBLE_DIVISOR: Final = 1000
 
-_NS_PER_MS: Final = 1_000_000
+NS_PER_MS: Final = 1_000_000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 #: A float prints as at most 17 digits; the caller's own decimal context does not apply.
@@ -91,7 +91,7 @@ class Due(NamedTuple):
         """
         delay_ms = milliseconds(delay)
         # A due time before 1970 cannot be written as a header; 1970 is past as well.
-        at_ns = max(time.time_ns() + delay_ms * _NS_PER_MS, 0)
+        at_ns = max(time.time_ns() + delay_ms * NS_PER_MS, 0)
         due = cls(at_ns, delay_ms, tolerance_ms=tolerance_ms)
         if due.at_ms > MAX_DUE_MS:
             raise InvalidDelay(delay, "is too long: milliseconds since 1970 exceed 64 bits")
@@ -113,13 +113,13 @@ class Due(NamedTuple):
             )
             raise InvalidDelay(instant, reason, "eta")
         at_ns = (instant - _EPOCH) // timedelta(microseconds=1) * 1000
-        delay_ms = -((time.time_ns() - at_ns) // _NS_PER_MS)
+        delay_ms = -((time.time_ns() - at_ns) // NS_PER_MS)
         return cls(max(at_ns, 0), delay_ms, True, tolerance_ms)
 
     @property
     def at_ms(self) -> int:
         """The instant in milliseconds since 1970-01-01 UTC, as in the header."""
-        return self.at_ns // _NS_PER_MS
+        return self.at_ns // NS_PER_MS
 
     @property
     def is_past(self) -> bool:
@@ -128,7 +128,7 @@ class Due(NamedTuple):
 
     def remaining_ms(self) -> int:
         """Return the milliseconds from now until the message is due, rounded up."""
-        remaining = -((time.time_ns() - self.at_ns) // _NS_PER_MS)
+        remaining = -((time.time_ns() - self.at_ns) // NS_PER_MS)
         passed = self.delay_ms - remaining
         if not self.is_instant and passed * NEGLIGIBLE_DIVISOR <= self.delay_ms:
             return self.delay_ms

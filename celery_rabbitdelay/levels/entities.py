@@ -9,7 +9,7 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.layout import MAX_TTL
 
-__all__ = ["Binding", "Entities", "Identity", "ModuleQueues", "QueueType"]
+__all__ = ["UNROUTED", "Binding", "Entities", "Identity", "ModuleQueues", "QueueType"]
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
@@ -20,6 +20,10 @@ POISON_LIMIT: Final = 100
 #: How often a message may be fetched from ``undeliverable`` and put back. From 4.0 on, RabbitMQ's
 #: default is 20, after which it drops the message; up to 3.13 "no limit" cannot be written.
 NO_DELIVERY_LIMIT: Final = 2**31 - 1
+
+
+#: The exchange of due messages that find no queue, without prefix.
+UNROUTED: Final = "unrouted"
 
 
 class Binding(NamedTuple):
@@ -53,9 +57,9 @@ class Entities(NamedTuple):
         """Return the name of an exchange or queue with its prefix."""
         return f"{self.prefix}.{suffix}"
 
-    def exchange(self, suffix: str, kind: str) -> Exchange:
-        """Return an exchange, whose unroutable messages go to ``undeliverable``."""
-        arguments = {"alternate-exchange": self.name("undeliverable")}
+    def exchange(self, suffix: str, kind: str, alternate: str = "undeliverable") -> Exchange:
+        """Return an exchange, whose unroutable messages go to another one, its alternate."""
+        arguments = {"alternate-exchange": self.name(alternate)}
         return Exchange(self.name(suffix), type=kind, durable=True, arguments=arguments)
 
     def queue(
@@ -97,6 +101,8 @@ class ModuleQueues(NamedTuple):
         distribution: Gets due messages that a worker publishes to their final exchange.
         meditated: The exchange through which a message returns from meditation to check-in's queue.
             Clients need no permission for it.
+        unrouted: The exchange through which distribution gets the due messages that find no queue,
+            to try again later: the alternate exchange of delivery.
     """
 
     undeliverable: Queue
@@ -104,6 +110,7 @@ class ModuleQueues(NamedTuple):
     meditation: Queue
     distribution: Queue
     meditated: Exchange
+    unrouted: Exchange
 
     @classmethod
     def of(cls, entities: Entities, capacity_ms: int) -> ModuleQueues:
@@ -120,6 +127,7 @@ class ModuleQueues(NamedTuple):
             meditation=loop("meditation", fanout("meditation")),
             distribution=served("distribution"),
             meditated=meditated,
+            unrouted=fanout(UNROUTED),
         )
 
     @property
@@ -131,14 +139,17 @@ class ModuleQueues(NamedTuple):
     def exchanges(self) -> tuple[Exchange, ...]:
         """All exchanges; first that of ``undeliverable``, which all others refer to."""
         own = (self.undeliverable, self.checkin, self.meditation)
-        return (*(queue.exchange for queue in own), self.meditated)
+        return (*(queue.exchange for queue in own), self.meditated, self.unrouted)
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
-        """All bindings, except distribution's to the delivery exchange."""
+        """All bindings, except that of distribution to the delivery exchange."""
         own = (self.undeliverable.name, self.checkin.name, self.meditation.name)
-        back = Binding(self.meditated.name, "", self.checkin.name)
-        return (*(Binding(name, "", name) for name in own), back)
+        return (
+            *(Binding(name, "", name) for name in own),
+            Binding(self.meditated.name, "", self.checkin.name),
+            Binding(self.unrouted.name, "", self.distribution.name),
+        )
 
 
 class Identity(NamedTuple):

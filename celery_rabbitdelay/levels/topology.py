@@ -10,7 +10,7 @@ A level is a topic exchange, and a queue for each of its digits, built from komb
                     ...
                  rabbitdelay.delivery --> the destination's queue
                     v (no route: alternate exchange)
-                 rabbitdelay.undeliverable
+                 rabbitdelay.unrouted --> distribution, which tries again later
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from typing import Final, NamedTuple
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
-from celery_rabbitdelay.levels.entities import Binding, Entities, Identity, ModuleQueues, QueueType
+from celery_rabbitdelay.levels.entities import (
+    UNROUTED,
+    Binding,
+    Entities,
+    Identity,
+    ModuleQueues,
+    QueueType,
+)
 from celery_rabbitdelay.levels.layout import Layout, clock
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
 
@@ -34,6 +41,10 @@ __all__ = ["Route", "Topology"]
 #: Milliseconds that a zero digit waits in a pass-through queue (``zeros = "queue"``). RabbitMQ
 #: drops a message with a TTL of 0 unless a consumer is waiting for it.
 PASS_THROUGH_TTL: Final = 1
+
+
+#: Part of the fingerprint: a version of this package that declares other arguments has another one.
+VERSION: Final = "v2"
 
 
 class Route(NamedTuple):
@@ -94,7 +105,7 @@ class Topology:
             delay_ms = milliseconds(delay)
             tolerance_ms = tolerance_milliseconds(tolerance) if tolerance else 0
         if delay_ms > self.layout.capacity_ms:
-            meditation = self.modules.meditation
+            meditation = self.module_queues.meditation
             return Route(meditation.exchange.name, destination, (meditation.name,))
         if tolerance_ms:
             delay_ms = self.layout.round_to_fewest_stops(delay_ms, tolerance_ms)
@@ -112,31 +123,37 @@ class Topology:
         return RoutingKeys(len(self.layout.levels), self.shards)
 
     @cached_property
-    def modules(self) -> ModuleQueues:
+    def module_queues(self) -> ModuleQueues:
         """The module queues, which are outside the levels."""
         return ModuleQueues.of(self._entities, self.layout.capacity_ms)
 
     @cached_property
     def identity(self) -> Identity:
         """Fingerprint, guard and marker."""
-        words = (self.layout.fingerprint, self.queue_type, *self.keys.shard_words(self.shards))
+        shards = self.keys.shard_words(self.shards)
+        words = (self.layout.fingerprint, self.queue_type, *shards, VERSION)
         return Identity.of(self._entities, "-".join(words))
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """All exchanges except those of the identity, in an order in which they can be declared."""
         levels = (self._entities.exchange(level.name, "topic") for level in self.layout.levels)
-        return (*self.modules.exchanges[:1], *levels, self.delivery, *self.modules.exchanges[1:])
+        return (
+            *self.module_queues.exchanges[:1],
+            *levels,
+            self.delivery,
+            *self.module_queues.exchanges[1:],
+        )
 
     @cached_property
     def delivery(self) -> Exchange:
         """The exchange behind the last level: it routes each message to its destination."""
-        return self._entities.exchange("delivery", "topic")
+        return self._entities.exchange("delivery", "topic", alternate=UNROUTED)
 
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
         """All queues, in the order ``undeliverable``, levels, other modules."""
-        return (*self.modules.queues[:1], *self.digit_queues, *self.modules.queues[1:])
+        return (*self.module_queues.queues[:1], *self.digit_queues, *self.module_queues.queues[1:])
 
     @cached_property
     def digit_queues(self) -> tuple[Queue, ...]:
@@ -145,7 +162,7 @@ class Topology:
 
     @cached_property
     def level_queues(self) -> Mapping[str, tuple[Queue, ...]]:
-        """The same by the level's name without prefix, ``hours.x1``."""
+        """The digit queues of each level, by the level's name without prefix, ``hours.x1``."""
         return {
             level.name: tuple(queue for shard in self._queues for queue in shard[index] if queue)
             for index, level in enumerate(self.layout.levels)
@@ -156,8 +173,8 @@ class Topology:
         """All bindings, except those of destination queues, which producers and workers declare."""
         distributed = self.keys.destination_pattern(DISTRIBUTION)
         return (
-            *self.modules.bindings,
-            Binding(self.delivery.name, distributed, self.modules.distribution.name),
+            *self.module_queues.bindings,
+            Binding(self.delivery.name, distributed, self.module_queues.distribution.name),
             *(each for shard in range(self.shards) for each in self._level_bindings(shard)),
         )
 

@@ -4,7 +4,9 @@ Check-in is an ingest queue for any AMQP client, meditation is the overflow loop
 the capacity, and distribution is the consumer that publishes to the final exchange. They run on
 kombu connections and know nothing of Celery, whose workers serve them.
 
-Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``allowed``,
-``envelope``, ``forwarding`` (the messages to publish) and ``undeliverable``, then ``consumer``
-(receive, publish, acknowledge), ``service`` (the thread that reconnects) and ``statistics``.
+Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``early`` (what leaves
+the levels too early), ``allowed``, ``envelope``, ``forwarding`` (the messages to publish) and
+``undeliverable``; then ``consumer`` (receive, publish, acknowledge) with ``attempts`` (what becomes
+of a message that is not taken), ``destinations`` (which ones do not answer) and ``redelivery``
+(when to try again); then ``service`` (the thread that reconnects) and ``statistics``.
 """

@@ -10,27 +10,24 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import Any, Final
 
 import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Delay, Due
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
-from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
-from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority, task_id_of
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
+from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 
 __all__ = ["CheckIn"]
 
 #: Headers with further routing keys, by which RabbitMQ routes a message past any check of its own
 #: (https://www.rabbitmq.com/docs/sender-selected).
 SENDER_SELECTED: Final = ("CC", "BCC")
-
-_NS_PER_MS: Final = 1_000_000
 
 _INTEGER: Final = re.compile("-?[0-9]+")
 
@@ -46,7 +43,7 @@ class CheckIn:
 
     def __init__(self, topology: Topology, allowed: Callable[[str, str], bool]) -> None:
         self._topology = topology
-        self._meditated = topology.modules.meditated.name
+        self._meditated = topology.module_queues.meditated.name
         self._allowed = allowed
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
@@ -70,11 +67,11 @@ class CheckIn:
             )
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
-        remaining_ms = due_ms - time.time_ns() // _NS_PER_MS
-        delay = Fraction(remaining_ms, 1000)
+        now_ns = time.time_ns()
+        due = Due(due_ms * NS_PER_MS, due_ms - now_ns // NS_PER_MS, is_instant=True)
         kept = {name: headers[name] for name in headers if name not in header_names.BROKER_HEADERS}
         destination = headers.get(header_names.QUEUE) or DISTRIBUTION
-        return self._enter(with_headers(message, kept), delay, destination)
+        return into_levels(self._topology, with_headers(message, kept), due, destination)
 
     def _from_client(
         self, message: amqp.Message, headers: dict[str, Any], routing_key: str
@@ -92,18 +89,14 @@ class CheckIn:
         headers = header_names.strip(headers)
         if not delay_ms:
             return Outgoing(exchange, routing_key, with_headers(message, headers))
-        due = Due(time.time_ns() + delay_ms * _NS_PER_MS, delay_ms)
+        due = Due(time.time_ns() + delay_ms * NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
                 f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
                 "since 1970, exceeds 64 bits"
             )
         waiting = _for_distribution(message, headers, due.at_ms, exchange, routing_key)
-        return self._enter(waiting, due, DISTRIBUTION)
-
-    def _enter(self, message: amqp.Message, delay: Delay | Due, destination: str) -> Outgoing:
-        route = self._topology.route(delay, destination, task_id_of(message))
-        return Outgoing(route.exchange, route.routing_key, message)
+        return into_levels(self._topology, waiting, due)
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:
         if not isinstance(exchange, str):

@@ -8,23 +8,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import amqp
 from amqp import spec
-from amqp.exceptions import AccessRefused, ChannelError, NotFound
-from kombu import Connection, Exchange, Queue
+from amqp.exceptions import AccessRefused, ChannelError
+from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import MessageNacked, MessageRefused, UnprocessableMessage
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import (
-    Outgoing,
-    encoded,
-    to_undeliverable,
-    without_headers,
-)
+from celery_rabbitdelay.modules.attempts import Attempts, Received
+from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
+from celery_rabbitdelay.publishing.amqp_methods import find_exchanges
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.message import headers_of, shortened
 from celery_rabbitdelay.publishing.policy import PublishPolicy
@@ -39,13 +38,24 @@ logger = logging.getLogger(__name__)
 #: Received messages that are unpacked in turns: one may be an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
 
+#: The same for messages of at most this many bytes, so that those whose destination has no room at
+#: the moment let others pass.
+SMALL_UNPACKED_AT_ONCE: Final = 32
+SMALL_BYTES: Final = 16_384
+
 #: Messages of one envelope that are published before it is the next received message's turn.
 MESSAGES_PER_TURN: Final = 100
 
-#: Publish attempts for a message that the broker keeps nacking, and seconds between them: long
-#: enough for a leader election, but short, since a waiting resend takes a place in the window.
-ATTEMPTS: Final = 10
-NACK_PAUSE: Final = 3.0
+#: Seconds before a message for the levels, or for ``undeliverable``, is sent again after a nack,
+#: the step by which they grow, and their maximum.
+NACK_PAUSES: Final = (0.1, 0.3, 3.0)
+
+#: How many times as many messages are taken, and in flight, while the broker answers nothing: all
+#: of them may be for one destination that does not answer, and the next ones for others.
+MAX_GROWTH: Final = 8
+
+#: The maximum prefetch count of AMQP, a 16-bit number.
+MAX_PREFETCH: Final = 65_535
 
 #: Maximum frames read per iteration; a delivery has three.
 FRAMES: Final = 300
@@ -68,7 +78,10 @@ class Module:
         receive: Takes a message; returns the messages to publish for it.
         prefetch: How many messages are taken from the queue before the first is acknowledged.
         window: How many messages may be in flight, unconfirmed.
-        timeout: Seconds without any confirm until the connection is given up.
+        timeout: Seconds without any confirm until the connection is given up; and without the
+            confirm of one message until that one is put into the levels, to be tried again.
+        redelivery: Seconds during which a message that its destination does not take is tried
+            again; after that, it is undeliverable.
     """
 
     name: str
@@ -78,34 +91,15 @@ class Module:
     prefetch: int
     window: int
     timeout: float
-
-
-class _Received:
-    """A received message, and what is left to do about it."""
-
-    __slots__ = ("message", "outgoing", "pending", "unpacked")
-
-    def __init__(self, message: amqp.Message, outgoing: Iterator[Outgoing]) -> None:
-        self.message = message
-        self.outgoing = outgoing
-        #: Unconfirmed messages published for it.
-        self.pending = 0
-        #: Whether all messages to publish for it are known.
-        self.unpacked = False
-
-
-class _Origin(NamedTuple):
-    """Links a publication to its received message."""
-
-    received: _Received
-    outgoing: Outgoing
+    redelivery: float
 
 
 class ModuleConsumer:
     """Serves a module on one connection.
 
     A message is acknowledged once all messages published for it are confirmed. If anything fails
-    before, the broker delivers the message again.
+    before, the broker delivers the message again. A message that its destination does not take goes
+    back into the levels, so that no other message waits for it; see :class:`.Redelivery`.
 
     Starts with prefetch 1 and window 1 while messages are redelivered: if one of them crashes the
     worker, only its delivery count grows, until the delivery limit dead-letters it to
@@ -130,23 +124,32 @@ class ModuleConsumer:
         self._statistics = statistics
         self._stopping = stopping
         self._careful = True
-        # The time-out is for the broker as a whole: a single message has no deadline.
-        policy = PublishPolicy(
-            module.timeout, ATTEMPTS - 1, (NACK_PAUSE, 0.0, NACK_PAUSE), module.window
-        )
+        policy = PublishPolicy(module.timeout, None, NACK_PAUSES, module.window)
         self._loop = PublishLoop(self._next, policy, self._done)
         self._loop.window = 1
+        self._loop.write_timeout = module.timeout
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
         self._consuming = cast(Any, connection.channel())
         # Bodies stay bytes.
         self._consuming.auto_decode = False
         self._consumer_tag = ""
-        self._waiting: deque[_Received] = deque()
-        self._unpacking: deque[_Received] = deque()
+        self._waiting: deque[Received] = deque()
+        self._unpacking: deque[Received] = deque()
         self._turn_left = MESSAGES_PER_TURN
-        self._undeliverable = module.topology.modules.undeliverable.exchange.name
-        self._existing_exchanges = {"", self._undeliverable}
+        #: Whether there was nothing to publish when the loop last asked.
+        self._is_idle = False
+        undeliverable = module.topology.module_queues.undeliverable.exchange.name
+        self._attempts = Attempts(
+            module.name,
+            Redelivery(module.topology, module.redelivery),
+            undeliverable,
+            MissingExchanges(self._exists, {"", undeliverable}),
+            statistics,
+            module.timeout,
+            self._wire.frame_max,
+        )
+        self._growth = 1
         self._unfinished = 0
         self._to_acknowledge: list[int] = []
         self._sampled_at = 0.0
@@ -154,8 +157,8 @@ class ModuleConsumer:
     def serve(self) -> bool:
         """Consume until the service stops.
 
-        A broker that has blocked the connection may not answer for any length of time. Messages
-        that are not finished then are delivered to another worker.
+        If the connection is blocked when the service stops, return at once: an alarm of the broker
+        may last for any time. The broker delivers unfinished messages again.
 
         Returns:
             Whether everything that was begun is finished.
@@ -176,12 +179,11 @@ class ModuleConsumer:
                 self._requeue_waiting()
             if not consuming and not self._unfinished:
                 return True
-            if consuming and careful and not self._careful:
-                # AMQP cannot raise the prefetch of a consumer.
+            if consuming and careful and self._may_take_many():
                 careful = False
-                self._cancel()
-                self._consume(self._module.prefetch)
-                self._loop.window = self._module.window
+                self._take(1)
+            elif consuming and not careful and self._is_stuck():
+                self._take(self._growth * 2)
             try:
                 self._turn()
             except ChannelError as closed:
@@ -190,11 +192,12 @@ class ModuleConsumer:
 
     def _turn(self) -> None:
         """Publish what can be published, and read what the broker sends."""
-        channel = self._loop.channel
+        channel, began = self._loop.channel, time.monotonic()
+        self._is_idle = False
         self._loop.send()
         channel.flush(self._module.timeout)
         self._acknowledge()
-        can_send = bool(self._unpacking or self._waiting) and self._loop.has_room
+        can_send = not self._is_idle and self._loop.has_room
         try:
             channel.read(0 if can_send else READ_TIMEOUT, FRAMES)
         except TimeoutError:
@@ -204,7 +207,11 @@ class ModuleConsumer:
                 raise
         self._acknowledge()
         self._connection.heartbeat_check()
-        self._loop.check_time()
+        if channel.blocked is None:
+            self._loop.check_time()
+        else:
+            # The end of the alarm is waited for, however long it takes.
+            self._loop.excuse(time.monotonic() - began)
         self._sample()
 
     def _after_close(self, closed: ChannelError) -> None:
@@ -222,6 +229,24 @@ class ModuleConsumer:
             self._consuming.basic_qos(0, prefetch, False)
             queue = self._module.queue.name
             self._consumer_tag = self._consuming.basic_consume(queue, callback=self._on_message)
+
+    def _may_take_many(self) -> bool:
+        """Whether no message is redelivered any more, or one was published and is not answered."""
+        return not self._careful or self._loop.silent_for >= SILENCE
+
+    def _is_stuck(self) -> bool:
+        """Whether nothing is answered, and as many messages are taken or in flight as may be."""
+        if self._growth >= MAX_GROWTH or self._loop.silent_for < SILENCE * self._growth:
+            return False
+        taken = self._unfinished >= self._module.prefetch * self._growth
+        return taken or self._loop.channel.in_flight >= self._loop.window
+
+    def _take(self, growth: int) -> None:
+        """Set prefetch and window; AMQP cannot raise the prefetch of a consumer."""
+        self._growth = growth
+        self._cancel()
+        self._consume(min(self._module.prefetch * growth, MAX_PREFETCH))
+        self._loop.window = self._module.window * growth
 
     def _cancel(self) -> None:
         with self._answers():
@@ -242,7 +267,7 @@ class ModuleConsumer:
         self._unfinished += 1
         self._statistics.received += 1
         self._careful = self._careful and message.delivery_info["redelivered"]
-        self._waiting.append(_Received(message, self._receive(message)))
+        self._waiting.append(Received(message, self._receive(message)))
 
     def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         unreadable = headers_of(message).get(header_names.UNREADABLE)
@@ -252,104 +277,70 @@ class ModuleConsumer:
 
     def _next(self) -> Publication | None:
         """Return the next message to publish: the source of the publish loop."""
+        waits = 0
         while True:
-            while self._waiting and len(self._unpacking) < UNPACKED_AT_ONCE:
+            while self._waiting and self._may_unpack(self._waiting[0]):
                 self._unpacking.append(self._waiting.popleft())
-            if not self._unpacking:
+            if waits >= len(self._unpacking):
+                # There is none, or each has to wait for answers about its destination.
+                self._is_idle = True
                 return None
             if not self._turn_left:
-                self._unpacking.rotate(-1)
-                self._turn_left = MESSAGES_PER_TURN
+                self._next_turn()
             self._turn_left -= 1
             received = self._unpacking[0]
             try:
-                outgoing = next(received.outgoing)
+                outgoing = received.next_outgoing()
             except StopIteration:
                 self._unpacking.popleft()
-                self._turn_left = MESSAGES_PER_TURN
+                self._turn_left, waits = MESSAGES_PER_TURN, 0
                 received.unpacked = True
                 self._finish(received)
-            except Exception as error:
-                if not isinstance(error, UnprocessableMessage):
-                    logger.exception("%s: a message cannot be read", self._module.name)
-                received.outgoing = iter(())
-                reason = (
-                    error.reason if isinstance(error, UnprocessableMessage) else shortened(error)
-                )
-                return self._refuse(received, _as_it_came(received.message), reason)
+            except Exception as error:  # noqa: BLE001 - anybody may have written the message
+                return self._give_up(received, error)
             else:
-                return self._publication(received, outgoing)
+                if self._attempts.must_wait(outgoing, self._loop.silent_for):
+                    received.held = outgoing
+                    self._next_turn()
+                    waits += 1
+                    continue
+                return self._attempts.first(received, outgoing, self._loop.silent_for)
 
-    def _publication(self, received: _Received, outgoing: Outgoing) -> Publication:
-        # Counted first: while the broker is asked for the exchange, other messages are settled.
-        received.pending += 1
-        try:
-            content = encoded(outgoing, self._wire.frame_max)
-            if not self._exists(outgoing.exchange):
-                raise UnprocessableMessage(f"there is no exchange {outgoing.exchange!r}")
-        except UnprocessableMessage as refused:
-            received.pending -= 1
-            return self._refuse(received, outgoing, refused.reason)
-        address = outgoing.exchange, outgoing.routing_key
-        return Publication(content, lambda: address, _Origin(received, outgoing))
+    def _may_unpack(self, received: Received) -> bool:
+        is_small = len(received.message.body) <= SMALL_BYTES
+        return len(self._unpacking) < (SMALL_UNPACKED_AT_ONCE if is_small else UNPACKED_AT_ONCE)
+
+    def _next_turn(self) -> None:
+        self._unpacking.rotate(-1)
+        self._turn_left = MESSAGES_PER_TURN
+
+    def _give_up(self, received: Received, error: Exception) -> Publication:
+        """Put a message that cannot be read into ``undeliverable``."""
+        if isinstance(error, UnprocessableMessage):
+            reason = error.reason
+        else:
+            logger.exception("%s: a message cannot be read", self._module.name)
+            reason = shortened(error)
+        received.outgoing = iter(())
+        return self._attempts.give_up(received, _as_it_came(received.message), reason)
 
     def _exists(self, exchange: str) -> bool:
-        if exchange in self._existing_exchanges:
-            return True
-        # Publishing to an exchange that does not exist closes the channel, with all in flight.
         with self._answers(), self._connection.channel() as channel:
             try:
-                Exchange(exchange)(channel).declare(passive=True)
-            except (NotFound, AccessRefused) as refused:
+                return all(find_exchanges(channel, [exchange]))
+            except AccessRefused as refused:
                 if refused.method_sig != spec.Exchange.Declare:
                     raise  # it closes the channel that publishes
-                if isinstance(refused, NotFound):
-                    return False
-                # The exchange may exist nevertheless.
-        self._existing_exchanges.add(exchange)
-        return True
-
-    def _refuse(self, received: _Received, outgoing: Outgoing, reason: str) -> Publication:
-        """Return the publication that puts a message into ``undeliverable``."""
-        logger.warning("%s: a message is undeliverable: %s", self._module.name, reason)
-        self._statistics.undeliverable += 1
-        topology = self._module.topology
-        refused = to_undeliverable(topology, outgoing, reason)
-        try:
-            content = encoded(refused, self._wire.frame_max)
-        except UnprocessableMessage:
-            refused = without_headers(topology, outgoing.message, reason)
-            content = encoded(refused, self._wire.frame_max)
-        received.pending += 1
-        address = refused.exchange, refused.routing_key
-        return Publication(content, lambda: address, _Origin(received, refused))
+                return True  # it may exist nevertheless
 
     def _done(self, publication: Publication) -> None:
-        """Count a message that is settled: ``done`` of the publish loop."""
-        origin: _Origin = publication.subject
-        received, outgoing = origin
-        error = publication.error
-        if error is None:
-            self._statistics.published += 1
-        elif outgoing.exchange == self._undeliverable:
-            raise error
-        else:
-            if isinstance(error, MessageNacked):
-                reason = f"the broker nacked it {ATTEMPTS} times"
-            elif isinstance(error, MessageRefused):
-                reason = f"the broker does not take it: {error.reason}"
-            elif isinstance(error.__cause__, NotFound):
-                # Those behind it are refused without closing the channel.
-                self._existing_exchanges.discard(outgoing.exchange)
-                reason = f"there is no exchange {outgoing.exchange!r}"
-            else:
-                where = f"the exchange {outgoing.exchange!r}" if outgoing.exchange else "there"
-                reason = f"{where} has no queue for the key {outgoing.routing_key!r}"
-            self._loop.send_first(self._refuse(received, outgoing, reason))
-        received.pending -= 1
-        self._finish(received)
+        """Handle a message that is settled: ``done`` of the publish loop."""
+        in_its_place = self._attempts.settled(publication)
+        if in_its_place is not None:
+            self._loop.send_first(in_its_place)
+        self._finish(publication.subject.received)
 
-    def _finish(self, received: _Received) -> None:
+    def _finish(self, received: Received) -> None:
         if received.unpacked and not received.pending:
             self._to_acknowledge.append(cast(int, received.message.delivery_tag))
             self._unfinished -= 1

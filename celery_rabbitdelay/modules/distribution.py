@@ -2,32 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import amqp
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.routing_key import (
+    DISTRIBUTION,
+    decode_destination,
+    encode_destination,
+)
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 
-__all__ = ["distribute"]
+__all__ = ["Distribution"]
+
+#: The headers by which a worker restores a task that comes straight from the levels.
+RESTORED_BY_WORKERS = (
+    header_names.DUE,
+    header_names.EARLY,
+    header_names.EXCHANGE,
+    header_names.ROUTING_KEY,
+    header_names.QUEUE,
+)
 
 
-def distribute(message: amqp.Message) -> Iterator[Outgoing]:
-    """Return what to publish for a message that is due; for an envelope, each message in it.
+class Distribution:
+    """Finds out where messages go that are due.
 
-    Exchange, routing key, priority and expiration are restored. The due time stays in its header.
-
-    Raises:
-        UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be read.
+    Args:
+        topology: The levels that they come from.
+        put_back: Returns what to publish instead if a message is not due yet; see
+            :class:`.EarlyMessages`.
     """
-    headers = headers_of(message)
-    if message.properties.get("content_type") != CONTENT_TYPE:
-        yield _restored(message, headers, headers)
-        return
+
+    def __init__(
+        self,
+        topology: Topology,
+        put_back: Callable[[amqp.Message], Outgoing | None] = lambda message: None,
+    ) -> None:
+        self._keys = topology.keys
+        self._put_back = put_back
+
+    def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
+        """Return what to publish for a message that is due; for an envelope, each message in it.
+
+        A message for one known queue is published to that queue by the default exchange, and its
+        consumer restores exchange and routing key, as if it had come straight from the levels. For
+        any other message they are restored here, with priority and expiration; of our headers only
+        the due time stays.
+
+        Raises:
+            UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be
+                read.
+        """
+        early = self._put_back(message)
+        if early is not None:
+            yield early
+            return
+        headers = headers_of(message)
+        if message.properties.get("content_type") == CONTENT_TYPE:
+            yield from _unpacked(message, headers)
+            return
+        if header_names.EXCHANGE not in headers:
+            headers |= self._destination_in_key(message)
+        queue = headers.get(header_names.QUEUE)
+        if queue is None:
+            yield _restored(message, headers, headers)
+        else:
+            yield _for_queue(message, headers, queue)
+
+    def _destination_in_key(self, message: amqp.Message) -> dict[str, str]:
+        """Return the destination of a message that was published without our headers.
+
+        It has found no queue on leaving the levels, and its routing key says which one it is for.
+        """
+        info: Any = message.delivery_info
+        key = (info or {}).get("routing_key", "")
+        word = key.split(".")[-1]
+        if self._keys.digits(key) is None or word == encode_destination(DISTRIBUTION):
+            return {}
+        queue = decode_destination(word)
+        return {header_names.EXCHANGE: "", header_names.ROUTING_KEY: queue} if queue else {}
+
+
+def _unpacked(message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
     try:
         envelope = Envelope.unpack(body_of(message))
     except InvalidEnvelope as invalid:
@@ -37,7 +100,7 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
     # messages may be published before.
     for item in envelope.items:
         _destination({**shared, **item.headers})
-    own = {header_names.DUE: headers.get(header_names.DUE)}
+    own = {header_names.DUE: headers.get(header_names.DUE), header_names.EARLY: None}
     for item in envelope.items:
         properties = {**envelope.properties, **item.properties}
         inner = amqp.Message(item.body, **properties)
@@ -45,17 +108,33 @@ def distribute(message: amqp.Message) -> Iterator[Outgoing]:
         yield _restored(inner, effective_headers, {**envelope.headers, **item.headers, **own})
 
 
+def _for_queue(message: amqp.Message, headers: Mapping[str, Any], queue: Any) -> Outgoing:
+    if not isinstance(queue, str):
+        raise UnprocessableMessage(
+            f"{header_names.QUEUE} is {shortened(queue)}, not a queue's name"
+        )
+    kept = {name: headers[name] for name in RESTORED_BY_WORKERS if name in headers}
+    restored = {**header_names.strip(headers), **kept}
+    return Outgoing("", queue, with_headers(message, restored, **_restored_properties(headers)))
+
+
 def _restored(
     message: amqp.Message, effective_headers: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> Outgoing:
     exchange, routing_key = _destination(effective_headers)
     restored = header_names.strip(headers)
-    if headers.get(header_names.DUE) is not None:
-        restored[header_names.DUE] = headers[header_names.DUE]
+    for name in (header_names.DUE, header_names.EARLY):
+        if headers.get(name) is not None:
+            restored[name] = headers[name]
+    properties = _restored_properties(effective_headers)
+    return Outgoing(exchange, routing_key, with_headers(message, restored, **properties))
+
+
+def _restored_properties(effective_headers: Mapping[str, Any]) -> dict[str, Any]:
     properties = {"expiration": effective_headers.get(header_names.EXPIRATION)}
     if header_names.PRIORITY in effective_headers:
         properties["priority"] = effective_headers[header_names.PRIORITY]
-    return Outgoing(exchange, routing_key, with_headers(message, restored, **properties))
+    return properties
 
 
 def _destination(effective_headers: Mapping[str, Any]) -> tuple[str, str]:

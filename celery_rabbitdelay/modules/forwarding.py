@@ -9,16 +9,28 @@ import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
     headers_of,
     shortened,
+    task_id_of,
 )
+from celery_rabbitdelay.publishing.publication import Address
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = ["Outgoing", "encoded", "to_undeliverable", "with_headers", "without_headers"]
+__all__ = [
+    "Outgoing",
+    "destination_headers",
+    "encoded",
+    "into_levels",
+    "to_undeliverable",
+    "with_headers",
+    "without_headers",
+]
 
 #: The properties that are never forwarded: ``user_id`` has to be the connection's own user
 #: (https://www.rabbitmq.com/docs/validated-user-id), and ``cluster_id`` is deprecated.
@@ -35,11 +47,53 @@ class Outgoing(NamedTuple):
         exchange: The exchange; empty for the default one.
         routing_key: The routing key.
         message: The message.
+        reroute: For a message that goes into the levels, returns exchange and routing key anew at
+            each attempt, because they depend on the time that is left; None for any other message.
     """
 
     exchange: str
     routing_key: str
     message: amqp.Message
+    reroute: Address | None = None
+
+
+def into_levels(
+    topology: Topology, message: amqp.Message, due: Due, destination: str = DISTRIBUTION
+) -> Outgoing:
+    """Return a message that waits in the levels until it is due.
+
+    Args:
+        topology: The topology.
+        message: The message, with all headers that its destination needs.
+        due: When it is due.
+        destination: The queue that gets it then, or :data:`.DISTRIBUTION`.
+    """
+    task_id = task_id_of(message)
+
+    def reroute() -> tuple[str, str]:
+        route = topology.route(due, destination, task_id)
+        return route.exchange, route.routing_key
+
+    return Outgoing(*reroute(), message, reroute)
+
+
+def destination_headers(outgoing: Outgoing) -> dict[str, Any]:
+    """Return a message's headers, and those from which distribution restores its destination.
+
+    Where the message has the latter already, they stay: distribution has left them, because its
+    consumer needs them.
+    """
+    headers = {
+        name: value
+        for name, value in headers_of(outgoing.message).items()
+        if name not in header_names.BROKER_HEADERS
+    }
+    headers.setdefault(header_names.EXCHANGE, outgoing.exchange)
+    headers.setdefault(header_names.ROUTING_KEY, outgoing.routing_key)
+    expiration = outgoing.message.properties.get("expiration")
+    if expiration is not None:
+        headers.setdefault(header_names.EXPIRATION, expiration)
+    return headers
 
 
 def with_headers(
@@ -88,32 +142,22 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
     return content
 
 
-def without_headers(topology: Topology, message: amqp.Message, reason: str) -> Outgoing:
+def without_headers(undeliverable: str, message: amqp.Message, reason: str) -> Outgoing:
     """Return a message for ``undeliverable`` without its headers, which do not fit into a frame."""
     left = amqp.Message(
         message.body, application_headers={header_names.REASON: reason}, delivery_mode=PERSISTENT
     )
-    return Outgoing(topology.modules.undeliverable.exchange.name, "", left)
+    return Outgoing(undeliverable, "", left)
 
 
-def to_undeliverable(topology: Topology, outgoing: Outgoing, reason: str) -> Outgoing:
+def to_undeliverable(undeliverable: str, outgoing: Outgoing, reason: str) -> Outgoing:
     """Return a message for ``undeliverable``, with its destination and the reason in headers.
 
     Args:
-        topology: The topology.
+        undeliverable: The name of the exchange of undeliverable messages.
         outgoing: The message, with the exchange and key that it was meant for.
         reason: Why it cannot be delivered.
     """
-    headers = {
-        name: value
-        for name, value in headers_of(outgoing.message).items()
-        if name not in header_names.BROKER_HEADERS
-    }
-    headers.setdefault(header_names.EXCHANGE, outgoing.exchange)
-    headers.setdefault(header_names.ROUTING_KEY, outgoing.routing_key)
-    headers[header_names.REASON] = reason
-    expiration = outgoing.message.properties.get("expiration")
-    if expiration is not None:
-        headers.setdefault(header_names.EXPIRATION, expiration)
+    headers = {**destination_headers(outgoing), header_names.REASON: reason}
     message = with_headers(outgoing.message, headers, expiration=None)
-    return Outgoing(topology.modules.undeliverable.exchange.name, outgoing.routing_key, message)
+    return Outgoing(undeliverable, outgoing.routing_key, message)

@@ -19,6 +19,8 @@ class ModuleStatistics:
         received: How many messages the module has received.
         finished: How many of these it has acknowledged.
         published: How many messages it has published, confirmed.
+        redelivered: How many messages it has put into the levels because their destination did not
+            take them.
         undeliverable: How many messages it has put into ``undeliverable``.
         backlog: How many messages were ready in its queue when it was last asked.
     """
@@ -27,6 +29,7 @@ class ModuleStatistics:
         self.received = 0
         self.finished = 0
         self.published = 0
+        self.redelivered = 0
         self.undeliverable = 0
         self.backlog = 0
         self._samples: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
@@ -46,6 +49,7 @@ class ModuleStatistics:
         return {
             "received": self.received,
             "published": self.published,
+            "redelivered": self.redelivered,
             "undeliverable": self.undeliverable,
             "backlog": self.backlog,
             "received_per_second": round((self.received - received) / seconds, 1),

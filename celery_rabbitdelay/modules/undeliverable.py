@@ -133,7 +133,7 @@ class _HeaderReader:
 
 
 def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: str | None) -> str:
-    modules = topology.modules
+    modules = topology.module_queues
     if last_stop in (modules.checkin.name, modules.distribution.name):
         return f"delivery limit of {last_stop} exceeded: no worker acknowledged it"
     if last_stop == modules.meditation.name:

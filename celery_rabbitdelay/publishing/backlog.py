@@ -42,10 +42,10 @@ def backlog_of(connection: Connection, topology: Topology) -> Backlog:
         for level, queues in topology.level_queues.items()
     }
     others = {
-        "check-in": topology.modules.checkin,
-        "meditation": topology.modules.meditation,
-        "distribution": topology.modules.distribution,
-        "undeliverable": topology.modules.undeliverable,
+        "check-in": topology.module_queues.checkin,
+        "meditation": topology.module_queues.meditation,
+        "distribution": topology.module_queues.distribution,
+        "undeliverable": topology.module_queues.undeliverable,
     }
     return Backlog(
         levels,

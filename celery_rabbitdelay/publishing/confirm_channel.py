@@ -57,6 +57,11 @@ class Unconfirmed:
         """Return the publications in the order of sending."""
         return list(self._by_tag.values())
 
+    def all_but_the_last(self, number: int) -> list[Publication]:
+        """Return the publications except those that were added last, ``number`` of them."""
+        last_tag = self._last_tag - number
+        return [publication for tag, publication in self._by_tag.items() if tag <= last_tag]
+
     def first(self) -> Publication | None:
         """Return the one that was sent first; None if all are settled."""
         return next(iter(self._by_tag.values()), None)
@@ -145,6 +150,13 @@ class ConfirmChannel:
     def in_flight(self) -> int:
         """How many publications are not settled."""
         return len(self.unconfirmed)
+
+    @property
+    def unanswered(self) -> list[Publication]:
+        """The publications of which a byte may have been written, and no answer has come."""
+        written = self.unconfirmed.all_but_the_last(len(self._collected))
+        # A returned one has an error already; only the ack that follows is missing.
+        return [publication for publication in written if publication.error is None]
 
     def send(self, publication: Publication, timeout: float) -> None:
         """Send a message to the exchange and key that its ``address()`` returns now.

@@ -10,6 +10,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.wire import Wire
 
 __all__ = ["PublishingConnection", "remaining"]
 
@@ -48,26 +49,38 @@ class PublishingConnection:
         """Return a channel that can be used, and open the connection if needed.
 
         Args:
-            deadline: When to give up, on the clock of :func:`time.monotonic`.
+            deadline: When to give up, on the clock of :func:`time.monotonic`. Each wait for a host
+                ends before that; a host that answers each step of connecting late may exceed it.
             on_settled: What the channel calls with each publication that is settled.
         """
         if self._channel is not None and self._channel.open:
             self._channel.unconfirmed.on_settled = on_settled
             return self._channel
-        own_timeout = self.kombu.connect_timeout
-        self.kombu.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, remaining(deadline))
-        try:
-            # Try each broker of a fail-over list once; that does not count as a resend.
-            # Left to itself, kombu waits two seconds and tries again.
-            self.kombu.ensure_connection(
-                max_retries=max(len(self.kombu.alt) - 1, 0),
-                timeout=remaining(deadline),  # type: ignore[arg-type]
-                reraise_as_library_errors=False,
-            )
+        self._connect(deadline)
+        with Wire(self.kombu).all_answers_within(remaining(deadline)):
             self._channel = ConfirmChannel(self.kombu, on_settled)
+        return self._channel
+
+    def _connect(self, deadline: float) -> None:
+        """Try each broker of a fail-over list once; that does not count as a resend."""
+        own_timeout = self.kombu.connect_timeout
+        try:
+            for hosts_left in range(max(len(self.kombu.alt), 1), 0, -1):
+                # A host that does not answer leaves time for the others. To switch to the next one
+                # resets kombu's timeout.
+                share = remaining(deadline) / hosts_left
+                self.kombu.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, share)
+                try:
+                    # Left to itself, kombu waits two seconds and tries again.
+                    self.kombu.ensure_connection(max_retries=0, reraise_as_library_errors=False)
+                except self.kombu.recoverable_connection_errors:
+                    if hosts_left == 1:
+                        raise
+                    self.kombu.maybe_switch_next()
+                else:
+                    return
         finally:
             self.kombu.connect_timeout = own_timeout
-        return self._channel
 
     def discard(self) -> None:
         """Drop the connection without AMQP's handshake; :meth:`channel` opens a new one."""

@@ -18,7 +18,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
-from amqp.exceptions import PreconditionFailed, ResourceLocked
+from amqp import spec
+from amqp.exceptions import NotFound, PreconditionFailed, ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
@@ -37,6 +38,7 @@ __all__ = [
     "declare_if_missing",
     "delete",
     "forget",
+    "is_complete",
     "is_declared",
     "missing",
     "on_declared",
@@ -133,6 +135,27 @@ def is_declared(connection: Connection, topology: Topology) -> bool:
     """Return whether a process has declared the whole of this topology on the broker."""
     with _channel(connection) as channel:
         return all(find_exchanges(channel, [topology.identity.marker.name]))
+
+
+def is_complete(connection: Connection, topology: Topology) -> bool:
+    """Return whether every exchange and queue of a topology exists, marker and guard included.
+
+    :func:`missing` asks each queue's leader for its counts, and some leaders may be away after the
+    crash of a node. Here the broker only looks whether the queue exists, except for one in
+    :data:`METHODS_PER_ANSWER`. AMQP has no method that tells whether a binding exists.
+    """
+    exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
+    with _channel(connection) as channel:
+        try:
+            _pipeline(
+                *(partial(each(channel).declare, passive=True) for each in exchanges),
+                *(partial(each(channel).queue_declare, passive=True) for each in topology.queues),
+            )
+        except NotFound as absent:
+            if absent.method_sig not in (spec.Exchange.Declare, spec.Queue.Declare):
+                raise  # it closes another channel of the connection
+            return False
+    return True
 
 
 def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
-__all__ = ["Destination", "resolve", "topic_matches"]
+__all__ = ["Destination", "may_refuse", "resolve", "topic_matches"]
 
 
 class Destination(NamedTuple):
@@ -63,6 +64,27 @@ def resolve(
         if len(names) == 1:
             return Destination(matching[names[0]], exchange, routing_key)
     return Destination(None, exchange, routing_key)
+
+
+def may_refuse(queue: Queue, patterns: Iterable[str] = ()) -> bool:
+    """Return whether a queue may refuse a message: it is declared so, or its name matches.
+
+    What a queue refuses when it comes straight from the levels keeps one of the 32 places of a
+    level's dead-letter worker, and RabbitMQ tries it again only after minutes
+    (https://www.rabbitmq.com/docs/quorum-queues#dead-lettering).
+
+    Args:
+        queue: The queue, with its arguments.
+        patterns: Glob patterns: ``*`` matches any characters, ``?`` one.
+    """
+    arguments = queue.queue_arguments or {}
+    # kombu writes its own attributes over the arguments.
+    attributes = (getattr(queue, "max_length", None), getattr(queue, "max_length_bytes", None))
+    bounds = (*attributes, *map(arguments.get, ("x-max-length", "x-max-length-bytes")))
+    refuses = str(arguments.get("x-overflow", "")).startswith("reject-publish")
+    if refuses and any(bound is not None for bound in bounds):
+        return True
+    return any(fnmatchcase(queue.name, pattern) for pattern in patterns)
 
 
 def _is_fanout_or_headers(queue: Queue, exchange: str) -> bool:

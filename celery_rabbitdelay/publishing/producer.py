@@ -22,7 +22,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_if_missing,
     forget,
 )
-from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.publishing.destination import Destination, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import serialized
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, split_priority, task_id_of
 from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
@@ -59,10 +59,14 @@ class DelayedProducer(Producer):
     Args:
         publisher: Publishes the messages; :meth:`publish`, without a delay, uses its connection.
         topology: The levels.
-        timeout: Seconds until a missing confirm becomes an error.
+        timeout: Seconds until a missing confirm becomes an error, with connecting, declaring and
+            resending.
         may_declare: Whether a missing topology is declared; otherwise it is an error.
         modules: The names of the modules that workers serve; see ``rabbitdelay_modules``. A kombu
             program has none of its own.
+        may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``: their
+            messages go through distribution, if it is served, as do those for queues with a bound
+            and ``reject-publish``.
         serializer: The name of kombu's serializer, where the caller gives none.
     """
 
@@ -74,6 +78,7 @@ class DelayedProducer(Producer):
         timeout: float = 30.0,
         may_declare: bool = True,
         modules: Collection[str] = (),
+        may_refuse: Collection[str] = (),
         serializer: str | None = None,
     ) -> None:
         super().__init__(publisher.connection, serializer=serializer, auto_declare=False)
@@ -82,6 +87,7 @@ class DelayedProducer(Producer):
         self.timeout = timeout
         self.may_declare = may_declare
         self.modules = modules
+        self.may_refuse = may_refuse
 
     def publish_delayed(
         self,
@@ -106,7 +112,8 @@ class DelayedProducer(Producer):
             declare: Other exchanges and queues to declare first.
             resends: Maximum resends after a nack or a lost connection. None: no limit but the
                 timeout.
-            backoff: Seconds before the first resend, step and maximum.
+            backoff: Seconds before the first resend, step and maximum; up to a quarter of each is
+                left out at random.
             **options: ``headers`` (broker headers and ``rabbitdelay-*`` headers are removed);
                 kombu's ``serializer`` and ``compression``; ``content_type`` and
                 ``content_encoding`` of a body that is serialized already; AMQP's message
@@ -184,16 +191,20 @@ class DelayedProducer(Producer):
             header_names.ROUTING_KEY: destination.routing_key,
         }
         queue = destination.queue
-        if queue is None:
-            self._need_distribution(str(destination))
-            name = DISTRIBUTION
-        elif self.topology.queue_type == "quorum" and priority > MAX_PRIORITY:
-            self._need_distribution(f"a message of priority {priority}")
-            name = DISTRIBUTION
+        is_too_high = self.topology.queue_type == "quorum" and priority > MAX_PRIORITY
+        if queue is None or is_too_high:
+            self._need_distribution(
+                str(destination) if queue is None else f"a message of priority {priority}"
+            )
+        if is_too_high:
             properties["priority"], kept = split_priority(priority)
             own_headers.update(kept)
+        if queue is None:
+            name = DISTRIBUTION
         else:
-            name = own_headers[header_names.QUEUE] = queue.name
+            own_headers[header_names.QUEUE] = queue.name
+            refuses = "distribution" in self.modules and may_refuse(queue, self.may_refuse)
+            name = DISTRIBUTION if is_too_high or refuses else queue.name
         body, content_type, content_encoding = serialized(
             self,
             body,

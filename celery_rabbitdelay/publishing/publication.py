@@ -29,9 +29,14 @@ class Publication:
         routing_key: The routing key of the last attempt.
         error: Why the broker has not confirmed the message; None if it has.
         resent: How often the message was sent again.
-        deadline: When to give up, on the clock of :func:`time.monotonic`. A publisher sets it; a
-            module's messages have none, since its time-out is for the broker as a whole.
+        deadline: When to give up, on the clock of :func:`time.monotonic`. A publisher sets it for
+            all attempts together, and a module for each of them.
+        resends_nacks: Whether the message is sent again after a nack, as the policy says.
         redeclared: Whether what the message needs was declared again because no queue took it.
+        unanswered: Whether it was written at least once without any answer: the connection was
+            lost, or time was up.
+        suspected: Whether it was in flight when the broker closed the channel for another message;
+            the broker may have taken those before that one.
     """
 
     __slots__ = (
@@ -41,9 +46,12 @@ class Publication:
         "error",
         "exchange",
         "redeclared",
+        "resends_nacks",
         "resent",
         "routing_key",
         "subject",
+        "suspected",
+        "unanswered",
     )
 
     def __init__(self, content: Content, address: Address, subject: Any = None) -> None:
@@ -55,4 +63,12 @@ class Publication:
         self.error: PublishError | None = None
         self.resent = 0
         self.deadline = math.inf
+        self.resends_nacks = True
         self.redeclared = False
+        self.unanswered = False
+        self.suspected = False
+
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether the broker may have the message although it did not confirm."""
+        return self.unanswered or self.suspected

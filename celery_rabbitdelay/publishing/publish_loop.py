@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from operator import itemgetter
-from typing import Final, TypeAlias
+from typing import Final, NoReturn, TypeAlias
 
 from amqp import spec
 from amqp.exceptions import ChannelError, FrameSyntaxError, NotFound
@@ -42,6 +42,9 @@ SLOW_SOURCE: Final = 0.005
 
 #: While messages are sent, the broker's answers are read at least once in so many seconds.
 READ_EVERY: Final = 0.05
+
+#: Seconds that writing may take at least, where the time is over already.
+MIN_WRITE_TIME: Final = 0.001
 
 #: Returns the next message; None if there is none now.
 Source: TypeAlias = Callable[[], Publication | None]
@@ -76,6 +79,7 @@ class PublishLoop:
 
     Attributes:
         window: How many messages may be in flight.
+        write_timeout: Seconds that writing may take; None: until the oldest message's deadline.
         last_settled: When the broker last settled a message, on the clock of
             :func:`time.monotonic`; 0 before the first.
     """
@@ -88,6 +92,7 @@ class PublishLoop:
         redeclare: Callable[[], None] | None = None,
     ) -> None:
         self.window = policy.window
+        self.write_timeout: float | None = None
         self.last_settled = 0.0
         self._source = source
         self._policy = policy
@@ -95,10 +100,12 @@ class PublishLoop:
         self._redeclare = redeclare
         self._must_redeclare = False
         self._channel: ConfirmChannel | None = None
-        #: Messages to send before any new one, and when, the earliest first.
-        self._resends: deque[tuple[float, Publication]] = deque()
-        #: Messages to resend one at a time, to find the one that closed the channel.
-        self._suspects = 0
+        #: Messages to send before any new one of the source, and when, the earliest first: most of
+        #: them were sent before.
+        self._queued: deque[tuple[float, Publication]] = deque()
+        #: How many messages are still to be resent one at a time, to find the one that closed the
+        #: channel.
+        self._suspects_left = 0
         #: Whether the source had no message when it was last asked.
         self._source_is_empty = False
         #: Seconds that the source took for its last message; unknown before the first.
@@ -121,26 +128,34 @@ class PublishLoop:
         """Return whether work is left; may take a message from the source."""
         if self._channel is not None and self._channel.in_flight:
             return True
-        if not self._resends and (publication := self._take()) is not None:
-            self._resends.append((0.0, publication))
-        return bool(self._resends)
+        if not self._queued and (publication := self._take()) is not None:
+            self._queued.append((0.0, publication))
+        return bool(self._queued)
 
     @property
     def has_room(self) -> bool:
         """Whether a new message would be sent at once."""
         channel = self.channel
-        occupied = channel.in_flight + len(self._resends)
-        return channel.blocked is None and not self._suspects and occupied < self.window
+        occupied = channel.in_flight + len(self._queued)
+        return channel.blocked is None and not self._suspects_left and occupied < self.window
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the broker last settled a message, or since the first one in flight."""
+        channel = self.channel
+        if not channel.in_flight or channel.blocked is not None:
+            return 0.0
+        return time.monotonic() - self._progress
 
     @property
     def is_waiting(self) -> bool:
         """Whether a message is in flight, or waits to be sent again."""
-        return bool(self._resends or self.channel.in_flight)
+        return bool(self._queued or self.channel.in_flight)
 
     @property
     def next_waiting(self) -> Publication:
         """The message that is sent next; there has to be one."""
-        return self._resends[0][1]
+        return self._queued[0][1]
 
     def send_first(self, publication: Publication) -> None:
         """Queue a message ahead of all others.
@@ -148,15 +163,16 @@ class PublishLoop:
         ``done`` uses it to publish a replacement, such as the copy for ``undeliverable``. It is not
         sent at once, because the channel is reading the broker's answers while ``done`` is called.
         """
-        self._resends.appendleft((0.0, publication))
-        if self._suspects:
-            # It is sent and settled between them.
-            self._suspects += 1
+        self._queued.appendleft((0.0, publication))
+        if self._suspects_left:
+            # It is sent before the next suspect, and its outcome is counted as one of theirs.
+            self._suspects_left += 1
 
     def send(self) -> None:
         """Send as many messages as the window takes; they are written by the channel's flush.
 
-        It returns sooner where the broker keeps up with the source, so that its owner has a turn.
+        While messages are in flight, it returns after :data:`READ_EVERY` seconds even if the window
+        has room, so that its owner can do its other work.
         """
         if self._must_redeclare and self._redeclare is not None:
             self._must_redeclare = False
@@ -165,7 +181,7 @@ class PublishLoop:
             except BaseException:
                 self._must_redeclare = True
                 raise
-        channel, timeout = self.channel, self._policy.timeout
+        channel, timeout = self.channel, self._time_to_write()
         read_at = time.monotonic() + READ_EVERY
         # A message that is returned meanwhile is sent again after the declaration.
         while channel.blocked is None and not self._must_redeclare:
@@ -189,12 +205,27 @@ class PublishLoop:
                 channel.read_all()
                 return
 
+    def _time_to_write(self) -> float:
+        """Seconds that writing may take."""
+        if self.write_timeout is not None:
+            return self.write_timeout
+        left, oldest = self._policy.timeout, self._oldest
+        if oldest is not None:
+            left = min(left, oldest.deadline - time.monotonic())
+        return max(left, MIN_WRITE_TIME)
+
+    @property
+    def _oldest(self) -> Publication | None:
+        """The first message in flight, or else the first that waits to be sent again."""
+        waiting = self._queued[0][1] if self._queued else None
+        return self.channel.unconfirmed.first() or waiting
+
     def _next(self, in_flight: int) -> Publication | None:
-        if in_flight >= (1 if self._suspects else self.window):
+        if in_flight >= (1 if self._suspects_left else self.window):
             return None
-        if self._resends and self._resends[0][0] <= time.monotonic():
-            return self._resends.popleft()[1]
-        if self._suspects or in_flight + len(self._resends) >= self.window:
+        if self._queued and self._queued[0][0] <= time.monotonic():
+            return self._queued.popleft()[1]
+        if self._suspects_left or in_flight + len(self._queued) >= self.window:
             return None
         return self._take()
 
@@ -207,15 +238,15 @@ class PublishLoop:
         now = time.monotonic()
         self._source_took = now - began
         if self._source_took >= READ_EVERY:
-            self._excuse(self._source_took)
+            self.excuse(self._source_took)
         self._source_is_empty = publication is None
         return publication
 
-    def _excuse(self, seconds: float) -> None:
-        """Extend all deadlines by the time the source took: no answers were read meanwhile."""
+    def excuse(self, seconds: float) -> None:
+        """Extend all deadlines by a time in which no answers could be read."""
         self._progress += seconds
         in_flight = self._channel.unconfirmed.all() if self._channel else []
-        for publication in (*in_flight, *(publication for _, publication in self._resends)):
+        for publication in (*in_flight, *(publication for _, publication in self._queued)):
             publication.deadline += seconds
 
     def wait(self) -> None:
@@ -223,13 +254,13 @@ class PublishLoop:
         channel = self.channel
         oldest = channel.unconfirmed.first() or self.next_waiting
         now = time.monotonic()
-        resend_at = self._resends[0][0] if self._resends else oldest.deadline
-        if self._suspects:
+        resend_at = self._queued[0][0] if self._queued else oldest.deadline
+        if self._suspects_left:
             room = 0
-        elif self._resends and resend_at <= now:
+        elif self._queued and resend_at <= now:
             room = self.window
         else:
-            room = 0 if self._source_is_empty else max(self.window - len(self._resends), 0)
+            room = 0 if self._source_is_empty else max(self.window - len(self._queued), 0)
         # Wait until a quarter of the window is free, so that messages are written in batches.
         enough = room * 3 // 4
         was_blocked, was_in_flight = channel.blocked is not None, channel.in_flight > 0
@@ -256,11 +287,11 @@ class PublishLoop:
         channel, now = self.channel, time.monotonic()
         if not channel.in_flight or channel.blocked is not None:
             self._progress = now
-        oldest = channel.unconfirmed.first() or (self._resends[0][1] if self._resends else None)
+        oldest = self._oldest
         if oldest is not None and oldest.deadline <= now:
             self._give_up(oldest)
         elif now - self._progress > self._policy.timeout:
-            self._stop_waiting(oldest)
+            self._raise_confirm_timeout(oldest)
 
     def _give_up(self, oldest: Publication) -> None:
         channel = self.channel
@@ -274,25 +305,27 @@ class PublishLoop:
         now = time.monotonic()
         taken_at = oldest.deadline - self._policy.timeout
         if self.last_settled <= taken_at or not channel.in_flight:
-            self._stop_waiting(oldest)
+            self._raise_confirm_timeout(oldest)
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
+        unanswered = channel.unanswered
         channel.unconfirmed.forget(over)
         for publication in over:
+            publication.unanswered |= publication in unanswered
             reason = "the broker did not confirm in time, though it did confirm others"
             publication.error = ConfirmTimeout(*publication.address(), reason)
             self._finish(publication)
 
     @staticmethod
-    def _stop_waiting(oldest: Publication | None) -> None:
+    def _raise_confirm_timeout(oldest: Publication | None) -> NoReturn:
         address = ("", "") if oldest is None else oldest.address()
         raise ConfirmTimeout(*address, "the broker did not confirm in time")
 
     def settled(self, publication: Publication) -> None:
         """Note the broker's answer: what a channel calls with each settled publication."""
         self.last_settled = self._progress = time.monotonic()
-        self._suspects = max(self._suspects - 1, 0)
+        self._suspects_left = max(self._suspects_left - 1, 0)
         error = publication.error
-        if isinstance(error, MessageNacked):
+        if isinstance(error, MessageNacked) and publication.resends_nacks:
             attempt = publication.resent + 1
             at = self._progress + self._policy.pause(attempt)
             if not self._policy.is_over(attempt) and at < publication.deadline:
@@ -307,32 +340,46 @@ class PublishLoop:
     def _send_again(self, publication: Publication, at: float) -> None:
         publication.error = None
         publication.resent += 1
-        insort(self._resends, (at, publication), key=itemgetter(0))
+        insort(self._queued, (at, publication), key=itemgetter(0))
 
     def _finish(self, publication: Publication) -> None:
+        if publication.error is not None:
+            publication.error.may_have_arrived = publication.may_have_arrived
         try:
             self._done(publication)
         except Exception as error:
             raise _CallersError(error) from error
 
-    def take_back(self) -> int:
+    def take_back(self, closed_for_one: bool = False) -> int:
         """Put the messages in flight in front of all others, in their order; there is no channel.
+
+        Args:
+            closed_for_one: Whether the broker closed the channel because of one of them.
 
         Returns:
             How many were in flight.
         """
         in_flight: list[Publication] = []
         if self._channel is not None:
+            self._note_unanswered(self._channel.unanswered, closed_for_one)
             in_flight, self._channel = self._channel.unconfirmed.all(), None
         for publication in in_flight:
             # The connection may be lost between its return and the ack that settles it.
             publication.error = None
-        self._resends.extendleft((0.0, publication) for publication in reversed(in_flight))
+        self._queued.extendleft((0.0, publication) for publication in reversed(in_flight))
         return len(in_flight)
 
-    def count_resends(self) -> None:
-        """Count all messages that wait as sent once more."""
-        for _, publication in self._resends:
+    @staticmethod
+    def _note_unanswered(written: list[Publication], closed_for_one: bool) -> None:
+        for publication in written:
+            if not closed_for_one:
+                publication.unanswered = True
+            elif len(written) > 1:
+                publication.suspected = True
+
+    def count_resends(self, number: int) -> None:
+        """Count the first messages that wait, ``number`` of them, as sent once more."""
+        for _, publication in islice(self._queued, number):
             publication.resent += 1
 
     def channel_closed(self, closed: ChannelError) -> Publication | None:
@@ -348,10 +395,12 @@ class PublishLoop:
         Raises:
             amqp.exceptions.ChannelError: The channel was not closed for a message.
         """
-        in_flight = self.take_back()
-        if closed.method_sig != spec.Basic.Publish or not in_flight:
+        for_a_message = closed.method_sig == spec.Basic.Publish
+        in_flight = self.take_back(for_a_message)
+        if not for_a_message or not in_flight:
+            self.count_resends(in_flight)
             raise closed
-        suspects = [publication for _, publication in islice(self._resends, in_flight)]
+        suspects = [publication for _, publication in islice(self._queued, in_flight)]
         if isinstance(closed, NotFound) and self._redeclare and not suspects[0].redeclared:
             self._must_redeclare = True
             for publication in suspects:
@@ -359,22 +408,33 @@ class PublishLoop:
                 publication.resent += 1
             return None
         if in_flight > 1:
-            self._suspects = in_flight
+            self._suspects_left = in_flight
             for publication in suspects:
                 publication.resent += 1
             return None
-        self._suspects = max(self._suspects - 1, 0)
+        self._suspects_left = max(self._suspects_left - 1, 0)
         (culprit,) = suspects
-        self._resends.popleft()
+        self._queued.popleft()
+        culprit.suspected = False
         kind = MessageReturned if isinstance(closed, NotFound) else MessageRefused
         culprit.error = kind(culprit.exchange, culprit.routing_key, str(closed))
         culprit.error.__cause__ = closed
         self._finish(culprit)
         return culprit
 
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether the broker may have one of the messages that wait to be sent again."""
+        return any(publication.may_have_arrived for _, publication in self._queued)
+
     def fail_all(self, error: PublishError) -> None:
-        """Finish all messages that wait with an error."""
-        while self._resends:
-            _, publication = self._resends.popleft()
-            publication.error = error
+        """Finish all messages that wait with an error, or with its copy for the others.
+
+        One of the two says that the broker may have the message, the other one that it has not.
+        """
+        errors = {error.may_have_arrived: error}
+        while self._queued:
+            _, publication = self._queued.popleft()
+            arrived = publication.may_have_arrived
+            publication.error = errors.setdefault(arrived, error.copy(arrived))
             self._finish(publication)

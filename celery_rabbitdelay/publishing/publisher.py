@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import time
 from collections.abc import Callable, Iterable
-from typing import Final, TypeAlias
+from typing import Final, NoReturn, TypeAlias
 
 import amqp
 from amqp import spec
@@ -19,6 +20,7 @@ from celery_rabbitdelay.exceptions import (
     MessageRefused,
     MessageReturned,
     PublishError,
+    RabbitDelayError,
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.connection import PublishingConnection, remaining
@@ -41,6 +43,14 @@ Declaration: TypeAlias = Callable[[Connection], None]
 
 #: After these errors, the connection can be used for the next messages.
 HARMLESS: Final = (MessageNacked, MessageRefused, MessageReturned, DeclarationRefused)
+
+
+#: Why the broker does not find a queue that exists: its node is down, or it is starting or
+#: stopping (``priv_absent`` in
+#: https://github.com/rabbitmq/rabbitmq-server/blob/v3.10.8/deps/rabbit/src/rabbit_amqqueue.erl).
+PASSING_REASONS: Final = re.compile(
+    "is down or inaccessible|process is stopped by supervisor|due to timeout|may be stopping"
+)
 
 
 class Publisher:
@@ -73,16 +83,18 @@ class Publisher:
         """Publish a message and return once the broker has confirmed it.
 
         After a lost connection the message is sent again on a new one; the broker may then have it
-        twice. After an error, regard it as not sent; the broker may still have it only after a
-        timeout, a blocked or a lost connection.
+        twice. After an error, regard it as not sent; the error's ``may_have_arrived`` says whether
+        the broker may have it all the same.
 
         Args:
             message: The message with its properties; sent persistent and mandatory.
             address: Returns the exchange and the routing key; called for each attempt.
-            timeout: Seconds for everything, from connecting through resends to the confirm.
+            timeout: Seconds for everything, from connecting through declaring and resending to the
+                confirm.
             resends: How often the message is sent again after the broker has nacked it, or the
                 connection was lost; None for as often as the time allows.
-            backoff: Seconds before the first resend, the step by which they grow, their maximum.
+            backoff: Seconds before the first resend, the step by which they grow, their maximum; up
+                to a quarter of each is left out at random.
             declare: Called with each new connection, and at least once, to declare what is missing.
             redeclare: Called once if no queue takes the message or its exchange does not exist; the
                 message is then sent once more.
@@ -92,7 +104,8 @@ class Publisher:
             MessageRefused: The broker closed the channel: too large, invalid, or no write
                 permission.
             MessageReturned: No queue takes it, or the exchange does not exist.
-            DeclarationRefused: The broker refused what ``declare`` declares.
+            DeclarationRefused: The broker refused what ``declare`` declares, also each time it was
+                declared again, if the reason may pass.
             ConfirmTimeout: No confirm within ``timeout``.
             ConnectionBlocked: The broker blocked the connection for all of that time.
             ConnectionLost: The connection could not be opened or broke, also at each resend.
@@ -151,6 +164,14 @@ class Publisher:
         self._connection.close()
 
 
+class _MayPass(Exception):
+    """Wraps an error that another attempt may not have."""
+
+    def __init__(self, error: PublishError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class _Run:
     """One call of :meth:`Publisher.publish_all`: the publish loop on one connection after another.
 
@@ -188,19 +209,27 @@ class _Run:
             while self._loop.has_more():
                 try:
                     self._publish(self._open())
+                except _MayPass as refused:
+                    self._try_again(refused.error, refused.error.__cause__)
                 except PublishError as error:
-                    self._end_with(error, error.__cause__)
+                    self._fail_all_and_raise(error, error.__cause__)
+                except RabbitDelayError as error:
+                    # What was declared before is incomplete, or belongs to another layout.
+                    self._loop.take_back()
+                    error.may_have_arrived = self._loop.may_have_arrived
+                    self._connection.discard()
+                    raise
                 except NotAllowed as refused:
                     # Do not retry: the virtual host is missing or not accessible.
                     self._loop.take_back()
                     self._connection.discard()
                     if self._loop.has_more():
-                        self._end_with(self._lost(refused), refused)
+                        self._fail_all_and_raise(self._lost(refused), refused)
                 except (
                     *self._connection.connection_errors,
                     *self._connection.channel_errors,
                 ) as lost:
-                    self._reconnect_later(lost)
+                    self._try_again(None, lost)
                 except BaseException:
                     # Also an interrupt or a time limit: late confirms of messages in flight must
                     # not be taken for confirms of the next caller's messages.
@@ -226,12 +255,16 @@ class _Run:
     def _call(self, declare: Declaration) -> None:
         publication = self._loop.next_waiting
         try:
-            with self._loop.channel.wire.answers_within(remaining(publication.deadline)):
+            with self._loop.channel.wire.all_answers_within(remaining(publication.deadline)):
                 declare(self._connection.kombu)
         except self._connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
                 raise  # for a message in flight
-            raise DeclarationRefused(*publication.address(), str(refused)) from refused
+            error = DeclarationRefused(*publication.address(), str(refused))
+            if isinstance(refused, NotFound) and PASSING_REASONS.search(str(refused)):
+                error.__cause__ = refused
+                raise _MayPass(error) from refused
+            raise error from refused
 
     def _publish(self, channel: ConfirmChannel) -> None:
         """Publish on one channel until nothing is left."""
@@ -251,10 +284,16 @@ class _Run:
             if culprit is not None and isinstance(closed, AccessRefused | NotFound):
                 assert culprit.error is not None
                 # Every further message to it would fail.
-                raise culprit.error from closed
+                raise culprit.error.copy(culprit.may_have_arrived) from closed
 
-    def _reconnect_later(self, lost: BaseException) -> None:
-        self._loop.take_back()
+    def _try_again(self, error: PublishError | None, cause: BaseException | None) -> None:
+        """Drop the connection, and go on after a pause; the next one may be to another node.
+
+        Args:
+            error: The error if that was one attempt too many; None if the connection is lost.
+            cause: What has gone wrong.
+        """
+        sent = self._loop.take_back()
         self._connection.discard()
         self._connection.kombu.maybe_switch_next()
         if not self._loop.has_more():
@@ -265,21 +304,23 @@ class _Run:
         pause = self._policy.pause(self._losses)
         late = time.monotonic() + pause >= self._loop.next_waiting.deadline
         if self._policy.is_over(self._losses) or late:
-            self._end_with(self._lost(lost), lost)
+            self._fail_all_and_raise(error or self._lost(cause), cause)
         self._lost_at = time.monotonic()
-        self._loop.count_resends()
+        self._loop.count_resends(sent)
         time.sleep(pause)
 
-    def _lost(self, cause: BaseException) -> ConnectionLost:
+    def _lost(self, cause: BaseException | None) -> ConnectionLost:
         broker = self._connection.kombu.as_uri()
         reason = f"no connection to {broker}, attempt {max(self._losses, 1)}: {cause!r}"
         return ConnectionLost(*self._loop.next_waiting.address(), reason)
 
-    def _end_with(self, error: PublishError, cause: BaseException | None) -> None:
-        """Nothing can be published any more."""
+    def _fail_all_and_raise(self, error: PublishError, cause: BaseException | None) -> NoReturn:
+        """Finish all messages that wait with this error, and raise it."""
         if not isinstance(error, HARMLESS):
             self._connection.discard()
         self._loop.take_back()
+        error.may_have_arrived = error.may_have_arrived or self._loop.may_have_arrived
+        error.__cause__ = cause
         self._loop.fail_all(error)
         raise error from cause
 

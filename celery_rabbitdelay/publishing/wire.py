@@ -10,6 +10,7 @@ frame with the properties, and as many frames as the body takes.
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -230,6 +231,25 @@ class Wire:
                 # closed socket.
                 raise reported from reported.__cause__
             raise
+
+    @contextmanager
+    def all_answers_within(self, seconds: float) -> Iterator[None]:
+        """Bound all waits for answers on this connection together."""
+        deadline = time.monotonic() + seconds
+        read = self._amqp.blocking_read
+
+        def read_in_time(timeout: float | None = None) -> Any:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no answer within {seconds:.3f} s")
+            return read(left if timeout is None else min(timeout, left))
+
+        with self.answers_within(seconds):
+            self._amqp.blocking_read = read_in_time
+            try:
+                yield
+            finally:
+                del self._amqp.blocking_read
 
     def set_on_blocked(self, on_blocked: Any, on_unblocked: Any) -> tuple[Any, Any]:
         """Set the callbacks for blocked and unblocked; return the former ones."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
+import time
+from collections.abc import Callable
 from threading import Lock
 from typing import Any, Final
 
@@ -14,15 +17,18 @@ from kombu import Connection, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.settings import checked_modules
+from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module
-from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.modules.distribution import Distribution
+from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
     connect,
     declare_destination,
+    is_complete,
 )
 from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
@@ -41,20 +47,29 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+#: Seconds that a worker waits at most before it declares again what the broker has lost. After a
+#: restart of the broker all workers connect at once, and each of them would declare all queues.
+MAX_JITTER: Final = 2.0
+
+
 class WorkerDeclaration:
     """Declares what a worker needs: the levels, and its queues with their bindings.
 
     The worker's consumer and its modules have a connection each. The first one that connects
     declares for all of them. When one of them is lost, the broker may have lost its state: the next
-    one that connects declares everything again.
+    one that connects looks for what is missing. If there is something, it waits for a random time,
+    looks again, and then declares the levels, unless another worker has done that meanwhile.
 
     Args:
         app: The worker's application.
+        wait: Waits for so many seconds.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, wait: Callable[[float], object] = time.sleep) -> None:
         self._app = app
+        self._wait = wait
         self._lock = Lock()
+        self._has_declared = False
         #: The brokers where everything is declared. With a fail-over list, connections may reach
         #: different brokers.
         self._brokers: set[str] = set()
@@ -67,6 +82,9 @@ class WorkerDeclaration:
 
     def declare(self, connection: Connection) -> None:
         """Declare everything, unless that was done since the last loss of a connection.
+
+        After a loss, the levels are only declared if something is missing, and after a random wait
+        of at most :data:`MAX_JITTER`.
 
         With ``rabbitdelay_declare = "never"``, check that the levels are there.
 
@@ -82,7 +100,9 @@ class WorkerDeclaration:
             if broker in self._brokers:
                 return
             delays = self._app.rabbitdelay
-            delays.declare(connection)
+            if not self._has_declared or self._is_missing_after_a_wait(connection):
+                delays.declare(connection)
+            self._has_declared = True
             if delays.settings.declare == "auto":
                 for queue in self.queues:
                     if not queue.exclusive:
@@ -93,6 +113,18 @@ class WorkerDeclaration:
                 delays.topology.prefix,
                 delays.topology.identity.fingerprint,
             )
+
+    def _is_missing_after_a_wait(self, connection: Connection) -> bool:
+        """Return whether the levels have to be declared, or checked, on a new connection."""
+        delays = self._app.rabbitdelay
+        if delays.settings.declare == "never":
+            return True
+        if is_complete(connection, delays.topology):
+            return False
+        seconds = random.uniform(0, MAX_JITTER)
+        logger.info("Delay levels are missing; looking again in %.1f s.", seconds)
+        self._wait(seconds)
+        return not is_complete(connection, delays.topology)
 
     def bind_exclusive_queues(self, connection: Connection) -> None:
         """Bind the exclusive queues, which only the consumer's own connection can do.
@@ -117,7 +149,7 @@ class WorkerDeclaration:
                 )
 
     def connection_lost(self) -> None:
-        """Declare everything again on the next connection."""
+        """Look for what is missing on the next connection, and declare it."""
         with self._lock:
             self._brokers.clear()
 
@@ -173,10 +205,11 @@ class RestoreTasks(bootsteps.StartStopStep):
     def start(self, consumer: Any) -> None:
         """Wrap the execution strategies, and begin to take early tasks of the new connection."""
         if not isinstance(consumer.strategies, RestoringStrategies):
-            consumer.strategies = RestoringStrategies(consumer)
-        if consumer.app.rabbitdelay.settings.takeover:
-            consumer.strategies.early_tasks = EarlyTasks(consumer)
-            consumer.strategies.early_tasks.start()
+            takeover = consumer.app.rabbitdelay.settings.takeover
+            consumer.strategies = RestoringStrategies(consumer, takeover)
+        # Without takeover too: a task may leave the levels before it is due.
+        consumer.strategies.early_tasks = EarlyTasks(consumer)
+        consumer.strategies.early_tasks.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Let the event loop run what early tasks need from the worker's own thread."""
@@ -246,11 +279,19 @@ class Modules(bootsteps.StartStopStep):
 def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleService:
     settings = app.rabbitdelay.settings
     topology = settings.topology
+    on_lost = declaration.connection_lost
     if name == "check-in":
-        queue = topology.modules.checkin
+        queue = topology.module_queues.checkin
         receive = CheckIn(topology, allowed_destinations(app).includes).receive
     else:
-        queue, receive = topology.modules.distribution, distribute
+        early = EarlyMessages(topology, milliseconds(settings.early))
+        queue = topology.module_queues.distribution
+        receive = Distribution(topology, early.put_back).receive
+
+        def on_lost() -> None:
+            declaration.connection_lost()
+            early.warning.reset()
+
     module = Module(
         name,
         topology,
@@ -259,9 +300,10 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         prefetch=min(PREFETCH[name], settings.window),
         window=settings.window,
         timeout=settings.confirm_timeout,
+        redelivery=settings.redelivery,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    return ModuleService(module, connection, declaration.declare, declaration.connection_lost)
+    return ModuleService(module, connection, declaration.declare, on_lost)
 
 
 def allowed_destinations(app: Any) -> AllowedDestinations:

@@ -6,8 +6,8 @@ When Celery moves one of them, tests/unit/test_upstream_celery.py says which.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime, tzinfo
-from typing import Any
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Any, Final
 
 from celery.exceptions import InvalidTaskError
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -20,6 +20,7 @@ from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
 __all__ = [
     "DelayedDelivery",
     "eta_of",
+    "give_eta",
     "has_event_loop",
     "is_revoked",
     "leave_out_delayed_delivery",
@@ -31,6 +32,12 @@ __all__ = [
     "watch",
     "write_pending_acknowledgements",
 ]
+
+#: The latest instant, in milliseconds since 1970, until which a worker is told to hold a task: in
+#: the year 9000. Celery cannot convert instants close to the end of the year 9999.
+LATEST_ETA_MS: Final = 221_845_392_000_000
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def leave_out_delayed_delivery(consumer: Any) -> None:
@@ -105,3 +112,18 @@ def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
     except (AttributeError, TypeError, ValueError):
         return None
     return maybe_make_aware(instant, timezone) if isinstance(instant, datetime) else None
+
+
+def give_eta(message: Message, body: Any, due_ms: int) -> None:
+    """Let Celery's strategy hold a task, which has no ``eta``, until an instant.
+
+    Args:
+        message: The task's message, of any version of Celery's protocol.
+        body: The body that Celery passes to the strategy.
+        due_ms: The instant, in milliseconds since 1970-01-01 UTC.
+    """
+    instant = _EPOCH + timedelta(milliseconds=min(due_ms, LATEST_ETA_MS))
+    message.headers["eta"] = instant.isoformat()
+    if isinstance(body, dict):
+        # Protocol 1; the headers are not read.
+        body["eta"] = instant.isoformat()

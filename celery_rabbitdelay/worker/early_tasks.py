@@ -1,7 +1,9 @@
 """Early tasks: a task that arrives at a worker before it is due goes into the levels.
 
-A producer that does not know the levels (plain Celery, another language, an older version) sends
-a task at once, with an ``eta`` in the future. Celery would hold it in the worker until then.
+There are two kinds. A producer that does not know the levels (plain Celery, another language, an
+older version) sends a task at once, with an ``eta`` in the future; Celery would hold it in the
+worker until then. And a task may leave the levels before it is due; see ``modules/early.py``.
+Celery would start it at once.
 """
 
 from __future__ import annotations
@@ -15,18 +17,22 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, Queue
 from threading import Event, Lock, Thread
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
+import kombu
 from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
-from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import Due, milliseconds
+from celery_rabbitdelay.modules.early import EarlyWarning, PutBack, early_ms, pause_ms
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.worker.celery_internals import (
     eta_of,
+    give_eta,
     has_event_loop,
     is_revoked,
     lower_prefetch,
@@ -38,7 +44,7 @@ from celery_rabbitdelay.worker.celery_internals import (
     write_pending_acknowledgements,
 )
 
-__all__ = ["EarlyTasks"]
+__all__ = ["EarlyTasks", "Waited"]
 
 logger = get_logger(__name__)
 
@@ -60,8 +66,24 @@ RETRY_INTERVAL: Final = 1.0
 #: Seconds that a stopping worker waits for the confirm of the message that is being published.
 STOP_TIMEOUT: Final = 2.0
 
+NS_PER_MS: Final = 1_000_000
+
 #: Something that only the worker's event loop may run.
 Action: TypeAlias = Callable[[], None]
+
+
+class Waited(NamedTuple):
+    """What a message that has left the levels says about its delay.
+
+    Attributes:
+        due_ms: Its header ``rabbitdelay-due``.
+        times: How often it was put back into the levels already.
+        straight: Whether it came straight from the levels, and not through distribution.
+    """
+
+    due_ms: object
+    times: int
+    straight: bool
 
 
 @dataclass(slots=True)
@@ -72,6 +94,7 @@ class _Early:
         message: The message.
         destination: The queue that it was consumed from, its exchange and its routing key.
         due: When it is due.
+        waited: What it says about its delay; None if it has an ``eta`` and was never in the levels.
         acknowledge: Acknowledges it.
         hold: Passes the task to Celery, which holds it.
         again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
@@ -81,6 +104,7 @@ class _Early:
     message: Message
     destination: Destination
     due: Due
+    waited: Waited | None
     acknowledge: Action
     hold: Action
     again_at: float | None = None
@@ -101,6 +125,8 @@ class EarlyTasks:
         self._consumer = consumer
         self._delays = consumer.app.rabbitdelay
         self._tick_ms: int = self._delays.topology.layout.tick_ms
+        self._tolerated_ms = milliseconds(self._delays.settings.early)
+        self._warning = EarlyWarning(logger)
         self._arrived: Queue[_Early | None] = Queue()
         self._failed: deque[_Early] = deque()
         self._acknowledgements: deque[Action] = deque()
@@ -140,34 +166,67 @@ class EarlyTasks:
             self._first_has_ended = True
 
     def try_enqueue(
-        self, message: Message, body: Any, ack: Callable[..., Any], hold: Callable[[], Any]
+        self,
+        message: Message,
+        body: Any,
+        ack: Callable[..., Any],
+        go_on: Callable[[], Any],
+        waited: Waited | None = None,
+        takes_eta: bool = True,
     ) -> bool:
-        """Take a task that is due in more than a tick; return whether it was taken.
+        """Take a task that is not due yet; return whether it was taken.
+
+        A task with an ``eta`` is early by a tick, one that has left the levels by the setting
+        ``rabbitdelay_early``. If the latter cannot be taken, it gets an ``eta``, so that Celery
+        holds it and does not start it.
 
         Args:
             message: The task's message.
             body: The body that Celery passes to a strategy.
             ack: Acknowledges the message; the function that Celery passes to a strategy.
-            hold: Passes the task to Celery, which holds it until it is due.
+            go_on: Passes the task to Celery, which holds it until its ``eta``.
+            waited: What the message says about its delay; None if it was not in the levels.
+            takes_eta: Whether to take a task for its ``eta``.
         """
-        due = self._due(message, body)
-        if due is None or due.delay_ms <= self._tick_ms:
+        due = self._due_after_levels(waited)
+        if due is None:
+            # It was released in time, or never waited.
+            waited = None
+            due = self._due_by_eta(message, body) if takes_eta else None
+        if due is None or is_revoked(self._consumer, message.headers.get("id")):
             return False
-        destination = self._destination(message)
-        if destination is None or is_revoked(self._consumer, message.headers.get("id")):
+        destination = self._destination(message, waited)
+        if destination is None:
+            if waited is not None:
+                give_eta(message, body, due.at_ms)
             return False
 
         def acknowledge() -> None:
             ack(logger, self._consumer.connection_errors)
             write_pending_acknowledgements(self._consumer)
 
-        def hold_it() -> None:
-            run_strategy(self._consumer, message, body, hold)
+        def hold() -> None:
+            if waited is not None:
+                give_eta(message, body, due.at_ms)
+            run_strategy(self._consumer, message, body, go_on)
 
-        self._arrived.put(_Early(message, destination, due, acknowledge, hold_it))
+        self._arrived.put(_Early(message, destination, due, waited, acknowledge, hold))
+        if waited is not None:
+            self._warning.warn(f"Task {message.headers.get('id')}", due.delay_ms)
         return True
 
-    def _due(self, message: Message, body: Any) -> Due | None:
+    def _due_after_levels(self, waited: Waited | None) -> Due | None:
+        """Return when a task is due that has left the levels too early; None if it has not."""
+        if waited is None:
+            return None
+        now_ms = time.time_ns() // NS_PER_MS
+        by_ms = early_ms(waited.due_ms, now_ms, self._tolerated_ms)
+        if by_ms is None:
+            return None
+        return Due((now_ms + by_ms) * NS_PER_MS, by_ms, is_instant=True)
+
+    def _due_by_eta(self, message: Message, body: Any) -> Due | None:
+        """Return when a task is due that has an ``eta`` in more than a tick; None otherwise."""
         eta = message.headers.get("eta")
         if eta is None:
             # Protocol 1, and a mixture of both: Celery's strategies look into the body as well.
@@ -175,13 +234,22 @@ class EarlyTasks:
                 fields = message.payload if body is None else body
                 eta = fields.get("eta") if isinstance(fields, Mapping) else None
         instant = eta_of(eta, self._consumer.app.timezone)
-        return None if instant is None else Due.at(instant)
+        if instant is None:
+            return None
+        due = Due.at(instant)
+        return due if due.delay_ms > self._tick_ms else None
 
-    def _destination(self, message: Message) -> Destination | None:
-        """Return where the message came from; None if its queue ends with this worker."""
-        info = message.delivery_info
-        queue = self._consumer.app.amqp.queues.get(name_of_queue(self._consumer, message))
-        if queue is None or queue.auto_delete or queue.exclusive:
+    def _destination(self, message: Message, waited: Waited | None) -> Destination | None:
+        """Return where the message came from; None if it cannot return there from the levels."""
+        info, name = message.delivery_info, name_of_queue(self._consumer, message)
+        queue: kombu.Queue | None = self._consumer.app.amqp.queues.get(name)
+        if waited is not None:
+            # The levels, or distribution, have reached its queue already.
+            if queue is None and name is not None:
+                queue = kombu.Queue(name, no_declare=True)
+        elif queue is not None and (queue.auto_delete or queue.exclusive):
+            queue = None  # it ends with this worker
+        if queue is None:
             return None
         return Destination(queue, info["exchange"], info["routing_key"])
 
@@ -242,7 +310,7 @@ class EarlyTasks:
             lower_prefetch(self._consumer)
 
     def _publish(self, early: _Early) -> None:
-        message, settings = early.message, self._delays.settings
+        message = early.message
         headers: dict[str, Any] = dict(message.headers)
         if "eta" in headers:
             headers["eta"] = None
@@ -251,26 +319,57 @@ class EarlyTasks:
             for name in KEPT_PROPERTIES
             if message.properties.get(name) is not None
         }
-        destination = early.destination
-        if (properties.get("priority") or 0) > MAX_PRIORITY:
+        # Otherwise a task without a priority would get 0.
+        properties.setdefault("priority", None)
+        destination, due, own = early.destination, early.due, PutBack()
+        if early.waited is not None:
+            own = PutBack(early.waited.times + 1)
+            due = self._pause(due)
+        if self._needs_distribution(early, properties["priority"] or 0):
             # Distribution publishes by exchange and key: to this queue, and to no other.
             assert destination.queue is not None
-            destination = destination._replace(exchange="", routing_key=destination.queue.name)
+            own = own._replace(exchange=destination.exchange, routing_key=destination.routing_key)
+            destination = Destination(None, "", destination.queue.name)
         with self._delays.publisher() as publisher:
-            producer = DelayedProducer(publisher, **settings.for_producer)
-            producer.publish_delayed(
+            producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
+            delayed = producer.delayed_message(
                 message.body,
                 destination,
-                early.due,
+                due,
                 headers=headers,
-                # Do not block the others: _try_again retries with a new route.
-                resends=0,
                 # kombu has decompressed the body.
                 compression=headers.pop("compression", None),
                 content_type=message.content_type,
                 content_encoding=message.content_encoding,
                 **properties,
             )
+            own_headers = delayed.message.properties["application_headers"]
+            own_headers[header_names.DUE] = early.due.at_ms
+            if own != PutBack():
+                own_headers.update(own.header())
+            publisher.publish(
+                delayed.message,
+                partial(producer.address, delayed, due),
+                timeout=producer.timeout,
+                # Do not block the others: _try_again retries with a new route.
+                resends=0,
+                **producer.declarations(delayed.queue, ()),
+            )
+
+    def _pause(self, due: Due) -> Due:
+        """Return until when to put a task back: until it is due, or less; see :func:`pause_ms`."""
+        rest_ms = due.remaining_ms()
+        pause = pause_ms(rest_ms, self._delays.topology)
+        return due._replace(at_ns=due.at_ns - (rest_ms - pause) * NS_PER_MS, delay_ms=pause)
+
+    def _needs_distribution(self, early: _Early, priority: int) -> bool:
+        """Return whether a task has to pass through distribution, which no other queue notices.
+
+        A task that has done so already does it again: nobody may have bound its queue to the
+        levels.
+        """
+        is_too_high = self._delays.topology.queue_type == "quorum" and priority > MAX_PRIORITY
+        return is_too_high or (early.waited is not None and not early.waited.straight)
 
     def _do_in_loop(self, actions: deque[Action], action: Action) -> None:
         actions.append(action)

@@ -9,7 +9,8 @@ from typing import Any, Final, TypeAlias
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.modules.early import PutBack
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks, Waited
 
 __all__ = ["RestoringStrategies", "restore"]
 
@@ -33,51 +34,61 @@ class RestoringStrategies(dict[str, Strategy]):
 
     Args:
         consumer: The consumer, whose present strategies are wrapped.
+        takeover: Whether an ``eta`` waits in the levels; see ``rabbitdelay_takeover``.
 
     Attributes:
-        early_tasks: Takes the tasks that are not due yet; None if the worker holds them.
+        early_tasks: Takes the tasks that are not due yet; None between two connections.
     """
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: Any, takeover: bool = True) -> None:
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
         self._tasks = consumer.app.tasks
+        self._takeover = takeover
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
     def __setitem__(self, task_name: str, strategy: Strategy) -> None:
-        keeps_celerys_own = not getattr(self._tasks[task_name], "rabbitdelay", True)
+        takes_eta = self._takeover and getattr(self._tasks[task_name], "rabbitdelay", True)
 
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
-            restore(message)
+            waited = restore(message)
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
-            if self.early_tasks is None or keeps_celerys_own:
+            if self.early_tasks is None or (waited is None and not takes_eta):
                 return go_on()
-            is_taken = self.early_tasks.try_enqueue(message, body, ack, go_on)
+            is_taken = self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta)
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
 
 
-def restore(message: Message) -> None:
+def restore(message: Message) -> Waited | None:
     """Undo what the levels did to a message. Any other message stays as it is.
 
     The exchange and the routing key become those that the message would have had without a delay:
     Celery sends a retry to them. The broker's dead-letter headers are removed. The due time and the
     queue stay readable in ``task.request.headers``. Sentry's time in the queue begins when the task
-    is due. A message that comes from distribution needs nothing more.
+    is due. A message that comes from distribution needs nothing more, unless a worker has put it
+    back into the levels: then it is given back to one queue, by the default exchange.
+
+    Returns:
+        What the levels knew of the message; None if it was not delayed.
     """
     headers = message.headers
     if not headers or header_names.DUE not in headers:
-        return
+        return None
     kept: dict[str, Any] = {header_names.DUE: headers[header_names.DUE]}
-    if header_names.QUEUE in headers:
+    put_back, straight = PutBack.of(headers), header_names.QUEUE in headers
+    if straight:
         if not headers.keys() >= RESTORABLE:
-            return
+            return None
         message.delivery_info["exchange"] = headers[header_names.EXCHANGE]
         message.delivery_info["routing_key"] = headers[header_names.ROUTING_KEY]
         kept[header_names.QUEUE] = headers[header_names.QUEUE]
+    elif put_back.exchange is not None:
+        message.delivery_info["exchange"] = put_back.exchange
+        message.delivery_info["routing_key"] = put_back.routing_key
     restored = header_names.strip(headers)
     nested = restored.get(header_names.NESTED_HEADERS)
     for shown in (restored, nested) if isinstance(nested, dict) else (restored,):
@@ -86,3 +97,4 @@ def restore(message: Message) -> None:
             shown[SENTRY_ENQUEUED] = kept[header_names.DUE] / 1000
     headers.clear()
     headers.update(restored)
+    return Waited(kept[header_names.DUE], put_back.times, straight)

@@ -144,7 +144,7 @@ def one_round(bench: Bench) -> dict[str, float]:
     rates["raw, confirmed (messages/s)"] = MESSAGES / publish(bench.connection, plain)
 
     five_hours = {header_names.X_DELAY: 5 * 3_600_000}
-    checkin = topology.modules.checkin.exchange.name
+    checkin = topology.module_queues.checkin.exchange.name
     publish(bench.connection, ((checkin, end, message(**five_hours)) for _ in range(MESSAGES)))
     rates["check-in (messages/s)"] = bench.rate("check-in", bench.waiting, MESSAGES)
 

@@ -52,7 +52,7 @@ def look(
     held_now = held(nodes)
     found: dict[str, list[str]] = defaultdict(list)
     reasons: Counter[str] = Counter()
-    undeliverable, checkin, meditation, distribution = topology.modules.queues
+    undeliverable, checkin, meditation, distribution = topology.module_queues.queues
     in_order = (checkin, meditation, *topology.digit_queues, distribution, undeliverable, *queues)
     for name, counts in queue_counts(connection, in_order).items():
         if counts is None:

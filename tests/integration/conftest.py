@@ -191,11 +191,13 @@ def worker(configuration: dict[str, Any], shop: Any) -> Iterator[Worker]:
 def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     """A configuration whose queues one worker serves for all tests of a module.
 
-    Only for modules whose tests leave broker and worker alone. The worker takes pickle as well.
+    Only for modules whose tests leave broker and worker alone. The worker takes pickle as well, and
+    what a destination does not take is undeliverable at once.
     """
     configuration = {
         **_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "accept_content": ["json", "pickle"],
+        "rabbitdelay_redelivery": 0,
         **OPEN,
     }
     with Worker(configuration):

@@ -23,7 +23,7 @@ def check_in(connection: Connection, shop: Any, key: str, **options: Any) -> Non
     """Publish as any client would, to check-in's exchange."""
     connection.Producer().publish(
         "hello",
-        exchange=shop.rabbitdelay.topology.modules.checkin.exchange.name,
+        exchange=shop.rabbitdelay.topology.module_queues.checkin.exchange.name,
         routing_key=key,
         **options,
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import amqp
 import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.declaration import declare, declare_destination
+from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
@@ -33,7 +36,15 @@ def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
     with ExitStack() as stack:
         first = stack.enter_context(RabbitMQServer(broker_root))
         joining = [RabbitMQServer(broker_root, cluster_with=first) for _ in range(2)]
-        yield [first, *(stack.enter_context(node) for node in joining)]
+        nodes = [first, *(stack.enter_context(node) for node in joining)]
+        for node in nodes:
+            # By default, 180 s until a message that is on its way to the next level is sent again
+            # when the node of that level's queue has died.
+            node.ctl(
+                "eval",
+                "application:set_env(rabbit, dead_letter_worker_publisher_confirm_timeout, 5000).",
+            )
+        yield nodes
 
 
 def leaders(node: RabbitMQServer) -> dict[str, str]:
@@ -55,6 +66,43 @@ def test_the_leaders_are_spread_over_all_nodes(cluster: list[RabbitMQServer]) ->
     assert min(levels.values()) >= len(topology.digit_queues) / 3 / 2
 
 
+def test_a_message_for_a_classic_queue_whose_node_is_down_is_sent_when_it_is_back(
+    cluster: list[RabbitMQServer],
+) -> None:
+    """On 3.10 the queue cannot be declared meanwhile, which passes; 4.3 does not confirm."""
+    first, *_, home = cluster
+    topology, queue = Topology("returns", SHORT), Queue("returns-target")
+    with Connection(home.url) as connection:
+        # Where it is declared, there it is.
+        declare_destination(connection, topology, queue)
+    publisher = Publisher(Connection(first.url))
+    asked = 0
+
+    def declare_again(connection: Connection) -> None:
+        nonlocal asked
+        asked += 1
+        declare_destination(connection, topology, queue)
+
+    with ThreadPoolExecutor(1) as pool:
+        home.kill()
+        address = ("", queue.name)
+        sending = pool.submit(
+            publisher.publish,
+            amqp.Message(b"x"),
+            lambda: address,
+            timeout=120,
+            declare=declare_again,
+        )
+        try:
+            wait_for(lambda: asked >= 1, "a declaration while the node is down")
+        finally:
+            home.start()
+        sending.result(timeout=120)
+    publisher.close()
+    with Connection(home.url) as connection:
+        assert count(connection, queue.name) == 1
+
+
 def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
     cluster: list[RabbitMQServer], redis_url: str
 ) -> None:
@@ -62,7 +110,9 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
     with Connection(cluster[0].url) as connection:
         declare(connection, topology)
     led = leaders(cluster[0])
-    (victim,) = (node for node in cluster if node.node == led[topology.modules.distribution.name])
+    (victim,) = (
+        node for node in cluster if node.node == led[topology.module_queues.distribution.name]
+    )
     others = [node for node in cluster if node is not victim]
     configuration = {
         "prefix": "dies",
@@ -94,7 +144,7 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
         with Worker(configuration, [named(shop, "default")]) as worker:
             wait_until_served(worker)
             publish(range(MESSAGES))
-            wait_for(lambda: count(producing, topology.modules.checkin.name) == 0, "check-in")
+            wait_for(lambda: count(producing, topology.module_queues.checkin.name) == 0, "check-in")
             victim.kill()
             publish(range(MESSAGES, 2 * MESSAGES))
             wait_for(all_came, "all messages", timeout=60)
@@ -102,4 +152,4 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
     shop.close()
     assert [n for n, at in came.items() if at < published[n] + DELAY_MS / 1000] == []
     with Connection(others[0].url) as connection:
-        assert count(connection, topology.modules.undeliverable.name) == 0
+        assert count(connection, topology.module_queues.undeliverable.name) == 0

@@ -213,6 +213,7 @@ def test_wrong_lines_are_named_and_all_others_are_sent(
     report = json.loads(told.stdout)
     assert report["confirmed"] == 1
     assert set(report["not_confirmed"]) == {"2", "3", "4"}
+    assert report["may_have_arrived"] == []
     assert "line 2 was not confirmed: row '{\"args\"\\n'" in told.stderr
     with Connection(configuration["broker_url"]) as connection:
         backlog = backlog_of(connection, shop.rabbitdelay.topology)

@@ -37,7 +37,7 @@ from tests.integration.conftest import SHORT
 
 #: Exchanges and queues of the clock: digits, levels, delivery, undeliverable (both), the modules'
 #: (two exchanges and queues each, a queue, an exchange), guard and marker.
-ALL = 180 + 8 + 1 + 2 + 6 + 2
+ALL = 180 + 8 + 1 + 2 + 7 + 2
 
 MakeTopology = Callable[..., Topology]
 

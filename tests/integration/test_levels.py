@@ -84,7 +84,7 @@ def test_no_message_is_early_and_each_comes_once(
     assert sorted(arrival.body for arrival in arrivals) == delays
     for arrival in arrivals:
         assert 0 <= arrival.at - not_before[arrival.body] < GENEROUS
-    assert count(connection, topology.modules.undeliverable.name) == 0
+    assert count(connection, topology.module_queues.undeliverable.name) == 0
 
 
 def test_a_queue_gets_its_own_messages_only_though_its_name_ends_another_s(
@@ -126,10 +126,10 @@ def test_each_shard_delivers_its_own_messages_once(
     stops = {death["queue"] for death in deaths}
     shards = {stop.rsplit(".", 1)[1] for stop in stops}
     assert shards == {"s0", "s1", "s2"}
-    assert count(connection, topology.modules.undeliverable.name) == 0
+    assert count(connection, topology.module_queues.undeliverable.name) == 0
 
 
-def test_undeliverable_messages_hold_up_none_of_the_others(
+def test_messages_without_a_queue_hold_up_none_of_the_others(
     connection: Connection,
     topology: Topology,
     make_queue: Callable[..., Queue],
@@ -145,10 +145,9 @@ def test_undeliverable_messages_hold_up_none_of_the_others(
 
     assert sorted(arrival.body for arrival in arrivals) == list(range(10))
     assert all(arrival.at - not_before[arrival.body] < GENEROUS for arrival in arrivals)
-    wait_until_waiting(connection, topology.modules.undeliverable.name, 40)
-    undeliverable = take(connection, [topology.modules.undeliverable], 40)
-    assert all(a.message.headers[headers.QUEUE] == gone.name for a in undeliverable)
-    assert all(a.message.headers["x-death"] for a in undeliverable)
+    wait_until_waiting(connection, topology.module_queues.distribution.name, 40)
+    unrouted = take(connection, [topology.module_queues.distribution], 40)
+    assert all(a.message.headers[headers.QUEUE] == gone.name for a in unrouted)
 
 
 def test_a_message_keeps_its_properties_and_loses_its_expiration(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from select import select
+from socket import SHUT_RDWR
 from threading import Event, Thread
 from typing import Any
 
@@ -18,6 +19,7 @@ from celery_rabbitdelay.modules.consumer import Module, ModuleConsumer
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.publishing.amqp_methods import find_exchanges
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
@@ -41,7 +43,8 @@ class Serving:
         self._thread = Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        with Connection(self._url) as connection:
+        with Connection(self._url) as self.connection:
+            connection = self.connection
             try:
                 self.consumer = ModuleConsumer(
                     self._module, connection, self.statistics, self.stopping
@@ -77,7 +80,9 @@ def serving(
     declare(connection, topology)
 
     def serve(receive: Receive, window: int = 1000) -> Serving:
-        module = Module("test", topology, source, receive, prefetch=100, window=window, timeout=30)
+        module = Module(
+            "test", topology, source, receive, prefetch=100, window=window, timeout=30, redelivery=0
+        )
         return Serving(broker_url, module)
 
     return serve
@@ -107,7 +112,7 @@ def put(connection: Connection, queue: Queue, number: int = 1, body: str = "x") 
 def reasons(connection: Connection, topology: Topology, number: int) -> list[str]:
     return [
         examine(arrival.message.headers, topology).reason
-        for arrival in take(connection, [topology.modules.undeliverable], number)
+        for arrival in take(connection, [topology.module_queues.undeliverable], number)
     ]
 
 
@@ -150,17 +155,15 @@ def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishin
     for each in (deleted, other):
         bind(connection, each, target)
 
-    class Checked(Exchange):
-        """Lets the broker answer what was published before, and then checks."""
+    def answered_first(channel: Any, names: list[str]) -> list[bool]:
+        """Let the broker answer what was published before, and then ask."""
+        if names == [other.name]:
+            wire: Any = served.consumer._wire
+            served.consumer._loop.channel.flush(10)
+            assert select([wire._amqp.sock], [], [], 30)[0]
+        return find_exchanges(channel, names)
 
-        def declare(self, *args: Any, **options: Any) -> Any:
-            if self.name == other.name:
-                wire: Any = served.consumer._wire
-                served.consumer._loop.channel.flush(10)
-                assert select([wire._amqp.sock], [], [], 30)[0]
-            return super().declare(*args, **options)
-
-    monkeypatch.setattr(module_consumer, "Exchange", Checked)
+    monkeypatch.setattr(module_consumer, "find_exchanges", answered_first)
     both = [outgoing(each.name, "key") for each in (deleted, other)]
     with serving(lambda message: iter(both if message.body == b"both" else both[:1])) as served:
         put(connection, source)
@@ -170,8 +173,48 @@ def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishin
         wait_for(lambda: served.errors or served.statistics.undeliverable, "the close")
     # All of it is delivered again.
     assert [type(error) for error in served.errors] == [NotFound]
-    assert count(connection, topology.modules.undeliverable.name) == 0
+    assert count(connection, topology.module_queues.undeliverable.name) == 0
     wait_until_waiting(connection, source.name, 1)
+
+
+def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
+    serving: Callable[..., Serving],
+    connection: Connection,
+    source: Queue,
+    target: Queue,
+) -> None:
+    around, stands_still, go_on = 10, Event(), Event()
+    channel: Any = connection.default_channel
+    for number in range(2 * around):
+        channel.basic_publish(amqp.Message(str(number)), "", source.name)
+    with Connection(connection.as_uri(include_password=True)) as dying:
+        had: list[Any] = []
+        channel_of_dying: Any = dying.default_channel
+        channel_of_dying.basic_consume(source.name, callback=had.append)
+        while len(had) < 2 * around:
+            dying.drain_events(timeout=30)
+    wait_until_waiting(connection, source.name, 2 * around)
+
+    def receive(message: amqp.Message) -> Iterator[Outgoing]:
+        if int(message.body) == around:
+            stands_still.set()
+            go_on.wait()
+        yield outgoing("", target.name)
+
+    try:
+        with serving(receive) as served:
+            assert stands_still.wait(60)
+            wait_until_waiting(connection, target.name, around)
+            wait_until_waiting(connection, source.name, around - 1)
+            transport: Any = served.connection.connection
+            transport.sock.shutdown(SHUT_RDWR)
+            wait_until_waiting(connection, source.name, around)
+            left = [channel.basic_get(source.name, no_ack=True) for _ in range(around)]
+            go_on.set()
+    finally:
+        go_on.set()
+    counts = {int(message.body): message.headers["x-delivery-count"] for message in left}
+    assert counts == {n: 2 if n == around else 1 for n in range(around, 2 * around)}
 
 
 def test_a_module_that_stops_gives_back_what_it_has_not_begun_although_the_broker_keeps_up(

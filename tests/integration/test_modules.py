@@ -38,7 +38,7 @@ def test_a_client_that_knows_nothing_of_python_delays_a_message(
     url = connection.as_uri(include_password=True).removesuffix("/") + "%2F"
     command = [
         *("amqp-publish", "-u", url),
-        *("-e", topology.modules.checkin.exchange.name, "-r", "paper.daily", "-b", "hello"),
+        *("-e", topology.module_queues.checkin.exchange.name, "-r", "paper.daily", "-b", "hello"),
         *("-H", "x-delay: 2500", "-H", f"{headers.EXCHANGE}: {exchange.name}"),
     ]
     subprocess.run(command, check=True)
@@ -136,7 +136,7 @@ def test_what_cannot_be_read_or_delivered_is_undeliverable_with_its_reason(
     }
     check_in(connection, serving, key.format(prefix=prefix), headers={**named, "mine": 1})
     topology = serving.rabbitdelay.topology
-    (arrival,) = take(connection, [topology.modules.undeliverable], 1)
+    (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
     assert reason in examine(arrival.message.headers, topology).reason
     assert arrival.message.headers["mine"] == 1
     assert arrival.body == "hello"
@@ -150,7 +150,7 @@ def test_check_in_reaches_no_queue_that_a_worker_is_told_to_consume_from_later(
     wait_for(lambda: f"Started consuming from {added.name}" in worker.log, "the new consumer")
     check_in(connection, shop, added.name, headers={"x-delay": 5})
     topology = shop.rabbitdelay.topology
-    (arrival,) = take(connection, [topology.modules.undeliverable], 1)
+    (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
     reason = examine(arrival.message.headers, topology).reason
     assert f"may not reach the queue '{added.name}'" in reason
 
@@ -177,7 +177,9 @@ def test_a_message_meditates_until_the_levels_can_carry_it(
         with Worker({**configuration, **settings}, [f"{prefix}.default"]):
             published = time.time()
             check_in(connection, shop, "my-key", headers={"x-delay": 27_000})
-            wait_for(lambda: count(connection, topology.modules.meditation.name) == 1, "meditation")
+            wait_for(
+                lambda: count(connection, topology.module_queues.meditation.name) == 1, "meditation"
+            )
             # 12 s are left, which is 1.1.0.0.
             eight = topology.digit_queues[0].name
             wait_for(lambda: count(connection, eight) == 1, "the first level", timeout=25)
@@ -195,7 +197,7 @@ def test_a_task_of_fifty_years_meditates(
     shop = make_shop(rabbitdelay_layout="clock")
     years = 50 * 365 * 86_400
     result = shop.tasks["look"].apply_async(delay=years)
-    (arrival,) = take(connection, [shop.rabbitdelay.topology.modules.meditation], 1)
+    (arrival,) = take(connection, [shop.rabbitdelay.topology.module_queues.meditation], 1)
     assert arrival.message.headers["id"] == result.id
     assert arrival.message.headers[headers.DUE] >= (time.time() + years - 60) * 1000
 
@@ -259,7 +261,7 @@ def test_a_module_whose_queue_is_deleted_declares_it_again_and_goes_on(
     topology = shop.rabbitdelay.topology
     with Worker({**configuration, **OPEN}) as worker:
         wait_until_served(worker)
-        for module in (topology.modules.checkin, topology.modules.distribution):
+        for module in (topology.module_queues.checkin, topology.module_queues.distribution):
             module(connection.default_channel).delete()
         wait_until_served(worker, times=2)
         check_in(connection, shop, queue.name, headers={"x-delay": 300})
@@ -333,7 +335,7 @@ def test_an_envelope_whose_queue_is_gone_is_undeliverable_to_the_last_message(
     told = {headers.EXCHANGE: "", headers.ROUTING_KEY: "test-nobody"}
     put_in_envelope(connection, serving, items, **told)
     topology = serving.rabbitdelay.topology
-    arrivals = take(connection, [topology.modules.undeliverable], 3000, timeout=60)
+    arrivals = take(connection, [topology.module_queues.undeliverable], 3000, timeout=60)
     assert {arrival.message.headers["id"] for arrival in arrivals} == set(range(3000))
 
 
@@ -350,5 +352,5 @@ def test_one_message_that_amqp_cannot_carry_takes_no_other_with_it(
     arrivals = take(connection, [queue], 2)
     assert [arrival.message.headers["id"] for arrival in arrivals] == [0, 2]
     topology = serving.rabbitdelay.topology
-    (refused,) = take(connection, [topology.modules.undeliverable], 1)
+    (refused,) = take(connection, [topology.module_queues.undeliverable], 1)
     assert "cannot be written" in examine(refused.message.headers, topology).reason

@@ -27,10 +27,6 @@ from tests.integration.worker import Worker
 AROUND = 10
 
 
-#: The arguments of a queue that refuses every message.
-FULL = {"x-max-length": 0, "x-overflow": "reject-publish"}
-
-
 class Raw(amqp.Message):
     """A message with these bytes for properties, as another client may write them."""
 
@@ -94,8 +90,8 @@ def assert_all_good_ones_arrive(connection: Connection, target: Queue) -> None:
 
 def the_undeliverable(connection: Connection, topology: Topology) -> Any:
     """Take the only message that is undeliverable."""
-    (arrival,) = take(connection, [topology.modules.undeliverable], 1)
-    assert count(connection, topology.modules.undeliverable.name) == 0
+    (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
+    assert count(connection, topology.module_queues.undeliverable.name) == 0
     return arrival
 
 
@@ -112,7 +108,7 @@ def test_a_message_whose_properties_python_cannot_read_is_undeliverable_at_once(
 
     def publish() -> None:
         channel.basic_publish(
-            Raw("bad", properties), topology.modules.checkin.exchange.name, target.name
+            Raw("bad", properties), topology.module_queues.checkin.exchange.name, target.name
         )
 
     check_in_around(connection, serving, target, publish)
@@ -128,7 +124,9 @@ def test_an_unreadable_message_without_a_body_is_undeliverable_too(
 ) -> None:
     topology = serving.rabbitdelay.topology
     channel: Any = connection.default_channel
-    channel.basic_publish(Raw("", LATIN_ID), topology.modules.checkin.exchange.name, "test-nobody")
+    channel.basic_publish(
+        Raw("", LATIN_ID), topology.module_queues.checkin.exchange.name, "test-nobody"
+    )
     arrival = the_undeliverable(connection, topology)
     assert "UnicodeDecodeError" in examine(arrival.message.headers, topology).reason
 
@@ -188,54 +186,30 @@ def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
     )
     channel: Any = connection.default_channel
     for number in range(AROUND):
-        good = channel.basic_get(topology.modules.checkin.name)
+        good = channel.basic_get(topology.module_queues.checkin.name)
         assert good.headers["id"] == number
         channel.basic_ack(good.delivery_tag)
         check_in(connection, unserved, target.name, headers={"x-delay": 100, "id": number})
     for _ in range(POISON_LIMIT + 1):
         dying: Any
         with connection.channel() as dying:
-            while (taken := dying.basic_get(topology.modules.checkin.name)) is None:
+            while (taken := dying.basic_get(topology.module_queues.checkin.name)) is None:
                 pass
             assert taken.headers["mine"] == 1
-    wait_for(lambda: count(connection, topology.modules.undeliverable.name) == 1, "the message")
+    wait_for(
+        lambda: count(connection, topology.module_queues.undeliverable.name) == 1, "the message"
+    )
     with Worker({**configuration, **OPEN}, [named(unserved, "default")]):
         assert_all_good_ones_arrive(connection, target)
     arrival = the_undeliverable(connection, topology)
     assert arrival.message.headers["mine"] == 1
     (death,) = arrival.message.headers["x-death"]
-    assert (death["queue"], death["reason"]) == (topology.modules.checkin.name, "delivery_limit")
+    assert (death["queue"], death["reason"]) == (
+        topology.module_queues.checkin.name,
+        "delivery_limit",
+    )
     reason = examine(arrival.message.headers, topology).reason
-    assert f"delivery limit of {topology.modules.checkin.name} exceeded" in reason
-
-
-def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
-    unserved: Any, configuration: dict[str, Any], connection: Connection, target: Queue
-) -> None:
-    topology = unserved.rabbitdelay.topology
-    channel: Any = connection.default_channel
-    # The worker stands still before a message that it cannot get rid of.
-    full = Queue(f"{target.name}-full", queue_arguments=FULL)
-    full(channel).declare()
-    for number in range(2 * AROUND):
-        key = full.name if number == AROUND else target.name
-        check_in(connection, unserved, key, headers={"id": number})
-    with Connection(connection.as_uri(include_password=True)) as dying:
-        had: list[Any] = []
-        channel_of_dying: Any = dying.default_channel
-        channel_of_dying.basic_consume(topology.modules.checkin.name, callback=had.append)
-        while len(had) < 2 * AROUND:
-            dying.drain_events(timeout=30)
-    wait_until_waiting(connection, topology.modules.checkin.name, 2 * AROUND)
-    with Worker({**configuration, **OPEN}, [named(unserved, "default")]) as worker:
-        take(connection, [target], AROUND)
-        wait_until_waiting(connection, topology.modules.checkin.name, AROUND - 1)
-        worker.kill()
-    wait_until_waiting(connection, topology.modules.checkin.name, AROUND)
-    left = [channel.basic_get(topology.modules.checkin.name, no_ack=True) for _ in range(AROUND)]
-    full(channel).delete()
-    counts = {message.headers["id"]: message.headers["x-delivery-count"] for message in left}
-    assert counts == {number: 2 if number == AROUND else 1 for number in range(AROUND, 2 * AROUND)}
+    assert f"delivery limit of {topology.module_queues.checkin.name} exceeded" in reason
 
 
 def test_messages_that_a_worker_gives_back_do_not_count_towards_the_limit(

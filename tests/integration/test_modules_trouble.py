@@ -80,7 +80,7 @@ def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
         published = time.time()
         for number, delay in enumerate(DELAYS):
             check_in(connection, shop, target.name, headers={"x-delay": delay, "id": number})
-        wait_until_waiting(connection, topology.modules.checkin.name, 0)
+        wait_until_waiting(connection, topology.module_queues.checkin.name, 0)
         with alarm(private_rabbitmq):
             wait_until_blocked(private_rabbitmq)
             blocked = time.time()
@@ -111,7 +111,7 @@ def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
         wait_until_served(worker)
         for number, delay in enumerate(DELAYS):
             check_in(connection, shop, target.name, headers={"x-delay": delay, "id": number})
-        wait_until_waiting(connection, topology.modules.checkin.name, 0)
+        wait_until_waiting(connection, topology.module_queues.checkin.name, 0)
         with alarm(private_rabbitmq):
             wait_until_blocked(private_rabbitmq)
             os.kill(worker.pid, signal.SIGTERM)
@@ -148,7 +148,7 @@ def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_wh
     standing: Any, configuration: dict[str, Any], connection: Connection
 ) -> None:
     topology = standing.rabbitdelay.topology
-    distribution = topology.modules.distribution
+    distribution = topology.module_queues.distribution
     distribution(connection.default_channel).delete()
     worker = Worker({**configuration, **NEVER}, [named(standing, "default")])
     try:
@@ -165,7 +165,7 @@ def test_where_operators_declare_the_modules_name_what_was_deleted_and_wait_for_
     standing: Any, configuration: dict[str, Any], connection: Connection, target: Queue
 ) -> None:
     topology = standing.rabbitdelay.topology
-    distribution = topology.modules.distribution
+    distribution = topology.module_queues.distribution
     with Worker({**configuration, **NEVER}, [named(standing, "default")]) as worker:
         wait_until_served(worker)
         distribution(connection.default_channel).delete()

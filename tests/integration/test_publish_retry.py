@@ -1,4 +1,4 @@
-"""Celery's ``task_publish_retry`` decides what a delayed task does about a lost broker."""
+"""What a delayed task does about a lost broker, by Celery's ``task_publish_retry``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ POLICY = {"interval_start": INTERVAL, "interval_step": 0, "interval_max": INTERV
         ({}, {"retry": False}, 1),
         ({"task_publish_retry": False}, {"retry": True, "retry_policy": {"max_retries": 2}}, 3),
         ({"task_publish_retry_policy": {**POLICY, "max_retries": 4}}, {}, 5),
+        ({}, {"retry_policy": {"max_retries": 3}}, 4),
     ],
-    ids=["setting off", "option off", "option on", "policy of the setting"],
+    ids=["setting off", "option off", "option on", "policy of the setting", "policy of the call"],
 )
 def test_a_lost_broker_raises_after_as_many_attempts_as_celery_s_options_say(
     private_rabbitmq: RabbitMQServer,
@@ -50,12 +51,18 @@ def test_a_lost_broker_raises_after_as_many_attempts_as_celery_s_options_say(
         assert time.monotonic() - began < GRACE
 
 
+@pytest.mark.parametrize(
+    "policy", [{**POLICY, "max_retries": None}, POLICY, None], ids=["no limit", "pauses", "default"]
+)
 def test_a_task_survives_a_broker_that_comes_back_in_time(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    prefix: str,
+    policy: dict[str, Any] | None,
 ) -> None:
+    """By default there is no number of attempts, although Celery has one."""
     shop = make_shop(broker_url=private_rabbitmq.url)
     look = shop.tasks["look"]
-    policy = {**POLICY, "max_retries": None}
     publishing = []
 
     def note(**signal: Any) -> None:
@@ -70,7 +77,8 @@ def test_a_task_survives_a_broker_that_comes_back_in_time(
                 before = time.time()
                 sending = pool.submit(look.apply_async, delay=0.5, retry_policy=policy)
                 wait_for(lambda: len(publishing) == 2, "the first attempt")
-                wait_for(lambda: time.time() > publishing[1] + 5 * INTERVAL, "further attempts")
+                # With three resends it would be over after 0.6 s.
+                wait_for(lambda: time.time() > publishing[1] + 20 * INTERVAL, "further attempts")
                 assert not sending.done()
             second = sending.result(timeout=PATIENCE)
     finally:

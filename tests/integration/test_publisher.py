@@ -40,7 +40,7 @@ def test_a_message_that_a_full_queue_rejects_raises(
     full = make_full(1)
     publish(publisher, full.name)
     with pytest.raises(MessageNacked) as caught:
-        publish(publisher, full.name)
+        publish(publisher, full.name, timeout=TIMEOUT)
     assert caught.value.routing_key == full.name
 
 

@@ -150,7 +150,7 @@ def test_a_killed_broker_is_a_lost_connection_and_when_it_is_back_nothing_is_mis
         before = count(connection, "test-private")
     broker.kill()
     with pytest.raises(ConnectionLost, match="attempt 4"):
-        publish(publisher, "test-private")
+        publish(publisher, "test-private", resends=3)
     with pytest.raises(ConnectionLost, match="attempt 1"):
         publish(publisher, "test-private", resends=0)
     broker.start()

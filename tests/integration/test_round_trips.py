@@ -27,10 +27,11 @@ from celery_rabbitdelay.publishing.declaration import (
     declare,
     declare_destination,
     delete,
+    is_complete,
     missing,
 )
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.worker.bootsteps import WorkerDeclaration
+from celery_rabbitdelay.worker.bootsteps import MAX_JITTER, WorkerDeclaration
 from tests.integration.arrivals import wait_until_waiting
 from tests.integration.publishing import publish
 
@@ -71,6 +72,26 @@ def counted(connection: Connection) -> Iterator[RoundTrips]:
     amqp.frame_writer, amqp.transport.read_frame = write_frame, read_frame
     yield trips
     amqp.frame_writer, amqp.transport.read_frame = write, read
+
+
+@contextmanager
+def declared_queues(connection: Connection) -> Iterator[set[str]]:
+    """Note the queues that an open connection declares, and not those that it only looks for."""
+    declared: set[str] = set()
+    amqp: Any = connection.connection
+    write = amqp.frame_writer
+
+    def write_frame(kind: int, channel: int, method: Any, arguments: Any, *rest: Any) -> Any:
+        if method == spec.Queue.Declare:
+            # After two reserved bytes the name, behind its length; then the flags, passive lowest.
+            flags_at = 3 + arguments[2]
+            if not arguments[flags_at] & 1:
+                declared.add(bytes(arguments[3:flags_at]).decode())
+        return write(kind, channel, method, arguments, *rest)
+
+    amqp.frame_writer = write_frame
+    yield declared
+    amqp.frame_writer = write
 
 
 @pytest.fixture
@@ -146,6 +167,70 @@ def test_a_worker_s_connections_declare_once_and_again_after_one_of_them_is_lost
             declaration.declare(connection)
         assert trips.count == 0
     assert missing(connection, topology) == ()
+
+
+def test_what_is_in_place_after_a_loss_is_neither_declared_nor_waited_for(
+    shop: Any, connection: Connection, broker_url: str
+) -> None:
+    waits: list[float] = []
+    declaration = WorkerDeclaration(shop, waits.append)
+    declaration.declare(connection)
+    declaration.connection_lost()
+    with Connection(broker_url) as new:
+        new.connect()
+        with declared_queues(new) as declared:
+            declaration.declare(new)
+    assert waits == []
+    # Its own queues alone: AMQP cannot tell whether they are bound.
+    assert declared == {queue.name for queue in shop.amqp.queues.values()}
+
+
+@pytest.mark.parametrize("somebody_else", [False, True])
+def test_what_is_missing_after_a_loss_is_declared_after_a_random_wait(
+    shop: Any, connection: Connection, broker_url: str, somebody_else: bool
+) -> None:
+    topology: Topology = shop.rabbitdelay.topology
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if somebody_else:
+            with Connection(broker_url) as other:
+                declare(other, topology)
+
+    declaration = WorkerDeclaration(shop, wait)
+    declaration.declare(connection)
+    # No wait at the first start.
+    assert waits == []
+    for lost in range(1, 4):
+        delete(connection, topology)
+        declaration.connection_lost()
+        with declared_queues(connection) as declared:
+            declaration.declare(connection)
+        assert len(waits) == lost
+        assert missing(connection, topology) == ()
+        assert (topology.digit_queues[0].name in declared) is not somebody_else
+    assert len(set(waits)) == len(waits)
+    assert all(0 <= seconds <= MAX_JITTER for seconds in waits)
+
+
+@pytest.mark.parametrize("what", ["nothing", "queue", "exchange", "marker"])
+def test_whether_a_clock_is_complete_takes_a_few_round_trips(
+    connection: Connection, whole_clock: Topology, what: str
+) -> None:
+    with connection.channel() as channel:
+        if what == "queue":
+            whole_clock.queues[-1](channel).delete()
+        elif what == "exchange":
+            whole_clock.exchanges[0](channel).delete()
+        elif what == "marker":
+            whole_clock.identity.marker(channel).delete()
+    try:
+        with counted(connection) as trips:
+            assert is_complete(connection, whole_clock) is (what == "nothing")
+        assert trips.count <= FEW
+    finally:
+        declare(connection, whole_clock)
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,8 @@ def test_what_keeps_celery_s_own_behavior_is_sent_one_by_one(
         with pytest.raises(RowsNotConfirmed) as caught:
             shop.rabbitdelay.send_many(task, rows, progress=lambda r: told.append(r.confirmed))
         assert list(caught.value.errors) == [1]
-    assert told == [3, 3]
+    assert len(told) >= 2
+    assert told[-1] == 3
     arrivals = take(connection, [shop.amqp.queues[named(shop, "default")]], 6)
     assert Counter(bool(a.message.headers["eta"]) for a in arrivals) == {True: 4, False: 2}
     assert not [arrival for arrival in arrivals if headers.DUE in arrival.message.headers]
@@ -357,10 +358,28 @@ def test_one_by_one_the_numbers_are_told_and_errors_have_an_end(
         shop.rabbitdelay.send_many(
             shop.tasks["look"], rows(), progress=lambda r: told.append((r.sent, r.confirmed))
         )
-    assert told == [(2, 2), (2, 2)]
+    assert len(told) >= 2
+    assert set(told) == {(2, 2)}
     assert list(caught.value.errors) == list(range(2, 2 + MAX_ERRORS))
     assert caught.value.rest == 2 + MAX_ERRORS
     assert isinstance(caught.value.errors[2], UnknownOption)
+
+
+def test_one_by_one_an_error_of_the_rows_keeps_those_of_the_rows_before_it(
+    make_shop: Callable[..., Any],
+) -> None:
+    shop = make_shop(task_always_eager=True)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"delay": "x"}
+        yield {}
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        shop.rabbitdelay.send_many(shop.tasks["look"], rows())
+    cause = caught.value.__cause__
+    assert isinstance(cause, RowsNotConfirmed)
+    assert (list(cause.errors), cause.rest, cause.report.confirmed) == ([0], 2, 1)
 
 
 def test_another_broker_takes_them_one_by_one() -> None:

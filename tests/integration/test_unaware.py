@@ -124,6 +124,16 @@ def test_it_runs_when_it_is_due_as_if_it_had_not_been_delayed(
             assert seen["eta"] is None
 
 
+def test_a_priority_above_four_leaves_exchange_and_routing_key_as_they_were(
+    worker: Worker, send: Callable[..., Any], prefix: str
+) -> None:
+    seen = send(countdown=2, priority=9).get(timeout=PATIENCE)
+    assert (seen["exchange"], seen["routing_key"]) == (f"{prefix}.direct", "second")
+    assert seen["priority"] == 9
+    assert headers.DUE in seen["headers"]
+    assert headers.EARLY not in seen["headers"]
+
+
 @pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
 def test_every_pool_leaves_early_tasks_to_the_levels(
     make_shop: Callable[..., Any],
@@ -276,10 +286,13 @@ def test_a_level_that_takes_nothing_holds_up_no_other_task(
     connection: Connection,
     prefix: str,
 ) -> None:
+    transport: Any = connection.connect()
+    version = [int(part) for part in transport.server_properties["version"].split(".")]
     settings = {
-        # Of quorum queues, a worker's consumer cannot ask for more (Celery says so).
+        # Of quorum queues, a worker's consumer cannot ask for more (Celery says so), and from 4.3
+        # on of no queue: RabbitMQ takes a higher prefetch count, and delivers no more.
         "queue_type": "classic",
-        "worker_prefetch_multiplier": 1,
+        "worker_prefetch_multiplier": 1 if version < [4, 3] else 8,
         "rabbitdelay_layout": [("minutes", 3, 60), ("seconds", 60, 1), ("ms", 10, 0.1)],
     }
     shop = make_shop(**settings)

@@ -22,6 +22,7 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 
 TOPOLOGY = Topology("t", custom([("seconds", 10, 1)]))
+UNDELIVERABLE = TOPOLOGY.module_queues.undeliverable.exchange.name
 NOW = 1_000_000
 
 
@@ -243,7 +244,7 @@ def test_what_amqp_cannot_carry_is_known_before_it_is_sent(outgoing: Outgoing) -
         encoded(outgoing, 131_072)
     reason = caught.value.reason
     assert len(reason) < 500
-    left = without_headers(TOPOLOGY, outgoing.message, reason)
+    left = without_headers(UNDELIVERABLE, outgoing.message, reason)
     assert encoded(left, 131_072)
-    told = to_undeliverable(TOPOLOGY, Outgoing("x", "k", amqp.Message(b"")), reason)
+    told = to_undeliverable(UNDELIVERABLE, Outgoing("x", "k", amqp.Message(b"")), reason)
     assert encoded(told, 131_072)

@@ -9,8 +9,11 @@ import pytest
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+
+distributed = Distribution(Topology()).receive
 
 DUE = 1_800_000_000_000
 
@@ -30,7 +33,7 @@ def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself
         **{header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"},
     )
 
-    one, two = distribute(envelope)
+    one, two = distributed(envelope)
 
     assert (one.exchange, one.routing_key, one.message.body) == ("", "queue", b"one")
     assert (two.exchange, two.routing_key, two.message.body) == ("posts", "airmail", b"two")
@@ -40,7 +43,7 @@ def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself
 def test_an_envelope_of_which_one_message_goes_nowhere_is_refused_whole() -> None:
     known = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
     envelope = letter(Item(b"one", known), Item(b"two", {header_names.EXCHANGE: ""}))
-    outgoing = distribute(envelope)
+    outgoing = distributed(envelope)
 
     with pytest.raises(UnprocessableMessage, match="destination is missing"):
         next(outgoing)
@@ -54,15 +57,16 @@ def waited(headers: dict[str, Any], **properties: Any) -> amqp.Message:
 
 
 def properties_of(message: amqp.Message) -> dict[str, Any]:
-    (outgoing,) = distribute(message)
+    (outgoing,) = distributed(message)
     return {k: value for k, value in outgoing.message.properties.items() if value is not None}
 
 
 def test_a_message_arrives_as_it_was_sent_but_for_its_due_time() -> None:
     message = waited(
-        {header_names.DUE: DUE, header_names.QUEUE: "q", "x-death": [], "x-mine": 1}, app_id="shop"
+        {header_names.DUE: DUE, header_names.REASON: "full", "x-death": [], "x-mine": 1},
+        app_id="shop",
     )
-    (outgoing,) = distribute(message)
+    (outgoing,) = distributed(message)
     assert (outgoing.exchange, outgoing.routing_key) == ("office", "paper")
     assert outgoing.message.body == b"body"
     assert properties_of(message) == {
@@ -104,14 +108,58 @@ def test_a_priority_that_could_wait_as_it_was_stays_and_no_expiration_appears() 
 )
 def test_a_message_without_exchange_or_key_is_refused(headers: dict[str, Any], why: str) -> None:
     with pytest.raises(UnprocessableMessage) as caught:
-        list(distribute(waited(headers)))
+        list(distributed(waited(headers)))
     assert caught.value.reason == f"its destination is missing: {why}"
 
 
 def test_the_due_time_of_an_envelope_is_that_of_each_message_in_it() -> None:
     known = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
-    (outgoing,) = distribute(
+    (outgoing,) = distributed(
         letter(Item(b"one", {**known, header_names.DUE: 1, header_names.PRIORITY: 7}))
     )
     assert outgoing.message.properties["application_headers"] == {header_names.DUE: DUE}
     assert outgoing.message.properties["priority"] == 7
+
+
+def test_a_message_for_a_known_queue_goes_to_it_and_keeps_what_a_worker_restores() -> None:
+    told = {
+        header_names.DUE: DUE,
+        header_names.EXCHANGE: "office",
+        header_names.ROUTING_KEY: "paper",
+        header_names.QUEUE: "letters",
+    }
+    own = {header_names.PRIORITY: 9, header_names.ATTEMPTS: 3, "x-death": [], "mine": 1}
+    message = amqp.Message(b"body", application_headers={**told, **own}, priority=4)
+    (outgoing,) = distributed(message)
+    assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
+    assert outgoing.message.properties["application_headers"] == {**told, "mine": 1}
+    assert outgoing.message.properties["priority"] == 9
+
+
+def test_a_queue_that_is_no_text_is_refused() -> None:
+    with pytest.raises(UnprocessableMessage, match="rabbitdelay-queue is 5, not a queue's name"):
+        list(distributed(waited({header_names.QUEUE: 5})))
+
+
+@pytest.mark.parametrize(
+    ("key", "queue"),
+    [
+        ("0.0.0.0.0.0.1.0.daily%2Ereports", "daily.reports"),
+        ("0.0.0.0.0.0.1.0.%distribution", None),
+        ("0.0.0.0.0.0.1.0.%~1a2b", None),
+        ("1.0.reports", None),
+        ("", None),
+    ],
+)
+def test_a_message_without_our_headers_is_for_the_queue_in_its_key(
+    key: str, queue: str | None
+) -> None:
+    message = amqp.Message(b"body", application_headers={"mine": 1})
+    message.delivery_info = {"exchange": "rabbitdelay.delivery", "routing_key": key}
+    if queue is None:
+        with pytest.raises(UnprocessableMessage, match="destination is missing"):
+            list(distributed(message))
+        return
+    (outgoing,) = distributed(message)
+    assert (outgoing.exchange, outgoing.routing_key) == ("", queue)
+    assert outgoing.message.properties["application_headers"] == {"mine": 1}

@@ -14,6 +14,7 @@ import celery_rabbitdelay
 import celery_rabbitdelay.exceptions
 import celery_rabbitdelay.kombu
 import celery_rabbitdelay.testing
+from celery_rabbitdelay import NoPublisherFree, PublishError
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.kombu import Topology, clock
 
@@ -26,6 +27,7 @@ API = DOCS / "reference" / "api.md"
 EXCEPTIONS = DOCS / "reference" / "exceptions.md"
 LAYOUT = DOCS / "how-to" / "layout.md"
 SETTINGS = DOCS / "reference" / "settings.md"
+ERRORS = DOCS / "how-to" / "publish_errors.md"
 
 #: How the reference calls the queues of a topology.
 KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable")
@@ -82,10 +84,10 @@ def test_the_reference_has_every_argument_of_every_queue(queue_type: Any) -> Non
     topology = Topology(queue_type=queue_type)
     queues: dict[str, Queue] = {
         "digits": topology.digit_queues[0],
-        "meditation": topology.modules.meditation,
-        "check-in": topology.modules.checkin,
-        "distribution": topology.modules.distribution,
-        "undeliverable": topology.modules.undeliverable,
+        "meditation": topology.module_queues.meditation,
+        "check-in": topology.module_queues.checkin,
+        "distribution": topology.module_queues.distribution,
+        "undeliverable": topology.module_queues.undeliverable,
     }
     section = NAMES.read_text().partition("## Arguments of the queues")[2]
     told: dict[str, set[str]] = {kind: set() for kind in KINDS}
@@ -114,6 +116,22 @@ def test_the_page_of_the_api_has_every_public_name() -> None:
         public = set(module.__all__) - set(celery_rabbitdelay.exceptions.__all__) - {"__version__"}
         told = re.findall(directive.format(re.escape(module.__name__)), page, re.MULTILINE)
         assert set(told) == public
+
+
+def test_the_page_on_errors_says_of_each_whether_the_broker_may_have_the_message() -> None:
+    rows = re.findall(r"^\| `(\w+)`[^|]* \| `(True|False)`([^|]*) \|", ERRORS.read_text(), re.M)
+    told = {name: (value, more.strip()) for name, value, more in rows}
+    kinds = [vars(celery_rabbitdelay.exceptions)[name] for name in told]
+    publishing = {PublishError, *PublishError.__subclasses__(), NoPublisherFree}
+    assert set(kinds) == publishing
+    for kind in kinds:
+        value, more = told[kind.__name__]
+        # Only after an earlier attempt, or only if it was written, is the other one possible.
+        assert more or kind is NoPublisherFree
+        assert not kind.may_have_arrived
+        assert value == "False" or more.startswith("if it was written")
+        if kind is not PublishError:
+            assert re.search(r"written|does not have it|nothing was sent", kind.__doc__), kind
 
 
 def test_the_pages_are_plain_markdown_which_github_shows_as_sphinx_does() -> None:

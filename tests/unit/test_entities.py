@@ -92,8 +92,12 @@ def test_clients_publish_to_exchanges_that_are_called_like_their_queues() -> Non
         assert queue.exchange.type == "fanout"
     names = ["p.undeliverable", "p.checkin", "p.meditation", "p.distribution"]
     assert [queue.name for queue in modules.queues] == names
-    assert [exchange.name for exchange in modules.exchanges] == [*names[:3], "p.meditated"]
-    assert modules.meditated.type == "fanout"
+    assert [exchange.name for exchange in modules.exchanges] == [
+        *names[:3],
+        "p.meditated",
+        "p.unrouted",
+    ]
+    assert modules.meditated.type == modules.unrouted.type == "fanout"
 
 
 def test_undeliverable_comes_first_and_has_no_alternate_exchange_itself() -> None:
@@ -105,12 +109,13 @@ def test_undeliverable_comes_first_and_has_no_alternate_exchange_itself() -> Non
         assert arguments(exchange) == {"alternate-exchange": first.name}
 
 
-def test_what_has_meditated_returns_to_check_in_through_an_exchange_of_its_own() -> None:
+def test_what_comes_back_to_a_module_comes_through_an_exchange_of_its_own() -> None:
     assert ModuleQueues.of(QUORUM, HOUR_MS).bindings == (
         Binding("p.undeliverable", "", "p.undeliverable"),
         Binding("p.checkin", "", "p.checkin"),
         Binding("p.meditation", "", "p.meditation"),
         Binding("p.meditated", "", "p.checkin"),
+        Binding("p.unrouted", "", "p.distribution"),
     )
     assert not Binding("exchange", "", "queue").target_is_exchange
 

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import envelope
-from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+
+distributed = Distribution(Topology()).receive
 
 values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8)
 tables = st.dictionaries(st.text(max_size=8), values, max_size=3)
@@ -165,7 +168,7 @@ def test_distribution_gives_each_message_its_own_and_what_all_share() -> None:
         {"content_type": "application/json", "priority": 0},
     )
     where = {headers.EXCHANGE: "office", headers.ROUTING_KEY: "paper"}
-    first, second = distribute(_message(held, **where))
+    first, second = distributed(_message(held, **where))
     assert (first.exchange, first.routing_key) == ("office", "paper")
     assert (first.message.body, second.message.body) == (b"one", b"two")
     found = first.message.properties["application_headers"]
@@ -176,6 +179,6 @@ def test_distribution_gives_each_message_its_own_and_what_all_share() -> None:
 
 def test_distribution_refuses_what_it_cannot_open_or_send() -> None:
     with pytest.raises(UnprocessableMessage, match="destination is missing"):
-        list(distribute(_message(Envelope((Item(b"one"),)))))
+        list(distributed(_message(Envelope((Item(b"one"),)))))
     with pytest.raises(UnprocessableMessage, match="envelope cannot be opened"):
-        list(distribute(amqp.Message(b"x", content_type=CONTENT_TYPE)))
+        list(distributed(amqp.Message(b"x", content_type=CONTENT_TYPE)))

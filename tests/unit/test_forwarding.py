@@ -20,6 +20,7 @@ from celery_rabbitdelay.modules.forwarding import (
 from celery_rabbitdelay.publishing.wire import Content
 
 TOPOLOGY = Topology("p")
+UNDELIVERABLE = TOPOLOGY.module_queues.undeliverable.exchange.name
 
 
 def told(outgoing: Outgoing) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def test_headers_and_properties_fill_a_frame_but_for_two_kilobytes() -> None:
 
 def test_a_message_is_undeliverable_with_its_destination_and_the_reason() -> None:
     message = amqp.Message(b"body", application_headers={"mine": 1, "x-death": []}, expiration="60")
-    refused = to_undeliverable(TOPOLOGY, Outgoing("office", "paper", message), "it is full")
+    refused = to_undeliverable(UNDELIVERABLE, Outgoing("office", "paper", message), "it is full")
     assert (refused.exchange, refused.routing_key) == ("p.undeliverable", "paper")
     assert refused.message.body == b"body"
     assert told(refused) == {
@@ -124,18 +125,18 @@ def test_where_an_undeliverable_message_was_meant_to_go_at_first_stays() -> None
         header_names.REASON: "an older one",
     }
     message = amqp.Message(b"", application_headers=first, expiration="1")
-    refused = to_undeliverable(TOPOLOGY, Outgoing("second", "other", message), "a newer one")
+    refused = to_undeliverable(UNDELIVERABLE, Outgoing("second", "other", message), "a newer one")
     assert told(refused) == {**first, header_names.REASON: "a newer one"}
 
 
 def test_without_an_expiration_an_undeliverable_message_says_nothing_about_it() -> None:
-    refused = to_undeliverable(TOPOLOGY, Outgoing("", "q", amqp.Message(b"")), "why")
+    refused = to_undeliverable(UNDELIVERABLE, Outgoing("", "q", amqp.Message(b"")), "why")
     assert header_names.EXPIRATION not in told(refused)
 
 
 def test_headers_that_no_frame_can_hold_are_left_away() -> None:
     message = amqp.Message(b"body", application_headers={"long": "x" * 200_000}, priority=3)
-    left = without_headers(TOPOLOGY, message, "why")
+    left = without_headers(UNDELIVERABLE, message, "why")
     assert (left.exchange, left.routing_key) == ("p.undeliverable", "")
     assert left.message.body == b"body"
     assert properties_of(left.message) == {

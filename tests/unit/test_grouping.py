@@ -184,6 +184,19 @@ def test_all_groups_together_hold_so_many_bytes(monkeypatch: pytest.MonkeyPatch)
     assert sorted(row for _, group in it.out for row in group.rows) == list(range(299))
 
 
+def test_the_bytes_of_a_group_that_has_left_no_longer_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grouping, "MAX_TOTAL_BYTES", 10_000)
+    monkeypatch.setattr(grouping, "MAX_GROUP_BYTES", 1_000)
+    it = Grouped(clock())
+    it.add(it.clock.due(5_000), b"x")
+    for _ in range(20):
+        (full,) = it.add(it.clock.due(9_000), b"x" * 1_000)
+        assert len(full.rows) == 1
+    assert [list(group.rows) for group in it.flush()] == [[0]]
+
+
 def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
     def write(message: bytes) -> bytes:
         if not message:

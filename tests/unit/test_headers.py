@@ -33,6 +33,7 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
     assert headers.ROUTING_KEY == "rabbitdelay-routing-key"
     assert headers.PRIORITY == "rabbitdelay-priority"
     assert headers.EXPIRATION == "rabbitdelay-expiration"
+    assert headers.EARLY == "rabbitdelay-early"
     assert headers.REASON == "rabbitdelay-reason"
     assert headers.UNREADABLE == "rabbitdelay-unreadable"
     assert headers.UNREADABLE_PROPERTIES == "rabbitdelay-properties"

@@ -31,13 +31,16 @@ from celery_rabbitdelay.app.task_messages import (
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.modules.distribution import distribute
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
 #: A port that nothing listens on: whoever opens a connection fails.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
+
+distributed = Distribution(Topology()).receive
 
 FIRST = ("first",), {"key": 1}
 
@@ -108,7 +111,7 @@ class Maker:
         properties, body = read(self.writer.envelope(items, calls[0].due.at_ms))
         return [
             (dict(out.message.properties), body_of(out.message))
-            for out in distribute(amqp.Message(body, **properties))
+            for out in distributed(amqp.Message(body, **properties))
         ]
 
     def check(self, each: Call) -> None:
@@ -286,6 +289,12 @@ def test_many_calls_in_one_envelope_come_out_in_their_order() -> None:
         assert properties["correlation_id"] == properties["application_headers"]["id"]
         assert properties["correlation_id"] == each.task_id
         assert body == MAKER.expected(each)[1]
+
+
+def test_a_correlation_id_of_none_becomes_the_task_s_id() -> None:
+    each = call((), {})
+    properties, _ = Maker({"correlation_id": None, "reply_to": "someone"}).alone(each)
+    assert (properties["correlation_id"], properties["reply_to"]) == (each.task_id, "someone")
 
 
 @pytest.mark.parametrize("task_id", ["", "k" * 256, "\ud800"])

@@ -45,6 +45,7 @@ def test_a_module_that_has_done_nothing_says_so(statistics: ModuleStatistics) ->
     assert statistics.status() == {
         "received": 0,
         "published": 0,
+        "redelivered": 0,
         "undeliverable": 0,
         "backlog": 0,
         "received_per_second": 0,

@@ -6,17 +6,28 @@ from typing import Any
 
 import pytest
 from kombu import Connection
+from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.task_producer import MIN_TIMEOUT, DelayedTaskProducer
-from celery_rabbitdelay.kombu import Due, Publisher
+from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
+from celery_rabbitdelay.levels import headers
 
 
 class Recording(DelayedTaskProducer):
-    """Keeps how long publishing may take. A fake: it publishes nothing, as there is no broker."""
+    """Keeps how long publishing may take. A fake: it publishes nothing, as there is no broker.
+
+    It fails as often as told; each failure takes some seconds.
+    """
+
+    failures = 0
 
     def publish_delayed(self, *args: Any, **options: Any) -> None:
         """Publish nothing."""
+        if self.failures:
+            self.failures -= 1
+            self._waited += 8.0
+            raise OperationalError("no broker")
 
 
 @pytest.mark.parametrize(
@@ -39,3 +50,38 @@ def test_the_wait_for_a_publisher_counts_towards_the_timeout(
     producer = Recording(publisher, app.rabbitdelay.settings, app.amqp, due, waited=waited)
     producer.publish("body", exchange="", routing_key="celery", confirm_timeout=given)
     assert producer.timeout == pytest.approx(left)
+
+
+def test_a_callback_that_celery_sends_again_has_one_timeout_for_all_attempts() -> None:
+    app = Celery("shop", set_as_current=False)
+    publisher = Publisher(Connection("amqp://"))
+    producer = Recording(publisher, app.rabbitdelay.settings, app.amqp, Due.after(60))
+    producer.failures = 4
+    timeouts = []
+    for _ in range(4):
+        with pytest.raises(OperationalError):
+            producer.publish("body", exchange="", routing_key="celery")
+        timeouts.append(producer.timeout)
+    assert timeouts == pytest.approx([30, 22, 14, 6], abs=1)
+
+
+@pytest.mark.parametrize(
+    ("queue_type", "priority", "waits_with", "kept"),
+    [
+        ("quorum", 9, 4, 9),
+        ("quorum", 4, 4, None),
+        ("quorum", None, None, None),
+        ("classic", 9, 9, None),
+    ],
+)
+def test_what_the_exchange_routes_waits_in_quorum_levels_with_a_priority_of_four_at_most(
+    queue_type: Any, priority: int | None, waits_with: int | None, kept: int | None
+) -> None:
+    topology = Topology(queue_type=queue_type)
+    publisher = Publisher(Connection("amqp://"))
+    producer = DelayedProducer(publisher, topology, modules=["distribution"])
+    nowhere = Destination(None, "news", "paper")
+    delayed = producer.delayed_message("body", nowhere, Due.after(60), priority=priority)
+    properties = delayed.message.properties
+    assert properties["priority"] == waits_with
+    assert properties["application_headers"].get(headers.PRIORITY) == kept

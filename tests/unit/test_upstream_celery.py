@@ -51,6 +51,16 @@ def parameters(function: Any) -> list[str]:
     return [*inspect.signature(function).parameters]
 
 
+def test_celery_says_when_it_counts_the_retries_of_a_callback_itself() -> None:
+    assert not of_app.sends_a_callback()
+    if hasattr(AMQP, "_retry_publish"):  # from 5.7 on
+        seen: list[bool] = []
+        app = celery.Celery("shop", broker="memory://", set_as_current=False)
+        retrying: Any = app.amqp
+        retrying._retry_publish(lambda: seen.append(of_app.sends_a_callback()))
+        assert seen == [True], moved("amqp._callback_publish_retry")
+
+
 def test_a_task_is_found_without_finalizing_the_application(app: Any) -> None:
     assert hasattr(app, "_tasks"), moved("Celery._tasks")
     assert of_app.registered_task(app, "unknown") is None

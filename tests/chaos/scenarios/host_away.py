@@ -41,6 +41,7 @@ class HostAway(Scenario):
     name: ClassVar[str] = "host-away"
     nodes: ClassVar[int] = 3
     limits: ClassVar[Mapping[str, float]] = {SOUND: 2.0}
+    settings: ClassVar[Mapping[str, Any]] = {"rabbitdelay_may_refuse": [AWAY]}
 
     tasks: int = 80
     kind: str = choice(*ARGUMENTS, help="the queue: classic, or quorum with a single member")

@@ -1,0 +1,170 @@
+"""Where a task goes: Celery's own path, a worker that holds it, or the levels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from celery.result import AsyncResult
+from kombu import Connection, Producer
+from kombu.utils.uuid import uuid
+
+from celery_rabbitdelay.app.celery_internals import (
+    has_quorum_queue,
+    registered_task,
+    send_task_by_celery,
+)
+from celery_rabbitdelay.app.resending import Resending
+from celery_rabbitdelay.app.settings import checked_seconds
+from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
+
+__all__ = ["TaskSending"]
+
+
+@dataclass
+class TaskSending:
+    """One call of ``Celery.send_task``, whose options and delay are checked.
+
+    Attributes:
+        app: The application, a :class:`.Celery`.
+        celerys_send_task: What Celery sends a task with.
+        name: The task's name.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        countdown: Seconds until it may start.
+        eta: The instant at which it may start.
+        task_id: Its id; None for a random one.
+        producer: The caller's producer.
+        connection: The caller's connection.
+        more: Further positional arguments of Celery.
+        options: Celery's options.
+        delay: Seconds, or a timedelta, until it may start; None if ``countdown`` or ``eta`` says.
+        tolerance_ms: Milliseconds that it may start later.
+        came_from: The name of the queue that a retried task came from, if it is known.
+    """
+
+    app: Any
+    celerys_send_task: Callable[..., AsyncResult[Any]]
+    name: str
+    args: Any
+    kwargs: Any
+    countdown: float | None
+    eta: datetime | str | None
+    task_id: str | None
+    producer: Producer | None
+    connection: Connection | None
+    more: tuple[Any, ...]
+    options: dict[str, Any]
+    delay: Delay | None
+    tolerance_ms: int
+    came_from: str | None
+
+    def send(self) -> AsyncResult[Any]:
+        """Send the task, to where these rules lead, the first one that applies.
+
+        - no delay: Celery's own path, unchanged
+        - the broker is not RabbitMQ: Celery's own path; ``delay`` becomes a countdown
+        - ``rabbitdelay=False``, or a countdown or eta without takeover: a worker, which holds it
+        - the delay is over by now: Celery's own path, at once
+        - all others: the levels; :class:`.DelayedProducer` chooses between the task's queue and
+          distribution
+        """
+        if self.delay is None and not self.countdown and not self.eta:
+            return self._send_by_celery(self.countdown, self.eta)
+        self.task_id = self.task_id or uuid()
+        if not self.app.rabbitdelay.is_available(self._callers_connection):
+            return self._send_to_other_broker()
+        if not self._takes_over():
+            return self._send_with_eta()
+        due = self.app.rabbitdelay.due(self.delay, self.countdown, self.eta, self.tolerance_ms)
+        return self._send_by_celery() if due.is_past else self._send_into_levels(due)
+
+    @property
+    def _callers_producer(self) -> Producer | None:
+        return self.producer or self.options.get("publisher")
+
+    @property
+    def _callers_connection(self) -> Connection | None:
+        producer = self._callers_producer
+        return self.connection or (producer.connection if producer is not None else None)
+
+    def _takes_over(self) -> bool:
+        """Whether a delay goes into the levels: see ``rabbitdelay=False`` and ``takeover``."""
+        task = self.options.get("task_type") or registered_task(self.app, self.name)
+        if not getattr(task, "rabbitdelay", True):
+            return False
+        return self.delay is not None or self.app.rabbitdelay.settings.takeover
+
+    @property
+    def _countdown(self) -> float | None:
+        return self.countdown if self.delay is None else milliseconds(self.delay) / 1000
+
+    def _send_to_other_broker(self) -> AsyncResult[Any]:
+        countdown = self._countdown
+        if self.delay is not None and (countdown or 0) > 0:
+            why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
+            self.app.rabbitdelay.warn_treated_as_countdown(why)
+        return self._send_by_celery(countdown, self.eta)
+
+    def _send_with_eta(self) -> AsyncResult[Any]:
+        if not has_quorum_queue(self.app):
+            return self._send_by_celery(self._countdown, self.eta)
+        # Celery would use its native delayed delivery, whose queues our workers do not declare.
+        producer = self._callers_producer
+        if self.connection is not None:
+            producer = self.app.amqp.Producer(self.connection, auto_declare=False)
+        with self.app.producer_or_acquire(producer) as acquired:
+            return self._send_through(EtaProducer(acquired, self._countdown, self.eta))
+
+    def _send_into_levels(self, due: Due) -> AsyncResult[Any]:
+        delays = self.app.rabbitdelay
+        if "check-in" not in delays.settings.modules:
+            delays.topology.layout.check_capacity(due.delay_ms)
+        timeout = self.options.get("confirm_timeout")
+        if timeout is not None:
+            timeout = checked_seconds("confirm_timeout", timeout)
+        began = time.monotonic()
+        with delays.publisher(self._callers_connection, timeout) as publisher:
+            producer = DelayedTaskProducer(
+                publisher,
+                delays.settings,
+                self.app.amqp,
+                due,
+                is_retry=bool(self.options.get("retries")),
+                came_from=self.came_from,
+                waited=time.monotonic() - began,
+                resending=Resending.of(self.app, self.options),
+            )
+            return self._send_through(producer)
+
+    def _send_by_celery(
+        self, countdown: float | None = None, eta: datetime | str | None = None
+    ) -> AsyncResult[Any]:
+        """Let Celery make, route and publish the message."""
+        return self._call(countdown, eta, self.producer, self.connection)
+
+    def _send_through(self, producer: Any) -> AsyncResult[Any]:
+        """Let Celery make and route the message as if it had no delay, and our producer publish."""
+        return self._call(None, None, producer, None)
+
+    def _call(
+        self, countdown: Any, eta: Any, producer: Any, connection: Connection | None
+    ) -> AsyncResult[Any]:
+        result: AsyncResult[Any] = send_task_by_celery(
+            self.celerys_send_task,
+            self.name,
+            self.args,
+            self.kwargs,
+            countdown,
+            eta,
+            self.task_id,
+            producer,
+            connection,
+            self.more,
+            self.options,
+        )
+        return result

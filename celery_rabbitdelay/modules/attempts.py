@@ -1,0 +1,282 @@
+"""What a module publishes for the messages that it receives, and what becomes of each of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Final, NamedTuple, cast
+
+import amqp
+from amqp.exceptions import NotFound
+
+from celery_rabbitdelay.exceptions import (
+    ConfirmTimeout,
+    MessageNacked,
+    MessageRefused,
+    PublishError,
+    UnprocessableMessage,
+)
+from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    encoded,
+    to_undeliverable,
+    without_headers,
+)
+from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.statistics import ModuleStatistics
+from celery_rabbitdelay.publishing.message import headers_of
+from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.wire import Content
+
+__all__ = ["Attempts", "Received"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two warnings about the same destination.
+WARN_EVERY: Final = 60.0
+
+
+class Received:
+    """A received message, and what is left to do about it.
+
+    Attributes:
+        message: The message.
+        outgoing: The messages to publish for it.
+        held: The next one of these, if its destination has no room at the moment.
+        pending: How many of those that are published are not settled.
+        unpacked: Whether all messages to publish for it are known.
+    """
+
+    __slots__ = ("held", "message", "outgoing", "pending", "unpacked")
+
+    def __init__(self, message: amqp.Message, outgoing: Iterator[Outgoing]) -> None:
+        self.message = message
+        self.outgoing = outgoing
+        self.held: Outgoing | None = None
+        self.pending = 0
+        self.unpacked = False
+
+    def next_outgoing(self) -> Outgoing:
+        """Return the next message to publish.
+
+        Raises:
+            StopIteration: There is none left.
+        """
+        outgoing, self.held = self.held, None
+        return outgoing or next(self.outgoing)
+
+
+class _Origin(NamedTuple):
+    """Links a publication to its received message.
+
+    Attributes:
+        received: The received message.
+        outgoing: What is published for it.
+        destination: The queue or exchange that may not take it, in words; None if the message goes
+            into the levels or to ``undeliverable``.
+    """
+
+    received: Received
+    outgoing: Outgoing
+    destination: str | None
+
+
+class Attempts:
+    """Makes publications of messages, and of those that fail, others in their place.
+
+    ================================== ====================================================
+    the destination does not take it   the levels; undeliverable after too long
+    it cannot be published, ever       ``undeliverable``
+    the levels do not take it          the levels again; the route is computed anew
+    ``undeliverable`` does not take it ``undeliverable`` again
+    ================================== ====================================================
+
+    Args:
+        name: The module's name, for the log.
+        redelivery: Decides when a message is tried again.
+        undeliverable: The name of the exchange of undeliverable messages.
+        missing: Which exchanges do not exist.
+        statistics: Where to count what is done.
+        timeout: Seconds without a confirm until an attempt has failed.
+        frame_max: The bytes of a frame of the connection.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        redelivery: Redelivery,
+        undeliverable: str,
+        missing: MissingExchanges,
+        statistics: ModuleStatistics,
+        timeout: float,
+        frame_max: int,
+    ) -> None:
+        self._name = name
+        self._redelivery = redelivery
+        self._undeliverable = undeliverable
+        self._missing = missing
+        self._statistics = statistics
+        self._timeout = timeout
+        self._frame_max = frame_max
+        self._unanswered = Unanswered()
+        self._warned_at: dict[str | None, float] = {}
+
+    def must_wait(self, outgoing: Outgoing, broker_silent_for: float) -> bool:
+        """Return whether a message has to wait until its destination has answered others.
+
+        Args:
+            outgoing: The message.
+            broker_silent_for: For how many seconds the broker has answered nothing at all.
+        """
+        destination = self._destination(outgoing)
+        return destination is not None and self._unanswered.is_full(destination, broker_silent_for)
+
+    def first(
+        self, received: Received, outgoing: Outgoing, broker_silent_for: float
+    ) -> Publication:
+        """Return the publication of a message, or of what is published in its place.
+
+        Args:
+            received: The message that it is published for.
+            outgoing: The message.
+            broker_silent_for: For how many seconds the broker has answered nothing at all.
+        """
+        # Counted first: while the broker is asked for the exchange, other messages are settled.
+        received.pending += 1
+        try:
+            content = encoded(outgoing, self._frame_max)
+            trouble = self._trouble(outgoing, broker_silent_for)
+        except UnprocessableMessage as invalid:
+            return self.give_up(received, outgoing, invalid.reason)
+        finally:
+            received.pending -= 1
+        if trouble is not None:
+            return self._try_later(received, outgoing, trouble)
+        return self._publication(received, outgoing, content)
+
+    def settled(self, publication: Publication) -> Publication | None:
+        """Count a message that is settled; return what to publish in its place, if it has failed.
+
+        Raises:
+            PublishError: ``undeliverable`` cannot be published to.
+        """
+        received, outgoing, destination = cast(_Origin, publication.subject)
+        error = publication.error
+        received.pending -= 1
+        if isinstance(error, ConfirmTimeout):
+            self._unanswered.timed_out(publication, destination)
+        else:
+            self._unanswered.answered(publication, destination)
+        if error is None:
+            self._statistics.published += 1
+            return None
+        may_pass = not isinstance(error, MessageRefused)
+        if destination is None and isinstance(error, MessageNacked | ConfirmTimeout):
+            return self._publication(received, outgoing, publication.content)
+        if outgoing.exchange == self._undeliverable:
+            raise error
+        if isinstance(error.__cause__, NotFound):
+            # Those behind it are put into the levels without closing the channel.
+            self._missing.add(outgoing.exchange)
+        reason = _reason(error, outgoing)
+        if destination is not None and may_pass:
+            return self._try_later(received, outgoing, reason)
+        return self.give_up(received, outgoing, reason)
+
+    def give_up(
+        self,
+        received: Received,
+        outgoing: Outgoing,
+        reason: str,
+        undeliverable: Outgoing | None = None,
+    ) -> Publication:
+        """Return the publication that puts a message into ``undeliverable``.
+
+        Args:
+            received: The message that it is published for.
+            outgoing: The message.
+            reason: Why it cannot be delivered.
+            undeliverable: The message as it is to be published; None to write the reason into it.
+        """
+        logger.warning("%s: a message is undeliverable: %s", self._name, reason)
+        self._statistics.undeliverable += 1
+        refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason)
+        try:
+            content = encoded(refused, self._frame_max)
+        except UnprocessableMessage:
+            refused = without_headers(self._undeliverable, outgoing.message, reason)
+            content = encoded(refused, self._frame_max)
+        return self._publication(received, refused, content)
+
+    def _trouble(self, outgoing: Outgoing, broker_silent_for: float) -> str | None:
+        """Return why a message should not be published at the moment; None if it should be."""
+        destination = self._destination(outgoing)
+        if self._missing.has(outgoing.exchange):
+            return _no_exchange(outgoing)
+        if destination is None:
+            return None
+        silent = self._unanswered.is_silent(destination, broker_silent_for)
+        return f"{destination} does not answer" if silent else None
+
+    def _destination(self, outgoing: Outgoing) -> str | None:
+        if outgoing.reroute is not None or outgoing.exchange == self._undeliverable:
+            return None
+        if outgoing.exchange:
+            return f"the exchange {outgoing.exchange!r}"
+        return f"the queue {outgoing.routing_key!r}"
+
+    def _publication(self, received: Received, outgoing: Outgoing, content: Content) -> Publication:
+        destination = self._destination(outgoing)
+        address = outgoing.exchange, outgoing.routing_key
+        origin = _Origin(received, outgoing, destination)
+        publication = Publication(content, outgoing.reroute or (lambda: address), origin)
+        publication.deadline = time.monotonic() + self._timeout
+        publication.resends_nacks = destination is None
+        received.pending += 1
+        self._unanswered.sent(publication, destination)
+        return publication
+
+    def _try_later(self, received: Received, outgoing: Outgoing, reason: str) -> Publication:
+        """Return the publication that puts a message into the levels, to try it again."""
+        later = self._redelivery.after_failure(outgoing, headers_of(received.message), reason)
+        if later.reroute is None:
+            return self.give_up(received, outgoing, reason, later)
+        try:
+            content = encoded(later, self._frame_max)
+        except UnprocessableMessage as too_long:
+            return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
+        self._statistics.redelivered += 1
+        self._warn(self._destination(outgoing), reason)
+        return self._publication(received, later, content)
+
+    def _warn(self, destination: str | None, reason: str) -> None:
+        now = time.monotonic()
+        if now - self._warned_at.get(destination, -WARN_EVERY) < WARN_EVERY:
+            return
+        self._warned_at[destination] = now
+        logger.warning(
+            "%s: %s does not take a message, which waits in the levels and is tried again: %s",
+            self._name,
+            destination,
+            reason,
+        )
+
+
+def _reason(error: PublishError, outgoing: Outgoing) -> str:
+    """Say why a message was not taken."""
+    if isinstance(error, MessageNacked):
+        return "the broker nacked it: its queue is full, or the queue's leader is away"
+    if isinstance(error, ConfirmTimeout):
+        return "the broker did not confirm it in time, though it did confirm others"
+    if isinstance(error, MessageRefused):
+        return f"the broker does not take it: {error.reason}"
+    if isinstance(error.__cause__, NotFound):
+        return _no_exchange(outgoing)
+    where = f"the exchange {outgoing.exchange!r}" if outgoing.exchange else "there"
+    return f"{where} has no queue for the key {outgoing.routing_key!r}"
+
+
+def _no_exchange(outgoing: Outgoing) -> str:
+    return f"there is no exchange {outgoing.exchange!r}"

@@ -1,0 +1,135 @@
+"""What a module knows of the destinations that it publishes to. Opens no connection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Final
+
+__all__ = ["SILENCE", "MissingExchanges", "Unanswered"]
+
+#: Seconds without an answer after which a destination gets no further messages until it answers.
+SILENCE: Final = 1.0
+
+#: Messages in flight for one destination. While a quorum queue owes a connection 32 answers or more
+#: (``quorum_commands_soft_limit`` of the application ``rabbit``), RabbitMQ grants the connection no
+#: further credit, and reads nothing more from it after some hundred messages. All others would wait
+#: for that queue then (seen on 3.10.8 and 4.3.6).
+MAX_UNANSWERED: Final = 30
+
+#: Seconds until the broker is asked again for an exchange that did not exist.
+ASK_AGAIN: Final = 1.0
+
+
+class Unanswered:
+    """The messages in flight, and which destinations do not answer.
+
+    RabbitMQ confirms a message for a quorum queue once a majority of its replicas has it. If a
+    queue has no majority, there is neither an ack nor a nack until it has one again.
+
+    Args:
+        clock: Returns seconds, as :func:`time.monotonic`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        #: When each message was sent, by its destination and the message, the oldest first.
+        self._sent: dict[str | None, dict[Hashable, float]] = {}
+        #: Destinations that have not answered until time was up; they get one message at a time.
+        self._silent: set[str | None] = set()
+        #: The latest time of sending of all messages that were answered.
+        self._answered_until = 0.0
+
+    def sent(self, message: Hashable, destination: str | None) -> None:
+        """Note that a message is sent to a destination; None if it goes into the levels."""
+        self._sent.setdefault(destination, {})[message] = self._clock()
+
+    def answered(self, message: Hashable, destination: str | None) -> None:
+        """Note that the broker has acked, nacked or returned a message."""
+        self._answered_until = max(self._answered_until, self._remove(message, destination))
+        self._silent.discard(destination)
+
+    def timed_out(self, message: Hashable, destination: str | None) -> None:
+        """Note that nobody waits for the answer any more."""
+        self._remove(message, destination)
+        self._silent.add(destination)
+
+    def is_silent(self, destination: str, broker_silent_for: float) -> bool:
+        """Return whether a destination does not answer, so that it should get no more messages.
+
+        If the broker is slow for all, answers come in the order of sending. So a destination is
+        silent if a message that was sent a second later is answered; or if nothing at all was
+        answered for a second, when nobody can tell which destination is the cause.
+
+        Args:
+            destination: The destination.
+            broker_silent_for: For how many seconds the broker has answered nothing at all.
+        """
+        oldest = next(iter(self._sent.get(destination, {}).values()), None)
+        if oldest is None:
+            return False
+        if destination in self._silent:
+            return True
+        if self._clock() - oldest < SILENCE:
+            return False
+        return broker_silent_for >= SILENCE or self._answered_until - oldest >= SILENCE
+
+    def is_full(self, destination: str, broker_silent_for: float) -> bool:
+        """Return whether further messages for a destination have to wait for answers.
+
+        Not if it is silent: then they should not be published at all.
+        """
+        in_flight = self._sent.get(destination)
+        if in_flight is None or len(in_flight) < MAX_UNANSWERED:
+            return False
+        return not self.is_silent(destination, broker_silent_for)
+
+    def _remove(self, message: Hashable, destination: str | None) -> float:
+        """Return when the message was sent."""
+        in_flight = self._sent[destination]
+        at = in_flight.pop(message)
+        if not in_flight:
+            del self._sent[destination]
+        return at
+
+
+class MissingExchanges:
+    """Which exchanges exist, as far as the broker was asked.
+
+    Publishing to an exchange that does not exist closes the channel, with all that is in flight.
+
+    Args:
+        ask: Asks the broker whether an exchange exists.
+        known: Exchanges that exist.
+        clock: Returns seconds, as :func:`time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[str], bool],
+        known: set[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask = ask
+        self._known = known
+        self._clock = clock
+        self._missing: dict[str, float] = {}
+
+    def has(self, exchange: str) -> bool:
+        """Return whether an exchange is missing; asked again after a second."""
+        if exchange in self._known:
+            return False
+        now = self._clock()
+        if now < self._missing.get(exchange, 0.0):
+            return True
+        if self._ask(exchange):
+            self._missing.pop(exchange, None)
+            self._known.add(exchange)
+            return False
+        self._missing[exchange] = now + ASK_AGAIN
+        return True
+
+    def add(self, exchange: str) -> None:
+        """Note that the broker has just said that an exchange is missing."""
+        self._known.discard(exchange)
+        self._missing[exchange] = self._clock() + ASK_AGAIN

@@ -1,0 +1,159 @@
+"""Messages that leave the levels before they are due, and go back into them. Opens no connection.
+
+The levels release a message early if a policy gives their queues a shorter ``message-ttl`` than
+their own, because RabbitMQ applies the lower one (https://www.rabbitmq.com/docs/ttl). If the clocks
+of producer and worker differ, a message only looks early. Nobody can tell these cases apart, so it
+goes back in both: a task never starts early, and wrong clocks delay it by their difference, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import amqp
+
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
+from celery_rabbitdelay.publishing.message import headers_of, task_id_of
+
+__all__ = ["EarlyMessages", "EarlyWarning", "PutBack", "early_ms", "pause_ms"]
+
+#: The longest time, in milliseconds, for which a message is put back at once. A clock that is years
+#: behind, on a machine that has just booted for example, then costs a day and not those years.
+MAX_PAUSE_MS: Final = 86_400_000
+
+
+class PutBack(NamedTuple):
+    """What the header ``rabbitdelay-early`` says.
+
+    Attributes:
+        times: How often the message was put back.
+        exchange: The exchange that the task's consumer is to see; None for that of the message.
+        routing_key: The routing key that it is to see, likewise.
+    """
+
+    times: int = 0
+    exchange: str | None = None
+    routing_key: str | None = None
+
+    @classmethod
+    def of(cls, headers: Mapping[str, Any]) -> PutBack:
+        """Read it from a message's headers; unreadable values count as missing."""
+        table = headers.get(header_names.EARLY)
+        if not isinstance(table, Mapping):
+            return cls()
+        times, exchange, routing_key = map(table.get, ("times", "exchange", "routing-key"))
+        if not isinstance(times, int):
+            times = 0
+        if not isinstance(exchange, str) or not isinstance(routing_key, str):
+            return cls(times)
+        return cls(times, exchange, routing_key)
+
+    def header(self) -> dict[str, dict[str, Any]]:
+        """Return the header."""
+        table = {"times": self.times, "exchange": self.exchange, "routing-key": self.routing_key}
+        return {header_names.EARLY: {k: value for k, value in table.items() if value is not None}}
+
+
+class EarlyWarning:
+    """Warns about early messages: once for each connection, and not for each message.
+
+    Args:
+        logger: Where to.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._has_warned = False
+
+    def reset(self) -> None:
+        """Warn again: there is a new connection."""
+        self._has_warned = False
+
+    def warn(self, what: str, by_ms: int) -> None:
+        """Log what arrived early, unless another message was logged already.
+
+        Args:
+            what: What arrived, for example the task with its id.
+            by_ms: How many milliseconds early it is.
+        """
+        if self._has_warned:
+            self._logger.debug("%s is %.1f s early and goes back.", what, by_ms / 1000)
+            return
+        self._has_warned = True
+        self._logger.warning(
+            "%s left the delay levels %.1f s before it is due, by the clock of this machine, and "
+            "goes back into them for the rest. Others that are early will do so without a word on "
+            "this connection. The likely causes: a policy whose message-ttl is shorter than the "
+            "TTL of a level's queue (see `rabbitmqctl list_policies`; with it, a task goes around "
+            "the levels until it is due), or clocks of producers, brokers and workers that differ "
+            "(see `date -u` on each).",
+            what,
+            by_ms / 1000,
+        )
+
+
+class EarlyMessages:
+    """Puts messages back that reach distribution before they are due.
+
+    Args:
+        topology: The levels.
+        tolerated_ms: How many milliseconds early a message may be; see ``rabbitdelay_early``.
+        now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        tolerated_ms: int,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // NS_PER_MS,
+    ) -> None:
+        self.warning = EarlyWarning(logging.getLogger(__name__))
+        self._topology = topology
+        self._tolerated_ms = tolerated_ms
+        self._now_ms = now_ms
+
+    def put_back(self, message: amqp.Message) -> Outgoing | None:
+        """Return the message as it goes back into the levels; None if it is not early.
+
+        An envelope goes back as a whole. Body, headers and properties stay, and distribution gets
+        the message again, when it is due.
+        """
+        headers = headers_of(message)
+        by_ms = early_ms(headers.get(header_names.DUE), self._now_ms(), self._tolerated_ms)
+        if by_ms is None:
+            return None
+        task_id = task_id_of(message)
+        self.warning.warn(f"Distribution: message {task_id}", by_ms)
+        earlier = PutBack.of(headers)
+        kept = {name: headers[name] for name in headers if name not in header_names.BROKER_HEADERS}
+        kept.update(earlier._replace(times=earlier.times + 1).header())
+        due = Due.after(pause_ms(by_ms, self._topology) / 1000)
+        return into_levels(self._topology, with_headers(message, kept), due)
+
+
+def early_ms(due_ms: object, now_ms: int, tolerated_ms: int) -> int | None:
+    """Return how many milliseconds early a message is; None if it is not, or is by too little.
+
+    Args:
+        due_ms: The value of its header ``rabbitdelay-due``.
+        now_ms: The time in milliseconds since 1970-01-01 UTC.
+        tolerated_ms: How many milliseconds early it may be.
+    """
+    if not isinstance(due_ms, int) or isinstance(due_ms, bool):
+        return None
+    return due_ms - now_ms if due_ms - now_ms > tolerated_ms else None
+
+
+def pause_ms(by_ms: int, topology: Topology) -> int:
+    """Return for how many milliseconds to put a message back that is early by ``by_ms``.
+
+    That is the rest, or if it is longer, :data:`MAX_PAUSE_MS` or the capacity of the levels: then
+    the message arrives early once more.
+    """
+    return min(by_ms, MAX_PAUSE_MS, topology.layout.capacity_ms)

@@ -1,0 +1,149 @@
+"""Redelivery: what a destination does not take goes back into the levels, and is tried again. Pure.
+
+The pauses grow from a second to ten minutes, so that a destination in trouble costs little, however
+long that lasts and however many messages are due for it. No message waits in a module for it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple, Self, TypeGuard
+
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    destination_headers,
+    into_levels,
+    to_undeliverable,
+    with_headers,
+)
+from celery_rabbitdelay.publishing.message import split_priority
+
+__all__ = ["Failures", "Redelivery"]
+
+#: Seconds before the second attempt; each further pause is twice as long as the one before it.
+FIRST_PAUSE: Final = 1.0
+
+#: The longest pause, in seconds.
+LONGEST_PAUSE: Final = 600.0
+
+#: Each pause is multiplied by a random number in this range, so that messages which were refused
+#: together do not come back together.
+JITTER: Final = (0.75, 1.25)
+
+#: More attempts than any message can have.
+_MAX_ATTEMPTS: Final = 2**31
+
+_MS_PER_S: Final = 1000
+
+
+class Failures(NamedTuple):
+    """What a message's headers say about the attempts to publish it to its destination.
+
+    Attributes:
+        attempts: How many have failed.
+        since_ms: When the first one failed, in milliseconds since 1970-01-01 UTC.
+        first_reason: Why the first one failed.
+    """
+
+    attempts: int
+    since_ms: int
+    first_reason: str
+
+    @classmethod
+    def after(cls, headers: Mapping[str, Any], reason: str, now_ms: int) -> Self:
+        """Return the failures with one more.
+
+        Args:
+            headers: The headers of the message as it was received; anybody may have written them.
+            reason: Why the attempt has failed.
+            now_ms: The time, in milliseconds since 1970-01-01 UTC.
+        """
+        attempts = headers.get(header_names.ATTEMPTS)
+        since_ms = headers.get(header_names.FAILED_SINCE)
+        first_reason = headers.get(header_names.FIRST_REASON)
+        if (
+            _is_int(attempts, _MAX_ATTEMPTS)
+            and _is_int(since_ms, MAX_DUE_MS)
+            and isinstance(first_reason, str)
+        ):
+            return cls(attempts + 1, min(since_ms, now_ms), first_reason)
+        return cls(1, now_ms, reason)
+
+
+class Redelivery:
+    """Decides when a message is tried again, and when it is given up.
+
+    Args:
+        topology: The levels that it waits in.
+        seconds: How long a message is tried again; 0 for not at all.
+        jitter: Returns a random number between two others.
+        now_ns: The time, in nanoseconds since 1970.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        seconds: float,
+        jitter: Callable[[float, float], float] = random.uniform,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._topology = topology
+        self._ms = seconds * _MS_PER_S
+        self._jitter = jitter
+        self._now_ns = now_ns
+
+    def after_failure(
+        self, outgoing: Outgoing, received: Mapping[str, Any], reason: str
+    ) -> Outgoing:
+        """Return what to publish for a message that its destination has not taken.
+
+        Args:
+            outgoing: The message, with its destination.
+            received: The headers of the message that the module has received for it.
+            reason: Why the destination has not taken it.
+
+        Returns:
+            The message for the levels; for ``undeliverable`` if it has been tried for too long.
+        """
+        now_ms = self._now_ns() // NS_PER_MS
+        failures = Failures.after(received, reason, now_ms)
+        if now_ms - failures.since_ms >= self._ms:
+            undeliverable = self._topology.module_queues.undeliverable.exchange.name
+            return to_undeliverable(undeliverable, outgoing, _explained(failures, reason))
+        priority, kept = split_priority(outgoing.message.properties.get("priority"))
+        headers = {
+            **destination_headers(outgoing),
+            **kept,
+            header_names.ATTEMPTS: failures.attempts,
+            header_names.FAILED_SINCE: failures.since_ms,
+            header_names.FIRST_REASON: failures.first_reason,
+            header_names.REASON: reason,
+        }
+        message = with_headers(outgoing.message, headers, priority=priority, expiration=None)
+        return into_levels(self._topology, message, Due.after(self._pause(failures.attempts)))
+
+    def _pause(self, attempts: int) -> float:
+        """The seconds until the next attempt."""
+        doublings = min(attempts - 1, 20)
+        pause: float = min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE) * self._jitter(*JITTER)
+        # Above the capacity, it would wait in meditation, which needs check-in.
+        return min(pause, self._topology.layout.capacity_ms / _MS_PER_S)
+
+
+def _explained(failures: Failures, reason: str) -> str:
+    """Return a text with the first and the last reason."""
+    if failures.attempts == 1:
+        return reason
+    since = datetime.fromtimestamp(failures.since_ms / _MS_PER_S, UTC)
+    first = "" if failures.first_reason == reason else f"; the first time: {failures.first_reason}"
+    return f"{reason} ({failures.attempts} attempts since {since:%Y-%m-%d %H:%M:%S} UTC{first})"
+
+
+def _is_int(value: object, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

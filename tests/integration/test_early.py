@@ -1,0 +1,282 @@
+"""Tasks that leave the levels before they are due, because of a policy or of wrong clocks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import amqp
+import pytest
+from kombu import Connection, Exchange, Queue, binding
+
+from celery_rabbitdelay import Row
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.arrivals import count, find_waiting
+from tests.integration.shop import PATIENCE, make_app, named
+from tests.integration.worker import Worker
+
+#: Seconds until an early task is due: more than ``rabbitdelay_early``.
+DELAY = 4
+
+#: Seconds that a task may be early by default, on a slow machine that releases it late too.
+TOLERATED = 1
+
+#: What a delay adds to the headers that a task sees.
+ADDED = (headers.DUE, headers.QUEUE)
+
+#: What a worker and distribution log of the first early message.
+WARNING = "left the delay levels"
+
+
+def release(connection: Connection, shop: Any) -> amqp.Message:
+    """Let the only message in the levels go on, as RabbitMQ does when its TTL is over."""
+    topology = shop.rabbitdelay.topology
+    found: list[tuple[str, amqp.Message]] = []
+
+    def look() -> bool:
+        channel: Any
+        with connection.channel() as channel:
+            for queue in topology.digit_queues:
+                message = channel.basic_get(queue.name, no_ack=True)
+                if message is not None:
+                    found.append((queue.name, message))
+        return bool(found)
+
+    wait_for(look, "a message in the levels")
+    [(name, message)] = found
+    own = {**message.properties["application_headers"], "x-death": [{"queue": name, "count": 1}]}
+    properties = {**message.properties, "application_headers": own}
+    info: Any = message.delivery_info
+    channel: Any
+    with connection.channel() as channel:
+        released = amqp.Message(message.body, **properties)
+        channel.basic_publish(released, topology.delivery.name, info["routing_key"])
+    return message
+
+
+def headers_of(message: amqp.Message) -> dict[str, Any]:
+    found: dict[str, Any] = message.properties["application_headers"]
+    return found
+
+
+def put_into(connection: Connection, shop: Any, due: float, name: str = "look", **to: Any) -> str:
+    """Publish a task as distribution does, with its due time alone; return its id."""
+    task = shop.amqp.create_task_message(uuid4().hex, name, (), {})
+    own = {**task.headers, headers.DUE: int(due * 1000)}
+    properties = {**task.properties, "reply_to": shop.thread_oid}
+    connection.Producer().publish(task.body, headers=own, serializer="json", **properties, **to)
+    task_id: str = task.headers["id"]
+    return task_id
+
+
+def without_delay(seen: dict[str, Any], task_id: str) -> Any:
+    """Return what a task saw, without its id and what a delay adds."""
+    seen["headers"] = seen["headers"] or {}
+
+    def kept(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in pairs if name not in ADDED}
+
+    return json.loads(json.dumps(seen).replace(task_id, "id"), object_pairs_hook=kept)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"queue": "second", "priority": 3, "compression": "gzip", "headers": {"x-tenant": "a"}},
+        {"exchange": "topic", "routing_key": "topic.reports"},
+        {"queue": "mirror", "headers": {"headers": {"x-tenant": "a"}}},
+        {"queue": "second", "priority": 9},
+        {"exchange": "topic", "routing_key": "topic.daily.reports", "priority": 9},
+    ],
+    ids=["direct", "topic", "fanout", "priority", "topic and priority"],
+)
+def test_a_task_that_the_levels_release_early_is_the_same_task_when_it_is_due(
+    served_shop: Any, connection: Connection, options: dict[str, Any]
+) -> None:
+    for name in ("queue", "exchange"):
+        if name in options:
+            options = {**options, name: named(served_shop, options[name])}
+    send = served_shop.tasks["request"].apply_async
+    undelayed = send(**options)
+    expected = undelayed.get(timeout=PATIENCE)
+    delayed = send(delay=DELAY, **options)
+    due_ms = headers_of(release(connection, served_shop))[headers.DUE]
+    seen = delayed.get(timeout=PATIENCE)
+    assert time.time() >= due_ms / 1000 - TOLERATED
+    assert seen["headers"][headers.DUE] == due_ms
+    assert without_delay(seen, delayed.id) == without_delay(expected, undelayed.id)
+
+
+@pytest.mark.parametrize("priority", [3, 9])
+def test_what_only_the_worker_finds_early_comes_back_to_its_queue_and_to_no_other(
+    served_shop: Any,
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+    priority: int,
+) -> None:
+    """As if distribution ran on a machine with another clock, and had sent it to both queues."""
+    fanout = named(served_shop, "fanout")
+    # A binding and not its exchange, which would be deleted with the queue.
+    other = make_queue("other", bindings=[binding(Exchange(fanout, type="fanout"))])
+    other(connection.default_channel).declare()
+    to: dict[str, Any] = {"exchange": fanout, "routing_key": "any", "priority": priority}
+    undelayed = put_into(connection, served_shop, time.time(), "request", **to)
+    expected = served_shop.AsyncResult(undelayed).get(timeout=PATIENCE)
+    assert count(connection, other.name) == 1
+
+    due = time.time() + DELAY
+    delayed = put_into(connection, served_shop, due, "request", **to)
+    message = release(connection, served_shop)
+    assert message.properties["priority"] <= 4
+    assert headers_of(message)[headers.EARLY] == {
+        "times": 1,
+        "exchange": fanout,
+        "routing-key": "any",
+    }
+    # Released early once more, it goes back from distribution.
+    seen = served_shop.AsyncResult(delayed).get(timeout=PATIENCE)
+    assert time.time() >= due - TOLERATED
+    assert without_delay(seen, delayed) == without_delay(expected, undelayed)
+    assert count(connection, other.name) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("celery-own", {}), ("look", {"rabbitdelay_takeover": False})]
+)
+def test_also_a_task_that_keeps_celery_s_own_behavior_never_starts_early(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    prefix: str,
+    name: str,
+    settings: dict[str, Any],
+) -> None:
+    shop = make_shop(**settings)
+    with Worker({**configuration, **settings}):
+        due = time.time() + DELAY
+        task_id = put_into(connection, shop, due, name, routing_key=f"{prefix}.second")
+        find = shop.rabbitdelay.topology.digit_queues
+        waiting = find_waiting(connection, find)
+        assert waiting.message.headers["id"] == task_id
+
+
+@pytest.mark.parametrize(("pool", "protocol"), [("prefork", 1), ("prefork", 2), ("gevent", 2)])
+def test_what_the_levels_cannot_take_is_held_by_the_worker_and_not_started(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    prefix: str,
+    pool: str,
+    protocol: int,
+) -> None:
+    # It came through distribution, which nobody serves any more.
+    settings: dict[str, Any] = {"rabbitdelay_modules": [], "task_protocol": protocol}
+    shop = make_shop(**settings)
+    with Worker({**configuration, **settings}, None, "-P", pool) as worker:
+        due = time.time() + DELAY
+        if protocol == 2:
+            task_id = put_into(connection, shop, due, routing_key=f"{prefix}.second")
+        else:
+            task = shop.amqp.create_task_message(uuid4().hex, "look", (), {})
+            task_id = task.body["id"]
+            connection.Producer().publish(
+                task.body,
+                headers={headers.DUE: int(due * 1000)},
+                routing_key=f"{prefix}.second",
+                serializer="json",
+                **task.properties,
+            )
+        seen = shop.AsyncResult(task_id).get(timeout=PATIENCE)
+        assert seen["at"] >= due - 0.001
+        assert "cannot wait in the levels, so the worker holds it" in worker.log
+
+
+def test_there_is_one_warning_however_many_are_early(
+    shop: Any, worker: Worker, connection: Connection, prefix: str
+) -> None:
+    due = time.time() + DELAY
+    ids = [put_into(connection, shop, due, routing_key=f"{prefix}.second") for _ in range(10)]
+    for task_id in ids:
+        assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] >= due - 0.001
+    assert worker.log.count(WARNING) == 1
+    assert "message-ttl" in worker.log
+    assert "clocks" in worker.log
+
+
+def test_what_is_early_by_less_than_the_setting_says_starts(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    prefix: str,
+) -> None:
+    settings = {"rabbitdelay_early": 600}
+    shop = make_shop(**settings)
+    with Worker({**configuration, **settings}) as worker:
+        due = time.time() + 600
+        task_id = put_into(connection, shop, due, routing_key=f"{prefix}.second")
+        assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] < due
+        assert WARNING not in worker.log
+
+
+def test_a_retry_of_a_task_that_was_put_back_returns_to_its_exchange(
+    served_shop: Any, connection: Connection
+) -> None:
+    topic = named(served_shop, "topic")
+    retried = served_shop.tasks["retry"].apply_async(
+        ([], 1, {"countdown": 0.2}),
+        delay=DELAY,
+        exchange=topic,
+        routing_key="topic.reports",
+        priority=9,
+    )
+    release(connection, served_shop)
+    for past in retried.get(timeout=PATIENCE):
+        assert (past["exchange"], past["routing_key"]) == (topic, "topic.reports")
+        assert past["priority"] == 9
+        assert headers.EARLY not in past["headers"]
+
+
+@pytest.fixture
+def hurried_url(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[str]:
+    """A virtual host with a policy that shortens every TTL above two seconds."""
+    private_rabbitmq.ctl("add_vhost", prefix)
+    private_rabbitmq.ctl("set_permissions", "-p", prefix, "guest", ".*", ".*", ".*")
+    private_rabbitmq.ctl("set_policy", "-p", prefix, "hurry", ".*", '{"message-ttl": 2000}')
+    yield f"{private_rabbitmq.url.rstrip('/')}/{prefix}"
+    private_rabbitmq.ctl("delete_vhost", prefix)
+
+
+def test_a_policy_that_shortens_every_ttl_makes_no_task_early(
+    hurried_url: str, configuration: dict[str, Any], prefix: str
+) -> None:
+    configuration = {
+        **configuration,
+        "broker_url": hurried_url,
+        "rabbitdelay_layout": [("seconds", 60, 1), ("ms", 10, 0.1)],
+    }
+    shop = make_app(configuration)
+    look: Any = shop.tasks["look"]
+    with Worker(configuration) as worker:
+        sent: dict[str, float] = {}
+        ways: list[dict[str, Any]] = [
+            {"queue": f"{prefix}.second"},
+            {"queue": f"{prefix}.mirror"},
+            {"queue": f"{prefix}.second", "priority": 9},
+        ]
+        for delay in (1.5, 3.4, 6, 9.7, 12):
+            for way in ways:
+                before = time.time()
+                sent[look.apply_async(delay=delay, **way).id] = before + delay
+        before = time.time()
+        rows = [Row(delay=8, task_id=uuid4().hex) for _ in range(20)]
+        shop.rabbitdelay.send_many(look, rows, queue=f"{prefix}.second")
+        sent.update({str(row.task_id): before + 8 for row in rows})
+        for task_id, due in sent.items():
+            assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] >= due - TOLERATED
+        # Once for the worker, once for distribution.
+        assert worker.log.count(WARNING) == 2
+    shop.close()

@@ -1,0 +1,250 @@
+"""Messages that leave the levels before they are due: for how long they go back, and how."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+import amqp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu import Message
+
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.layout import clock, custom
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.distribution import Distribution
+from celery_rabbitdelay.modules.early import (
+    MAX_PAUSE_MS,
+    EarlyMessages,
+    EarlyWarning,
+    PutBack,
+    early_ms,
+    pause_ms,
+)
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
+from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta
+from celery_rabbitdelay.worker.restore import restore
+from tests.unit.broker_model import BrokerModel
+
+NOW = 1_800_000_000_000
+A_DAY = 86_400_000
+TOPOLOGY = Topology()
+
+
+def due_in(delay_ms: int, **headers: Any) -> amqp.Message:
+    where = {header_names.EXCHANGE: "office", header_names.ROUTING_KEY: "paper"}
+    own: dict[str, Any] = {header_names.DUE: NOW + delay_ms, **where, **headers}
+    return amqp.Message(b"body", application_headers=own, app_id="shop", priority=4)
+
+
+def early_messages(topology: Topology = TOPOLOGY, tolerated_ms: int = 1000) -> EarlyMessages:
+    return EarlyMessages(topology, tolerated_ms, lambda: NOW)
+
+
+@pytest.mark.parametrize(
+    ("due_ms", "expected"),
+    [
+        (NOW - 5, None),
+        (NOW, None),
+        (NOW + 1000, None),
+        (NOW + 1001, 1001),
+        (NOW + A_DAY, A_DAY),
+        (None, None),
+        ("2100-01-01", None),
+        (True, None),
+        (float(NOW + A_DAY), None),
+    ],
+)
+def test_a_message_is_early_by_more_than_what_is_tolerated(due_ms: Any, expected: Any) -> None:
+    assert early_ms(due_ms, NOW, 1000) == expected
+
+
+def test_a_message_that_is_due_goes_on() -> None:
+    for delay_ms in (-A_DAY, 0, 1000):
+        assert early_messages().put_back(due_in(delay_ms)) is None
+
+
+@given(st.integers(1001, A_DAY), st.sampled_from([1, 0.1, 0.01]))
+def test_a_message_goes_back_for_the_rest_and_less_than_a_tick(rest_ms: int, tick: float) -> None:
+    topology = Topology(layout=clock(tick=tick))
+    outgoing = early_messages(topology).put_back(due_in(rest_ms))
+    assert outgoing is not None
+    route = topology.route(rest_ms / 1000, DISTRIBUTION)
+    assert (outgoing.exchange, outgoing.routing_key) == (route.exchange, route.routing_key)
+    walk = BrokerModel(topology, ()).walk(route)
+    assert rest_ms <= walk.waited_ms < rest_ms + tick * 1000
+    assert walk.delivered_to == {topology.module_queues.distribution.name}
+
+
+@pytest.mark.parametrize("content_type", ["application/json", CONTENT_TYPE])
+def test_it_goes_back_as_it_came_but_for_what_the_broker_added(content_type: str) -> None:
+    message = due_in(5000, **{"x-death": [{"queue": "rabbitdelay.seconds.5"}], "x-mine": 1})
+    message.properties["content_type"] = content_type
+    early = early_messages()
+    # Not opened: the body of this envelope cannot even be read.
+    (outgoing,) = Distribution(TOPOLOGY, early.put_back).receive(message)
+    properties = outgoing.message.properties
+    assert outgoing.message.body == b"body"
+    assert (properties["app_id"], properties["priority"]) == ("shop", 4)
+    assert properties["content_type"] == content_type
+    assert properties["application_headers"] == {
+        header_names.DUE: NOW + 5000,
+        header_names.EXCHANGE: "office",
+        header_names.ROUTING_KEY: "paper",
+        header_names.EARLY: {"times": 1},
+        "x-mine": 1,
+    }
+    (outgoing,) = Distribution(TOPOLOGY, early.put_back).receive(outgoing.message)
+    assert outgoing.message.properties["application_headers"][header_names.EARLY] == {"times": 2}
+
+
+def test_a_clock_that_is_years_behind_costs_a_day() -> None:
+    fifty_years = 50 * 366 * A_DAY
+    outgoing = early_messages().put_back(due_in(fifty_years))
+    assert outgoing is not None
+    assert outgoing.exchange == "rabbitdelay.days.x1"
+    assert outgoing.message.properties["application_headers"][header_names.DUE] == NOW + fifty_years
+    assert pause_ms(fifty_years, TOPOLOGY) == MAX_PAUSE_MS == A_DAY
+
+
+def test_nothing_that_goes_back_exceeds_the_capacity() -> None:
+    seconds = Topology(layout=custom([("seconds", 6, 1)]))
+    outgoing = early_messages(seconds).put_back(due_in(60_000))
+    assert outgoing is not None
+    assert outgoing.exchange == "rabbitdelay.seconds.x1"
+    assert pause_ms(60_000, seconds) == seconds.layout.capacity_ms == 5000
+
+
+@given(
+    st.lists(st.integers(-2 * A_DAY, 2 * A_DAY), min_size=1, max_size=5),
+    st.integers(0, 100_000),
+    st.data(),
+)
+def test_wrong_clocks_delay_a_message_by_the_largest_difference_at_most(
+    offsets: list[int], late_ms: int, data: st.DataObject
+) -> None:
+    """``offsets``: how far each worker's clock is behind that of the producer; ``late_ms``: how
+    late the levels deliver."""
+    tick_ms = TOPOLOGY.layout.tick_ms
+    latest = max(0, *offsets) + tick_ms
+    now, passes = NOW + late_ms, 0
+    while True:
+        behind = data.draw(st.sampled_from(offsets))
+        by_ms = early_ms(NOW, now - behind, 1000)
+        if by_ms is None:
+            break
+        pause = pause_ms(by_ms, TOPOLOGY)
+        now += -(-pause // tick_ms) * tick_ms
+        passes += 1
+        assert now <= NOW + max(latest, late_ms)
+    # One for each clock that is further behind than those before, and one for each day.
+    assert passes <= len(set(offsets)) + 2
+    assert now - behind > NOW - 1001
+
+
+@given(st.integers(1, 60_000), st.integers(2000, 10_000))
+def test_with_levels_that_keep_a_message_too_short_it_goes_around_until_it_is_due(
+    delay_ms: int, ttl_ms: int
+) -> None:
+    now, passes = NOW, 0
+    while True:
+        by_ms = early_ms(NOW + delay_ms, now, 1000)
+        if by_ms is None:
+            break
+        stops = TOPOLOGY.route(by_ms / 1000, "q").stops
+        arguments = {queue.name: queue.queue_arguments for queue in TOPOLOGY.digit_queues}
+        now += sum(min(ttl_ms, (arguments[stop] or {})["x-message-ttl"]) for stop in stops)
+        passes += 1
+    assert now >= NOW + delay_ms - 1000
+    assert passes <= delay_ms // ttl_ms + 2
+
+
+@pytest.mark.parametrize(
+    "put_back",
+    [PutBack(), PutBack(3), PutBack(1, "office", "paper"), PutBack(0, "", "queue")],
+)
+def test_the_header_is_read_as_it_was_written(put_back: PutBack) -> None:
+    assert PutBack.of(put_back.header()) == put_back
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, PutBack()),
+        (3, PutBack()),
+        ({}, PutBack()),
+        ({"times": "often"}, PutBack()),
+        ({"times": 2, "exchange": "office"}, PutBack(2)),
+        ({"times": 2, "exchange": "office", "routing-key": 7}, PutBack(2)),
+    ],
+)
+def test_a_header_of_a_stranger_s_does_no_harm(value: Any, expected: PutBack) -> None:
+    assert PutBack.of({header_names.EARLY: value}) == expected
+
+
+def test_distribution_passes_on_what_a_worker_needs_to_restore_a_task() -> None:
+    own = PutBack(2, "office", "paper").header()
+    message = due_in(0, **{header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}, **own)
+    (outgoing,) = Distribution(TOPOLOGY, early_messages().put_back).receive(message)
+    headers = outgoing.message.properties["application_headers"]
+    assert (outgoing.exchange, outgoing.routing_key) == ("", "queue")
+    assert headers == {header_names.DUE: NOW, **own}
+
+    arrived: Any = Message(
+        headers=dict(headers), delivery_info={"exchange": "", "routing_key": "queue"}
+    )
+    waited = restore(arrived)
+    assert waited == (NOW, 2, False)
+    assert arrived.delivery_info == {"exchange": "office", "routing_key": "paper"}
+    # The task sees what it sees of any delayed task.
+    assert arrived.headers == {header_names.DUE: NOW}
+
+
+def test_what_was_put_back_and_came_straight_is_restored_as_any_other() -> None:
+    headers: dict[str, Any] = {**due_in(0).properties["application_headers"], **PutBack(1).header()}
+    headers[header_names.QUEUE] = "queue"
+    arrived = Message(headers=headers, delivery_info={"exchange": "rabbitdelay.delivery"})
+    assert restore(arrived) == (NOW, 1, True)
+    assert arrived.delivery_info == {"exchange": "office", "routing_key": "paper"}
+    assert arrived.headers == {header_names.DUE: NOW, header_names.QUEUE: "queue"}
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"task": "t"}, {header_names.DUE: NOW, header_names.QUEUE: "queue"}]
+)
+def test_a_message_that_was_not_in_the_levels_is_not_early(headers: dict[str, Any]) -> None:
+    assert restore(Message(headers=headers, delivery_info={})) is None
+
+
+def test_there_is_one_warning_for_each_connection_that_names_policies_and_clocks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    warning = EarlyWarning(logging.getLogger("test"))
+    for number in range(3):
+        warning.warn(f"Task {number}", 3_600_000)
+    (record,) = caplog.records
+    text = record.getMessage()
+    for said in ("Task 0", "3600.0 s", "message-ttl", "list_policies", "clocks"):
+        assert said in text
+    warning.reset()
+    warning.warn("Task 3", 2000)
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("due_ms", [NOW, NOW + 123, 2**63 - 1])
+@pytest.mark.parametrize("body", [None, {"task": "t", "eta": None}])
+def test_what_cannot_go_back_gets_an_eta_until_which_celery_holds_it(
+    due_ms: int, body: dict[str, Any] | None
+) -> None:
+    message = Message(headers={"task": "t"})
+    give_eta(message, body, due_ms)
+    eta = datetime.fromisoformat(message.headers["eta"])
+    assert eta.timestamp() * 1000 == pytest.approx(min(due_ms, LATEST_ETA_MS))
+    assert eta.tzinfo == UTC
+    if body is not None:
+        assert body["eta"] == message.headers["eta"]

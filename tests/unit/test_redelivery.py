@@ -1,0 +1,159 @@
+"""When a message that its destination does not take is tried again, and when it is given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import amqp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.layout import custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.distribution import Distribution
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.redelivery import FIRST_PAUSE, JITTER, LONGEST_PAUSE, Redelivery
+
+TOPOLOGY = Topology()
+UNDELIVERABLE = TOPOLOGY.module_queues.undeliverable.exchange.name
+
+#: An instant, in milliseconds since 1970.
+NOW = 1_800_000_000_000
+
+#: Anything that a stranger may write into a header.
+values = st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.lists(st.integers())
+
+
+class Clock:
+    """A fake: the time, as a test sets it, and no chance."""
+
+    def __init__(self) -> None:
+        self.now_ms = NOW
+
+    def redelivery(self, seconds: float = 86_400, topology: Topology = TOPOLOGY) -> Redelivery:
+        return Redelivery(topology, seconds, self.middle, lambda: self.now_ms * 1_000_000)
+
+    @staticmethod
+    def middle(least: float, most: float) -> float:
+        assert (least, most) == JITTER
+        return (least + most) / 2
+
+
+def message(**told: Any) -> Outgoing:
+    properties: dict[str, Any] = {"application_headers": {headers.DUE: NOW - 10}, **told}
+    return Outgoing("office", "paper", amqp.Message(b"body", **properties))
+
+
+def headers_of(outgoing: Outgoing) -> dict[str, Any]:
+    found: dict[str, Any] = outgoing.message.properties["application_headers"]
+    return found
+
+
+def pause_of(outgoing: Outgoing) -> float:
+    """Return the seconds of a route, read from the digits of the default clock's key."""
+    *digits, _ = map(str, outgoing.routing_key.split("."))
+    values = (86_400_000, 8_640_000, 864_000, 86_400, 3600, 60, 1, 0.1)
+    return sum(int(digit) * value for digit, value in zip(digits, values, strict=True))
+
+
+def test_the_pauses_double_up_to_the_longest() -> None:
+    clock = Clock()
+    redelivery = clock.redelivery()
+    received: dict[str, Any] = {}
+    pauses = []
+    for attempt in range(1, 15):
+        later = redelivery.after_failure(message(), received, "it is full")
+        received = headers_of(later)
+        assert received[headers.ATTEMPTS] == attempt
+        pauses.append(pause_of(later))
+    assert pauses[:4] == [FIRST_PAUSE, 2.0, 4.0, 8.0]
+    assert pauses[-4:] == [LONGEST_PAUSE] * 4
+
+
+def test_a_pause_is_random_within_its_bounds() -> None:
+    redelivery = Redelivery(TOPOLOGY, 60)
+    pauses = {pause_of(redelivery.after_failure(message(), {}, "")) for _ in range(200)}
+    assert len(pauses) > 3
+    assert min(pauses) >= JITTER[0] * FIRST_PAUSE
+    assert max(pauses) <= JITTER[1] * FIRST_PAUSE + 0.1
+
+
+def test_what_comes_back_is_what_was_sent() -> None:
+    clock = Clock()
+    first = message(priority=9, expiration="5000", app_id="shop")
+    later = clock.redelivery().after_failure(first, {}, "it is full")
+    assert later.reroute is not None
+    assert later.reroute() == (later.exchange, later.routing_key)
+    assert "expiration" not in later.message.properties or (
+        later.message.properties["expiration"] is None
+    )
+    assert later.message.properties["priority"] == 4
+    (again,) = Distribution(TOPOLOGY).receive(later.message)
+    assert (again.exchange, again.routing_key, again.message.body) == ("office", "paper", b"body")
+    assert headers_of(again) == {headers.DUE: NOW - 10}
+    assert again.message.properties["priority"] == 9
+    assert again.message.properties["expiration"] == "5000"
+    assert again.message.properties["app_id"] == "shop"
+
+
+def test_a_message_for_a_known_queue_keeps_what_its_worker_restores() -> None:
+    told = {
+        headers.DUE: NOW,
+        headers.EXCHANGE: "office",
+        headers.ROUTING_KEY: "paper",
+        headers.QUEUE: "letters",
+    }
+    first = Outgoing("", "letters", amqp.Message(b"", application_headers=told))
+    later = Clock().redelivery().after_failure(first, {}, "it is full")
+    (again,) = Distribution(TOPOLOGY).receive(later.message)
+    assert (again.exchange, again.routing_key) == ("", "letters")
+    assert headers_of(again) == told
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_after_its_time_a_message_is_undeliverable_with_the_first_and_the_last_reason(
+    seconds: float,
+) -> None:
+    clock = Clock()
+    redelivery = clock.redelivery(seconds)
+    received: dict[str, Any] = {}
+    if seconds:
+        later = redelivery.after_failure(message(), {}, "it is full")
+        received = headers_of(later)
+        clock.now_ms += 59_999
+        later = redelivery.after_failure(message(), received, "it is full")
+        received = headers_of(later)
+        assert later.exchange != UNDELIVERABLE
+        clock.now_ms += 1
+    last = redelivery.after_failure(message(), received, "it is gone")
+    assert last.exchange == UNDELIVERABLE
+    assert last.reroute is None
+    told = headers_of(last)
+    assert (told[headers.EXCHANGE], told[headers.ROUTING_KEY]) == ("office", "paper")
+    since = " (3 attempts since 2027-01-15 08:00:00 UTC; the first time: it is full)"
+    assert told[headers.REASON] == "it is gone" + (since if seconds else "")
+
+
+@given(values, values, values)
+def test_whatever_a_stranger_has_written_a_message_is_tried_again_or_given_up(
+    attempts: Any, since: Any, reason: Any
+) -> None:
+    received = {
+        headers.ATTEMPTS: attempts,
+        headers.FAILED_SINCE: since,
+        headers.FIRST_REASON: reason,
+    }
+    later = Clock().redelivery().after_failure(message(), received, "it is full")
+    if later.reroute is not None:
+        assert headers_of(later)[headers.ATTEMPTS] >= 1
+        assert 0 < pause_of(later) <= LONGEST_PAUSE
+
+
+def test_no_pause_is_above_the_capacity() -> None:
+    topology = Topology(layout=custom([("seconds", 6, 1)]))
+    received = {headers.ATTEMPTS: 9, headers.FAILED_SINCE: NOW, headers.FIRST_REASON: "x"}
+    later = Clock().redelivery(topology=topology).after_failure(message(), received, "full")
+    assert later.exchange == "rabbitdelay.seconds.x1"
+    assert later.routing_key.startswith("5.")

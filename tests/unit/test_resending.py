@@ -1,0 +1,93 @@
+"""What Celery's options for publishing say about resends."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+from celery.app import amqp as celery_amqp
+from celery.app.defaults import DEFAULTS
+
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.app.resending import Resending
+from celery_rabbitdelay.publishing.policy import BACKOFF
+
+#: Celery's own policy: three retries.
+CELERYS = DEFAULTS["task_publish_retry_policy"]
+
+
+def app_with(**settings: Any) -> Celery:
+    app = Celery("shop", set_as_current=False)
+    app.conf.update(settings)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "resends"),
+    [
+        ({}, {}, None),
+        ({}, {"retry_policy": {"interval_max": 5}}, None),
+        ({}, {"retry_policy": {}}, None),
+        ({}, {"retry_policy": {"max_retries": 3}}, 3),
+        ({}, {"retry_policy": {"max_retries": 0}}, 0),
+        ({}, {"retry_policy": {"max_retries": None}}, None),
+        ({"task_publish_retry_policy": dict(CELERYS)}, {}, None),
+        ({"task_publish_retry_policy": {**CELERYS, "max_retries": 7}}, {}, 7),
+        ({"task_publish_retry_policy": {**CELERYS, "interval_max": 0.2}}, {}, 3),
+        ({"task_publish_retry_policy": {"interval_max": 0.2}}, {}, None),
+        (
+            {"task_publish_retry_policy": {"max_retries": 7}},
+            {"retry_policy": {"max_retries": 1}},
+            1,
+        ),
+    ],
+)
+def test_a_number_of_retries_counts_only_if_somebody_has_given_it(
+    settings: dict[str, Any], options: dict[str, Any], resends: int | None
+) -> None:
+    app = app_with(**settings)
+    merged = {**app.conf.task_publish_retry_policy, **options.get("retry_policy", {})}
+    assert Resending.of(app, options).resends(True, merged) == resends
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [({"task_publish_retry": False}, {}), ({}, {"retry": False}), ({}, {})],
+    ids=["setting off", "option off", "Celery says so"],
+)
+def test_without_retry_a_message_is_sent_once(
+    settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    resending = Resending.of(app_with(**settings), options)
+    assert resending.resends(False, CELERYS) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "resends"),
+    [({}, None), ({"retry": False}, 0), ({"retry_policy": {"max_retries": 3}}, 0)],
+    ids=["default", "off", "counted by Celery"],
+)
+def test_a_callback_that_celery_would_retry_three_times_has_all_the_time_too(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], resends: int | None
+) -> None:
+    # As Celery 5.7 does it; earlier versions publish a callback like any other task.
+    sending = ContextVar("sending", default=True)
+    monkeypatch.setattr(celery_amqp, "_callback_publish_retry", sending, raising=False)
+    assert Resending.of(app_with(), options).resends(False, CELERYS) == resends
+
+
+@pytest.mark.parametrize(
+    ("policy", "backoff"),
+    [
+        (CELERYS, BACKOFF),
+        ({}, BACKOFF),
+        ({"interval_start": None}, BACKOFF),
+        ({"interval_start": 1, "interval_step": 2, "interval_max": 5}, (1.0, 2.0, 5.0)),
+        ({"interval_max": 0}, (0.0, 0.2, 0.0)),
+    ],
+)
+def test_intervals_that_are_not_given_are_those_of_this_package(
+    policy: dict[str, Any], backoff: tuple[float, float, float]
+) -> None:
+    assert Resending.backoff(policy) == backoff

@@ -1,0 +1,45 @@
+"""What ``celery rabbitdelay send`` tells about lines that are not confirmed."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from kombu.exceptions import EncodeError, OperationalError
+
+from celery_rabbitdelay.app.rows import Report
+from celery_rabbitdelay.command.lines import Lines
+from celery_rabbitdelay.command.send import _as_json, _trouble
+from celery_rabbitdelay.exceptions import ConnectionLost, MessageNacked, RowsNotConfirmed
+
+
+def failed() -> RowsNotConfirmed:
+    lost = ConnectionLost("x", "key", "gone")
+    lost.may_have_arrived = True
+    errors = {
+        0: MessageNacked("x", "key", "full"),
+        3: lost,
+        4: ConnectionLost("x", "key", "gone"),
+        # Of Celery's own publishing, which does not tell.
+        6: OperationalError("gone"),
+        8: EncodeError("no JSON"),
+    }
+    return RowsNotConfirmed(Report(), errors, None)
+
+
+def test_an_error_of_many_rows_says_which_of_them_may_have_arrived() -> None:
+    assert failed().uncertain == (3, 6)
+    assert failed().may_have_arrived
+    none = RowsNotConfirmed(Report(), {0: MessageNacked("x", "key", "full")}, None)
+    assert none.uncertain == ()
+    assert not none.may_have_arrived
+
+
+def test_the_lines_that_may_have_arrived_are_told_in_json_and_in_words() -> None:
+    lines = Lines(io.BytesIO())
+    told = json.loads(_as_json(Report(), failed(), lines))
+    assert told["may_have_arrived"] == [4, 7]
+    assert set(told["not_confirmed"]) == {"1", "4", "5", "7", "9"}
+    words = list(_trouble(Report(), failed(), lines))
+    assert words[0].startswith("line 1 was not confirmed: ")
+    assert words[1].startswith("line 4 was not confirmed, but may have arrived: ")
