@@ -138,12 +138,8 @@ class Topology:
     def exchanges(self) -> tuple[Exchange, ...]:
         """All exchanges except those of the identity, in an order in which they can be declared."""
         levels = (self._entities.exchange(level.name, "topic") for level in self.layout.levels)
-        return (
-            *self.module_queues.exchanges[:1],
-            *levels,
-            self.delivery,
-            *self.module_queues.exchanges[1:],
-        )
+        first, *others = self.module_queues.exchanges
+        return (first, *levels, self.delivery, *others)
 
     @cached_property
     def delivery(self) -> Exchange:
