@@ -25,7 +25,7 @@ demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is k
 
 test: $(VENV)/test.done  ## All tests, on private RabbitMQ and Redis servers
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses=2 --dist=loadfile
+	$(BIN)/coverage run -m pytest --numprocesses=3 --dist=loadfile
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
