@@ -39,11 +39,13 @@ def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
         nodes = [first, *(stack.enter_context(node) for node in joining)]
         for node in nodes:
             # By default, 180 s until a message that is on its way to the next level is sent again
-            # when the node of that level's queue has died.
-            node.ctl(
-                "eval",
-                "application:set_env(rabbit, dead_letter_worker_publisher_confirm_timeout, 5000).",
-            )
+            # when the node of that level's queue has died; and on 4.3, 60 s until the messages of a
+            # consumer whose node has died return to their queue.
+            for setting in (
+                "dead_letter_worker_publisher_confirm_timeout",
+                "consumer_disconnected_timeout",
+            ):
+                node.ctl("eval", f"application:set_env(rabbit, {setting}, 5000).")
         yield nodes
 
 
@@ -147,7 +149,7 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
             wait_for(lambda: count(producing, topology.module_queues.checkin.name) == 0, "check-in")
             victim.kill()
             publish(range(MESSAGES, 2 * MESSAGES))
-            wait_for(all_came, "all messages", timeout=60)
+            wait_for(all_came, "all messages", timeout=120)
             assert worker.log.count("check-in: connects again") >= 1
     shop.close()
     assert [n for n, at in came.items() if at < published[n] + DELAY_MS / 1000] == []
