@@ -60,7 +60,7 @@ class InvalidDelay(RabbitDelayError, ValueError):
     Attributes:
         value: The delay as it was given.
         reason: What is wrong with it.
-        what: What it was given as: "delay", "eta" or "tolerance".
+        what: The name of the argument: "delay", "eta" or "tolerance".
     """
 
     def __init__(self, value: object, reason: str, what: str = "delay") -> None:

@@ -123,7 +123,7 @@ class Grouper:
         return -(-shared_ms // self._tick_ms)
 
     def _group(self, ticks: int, message: Any, is_instant: bool) -> Group:
-        """Return the group of a delay; a new one if there is none."""
+        """Return the group of a delay; make it if it does not exist yet."""
         group = self._groups.get(ticks)
         if group is None:
             delay_ms = ticks * self._tick_ms

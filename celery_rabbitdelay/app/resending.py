@@ -20,7 +20,7 @@ __all__ = ["Resending"]
 
 
 class Resending(NamedTuple):
-    """What a caller and the application's configuration say about resends.
+    """Whether and how often a message is sent again, by the caller's options and the settings.
 
     Attributes:
         is_on: Whether a message is sent again at all: the option ``retry``, or the setting

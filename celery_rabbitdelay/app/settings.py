@@ -12,6 +12,7 @@ from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
 from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.consumer import MAX_PREFETCH
 
 __all__ = ["MODULES", "Settings", "checked_modules", "checked_seconds"]
 
@@ -31,9 +32,6 @@ Declare: TypeAlias = Literal["auto", "never"]
 
 #: The modules around the levels that a worker can serve.
 MODULES: Final = ("check-in", "distribution")
-
-#: The maximum prefetch count of AMQP, a 16-bit number.
-MAX_WINDOW: Final = 65_535
 
 _LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
     "clock": clock,
@@ -110,7 +108,7 @@ class Settings:
         "declare": f"takes one of {', '.join(get_args(Declare))}",
         "confirm_timeout": "takes a positive number of seconds, at most 366 days",
         "early": "takes a positive number of seconds, at most 366 days",
-        "window": f"takes a whole number from 1 to {MAX_WINDOW}",
+        "window": f"takes a whole number from 1 to {MAX_PREFETCH}",
         "modules": f"takes a list of any of {', '.join(MODULES)}",
         "checkin_allowed": "takes None, or a list of names in which * and ? may stand",
         "redelivery": "takes 0 or a positive number of seconds, at most 366 days",
@@ -243,7 +241,7 @@ class Settings:
 
     @staticmethod
     def _takes_window(value: object) -> bool:
-        return _is_whole(value, MAX_WINDOW)
+        return _is_whole(value, MAX_PREFETCH)
 
     @staticmethod
     def _takes_modules(value: object) -> bool:

@@ -37,7 +37,7 @@ class DelayedTaskProducer(DelayedProducer):
         is_retry: Whether the task is sent again, to where it came from.
         came_from: The name of the queue that a retried task came from, if it is known.
         waited: Seconds that were spent waiting for the publisher; they count towards the timeout.
-        resending: What the caller says about resends.
+        resending: Whether and how often the task is sent again; None for the settings alone.
     """
 
     def __init__(

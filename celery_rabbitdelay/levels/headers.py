@@ -23,9 +23,9 @@ PRIORITY: Final = "rabbitdelay-priority"
 #: The ``expiration`` property that distribution gives back to the message: str, milliseconds.
 EXPIRATION: Final = "rabbitdelay-expiration"
 
-#: What is known about a message that was put back into the levels because it had left them before
-#: it was due: a table with ``times`` (how often) and, if distribution gives it back to one queue,
-#: the ``exchange`` and the ``routing-key`` that its consumer is to see.
+#: Marks a message that left the levels before it was due and was put back: a table with ``times``
+#: (how often) and, if distribution gives it back to one queue, the ``exchange`` and the
+#: ``routing-key`` that its consumer is to see.
 EARLY: Final = "rabbitdelay-early"
 
 #: The delay of a message for check-in: milliseconds, an integer or a numeric string. It is the

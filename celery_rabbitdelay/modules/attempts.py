@@ -1,4 +1,4 @@
-"""What a module publishes for the messages that it receives, and what becomes of each of them."""
+"""Publishing what a module makes of its messages, and handling those that are not taken."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Received:
     Attributes:
         message: The message.
         outgoing: The messages to publish for it.
-        held: The next one of these, if its destination has no room at the moment.
-        pending: How many of those that are published are not settled.
-        unpacked: Whether all messages to publish for it are known.
+        held: The next message to publish, if it has to wait for its destination.
+        pending: How many messages were published for it and are not settled yet.
+        unpacked: Whether ``outgoing`` is exhausted.
     """
 
     __slots__ = ("held", "message", "outgoing", "pending", "unpacked")
@@ -62,7 +62,7 @@ class Received:
         """Return the next message to publish.
 
         Raises:
-            StopIteration: There is none left.
+            StopIteration: No message is left.
         """
         outgoing, self.held = self.held, None
         return outgoing or next(self.outgoing)
@@ -73,7 +73,7 @@ class _Origin(NamedTuple):
 
     Attributes:
         received: The received message.
-        outgoing: What is published for it.
+        outgoing: The message that is published for it.
         destination: The queue or exchange that may not take it, in words; None if the message goes
             into the levels or to ``undeliverable``.
     """
@@ -84,7 +84,7 @@ class _Origin(NamedTuple):
 
 
 class Attempts:
-    """Makes publications of messages, and of those that fail, others in their place.
+    """Turns messages into publications, and replaces each publication that fails by another one.
 
     ================================== ====================================================
     the destination does not take it   the levels; undeliverable after too long
@@ -123,16 +123,6 @@ class Attempts:
         self._unanswered = Unanswered()
         self._warned_at: dict[str | None, float] = {}
 
-    def must_wait(self, outgoing: Outgoing, broker_silent_for: float) -> bool:
-        """Return whether a message has to wait until its destination has answered others.
-
-        Args:
-            outgoing: The message.
-            broker_silent_for: For how many seconds the broker has answered nothing at all.
-        """
-        destination = self._destination(outgoing)
-        return destination is not None and self._unanswered.is_full(destination, broker_silent_for)
-
     def note_slow(self, outgoing: Outgoing) -> None:
         """Note that all other messages wait for a message's destination."""
         destination = self._destination(outgoing)
@@ -141,26 +131,32 @@ class Attempts:
 
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float
-    ) -> Publication:
+    ) -> Publication | None:
         """Return the publication of a message, or of what is published in its place.
 
         Args:
             received: The message that it is published for.
             outgoing: The message.
             broker_silent_for: For how many seconds the broker has answered nothing at all.
+
+        Returns:
+            None if the message has to wait until its destination has answered others.
         """
+        destination = self._destination(outgoing)
+        if destination is not None and self._unanswered.is_full(destination, broker_silent_for):
+            return None
         # Counted first: while the broker is asked for the exchange, other messages are settled.
         received.pending += 1
         try:
             content = encoded(outgoing, self._frame_max)
-            trouble = self._trouble(outgoing, broker_silent_for)
+            trouble = self._trouble(outgoing, destination, broker_silent_for)
         except UnprocessableMessage as invalid:
             return self.give_up(received, outgoing, invalid.reason)
         finally:
             received.pending -= 1
         if trouble is not None:
-            return self._try_later(received, outgoing, trouble)
-        return self._publication(received, outgoing, content)
+            return self._try_later(received, outgoing, destination, trouble)
+        return self._publication(received, outgoing, destination, content)
 
     def settled(self, publication: Publication) -> Publication | None:
         """Count a message that is settled; return what to publish in its place, if it has failed.
@@ -178,18 +174,17 @@ class Attempts:
         if error is None:
             self._statistics.published += 1
             return None
-        may_pass = not isinstance(error, MessageRefused)
         if destination is None and isinstance(error, MessageNacked | ConfirmTimeout):
-            return self._publication(received, outgoing, publication.content)
+            return self._publication(received, outgoing, None, publication.content)
         if outgoing.exchange == self._undeliverable:
             raise error
         if isinstance(error.__cause__, NotFound):
             # Those behind it are put into the levels without closing the channel.
             self._missing.add(outgoing.exchange)
         reason = _reason(error, outgoing)
-        if destination is not None and may_pass:
-            return self._try_later(received, outgoing, reason)
-        return self.give_up(received, outgoing, reason)
+        if destination is None or isinstance(error, MessageRefused):
+            return self.give_up(received, outgoing, reason)
+        return self._try_later(received, outgoing, destination, reason)
 
     def give_up(
         self,
@@ -204,7 +199,7 @@ class Attempts:
             received: The message that it is published for.
             outgoing: The message.
             reason: Why it cannot be delivered.
-            undeliverable: The message as it is to be published; None to write the reason into it.
+            undeliverable: The message for ``undeliverable``, if it has been made already.
         """
         logger.warning("%s: a message is undeliverable: %s", self._name, reason)
         self._statistics.undeliverable += 1
@@ -214,11 +209,12 @@ class Attempts:
         except UnprocessableMessage:
             refused = without_headers(self._undeliverable, outgoing.message, reason)
             content = encoded(refused, self._frame_max)
-        return self._publication(received, refused, content)
+        return self._publication(received, refused, None, content)
 
-    def _trouble(self, outgoing: Outgoing, broker_silent_for: float) -> str | None:
+    def _trouble(
+        self, outgoing: Outgoing, destination: str | None, broker_silent_for: float
+    ) -> str | None:
         """Return why a message should not be published at the moment; None if it should be."""
-        destination = self._destination(outgoing)
         if self._missing.has(outgoing.exchange):
             return _no_exchange(outgoing)
         if destination is None:
@@ -227,14 +223,16 @@ class Attempts:
         return f"{destination} does not answer, or too slowly" if silent else None
 
     def _destination(self, outgoing: Outgoing) -> str | None:
+        """Return the queue or exchange that may not take a message; see :class:`_Origin`."""
         if outgoing.reroute is not None or outgoing.exchange == self._undeliverable:
             return None
         if outgoing.exchange:
             return f"the exchange {outgoing.exchange!r}"
         return f"the queue {outgoing.routing_key!r}"
 
-    def _publication(self, received: Received, outgoing: Outgoing, content: Content) -> Publication:
-        destination = self._destination(outgoing)
+    def _publication(
+        self, received: Received, outgoing: Outgoing, destination: str | None, content: Content
+    ) -> Publication:
         address = outgoing.exchange, outgoing.routing_key
         origin = _Origin(received, outgoing, destination)
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
@@ -244,7 +242,9 @@ class Attempts:
         self._unanswered.sent(publication, destination)
         return publication
 
-    def _try_later(self, received: Received, outgoing: Outgoing, reason: str) -> Publication:
+    def _try_later(
+        self, received: Received, outgoing: Outgoing, destination: str | None, reason: str
+    ) -> Publication:
         """Return the publication that puts a message into the levels, to try it again."""
         later = self._redelivery.after_failure(outgoing, headers_of(received.message), reason)
         if later.reroute is None:
@@ -254,8 +254,8 @@ class Attempts:
         except UnprocessableMessage as too_long:
             return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
         self._statistics.redelivered += 1
-        self._warn(self._destination(outgoing), reason)
-        return self._publication(received, later, content)
+        self._warn(destination, reason)
+        return self._publication(received, later, None, content)
 
     def _warn(self, destination: str | None, reason: str) -> None:
         now = time.monotonic()

@@ -19,7 +19,12 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    into_levels,
+    with_headers,
+    without_broker_headers,
+)
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 
 __all__ = ["CheckIn"]
@@ -71,8 +76,8 @@ class CheckIn:
         # module, not only in meditation.
         now_ns = time.time_ns()
         due = Due(due_ms * NS_PER_MS, due_ms - now_ns // NS_PER_MS, is_instant=True)
-        kept = {name: headers[name] for name in headers if name not in header_names.BROKER_HEADERS}
-        return into_levels(self._topology, with_headers(message, kept), due, destination)
+        waiting = with_headers(message, without_broker_headers(headers))
+        return into_levels(self._topology, waiting, due, destination)
 
     def _from_client(
         self, message: amqp.Message, headers: dict[str, Any], routing_key: str

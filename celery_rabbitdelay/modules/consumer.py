@@ -31,7 +31,7 @@ from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.wire import ack_frames, requeue_frames
 
-__all__ = ["Module", "ModuleConsumer"]
+__all__ = ["MAX_PREFETCH", "Module", "ModuleConsumer"]
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class ModuleConsumer:
             while self._waiting and self._may_unpack(self._waiting[0]):
                 self._unpacking.append(self._waiting.popleft())
             if waits >= len(self._unpacking):
-                # There is none, or each has to wait for answers about its destination.
+                # No message is left, or each has to wait until its destination has answered others.
                 if not waits:
                     self._held_up_since = None
                 elif self._held_up():
@@ -306,13 +306,14 @@ class ModuleConsumer:
             except Exception as error:  # noqa: BLE001 - anybody may have written the message
                 return self._give_up(received, error)
             else:
-                if self._attempts.must_wait(outgoing, self._loop.silent_for):
+                publication = self._attempts.first(received, outgoing, self._loop.silent_for)
+                if publication is None:
                     received.held = outgoing
                     self._next_turn()
                     waits += 1
                     continue
                 self._held_up_since = None
-                return self._attempts.first(received, outgoing, self._loop.silent_for)
+                return publication
 
     def _held_up(self) -> bool:
         """Note which destinations hold up all others; return whether they do for too long."""

@@ -1,4 +1,4 @@
-"""What a module knows of the destinations that it publishes to. Opens no connection."""
+"""Which destinations of a module do not answer, and which do not exist. Opens no connection."""
 
 from __future__ import annotations
 

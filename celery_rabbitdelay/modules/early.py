@@ -18,7 +18,12 @@ import amqp
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    into_levels,
+    with_headers,
+    without_broker_headers,
+)
 from celery_rabbitdelay.publishing.message import headers_of, task_id_of
 
 __all__ = ["EarlyMessages", "EarlyWarning", "PutBack", "early_ms", "pause_ms"]
@@ -29,7 +34,7 @@ MAX_PAUSE_MS: Final = 86_400_000
 
 
 class PutBack(NamedTuple):
-    """What the header ``rabbitdelay-early`` says.
+    """The contents of the header ``rabbitdelay-early``.
 
     Attributes:
         times: How often the message was put back.
@@ -79,7 +84,7 @@ class EarlyWarning:
         """Log what arrived early, unless another message was logged already.
 
         Args:
-            what: What arrived, for example the task with its id.
+            what: The task or message that arrived early, with its id.
             by_ms: How many milliseconds early it is.
         """
         if self._has_warned:
@@ -131,8 +136,10 @@ class EarlyMessages:
         task_id = task_id_of(message)
         self.warning.warn(f"Distribution: message {task_id}", by_ms)
         earlier = PutBack.of(headers)
-        kept = {name: headers[name] for name in headers if name not in header_names.BROKER_HEADERS}
-        kept.update(earlier._replace(times=earlier.times + 1).header())
+        kept = {
+            **without_broker_headers(headers),
+            **earlier._replace(times=earlier.times + 1).header(),
+        }
         due = Due.after(pause_ms(by_ms, self._topology) / 1000)
         return into_levels(self._topology, with_headers(message, kept), due)
 

@@ -29,6 +29,7 @@ __all__ = [
     "into_levels",
     "to_undeliverable",
     "with_headers",
+    "without_broker_headers",
     "without_headers",
 ]
 
@@ -83,17 +84,18 @@ def destination_headers(outgoing: Outgoing) -> dict[str, Any]:
     Where the message has the latter already, they stay: distribution has left them, because its
     consumer needs them.
     """
-    headers = {
-        name: value
-        for name, value in headers_of(outgoing.message).items()
-        if name not in header_names.BROKER_HEADERS
-    }
+    headers = without_broker_headers(headers_of(outgoing.message))
     headers.setdefault(header_names.EXCHANGE, outgoing.exchange)
     headers.setdefault(header_names.ROUTING_KEY, outgoing.routing_key)
     expiration = outgoing.message.properties.get("expiration")
     if expiration is not None:
         headers.setdefault(header_names.EXPIRATION, expiration)
     return headers
+
+
+def without_broker_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return headers without those that RabbitMQ has added."""
+    return {n: value for n, value in headers.items() if n not in header_names.BROKER_HEADERS}
 
 
 def with_headers(

@@ -43,7 +43,7 @@ _MS_PER_S: Final = 1000
 
 
 class Failures(NamedTuple):
-    """What a message's headers say about the attempts to publish it to its destination.
+    """The failed attempts to publish a message to its destination, as its headers count them.
 
     Attributes:
         attempts: How many have failed.

@@ -214,7 +214,7 @@ class _Run:
                 except PublishError as error:
                     self._fail_all_and_raise(error, error.__cause__)
                 except RabbitDelayError as error:
-                    # What was declared before is incomplete, or belongs to another layout.
+                    # The topology on the broker is incomplete, or belongs to another layout.
                     self._loop.take_back()
                     error.may_have_arrived = self._loop.may_have_arrived
                     self._connection.discard()
@@ -291,7 +291,7 @@ class _Run:
 
         Args:
             error: The error if that was one attempt too many; None if the connection is lost.
-            cause: What has gone wrong.
+            cause: The error of this attempt.
         """
         sent = self._loop.take_back()
         self._connection.discard()

@@ -25,7 +25,7 @@ from kombu import Message
 
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import Due, milliseconds
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
 from celery_rabbitdelay.modules.early import EarlyWarning, PutBack, early_ms, pause_ms
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
@@ -66,14 +66,12 @@ RETRY_INTERVAL: Final = 1.0
 #: Seconds that a stopping worker waits for the confirm of the message that is being published.
 STOP_TIMEOUT: Final = 2.0
 
-NS_PER_MS: Final = 1_000_000
-
 #: Something that only the worker's event loop may run.
 Action: TypeAlias = Callable[[], None]
 
 
 class Waited(NamedTuple):
-    """What a message that has left the levels says about its delay.
+    """The delay of a message that has left the levels, as its headers tell it.
 
     Attributes:
         due_ms: Its header ``rabbitdelay-due``.
@@ -94,7 +92,7 @@ class _Early:
         message: The message.
         destination: The queue that it was consumed from, its exchange and its routing key.
         due: When it is due.
-        waited: What it says about its delay; None if it has an ``eta`` and was never in the levels.
+        waited: Its delay in the levels; None if it has an ``eta`` and was never in the levels.
         acknowledge: Acknowledges it.
         hold: Passes the task to Celery, which holds it.
         again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
@@ -185,7 +183,7 @@ class EarlyTasks:
             body: The body that Celery passes to a strategy.
             ack: Acknowledges the message; the function that Celery passes to a strategy.
             go_on: Passes the task to Celery, which holds it until its ``eta``.
-            waited: What the message says about its delay; None if it was not in the levels.
+            waited: Its delay in the levels; None if it was not in the levels.
             takes_eta: Whether to take a task for its ``eta``.
         """
         due = self._due_after_levels(waited)
