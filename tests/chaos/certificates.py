@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +51,10 @@ class TlsCluster(Cluster):
         self._folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-tls-"))
         make_certificate(self._folder)
         super().__init__(version, count, settings)
-        self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def _set_up(self, stack: ExitStack) -> None:
+        stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        super()._set_up(stack)
 
     def ssl(self) -> dict[str, Any]:
         """Return ``broker_use_ssl``."""

@@ -7,13 +7,13 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
+from tests.chaos.setup import SetUp
 
 __all__ = ["Cluster", "Node", "root_of"]
 
@@ -83,7 +83,7 @@ class Node(RabbitMQServer):
         return {**super()._environment(), **self.further}
 
 
-class Cluster:
+class Cluster(SetUp):
     """Nodes of one cluster, started and stopped together.
 
     Args:
@@ -97,7 +97,6 @@ class Cluster:
 
     def __init__(self, version: str, count: int = 1, settings: Sequence[str] = ()) -> None:
         self.version = version
-        self._stack = ExitStack()
         root = root_of(version)
         quiet = ("log.queue.level = error", "log.ra.level = error", *settings)
         first = self._node(0, root, quiet, None)
@@ -108,23 +107,12 @@ class Cluster:
     ) -> Node:
         return Node(root, settings, first)
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for node in self.nodes:
-                stack.callback(node.stop)
-            for node in self.nodes:
-                node.start()
-            wait_for(self.is_together, "the whole cluster", TO_JOIN, interval=1.0)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    def _set_up(self, stack: ExitStack) -> None:
+        for node in self.nodes:
+            stack.callback(node.stop)
+        for node in self.nodes:
+            node.start()
+        wait_for(self.is_together, "the whole cluster", TO_JOIN, interval=1.0)
 
     @property
     def reported(self) -> str:

@@ -15,14 +15,14 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import permutations
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from tests.brokers import NotPossibleHere
 from tests.chaos.cluster import Cluster, Node
+from tests.chaos.setup import SetUp
 
 __all__ = ["Network", "NetworkedCluster", "NetworkedNode"]
 
@@ -44,7 +44,7 @@ def ip(*arguments: str, namespace: str | None = None) -> None:
     subprocess.run(["ip", *inside, *arguments], check=True, capture_output=True, text=True)
 
 
-class Network:
+class Network(SetUp):
     """A router, and one subnet for each node.
 
     Args:
@@ -62,21 +62,9 @@ class Network:
         self._name = f"rd{os.getpid()}"
         self._count = count
 
-    def __enter__(self) -> Self:
-        try:
-            self._make()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._remove()
+    def _set_up(self, stack: ExitStack) -> None:
+        stack.callback(self._remove)
+        self._make()
 
     def namespace(self, number: int) -> str:
         """Return the name of a node's namespace; nodes are counted from 1."""
@@ -228,22 +216,9 @@ class NetworkedCluster(Cluster):
         self.network = Network(count)
         super().__init__(version, count, settings)
 
-    def __enter__(self) -> Self:
-        self.network.__enter__()
-        try:
-            return super().__enter__()
-        except BaseException:
-            self.network.__exit__(None, None, None)
-            raise
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc, traceback)
-        self.network.__exit__(None, None, None)
+    def _set_up(self, stack: ExitStack) -> None:
+        stack.enter_context(self.network)
+        super()._set_up(stack)
 
     def _node(
         self, number: int, root: Path | None, settings: Sequence[str], first: Node | None

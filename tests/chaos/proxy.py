@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
-from types import TracebackType
-from typing import Final, Self
+from contextlib import ExitStack, suppress
+from typing import Final
 
 from tests.chaos.cluster import Cluster
+from tests.chaos.setup import SetUp
 
 __all__ = ["ProxiedCluster", "Proxy"]
 
@@ -16,7 +16,7 @@ __all__ = ["ProxiedCluster", "Proxy"]
 PIECE: Final = 16_384
 
 
-class Proxy:
+class Proxy(SetUp):
     """Passes connections on to a port of this machine, from a thread of its own.
 
     Args:
@@ -35,18 +35,13 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
-    def __enter__(self) -> Self:
+    def _set_up(self, stack: ExitStack) -> None:
         self._thread.start()
+        stack.callback(self._tear_down)
         server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
         self.port = server.sockets[0].getsockname()[1]
-        return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _tear_down(self) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -90,10 +85,9 @@ class Proxy:
 class ProxiedCluster(Cluster):
     """A cluster that producers and workers reach through a proxy in front of each node."""
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self.proxies = [self._stack.enter_context(Proxy(node.port)) for node in self.nodes]
-        return self
+    def _set_up(self, stack: ExitStack) -> None:
+        super()._set_up(stack)
+        self.proxies = [stack.enter_context(Proxy(node.port)) for node in self.nodes]
 
     def url(self, first: int = 0) -> str:
         """Return the proxies of all nodes as kombu takes them."""

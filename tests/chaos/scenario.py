@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -36,7 +37,7 @@ def choice(*choices: Any, help: str, varied: bool = True) -> Any:  # noqa: A002 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario:
+class Scenario(ABC):
     """Something that goes wrong while delayed tasks are on their way.
 
     A subclass has a docstring whose first line says what happens, ``name``, the defaults of the
@@ -73,9 +74,9 @@ class Scenario:
         """Return the brokers, not started."""
         return Cluster(version, self.nodes)
 
+    @abstractmethod
     def play(self, stage: Stage) -> None:
         """Send, make trouble, and end it."""
-        raise NotImplementedError
 
     @classmethod
     def cases(cls) -> list[Scenario]:

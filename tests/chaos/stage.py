@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.publishing.declaration import queue_counts
@@ -23,6 +22,7 @@ from tests.chaos.ledger import Ledger, Trouble, Whereabouts
 from tests.chaos.notes import NotesReader, now_ms
 from tests.chaos.processes import ChaosProcess, Consumer, Producer, Worker
 from tests.chaos.producing import Stream
+from tests.chaos.setup import SetUp
 from tests.chaos.whereabouts import look
 
 __all__ = ["ProducerFailed", "Stage"]
@@ -44,7 +44,7 @@ class ProducerFailed(RuntimeError):
     """A producer's program has raised outside a send."""
 
 
-class Stage:
+class Stage(SetUp):
     """Where a scenario plays.
 
     Args:
@@ -72,26 +72,14 @@ class Stage:
         self._producers: list[Producer] = []
         self._troubles: list[Trouble] = []
         self._ended: Counter[str] = Counter()
-        self._stack = ExitStack()
         self._began = time.monotonic()
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            stack.enter_context(self.cluster)
-            for node in self.cluster.nodes:
-                node.while_waiting = self._look_after
-            stack.callback(self._stop_processes)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    def _set_up(self, stack: ExitStack) -> None:
+        stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        stack.enter_context(self.cluster)
+        for node in self.cluster.nodes:
+            node.while_waiting = self._look_after
+        stack.callback(self._stop_processes)
 
     def say(self, what: str) -> None:
         """Print what happens, with the seconds since the beginning."""

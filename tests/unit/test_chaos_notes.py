@@ -9,6 +9,7 @@ import pytest
 from celery_rabbitdelay.exceptions import MessageNacked
 from tests.chaos.ledger import Sent, Start
 from tests.chaos.notes import Notes, NotesReader
+from tests.chaos.scenario import Scenario
 from tests.chaos.scenarios import SCENARIOS
 
 SENT = Sent("a", "sound", ("work",), 6000.0, 1000.0)
@@ -64,6 +65,6 @@ def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", SCENARIOS.values(), ids=SCENARIOS)
-def test_the_cases_of_a_scenario_are_all_different(kind: type) -> None:
-    titles = [str(case) for case in kind.cases()]  # type: ignore[attr-defined]
+def test_the_cases_of_a_scenario_are_all_different(kind: type[Scenario]) -> None:
+    titles = [str(case) for case in kind.cases()]
     assert len(set(titles)) == len(titles) > 0

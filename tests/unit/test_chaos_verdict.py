@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,22 +18,22 @@ DELAY = 5000.0
 NOWHERE = Whereabouts()
 
 
-def sent(identity: str = "a", **changed: object) -> Sent:
+def sent(identity: str = "a", **changed: Any) -> Sent:
     """A task that was confirmed, sent at 1 s and due at 6 s, for the queue ``work``."""
-    values: dict[str, object] = {
-        "id": identity,
-        "group": "sound",
-        "places": ("work",),
-        "due_ms": 1000.0 + DELAY,
-        "began_ms": 1000.0,
-        "outcome": "confirmed",
-        "attempts": 1,
-    }
-    return Sent(**{**values, **changed})  # type: ignore[arg-type]
+    confirmed = Sent(
+        id=identity,
+        group="sound",
+        places=("work",),
+        due_ms=1000.0 + DELAY,
+        began_ms=1000.0,
+        outcome="confirmed",
+        attempts=1,
+    )
+    return replace(confirmed, **changed)
 
 
-def start(identity: str = "a", late_ms: float = 10.0, place: str = "work", **more: object) -> Start:
-    return Start(identity, place, 1000.0 + DELAY + late_ms, **more)  # type: ignore[arg-type]
+def start(identity: str = "a", late_ms: float = 10.0, place: str = "work", **more: Any) -> Start:
+    return Start(identity, place, 1000.0 + DELAY + late_ms, **more)
 
 
 def test_what_started_once_and_in_time_is_good() -> None:

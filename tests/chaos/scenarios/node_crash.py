@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -53,9 +54,9 @@ class Streaming(Scenario):
         stage.send(Stream("messages", MESSAGES, messages, seconds, DELAYS, "kombu"))
         self.disturb(stage, seconds)
 
+    @abstractmethod
     def disturb(self, stage: Stage, seconds: float) -> None:
         """Make trouble for about as long as the tasks are sent."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
