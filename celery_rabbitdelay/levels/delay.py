@@ -108,10 +108,8 @@ class Due(NamedTuple):
         if not isinstance(instant, datetime):
             raise InvalidDelayType(instant, "takes an aware datetime", "eta")
         if instant.utcoffset() is None:
-            reason = (
-                "is naive: use an aware one, such as datetime.now(UTC), or set Celery's timezone"
-            )
-            raise InvalidDelay(instant, reason, "eta")
+            way_out = "use an aware one, such as datetime.now(UTC), or set Celery's timezone"
+            raise InvalidDelay(instant, f"is naive: {way_out}", "eta")
         at_ns = (instant - _EPOCH) // timedelta(microseconds=1) * 1000
         delay_ms = -((time.time_ns() - at_ns) // NS_PER_MS)
         return cls(max(at_ns, 0), delay_ms, True, tolerance_ms)

@@ -9,7 +9,7 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.layout import MAX_TTL
 
-__all__ = ["UNROUTED", "Binding", "Entities", "Identity", "ModuleQueues", "QueueType"]
+__all__ = ["Binding", "Entities", "Identity", "ModuleQueues", "QueueType"]
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
@@ -20,10 +20,6 @@ POISON_LIMIT: Final = 100
 #: How often a message may be fetched from ``undeliverable`` and put back. From 4.0 on, RabbitMQ's
 #: default is 20, after which it drops the message; up to 3.13 "no limit" cannot be written.
 NO_DELIVERY_LIMIT: Final = 2**31 - 1
-
-
-#: The exchange of due messages that find no queue, without prefix.
-UNROUTED: Final = "unrouted"
 
 
 class Binding(NamedTuple):
@@ -127,7 +123,7 @@ class ModuleQueues(NamedTuple):
             meditation=loop("meditation", fanout("meditation")),
             distribution=served("distribution"),
             meditated=meditated,
-            unrouted=fanout(UNROUTED),
+            unrouted=fanout("unrouted"),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The message headers that this package writes, reads or strips."""
+"""The message headers by which a destination is restored, and what is stripped."""
 
 from __future__ import annotations
 
@@ -22,30 +22,6 @@ PRIORITY: Final = "rabbitdelay-priority"
 
 #: The ``expiration`` property that distribution gives back to the message: str, milliseconds.
 EXPIRATION: Final = "rabbitdelay-expiration"
-
-#: Marks a message that left the levels before it was due and was put back: a table with ``times``
-#: (how often) and, if distribution gives it back to one queue, the ``exchange`` and the
-#: ``routing-key`` that its consumer is to see.
-EARLY: Final = "rabbitdelay-early"
-
-#: The delay of a message for check-in: milliseconds, an integer or a numeric string. It is the
-#: header of the delayed-message-exchange plugin.
-X_DELAY: Final = "x-delay"
-
-#: Why a module put the message into ``undeliverable``, in words. The broker gives no reason.
-REASON: Final = "rabbitdelay-reason"
-
-#: How often a message could not be published to its destination: int.
-ATTEMPTS: Final = "rabbitdelay-attempts"
-
-#: When that was tried first, int, milliseconds since 1970-01-01 UTC, and why it failed, in words.
-FAILED_SINCE: Final = "rabbitdelay-failed-since"
-FIRST_REASON: Final = "rabbitdelay-first-reason"
-
-#: Why a message's properties cannot be read, in words, and their bytes as AMQP writes them. Such a
-#: message lies in ``undeliverable`` and has no other headers.
-UNREADABLE: Final = "rabbitdelay-unreadable"
-UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 
 #: The prefix of all our own headers.
 OWN_PREFIX: Final = "rabbitdelay-"

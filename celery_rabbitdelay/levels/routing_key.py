@@ -41,9 +41,8 @@ class RoutingKeys(NamedTuple):
 
     def key(self, shard: int, digits: Iterable[int], destination: str) -> str:
         """Return the key of a message to a queue, or to :data:`DISTRIBUTION`."""
-        return ".".join(
-            (*self.shard_words(shard), *map(str, digits), encode_destination(destination))
-        )
+        words = (*self.shard_words(shard), *map(str, digits), encode_destination(destination))
+        return ".".join(words)
 
     def pattern(self, shard: int, level: int, *digits: int) -> str:
         """Return the topic pattern of a shard's keys that have ``digits`` from a level on."""

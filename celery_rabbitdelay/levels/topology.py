@@ -25,14 +25,7 @@ from typing import Final, NamedTuple
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
-from celery_rabbitdelay.levels.entities import (
-    UNROUTED,
-    Binding,
-    Entities,
-    Identity,
-    ModuleQueues,
-    QueueType,
-)
+from celery_rabbitdelay.levels.entities import Binding, Entities, Identity, ModuleQueues, QueueType
 from celery_rabbitdelay.levels.layout import Layout, clock
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
 
@@ -41,7 +34,6 @@ __all__ = ["Route", "Topology"]
 #: Milliseconds that a zero digit waits in a pass-through queue (``zeros = "queue"``). RabbitMQ
 #: drops a message with a TTL of 0 unless a consumer is waiting for it.
 PASS_THROUGH_TTL: Final = 1
-
 
 #: Part of the fingerprint: a version of this package that declares other arguments has another one.
 VERSION: Final = "v2"
@@ -144,7 +136,7 @@ class Topology:
     @cached_property
     def delivery(self) -> Exchange:
         """The exchange behind the last level: it routes each message to its destination."""
-        return self._entities.exchange("delivery", "topic", alternate=UNROUTED)
+        return self._entities.exchange("delivery", "topic", alternate="unrouted")
 
     @cached_property
     def queues(self) -> tuple[Queue, ...]:

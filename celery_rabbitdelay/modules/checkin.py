@@ -18,6 +18,7 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -91,14 +92,14 @@ class CheckIn:
                 )
         exchange = headers.get(header_names.EXCHANGE) or ""
         self._check_destination(exchange, routing_key)
-        delay_ms = _milliseconds(headers.pop(header_names.X_DELAY, 0))
+        delay_ms = _milliseconds(headers.pop(module_headers.X_DELAY, 0))
         headers = header_names.strip(headers)
         if not delay_ms:
             return Outgoing(exchange, routing_key, with_headers(message, headers))
         due = Due(time.time_ns() + delay_ms * NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
-                f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
+                f"{module_headers.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
                 "since 1970, exceeds 64 bits"
             )
         waiting = _for_distribution(message, headers, due.at_ms, exchange, routing_key)
@@ -139,7 +140,7 @@ def _for_distribution(
 
 
 def _milliseconds(delay: Any) -> int:
-    reason = f"{header_names.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
+    reason = f"{module_headers.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
     if isinstance(delay, bool) or not isinstance(delay, int | float | str):
         raise UnprocessableMessage(reason)
     if isinstance(delay, str) and _INTEGER.fullmatch(delay) is None:
@@ -151,6 +152,6 @@ def _milliseconds(delay: Any) -> int:
         raise UnprocessableMessage(reason) from error
     if number < 0:
         raise UnprocessableMessage(
-            f"{header_names.X_DELAY} is {shortened(number)}, must not be negative"
+            f"{module_headers.X_DELAY} is {shortened(number)}, must not be negative"
         )
     return number

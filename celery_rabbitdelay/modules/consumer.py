@@ -16,7 +16,6 @@ from amqp.exceptions import AccessRefused, ChannelError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.attempts import Attempts, Received
 from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
@@ -29,7 +28,7 @@ from celery_rabbitdelay.publishing.message import headers_of, shortened
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
-from celery_rabbitdelay.publishing.wire import ack_frames, requeue_frames
+from celery_rabbitdelay.publishing.wire import UNREADABLE, ack_frames, requeue_frames
 
 __all__ = ["MAX_PREFETCH", "Module", "ModuleConsumer"]
 
@@ -272,7 +271,7 @@ class ModuleConsumer:
         self._waiting.append(Received(message, self._receive(message)))
 
     def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
-        unreadable = headers_of(message).get(header_names.UNREADABLE)
+        unreadable = headers_of(message).get(UNREADABLE)
         if unreadable is not None:
             raise UnprocessableMessage(f"its properties cannot be read: {unreadable}")
         yield from self._module.receive(message)

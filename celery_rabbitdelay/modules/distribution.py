@@ -15,6 +15,7 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
@@ -24,7 +25,7 @@ __all__ = ["Distribution"]
 #: The headers by which a worker restores a task that comes straight from the levels.
 RESTORED_BY_WORKERS = (
     header_names.DUE,
-    header_names.EARLY,
+    module_headers.EARLY,
     header_names.EXCHANGE,
     header_names.ROUTING_KEY,
     header_names.QUEUE,
@@ -100,7 +101,7 @@ def _unpacked(message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Out
     # messages may be published before.
     for item in envelope.items:
         _destination({**shared, **item.headers})
-    own = {header_names.DUE: headers.get(header_names.DUE), header_names.EARLY: None}
+    own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}
     for item in envelope.items:
         properties = {**envelope.properties, **item.properties}
         inner = amqp.Message(item.body, **properties)
@@ -123,7 +124,7 @@ def _restored(
 ) -> Outgoing:
     exchange, routing_key = _destination(effective_headers)
     restored = header_names.strip(headers)
-    for name in (header_names.DUE, header_names.EARLY):
+    for name in (header_names.DUE, module_headers.EARLY):
         if headers.get(name) is not None:
             restored[name] = headers[name]
     properties = _restored_properties(effective_headers)

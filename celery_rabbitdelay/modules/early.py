@@ -18,6 +18,7 @@ import amqp
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
@@ -49,7 +50,7 @@ class PutBack(NamedTuple):
     @classmethod
     def of(cls, headers: Mapping[str, Any]) -> PutBack:
         """Read it from a message's headers; unreadable values count as missing."""
-        table = headers.get(header_names.EARLY)
+        table = headers.get(module_headers.EARLY)
         if not isinstance(table, Mapping):
             return cls()
         times, exchange, routing_key = map(table.get, ("times", "exchange", "routing-key"))
@@ -62,7 +63,7 @@ class PutBack(NamedTuple):
     def header(self) -> dict[str, dict[str, Any]]:
         """Return the header."""
         table = {"times": self.times, "exchange": self.exchange, "routing-key": self.routing_key}
-        return {header_names.EARLY: {k: value for k, value in table.items() if value is not None}}
+        return {module_headers.EARLY: {k: value for k, value in table.items() if value is not None}}
 
 
 class EarlyWarning:

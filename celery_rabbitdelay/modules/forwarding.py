@@ -12,6 +12,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
@@ -147,7 +148,7 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
 def without_headers(undeliverable: str, message: amqp.Message, reason: str) -> Outgoing:
     """Return a message for ``undeliverable`` without its headers, which do not fit into a frame."""
     left = amqp.Message(
-        message.body, application_headers={header_names.REASON: reason}, delivery_mode=PERSISTENT
+        message.body, application_headers={module_headers.REASON: reason}, delivery_mode=PERSISTENT
     )
     return Outgoing(undeliverable, "", left)
 
@@ -160,6 +161,6 @@ def to_undeliverable(undeliverable: str, outgoing: Outgoing, reason: str) -> Out
         outgoing: The message, with the exchange and key that it was meant for.
         reason: Why it cannot be delivered.
     """
-    headers = {**destination_headers(outgoing), header_names.REASON: reason}
+    headers = {**destination_headers(outgoing), module_headers.REASON: reason}
     message = with_headers(outgoing.message, headers, expiration=None)
     return Outgoing(undeliverable, outgoing.routing_key, message)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Self, TypeGuard
 
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     destination_headers,
@@ -64,9 +64,9 @@ class Failures(NamedTuple):
             reason: Why the attempt has failed.
             now_ms: The time, in milliseconds since 1970-01-01 UTC.
         """
-        attempts = headers.get(header_names.ATTEMPTS)
-        since_ms = headers.get(header_names.FAILED_SINCE)
-        first_reason = headers.get(header_names.FIRST_REASON)
+        attempts = headers.get(module_headers.ATTEMPTS)
+        since_ms = headers.get(module_headers.FAILED_SINCE)
+        first_reason = headers.get(module_headers.FIRST_REASON)
         if (
             _is_int(attempts, _MAX_ATTEMPTS)
             and _is_int(since_ms, MAX_DUE_MS)
@@ -120,10 +120,10 @@ class Redelivery:
         headers = {
             **destination_headers(outgoing),
             **kept,
-            header_names.ATTEMPTS: failures.attempts,
-            header_names.FAILED_SINCE: failures.since_ms,
-            header_names.FIRST_REASON: failures.first_reason,
-            header_names.REASON: reason,
+            module_headers.ATTEMPTS: failures.attempts,
+            module_headers.FAILED_SINCE: failures.since_ms,
+            module_headers.FIRST_REASON: failures.first_reason,
+            module_headers.REASON: reason,
         }
         message = with_headers(outgoing.message, headers, priority=priority, expiration=None)
         return into_levels(self._topology, message, Due.after(self._pause(failures.attempts)))

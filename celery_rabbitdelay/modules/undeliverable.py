@@ -20,6 +20,7 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.publishing.destination import topic_matches
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
 
@@ -74,7 +75,7 @@ def examine(
         queue = decode_destination(word)
     due = reader.due()
     task_id, task = reader.text("id"), reader.text("task")
-    reason = reader.text(header_names.REASON) or _reason(topology, last_stop, key, queue)
+    reason = reader.text(module_headers.REASON) or _reason(topology, last_stop, key, queue)
     return Undeliverable(
         task_id, task, queue, due, "; ".join([reason, *reader.unreadable]), last_stop
     )

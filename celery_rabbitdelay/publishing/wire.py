@@ -26,6 +26,8 @@ from celery_rabbitdelay.publishing.message import shortened
 
 __all__ = [
     "MESSAGE_PROPERTIES",
+    "UNREADABLE",
+    "UNREADABLE_PROPERTIES",
     "Content",
     "PropertiesEncoder",
     "Wire",
@@ -37,6 +39,11 @@ __all__ = [
 
 #: The properties of a message, in AMQP's order.
 MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
+
+#: The headers of a message whose properties cannot be read: why, in words, and their bytes. Such a
+#: message lies in ``undeliverable`` and has no other headers.
+UNREADABLE: Final = "rabbitdelay-unreadable"
+UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 
 #: Frame types: a method; a message's size and properties; a part of its body.
 METHOD_FRAME: Final = 1
@@ -321,8 +328,8 @@ def reading_unreadable_properties(connection: Connection) -> None:
     milliseconds (a year beyond 9999) or a message id in Latin-1. py-amqp raises in the middle of
     such a message, its connection cannot be used any more, and the broker delivers the message
     again and again. Instead, its properties are replaced by two headers: the error
-    (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE`), and the raw bytes
-    (:data:`~celery_rabbitdelay.levels.headers.UNREADABLE_PROPERTIES`).
+    (:data:`UNREADABLE`), and the raw bytes
+    (:data:`UNREADABLE_PROPERTIES`).
 
     Args:
         connection: A connection that is not open yet.
@@ -345,8 +352,8 @@ def _frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[F
             start, properties = payload[:BEFORE_PROPERTIES], payload[BEFORE_PROPERTIES:]
             marked: Any = amqp.Message(
                 application_headers={
-                    header_names.UNREADABLE: reason,
-                    header_names.UNREADABLE_PROPERTIES: bytes(properties),
+                    UNREADABLE: reason,
+                    UNREADABLE_PROPERTIES: bytes(properties),
                 }
             )
             return handle((kind, channel, bytes(start) + marked._serialize_properties()))

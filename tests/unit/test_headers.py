@@ -9,6 +9,8 @@ import pytest
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.publishing import wire
 from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, RestoringStrategies, restore
 
 ADDED_BY_THE_BROKER: dict[str, Any] = {
@@ -33,14 +35,14 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
     assert headers.ROUTING_KEY == "rabbitdelay-routing-key"
     assert headers.PRIORITY == "rabbitdelay-priority"
     assert headers.EXPIRATION == "rabbitdelay-expiration"
-    assert headers.EARLY == "rabbitdelay-early"
-    assert headers.REASON == "rabbitdelay-reason"
-    assert headers.UNREADABLE == "rabbitdelay-unreadable"
-    assert headers.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
+    assert module_headers.EARLY == "rabbitdelay-early"
+    assert module_headers.REASON == "rabbitdelay-reason"
+    assert wire.UNREADABLE == "rabbitdelay-unreadable"
+    assert wire.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
 
 
 def test_the_delay_s_header_is_that_of_the_delayed_message_exchange_plugin() -> None:
-    assert headers.X_DELAY == "x-delay"
+    assert module_headers.X_DELAY == "x-delay"
 
 
 def test_nested_headers_are_called_as_celery_reads_them() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import FIRST_PAUSE, JITTER, LONGEST_PAUSE, Redelivery
@@ -66,7 +67,7 @@ def test_the_pauses_double_up_to_the_longest() -> None:
     for attempt in range(1, 15):
         later = redelivery.after_failure(message(), received, "it is full")
         received = headers_of(later)
-        assert received[headers.ATTEMPTS] == attempt
+        assert received[module_headers.ATTEMPTS] == attempt
         pauses.append(pause_of(later))
     assert pauses[:4] == [FIRST_PAUSE, 2.0, 4.0, 8.0]
     assert pauses[-4:] == [LONGEST_PAUSE] * 4
@@ -133,7 +134,7 @@ def test_after_its_time_a_message_is_undeliverable_with_the_first_and_the_last_r
     told = headers_of(last)
     assert (told[headers.EXCHANGE], told[headers.ROUTING_KEY]) == ("office", "paper")
     since = " (3 attempts since 2027-01-15 08:00:00 UTC; the first time: it is full)"
-    assert told[headers.REASON] == "it is gone" + (since if seconds else "")
+    assert told[module_headers.REASON] == "it is gone" + (since if seconds else "")
 
 
 @given(values, values, values)
@@ -141,19 +142,23 @@ def test_whatever_a_stranger_has_written_a_message_is_tried_again_or_given_up(
     attempts: Any, since: Any, reason: Any
 ) -> None:
     received = {
-        headers.ATTEMPTS: attempts,
-        headers.FAILED_SINCE: since,
-        headers.FIRST_REASON: reason,
+        module_headers.ATTEMPTS: attempts,
+        module_headers.FAILED_SINCE: since,
+        module_headers.FIRST_REASON: reason,
     }
     later = Clock().redelivery().after_failure(message(), received, "it is full")
     if later.reroute is not None:
-        assert headers_of(later)[headers.ATTEMPTS] >= 1
+        assert headers_of(later)[module_headers.ATTEMPTS] >= 1
         assert 0 < pause_of(later) <= LONGEST_PAUSE
 
 
 def test_no_pause_is_above_the_capacity() -> None:
     topology = Topology(layout=custom([("seconds", 6, 1)]))
-    received = {headers.ATTEMPTS: 9, headers.FAILED_SINCE: NOW, headers.FIRST_REASON: "x"}
+    received = {
+        module_headers.ATTEMPTS: 9,
+        module_headers.FAILED_SINCE: NOW,
+        module_headers.FIRST_REASON: "x",
+    }
     later = Clock().redelivery(topology=topology).after_failure(message(), received, "full")
     assert later.exchange == "rabbitdelay.seconds.x1"
     assert later.routing_key.startswith("5.")

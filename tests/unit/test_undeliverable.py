@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from tests.unit.strategies import layouts
 
@@ -134,7 +135,7 @@ def test_without_its_routing_key_what_no_level_took_is_left_open() -> None:
 
 def test_a_reason_that_a_module_wrote_wins() -> None:
     message = found("rabbitdelay.hours.2", key="0.0.0.0.2.7.0.0.q")
-    written = {**message, headers.REASON: "its x-delay is no number"}
+    written = {**message, module_headers.REASON: "its x-delay is no number"}
     assert examine(written, CLOCK).reason == "its x-delay is no number"
 
 
@@ -193,7 +194,7 @@ deaths = st.one_of(
         )
     ),
 )
-READ = ("id", "task", headers.DUE, headers.QUEUE, headers.REASON)
+READ = ("id", "task", headers.DUE, headers.QUEUE, module_headers.REASON)
 
 
 @given(
@@ -232,7 +233,7 @@ def test_the_last_due_time_that_a_datetime_can_express_is_shown() -> None:
     assert first == datetime(1970, 1, 1, tzinfo=UTC)
 
 
-@pytest.mark.parametrize("name", ["id", "task", headers.QUEUE, headers.REASON])
+@pytest.mark.parametrize("name", ["id", "task", headers.QUEUE, module_headers.REASON])
 def test_a_header_that_should_be_a_text_and_is_not_is_named_beside_the_reason(name: str) -> None:
     odd = examine({**found(), name: 5}, CLOCK, "0.0.0.0.0.7.0.0.q")
     assert f"its header {name} is 5, not a text" in odd.reason
