@@ -13,7 +13,7 @@ from celery.platforms import EX_UNAVAILABLE
 from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
-from celery_rabbitdelay.worker.status import status_of_workers
+from celery_rabbitdelay.worker.status import ARRIVALS, status_of_workers
 
 __all__ = ["status"]
 
@@ -81,8 +81,14 @@ def _worker_lines(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if "error" in modules:
             yield f"{worker}: cannot answer: {modules['error']}"
             continue
-        yield worker if modules else f"{worker}: serves no module"
+        yield worker if modules.keys() - {ARRIVALS} else f"{worker}: serves no module"
         for name, counts in modules.items():
+            if name == ARRIVALS:
+                yield (
+                    f"  {name:16} {counts['received']:10,} delayed ones received, at most "
+                    f"{counts['latest']:,.1f} s late in the last ten minutes"
+                )
+                continue
             yield (
                 f"  {name:16} {counts['received']:10,} received "
                 f"({counts['received_per_second']:,}/s), {counts['published']:,} published "

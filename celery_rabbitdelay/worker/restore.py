@@ -10,6 +10,7 @@ from kombu import Message
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.early import PutBack
+from celery_rabbitdelay.worker.arrivals import Arrivals
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, Waited
 
 __all__ = ["RestoringStrategies", "restore"]
@@ -38,11 +39,13 @@ class RestoringStrategies(dict[str, Strategy]):
 
     Attributes:
         early_tasks: Takes the tasks that are not due yet; None between two connections.
+        arrivals: How late the delayed tasks arrive.
     """
 
     def __init__(self, consumer: Any, takeover: bool = True) -> None:
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
+        self.arrivals = Arrivals()
         self._tasks = consumer.app.tasks
         self._takeover = takeover
         for task_name, strategy in consumer.strategies.items():
@@ -54,6 +57,8 @@ class RestoringStrategies(dict[str, Strategy]):
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
             waited = restore(message)
+            if waited is not None:
+                self.arrivals.note(waited.due_ms)
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
             if self.early_tasks is None or (waited is None and not takes_eta):
                 return go_on()

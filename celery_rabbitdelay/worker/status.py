@@ -14,18 +14,26 @@ from celery.worker.control import inspect_command
 from kombu import Connection
 
 from celery_rabbitdelay.modules.service import ModuleService
+from celery_rabbitdelay.worker.restore import RestoringStrategies
 
-__all__ = ["rabbitdelay_status", "status_of_workers"]
+__all__ = ["ARRIVALS", "rabbitdelay_status", "status_of_workers"]
 
 #: The control command, by which ``celery inspect`` and ``control.broadcast`` call it.
 COMMAND: Final = "rabbitdelay_status"
 
+#: Beside the names of the modules: the delayed tasks that have arrived at the worker.
+ARRIVALS: Final = "tasks"
+
 
 @inspect_command(name=COMMAND)
 def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
-    """Rates and backlog of the modules around the delay levels."""
-    services: list[ModuleService] = getattr(state.consumer.controller, "rabbitdelay_services", [])
-    return {each.module.name: each.statistics.status() for each in services}
+    """Rates and backlog of the modules around the delay levels; how late delayed tasks arrive."""
+    consumer = state.consumer
+    services: list[ModuleService] = getattr(consumer.controller, "rabbitdelay_services", [])
+    status = {each.module.name: each.statistics.status() for each in services}
+    if isinstance(consumer.strategies, RestoringStrategies):
+        status[ARRIVALS] = consumer.strategies.arrivals.status()
+    return status
 
 
 def status_of_workers(
@@ -40,7 +48,8 @@ def status_of_workers(
 
     Returns:
         The answer of each worker by the worker's name: the counts of each module by the module's
-        name, or ``{"error": reason}`` where the worker has no such command.
+        name, and those of :data:`ARRIVALS`; or ``{"error": reason}`` where the worker has no such
+        command.
     """
     answers = app.control.broadcast(COMMAND, reply=True, timeout=timeout, connection=connection)
     return {worker: answer for each in answers or () for worker, answer in each.items()}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.modules import MODULES
 from tests.integration.shop import PATIENCE
+from tests.integration.waited import put_into
 from tests.integration.worker import PlainWorker, run_celery, start_celery
 
 
@@ -42,7 +45,7 @@ def test_the_status_says_what_waits_where_and_what_the_workers_do(
     assert data["others"]["meditation"] == {"messages": 1, "consumers": 0}
     assert data["missing"] == []
     ((worker, modules),) = data["workers"].items()
-    assert set(modules) == {"check-in", "distribution"}
+    assert set(modules) == {"check-in", "distribution", "tasks"}
     assert worker in told.stdout
     assert "received" in told.stdout
 
@@ -110,7 +113,19 @@ def test_celery_inspect_knows_the_status_of_the_modules(
     assert "Rates and backlog of the modules" in listed.stdout
     assert answer.returncode == 0, answer.stderr
     (modules,) = json.loads(answer.stdout.splitlines()[0]).values()
-    assert set(modules) == set(MODULES)
+    assert set(modules) == {*MODULES, "tasks"}
+
+
+def test_the_status_says_how_late_delayed_tasks_arrive(
+    connection: Connection, served_shop: Any, served_configuration: dict[str, Any]
+) -> None:
+    queue = served_shop.conf.task_default_queue
+    task_id = put_into(connection, served_shop, time.time() - 90_000, routing_key=queue)
+    served_shop.AsyncResult(task_id).get(timeout=PATIENCE)
+
+    told = run_celery(served_configuration, "rabbitdelay status --timeout 5")
+
+    assert re.search(r"tasks .* received, at most 90,\d\d\d\.\d s late", told.stdout)
 
 
 def test_the_status_of_an_application_without_levels_says_what_to_do(

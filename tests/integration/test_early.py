@@ -18,6 +18,7 @@ from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, find_waiting
 from tests.integration.shop import PATIENCE, make_app, named
+from tests.integration.waited import put_into
 from tests.integration.worker import Worker
 
 #: Seconds until an early task is due: more than ``rabbitdelay_early``.
@@ -62,16 +63,6 @@ def release(connection: Connection, shop: Any) -> amqp.Message:
 def headers_of(message: amqp.Message) -> dict[str, Any]:
     found: dict[str, Any] = message.properties["application_headers"]
     return found
-
-
-def put_into(connection: Connection, shop: Any, due: float, name: str = "look", **to: Any) -> str:
-    """Publish a task as distribution does, with its due time alone; return its id."""
-    task = shop.amqp.create_task_message(uuid4().hex, name, (), {})
-    own = {**task.headers, headers.DUE: int(due * 1000)}
-    properties = {**task.properties, "reply_to": shop.thread_oid}
-    connection.Producer().publish(task.body, headers=own, serializer="json", **properties, **to)
-    task_id: str = task.headers["id"]
-    return task_id
 
 
 def without_delay(seen: dict[str, Any], task_id: str) -> Any:

@@ -1,8 +1,11 @@
-"""Whether a task waited in the levels, told from what it saw."""
+"""Tasks that have waited in the levels: how they are told, and how they are made."""
 
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
+
+from kombu import Connection
 
 from celery_rabbitdelay.levels import headers
 
@@ -24,3 +27,13 @@ def assert_not_delayed(seen: dict[str, Any]) -> None:
     """Assert that a task had no delay, neither in the levels nor in the worker."""
     assert headers.DUE not in seen["headers"]
     assert seen["eta"] is None
+
+
+def put_into(connection: Connection, shop: Any, due: float, name: str = "look", **to: Any) -> str:
+    """Publish a task as distribution does, with its due time alone; return its id."""
+    task = shop.amqp.create_task_message(uuid4().hex, name, (), {})
+    own = {**task.headers, headers.DUE: int(due * 1000)}
+    properties = {**task.properties, "reply_to": shop.thread_oid}
+    connection.Producer().publish(task.body, headers=own, serializer="json", **properties, **to)
+    task_id: str = task.headers["id"]
+    return task_id

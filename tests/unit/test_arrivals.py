@@ -1,0 +1,62 @@
+"""How late delayed tasks arrive at a worker; the clock is a fake."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_rabbitdelay.worker import arrivals as arrivals_module
+from celery_rabbitdelay.worker.arrivals import Arrivals
+
+DUE_MS = 1_900_000_000_000
+
+
+class Clock:
+    """Stands in for the module ``time``, because no real clock can be told how late it is."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        return 5000 + self.seconds
+
+    def time_ns(self) -> int:
+        return int((DUE_MS / 1000 + self.seconds) * 1_000_000_000)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(arrivals_module, "time", clock)
+    return clock
+
+
+def test_a_worker_without_delayed_tasks_says_so(clock: Clock) -> None:
+    assert Arrivals().status() == {"received": 0, "latest": 0}
+
+
+def test_the_latest_task_of_the_last_ten_minutes_is_told(clock: Clock) -> None:
+    arrivals = Arrivals()
+    for seconds, late in [(30, 180.5), (31, 2), (200, 0.25)]:
+        clock.seconds = seconds
+        arrivals.note(DUE_MS + round((seconds - late) * 1000))
+    assert arrivals.status() == {"received": 3, "latest": 180.5}
+
+    clock.seconds = 700
+    assert arrivals.status() == {"received": 3, "latest": 0.25}
+    clock.seconds = 900
+    assert arrivals.status() == {"received": 3, "latest": 0}
+
+
+def test_an_early_task_is_not_late(clock: Clock) -> None:
+    arrivals = Arrivals()
+    arrivals.note(DUE_MS + 60_000)
+    assert arrivals.status() == {"received": 1, "latest": 0}
+
+
+@pytest.mark.parametrize("due_ms", [None, "soon", 1.5, {}])
+def test_a_due_time_that_is_no_number_of_milliseconds_is_only_counted(
+    clock: Clock, due_ms: object
+) -> None:
+    arrivals = Arrivals()
+    arrivals.note(due_ms)
+    assert arrivals.status() == {"received": 1, "latest": 0}
