@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 from tests.chaos.application import TaskQueue
 from tests.chaos.producing import Stream
@@ -32,6 +32,9 @@ class Streaming(Scenario):
     workers: str = choice(
         "default", "quiet", help="quiet: workers without remote control and events", varied=False
     )
+    way: Literal["task", "rows"] = choice(
+        "task", "rows", help="rows: by send_many, for hundreds of thousands of tasks", varied=False
+    )
 
     def queues(self) -> Sequence[TaskQueue]:
         return [TaskQueue(SOUND), TaskQueue(MESSAGES)]
@@ -49,7 +52,7 @@ class Streaming(Scenario):
         messages = self.tasks // 10
         halves = (self.tasks - messages + 1) // 2, (self.tasks - messages) // 2
         for number, count in enumerate(halves):
-            stream = Stream("tasks", SOUND, count, seconds, DELAYS)
+            stream = Stream("tasks", SOUND, count, seconds, DELAYS, self.way)
             stage.send(stream, first_node=number % nodes)
         stage.send(Stream("messages", MESSAGES, messages, seconds, DELAYS, "kombu"))
         self.disturb(stage, seconds)
