@@ -25,14 +25,18 @@ __all__ = [
     "InvalidLayout",
     "InvalidRow",
     "InvalidSetting",
+    "JobClosed",
     "LayoutConflict",
     "MessageNacked",
     "MessageRefused",
     "MessageReturned",
     "NeedsDistribution",
     "NoPublisherFree",
+    "NotTracked",
     "PublishError",
     "RabbitDelayError",
+    "RegistryRequired",
+    "RegistryUnavailable",
     "RowsNotConfirmed",
     "TopologyIncomplete",
     "TopologyNotEmpty",
@@ -409,6 +413,79 @@ class InvalidRow(RabbitDelayError, TypeError):
 
     def __str__(self) -> str:
         return f"row {self.row!r}: {self.reason}"
+
+
+class RegistryRequired(RabbitDelayError, TypeError):
+    """An option or a call needs the registry, and ``rabbitdelay_registry_url`` is not set.
+
+    Attributes:
+        what: The option, with its value, or the call.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis"
+
+
+class RegistryUnavailable(RabbitDelayError, OperationalError):
+    """Redis did not answer in time, or refused.
+
+    If it is raised by a send whose message is on the broker already, ``may_have_arrived`` is True:
+    the task will run, and what it was to supersede runs as well.
+
+    Attributes:
+        reason: What went wrong.
+    """
+
+    def __init__(self, reason: str, may_have_arrived: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.may_have_arrived = may_have_arrived
+
+    def __str__(self) -> str:
+        return f"the registry cannot be used: {self.reason}"
+
+
+class NotTracked(RabbitDelayError, ValueError):
+    """A task is to run earlier, and its message is not in the registry, so it cannot be sent anew.
+
+    Attributes:
+        task_id: The task's id.
+    """
+
+    def __init__(self, task_id: str) -> None:
+        super().__init__(task_id)
+        self.task_id = task_id
+
+    def __str__(self) -> str:
+        return (
+            f"task {self.task_id} cannot run earlier: its message waits in the broker and is not "
+            "tracked. Send it with track=True, or cancel it and send it anew"
+        )
+
+
+class JobClosed(RabbitDelayError, ValueError):
+    """A job is not open, and takes no tasks and no decision that differs from its own.
+
+    Attributes:
+        job: The job.
+        state: ``committed``, ``aborted``, ``open`` (it was to be opened), or ``unknown``.
+    """
+
+    def __init__(self, job: str, state: str) -> None:
+        super().__init__(job, state)
+        self.job = job
+        self.state = state
+
+    def __str__(self) -> str:
+        way_out = {
+            "unknown": "open it first, with app.rabbitdelay.open_job or app.rabbitdelay.job",
+            "open": "commit or abort it, or choose another name",
+        }
+        return f"job {self.job!r} is {self.state}: {way_out.get(self.state, 'open another one')}"
 
 
 def _may_have_arrived(error: Exception) -> bool:

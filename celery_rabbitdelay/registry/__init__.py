@@ -1,0 +1,10 @@
+"""The registry: decisions about tasks that wait, in Redis, to be read when they arrive.
+
+A task that waits lies in a queue of the broker, where nobody can take it out again. So whoever
+cancels, postpones or supersedes it writes that beside it, and the worker reads it before the task
+may run. Code belongs here if it writes or reads Redis; it knows nothing of Celery and of AMQP.
+
+Read ``decision`` (what is asked and answered, pure), ``names`` (the keys), the scripts in ``lua``
+(each is one atomic step; ``task.lua`` describes the record of a task), ``registry`` (calls them),
+``jobs``, ``index`` (what waits), ``breaker`` (while Redis is away) and ``connection``.
+"""

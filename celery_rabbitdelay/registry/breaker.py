@@ -1,0 +1,45 @@
+"""A circuit breaker: while Redis does not answer, nobody waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["Breaker"]
+
+#: Seconds for which the breaker is open after the first failure in a row; they double with each
+#: further one, up to the maximum.
+FIRST_PAUSE: Final = 1.0
+MAX_PAUSE: Final = 30.0
+
+
+class Breaker:
+    """Says whether a call is worth trying.
+
+    After a failure it is open, which means that calls are to be left out. Then it lets one call
+    through at a time, which closes it if it succeeds.
+
+    Args:
+        now: Returns the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._failures = 0
+        self._again_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are to be left out."""
+        return self._failures > 0 and self._now() < self._again_at
+
+    def succeeded(self) -> None:
+        """Note that a call has succeeded."""
+        self._failures = 0
+
+    def failed(self) -> None:
+        """Note that a call has failed."""
+        pause = min(FIRST_PAUSE * 2**self._failures, MAX_PAUSE)
+        self._failures += 1
+        self._again_at = self._now() + pause

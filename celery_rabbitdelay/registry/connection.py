@@ -1,0 +1,224 @@
+"""Connections to Redis: one server, Sentinel or Cluster. The only file that imports redis-py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
+
+__all__ = ["Call", "Store", "connect"]
+
+#: The URLs that the setting takes; all but the last are those of Celery's result backend.
+SCHEMES: Final = (
+    "redis",
+    "rediss",
+    "unix",
+    "redis+socket",
+    "sentinel",
+    "sentinels",
+    "redis+cluster",
+    "rediss+cluster",
+)
+
+#: The functions that all scripts share.
+SHARED: Final = "task"
+
+SETTING: Final = "rabbitdelay_registry_url"
+
+
+ResultT = TypeVar("ResultT")
+
+
+class Call(NamedTuple):
+    """A call of a script.
+
+    Attributes:
+        script: Its name, that of a file in ``lua``.
+        keys: The keys that it changes, all on one server.
+        arguments: Further arguments.
+    """
+
+    script: str
+    keys: Sequence[str]
+    arguments: Sequence[str | int] = ()
+
+
+class Store:
+    """Runs scripts and commands in Redis.
+
+    Args:
+        client: A client of redis-py.
+        is_cluster: Whether it is one of Redis Cluster.
+        errors: The errors of redis-py.
+
+    Attributes:
+        is_cluster: Whether only keys with the same hash tag are on the same server.
+    """
+
+    def __init__(self, client: Any, is_cluster: bool, errors: tuple[type[Exception], ...]) -> None:
+        self.is_cluster = is_cluster
+        self._client = client
+        self._errors = errors
+        self._scripts: dict[str, Any] = {}
+
+    def call(self, script: str, keys: Sequence[str], *arguments: str | int) -> Any:
+        """Run a script; return what it returns."""
+        (result,) = self.call_each([Call(script, keys, arguments)])
+        return result
+
+    def call_each(self, calls: Sequence[Call]) -> list[Any]:
+        """Run scripts in one round trip to each server; return what each of them returns.
+
+        Raises:
+            RegistryUnavailable: Redis did not answer in time, or not to all of them.
+        """
+        if not calls:
+            return []
+        if self.is_cluster:
+            return self._pipelined(lambda pipeline: _run_by_text(pipeline, calls))
+        if len(calls) == 1:
+            [call] = calls
+            return [self._try(lambda: self._script(call.script)(call.keys, call.arguments))]
+        return self._pipelined(lambda pipeline: self._run_by_hash(pipeline, calls))
+
+    def commands(self, add: Callable[[Any], object]) -> list[Any]:
+        """Run commands in one round trip to each server.
+
+        Args:
+            add: Adds the commands to a pipeline of redis-py.
+        """
+        return self._pipelined(add)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def _pipelined(self, add: Callable[[Any], object]) -> list[Any]:
+        def run() -> list[Any]:
+            with self._client.pipeline(transaction=False) as pipeline:
+                add(pipeline)
+                results: list[Any] = pipeline.execute()
+                return results
+
+        return self._try(run)
+
+    def _try(self, run: Callable[[], ResultT]) -> ResultT:
+        try:
+            return run()
+        except self._errors as error:
+            # redis-py's texts name host and port, not the password.
+            raise RegistryUnavailable(f"{type(error).__name__}: {error}") from error
+
+    def _run_by_hash(self, pipeline: Any, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self._script(call.script)(call.keys, call.arguments, client=pipeline)
+
+    def _script(self, name: str) -> Any:
+        if name not in self._scripts:
+            self._scripts[name] = self._client.register_script(_text(name))
+        return self._scripts[name]
+
+
+def connect(url: str, timeout: float, options: Mapping[str, Any] | None = None) -> Store:
+    """Return a store that connects when it is first used.
+
+    Args:
+        url: The URL, as for Celery's result backend: ``redis://``, ``rediss://``, ``unix://`` or
+            ``redis+socket://``, ``sentinel://host:26379;sentinel://host2:26379/0``; or
+            ``redis+cluster://host:6379`` with any server of a cluster.
+        timeout: Seconds for connecting, and for each answer.
+        options: Further arguments of the client of redis-py; for Sentinel also ``master_name`` and
+            ``sentinel_kwargs``, as in ``result_backend_transport_options``.
+
+    Raises:
+        InvalidSetting: No such URL, or the package ``redis`` is missing.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        takes = f"takes a URL that begins with one of {', '.join(SCHEMES)}"
+        raise InvalidSetting(SETTING, _without_password(url), takes)
+    try:
+        import redis  # an extra
+    except ImportError as missing:
+        takes = "takes the package redis: pip install 'celery-rabbitdelay[registry]'"
+        raise InvalidSetting(SETTING, _without_password(url), takes) from missing
+    given: dict[str, Any] = {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "decode_responses": True,
+        **(options or {}),
+    }
+    errors = (redis.RedisError, OSError)
+    if scheme.startswith("sentinel"):
+        return Store(_behind_sentinel(url, given), False, errors)
+    if scheme.endswith("+cluster"):
+        from redis.cluster import RedisCluster  # an extra
+
+        of_cluster = url.replace("+cluster", "", 1)
+        return Store(_Lazily(lambda: RedisCluster.from_url(of_cluster, **given)), True, errors)
+    client = redis.Redis.from_url(url.replace("redis+socket", "unix", 1), **given)
+    return Store(client, False, errors)
+
+
+class _Lazily:
+    """Connects when it is first used: the client of a cluster asks for its servers at once."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._client: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._client is None:
+            if name == "close":
+                return lambda: None
+            self._client = self._connect()
+        return getattr(self._client, name)
+
+
+def _behind_sentinel(url: str, given: dict[str, Any]) -> Any:
+    from redis.sentinel import Sentinel  # an extra
+
+    parts = [urlsplit(each) for each in url.split(";")]
+    master = given.pop("master_name", None)
+    if not master:
+        takes = "takes rabbitdelay_registry_options = {'master_name': ...} beside it"
+        raise InvalidSetting(SETTING, _without_password(url), takes)
+    own = given.pop("sentinel_kwargs", {})
+    first = parts[0]
+    if first.scheme == "sentinels":
+        given.setdefault("ssl", True)
+    if first.password:
+        given.setdefault("password", first.password)
+    database = first.path.strip("/") or parts[-1].path.strip("/")
+    sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
+        [(part.hostname or "localhost", part.port or 26379) for part in parts],
+        sentinel_kwargs={
+            "socket_timeout": given["socket_timeout"],
+            "socket_connect_timeout": given["socket_connect_timeout"],
+            **own,
+        },
+        **given,
+    )
+    return sentinel.master_for(master, db=int(database or 0))
+
+
+def _without_password(url: str) -> str:
+    password = urlsplit(url).password
+    return url.replace(f":{password}@", ":**@") if password else url
+
+
+@cache
+def _text(name: str) -> str:
+    folder = files(__package__).joinpath("lua")
+    shared, own = (folder.joinpath(f"{each}.lua").read_text() for each in (SHARED, name))
+    return f"{shared}\n{own}"
+
+
+def _run_by_text(pipeline: Any, calls: Sequence[Call]) -> None:
+    # The pipelines of a cluster take no EVALSHA.
+    for script, keys, arguments in calls:
+        pipeline.execute_command("EVAL", _text(script), len(keys), *keys, *arguments)

@@ -1,0 +1,181 @@
+"""What waits, by due time: the tracked tasks."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from math import inf
+from typing import Any, Final, NamedTuple
+
+from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry.names import Names
+
+__all__ = ["Filter", "Index", "Pending"]
+
+#: How many tasks of each shard are read at once.
+PAGE: Final = 100
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Filter(NamedTuple):
+    """Which tracked tasks are meant; None means all.
+
+    Attributes:
+        task: The task's name.
+        key: The key that they were sent with.
+        job: The job that they were sent with.
+        due_after_ms: They are due then or later, in milliseconds since 1970-01-01 UTC.
+        due_before_ms: They are due earlier than that.
+    """
+
+    task: str | None = None
+    key: str | None = None
+    job: str | None = None
+    due_after_ms: int | None = None
+    due_before_ms: int | None = None
+
+    @property
+    def scores(self) -> tuple[str | int, str | int]:
+        """The lowest and the highest score, as Redis takes them."""
+        lowest = "-inf" if self.due_after_ms is None else self.due_after_ms
+        highest = "+inf" if self.due_before_ms is None else f"({self.due_before_ms}"
+        return lowest, highest
+
+
+class Pending(NamedTuple):
+    """A tracked task that waits.
+
+    Attributes:
+        task_id: Its id.
+        task: Its name.
+        due: When it is due.
+        key: The key that it was sent with; None if it has none.
+        job: The job that it was sent with, likewise.
+    """
+
+    task_id: str
+    task: str
+    due: datetime
+    key: str | None
+    job: str | None
+
+
+class Index:
+    """Reads which tracked tasks wait.
+
+    Args:
+        store: Where they are kept.
+        names: The names of all keys.
+    """
+
+    def __init__(self, store: Store, names: Names) -> None:
+        self._store = store
+        self._names = names
+
+    def complete_since(self) -> datetime:
+        """Return since when the index is complete: older tasks may have been lost with Redis."""
+        key = self._names.complete_since()
+        now = int(datetime.now(UTC).timestamp() * 1000)
+
+        def ask(pipeline: Any) -> None:
+            pipeline.set(key, now, nx=True)
+            pipeline.get(key)
+
+        _, since = self._store.commands(ask)
+        return _instant(int(since))
+
+    def pending(self, wanted: Filter) -> Iterator[Pending]:
+        """Yield the tasks in the order in which they are due, reading some at a time."""
+        page: list[tuple[int, str]] = []
+        for each in self._due(wanted):
+            page.append(each)
+            if len(page) == PAGE:
+                yield from self._records(page, wanted)
+                page = []
+        yield from self._records(page, wanted)
+
+    def count(self, wanted: Filter) -> int:
+        """Return how many tasks wait."""
+        if wanted.key is not None or (wanted.task is not None and wanted.job is not None):
+            return sum(1 for _ in self.pending(wanted))
+        names = list(self._names.all_due(wanted.task, wanted.job))
+
+        def ask(pipeline: Any) -> None:
+            for name in names:
+                pipeline.zcount(name, *wanted.scores)
+
+        return sum(self._store.commands(ask))
+
+    def forecast(self, wanted: Filter, start_ms: int, step_ms: int) -> Iterator[tuple[int, int]]:
+        """Yield for each step in which tasks are due its start in milliseconds, and how many.
+
+        Args:
+            wanted: Which tasks; without a key.
+            start_ms: The start of the first step. What is due earlier counts as due in that step.
+            step_ms: The length of a step.
+        """
+        begin, count = start_ms, 0
+        for due_ms, _ in self._due(wanted):
+            of_this = start_ms + max(due_ms - start_ms, 0) // step_ms * step_ms
+            if of_this != begin:
+                if count:
+                    yield begin, count
+                begin, count = of_this, 0
+            count += 1
+        if count:
+            yield begin, count
+
+    def _due(self, wanted: Filter) -> Iterator[tuple[int, str]]:
+        """Yield due times and ids in order; each shard is read page by page."""
+        names = self._names.all_due(wanted.task, None if wanted.task else wanted.job)
+        shards = [self._shard(name, wanted) for name in names]
+        return heapq.merge(*shards)
+
+    def _shard(self, name: str, wanted: Filter) -> Iterator[tuple[int, str]]:
+        lowest, highest = wanted.scores
+        last: tuple[float, set[str]] = (-inf, set())
+        while True:
+            # From the last score on: what has arrived meanwhile would shift an offset.
+            seen = len(last[1])
+            (found,) = self._store.commands(
+                lambda pipeline, lowest=lowest, seen=seen: pipeline.zrange(  # type: ignore[misc]
+                    name,
+                    lowest,
+                    highest,
+                    byscore=True,
+                    offset=0,
+                    num=PAGE + seen,
+                    withscores=True,
+                )
+            )
+            new = [(int(score), task_id) for task_id, score in found if task_id not in last[1]]
+            yield from new
+            if not new:
+                return
+            highest_seen = new[-1][0]
+            same = {task_id for score, task_id in new if score == highest_seen}
+            last = (highest_seen, same | last[1] if last[0] == highest_seen else same)
+            lowest = highest_seen
+
+    def _records(self, page: list[tuple[int, str]], wanted: Filter) -> Iterator[Pending]:
+        if not page:
+            return
+
+        def ask(pipeline: Any) -> None:
+            for _, task_id in page:
+                pipeline.hmget(self._names.task(task_id), "name", "key", "job")
+
+        for (due_ms, task_id), (name, key, job) in zip(
+            page, self._store.commands(ask), strict=True
+        ):
+            if name is None:
+                continue  # it has arrived meanwhile
+            if wanted.key not in (None, key) or wanted.job not in (None, job):
+                continue
+            yield Pending(task_id, name, _instant(due_ms), key or None, job or None)
+
+
+def _instant(ms: int) -> datetime:
+    return _EPOCH + timedelta(milliseconds=ms)

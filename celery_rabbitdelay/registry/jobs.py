@@ -1,0 +1,124 @@
+"""Jobs: tasks in any number of which all run, or none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from enum import Enum
+from threading import Lock
+from typing import Final
+
+from celery_rabbitdelay.exceptions import JobClosed
+from celery_rabbitdelay.registry.connection import Call, Store
+from celery_rabbitdelay.registry.names import Names
+
+__all__ = ["JobState", "Jobs"]
+
+logger = logging.getLogger(__name__)
+
+#: How many jobs that are committed or aborted are remembered, so that their tasks need not ask.
+REMEMBERED: Final = 10_000
+
+
+class JobState(Enum):
+    """What becomes of the tasks of a job that are due."""
+
+    #: They wait.
+    OPEN = "open"
+
+    #: They run.
+    COMMITTED = "committed"
+
+    #: They do not run.
+    ABORTED = "aborted"
+
+
+class Jobs:
+    """The jobs under one prefix.
+
+    Args:
+        store: Where they are kept.
+        names: The names of all keys.
+        margin_ms: For how many milliseconds after it is due a task may still arrive.
+    """
+
+    def __init__(self, store: Store, names: Names, margin_ms: int) -> None:
+        self._store = store
+        self._names = names
+        self._margin_ms = margin_ms
+        #: The state of jobs that cannot change any more.
+        self._ended: dict[str, JobState] = {}
+        self._lock = Lock()
+
+    def open(self, job: str, expires_ms: int) -> None:
+        """Open a job, whose tasks wait until it is committed.
+
+        Args:
+            job: Its name.
+            expires_ms: Milliseconds after which it turns aborted unless it is committed.
+
+        Raises:
+            JobClosed: There is such a job already, open or not.
+        """
+        lives = _now_ms() + expires_ms + self._margin_ms
+        state = self._call(job, "open", expires_ms, lives)
+        if state:
+            raise JobClosed(job, state)
+
+    def join(self, job: str, due_ms: int) -> None:
+        """Note that a task is sent with an open job, and when it is due.
+
+        Raises:
+            JobClosed: The job is not open.
+        """
+        state = self._call(job, "join", 0, due_ms + self._margin_ms)
+        if state != JobState.OPEN.value:
+            raise JobClosed(job, state or "unknown")
+
+    def end(self, job: str, state: JobState) -> None:
+        """Commit or abort a job, by one write. To do so again changes nothing.
+
+        Raises:
+            JobClosed: It was ended otherwise, or there is no such job.
+        """
+        verb = "commit" if state is JobState.COMMITTED else "abort"
+        found = self._call(job, verb)
+        if found != state.value:
+            raise JobClosed(job, found or "unknown")
+
+    def state(self, job: str) -> JobState | None:
+        """Return the state of a job; None if there is none."""
+        return self.states([job]).get(job)
+
+    def states(self, jobs: Collection[str]) -> dict[str, JobState]:
+        """Return the states of jobs, without those that do not exist."""
+        with self._lock:
+            found = {job: self._ended[job] for job in jobs if job in self._ended}
+        asked = [job for job in jobs if job not in found]
+        answers = self._store.call_each(
+            [Call("job", [self._names.job(job)], ("look",)) for job in asked]
+        )
+        for job, (word, *expired) in zip(asked, answers, strict=True):
+            if not word:
+                continue
+            found[job] = JobState(word)
+            if found[job] is not JobState.OPEN:
+                self._remember(job, found[job], bool(expired))
+        return found
+
+    def _remember(self, job: str, state: JobState, has_expired: bool) -> None:
+        with self._lock:
+            while len(self._ended) >= REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+            self._ended[job] = state
+        if has_expired:
+            logger.warning("Job %r was not committed in time; its tasks do not run.", job)
+
+    def _call(self, job: str, verb: str, *arguments: int) -> str:
+        answer: list[str] = self._store.call("job", [self._names.job(job)], verb, *arguments)
+        return answer[0]
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,252 @@
+"""The registry of one prefix: what is noted about tasks that wait, and asked when they arrive."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+from uuid import uuid4
+
+from celery_rabbitdelay.registry.connection import Call, Store
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict
+from celery_rabbitdelay.registry.jobs import Jobs, JobState
+from celery_rabbitdelay.registry.names import Names, shard_of
+
+__all__ = ["Earlier", "Registration", "Registry"]
+
+#: Milliseconds after which a task of an open job asks again.
+JOB_PAUSE_MS: Final = 5000
+
+#: The latest instant until which a record lives, from now on, in milliseconds: a hundred years. Any
+#: sender may have written the due time of an arrival.
+MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
+
+
+class Registration(NamedTuple):
+    """A message that was sent, to be registered.
+
+    Attributes:
+        task_id: The task's id.
+        copy: The message's name; see :data:`~celery_rabbitdelay.registry.decision.COPY`.
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
+        key: The key that it was sent with; empty if it has none.
+        is_retry: Whether it is a retry, which never supersedes a newer task.
+        name: The task's name, if the task is tracked; otherwise empty.
+        job: The job that it was sent with, likewise.
+        message: What it takes to send the task anew, likewise.
+    """
+
+    task_id: str
+    copy: str
+    due_ms: int
+    key: str = ""
+    is_retry: bool = False
+    name: str = ""
+    job: str = ""
+    message: str = ""
+
+
+class Earlier(NamedTuple):
+    """What it takes to let a task run earlier than it was sent for.
+
+    Attributes:
+        copy: The name of the message that waits.
+        message: What it takes to send the task anew; empty if it is not tracked.
+    """
+
+    copy: str
+    message: str
+
+
+class Registry:
+    """What is noted about the tasks under one prefix.
+
+    All methods raise :class:`.RegistryUnavailable` if Redis does not answer in time, or refuses.
+
+    Args:
+        store: Where the notes are kept.
+        prefix: The prefix of all keys; the same as that of the levels.
+        margin_ms: For how many milliseconds after it is due a task may still arrive.
+        longest_ms: The longest delay of a task of which nothing is known, in milliseconds.
+
+    Attributes:
+        jobs: The jobs under the prefix.
+        names: The names of all keys.
+        store: Where the notes are kept.
+    """
+
+    def __init__(self, store: Store, prefix: str, margin_ms: int, longest_ms: int) -> None:
+        self.store = store
+        self.names = Names(prefix)
+        self.jobs = Jobs(store, self.names, margin_ms)
+        self._margin_ms = margin_ms
+        self._longest_ms = longest_ms
+
+    @staticmethod
+    def new_copy() -> str:
+        """Return a name for a message."""
+        return uuid4().hex[:16]
+
+    def decide(self, arrivals: Sequence[Arrival], marks: Sequence[str]) -> list[Decision]:
+        """Decide what becomes of tasks that have arrived.
+
+        One round trip to each server, and another one for jobs that are not known to be committed
+        or aborted. A call whose answer is lost can be repeated with the same marks.
+
+        Args:
+            arrivals: The arrivals.
+            marks: For each, the mark that it leaves if only the first arrival may run.
+        """
+        states = self.jobs.states({each.job for each in arrivals if each.job})
+        latest = _now_ms() + MAX_LIFE_MS
+        groups: dict[int, list[int]] = defaultdict(list)
+        for number, arrival in enumerate(arrivals):
+            groups[shard_of(arrival.task_id) if self.store.is_cluster else 0].append(number)
+        calls = []
+        for numbers in groups.values():
+            arguments: list[str | int] = [self._margin_ms]
+            for number in numbers:
+                each = arrivals[number]
+                arguments += (
+                    each.copy,
+                    min(each.due_ms, latest),
+                    each.once,
+                    marks[number],
+                    int(each.redelivered),
+                    _WORDS[states.get(each.job)],
+                )
+            keys = [self.names.task(arrivals[number].task_id) for number in numbers]
+            calls.append(Call("decide", keys, arguments))
+        words: dict[int, str] = {}
+        for numbers, answer in zip(groups.values(), self.store.call_each(calls), strict=True):
+            words.update(zip(numbers, answer, strict=True))
+        return [
+            _decision(words[number], states.get(each.job)) for number, each in enumerate(arrivals)
+        ]
+
+    def register(self, registrations: Sequence[Registration]) -> list[str]:
+        """Note messages that the broker has confirmed; those with a key supersede older ones.
+
+        Two calls for messages under one key: the one that Redis gets last wins.
+
+        Returns:
+            The state of each: ``waiting``, ``released`` (it has arrived already), ``cancelled``, or
+            ``superseded`` (it is a retry, and a newer task has its key).
+        """
+        calls = []
+        for each in registrations:
+            key = self.names.task(each.task_id)
+            arguments = (each.copy, each.due_ms, self._lives(each.due_ms), each.key)
+            calls.append(Call("register", [key], (*arguments, each.name, each.job, each.message)))
+        keyed = [number for number, each in enumerate(registrations) if each.key]
+        calls += [self._claim(registrations[number]) for number in keyed]
+        answers = self.store.call_each(calls)
+        states: list[str] = answers[: len(registrations)]
+        void: list[Call] = []
+        for number, answer in zip(keyed, answers[len(registrations) :], strict=True):
+            each = registrations[number]
+            if answer == ["superseded"]:
+                states[number] = "superseded"
+                lives = self._lives(each.due_ms)
+                void.append(Call("void", [self.names.task(each.task_id)], (each.copy, lives)))
+            elif answer:
+                void += self._void(each.key, answer)
+        self.store.call_each(void)
+        return states
+
+    def supersede(self, key: str) -> None:
+        """Note that a task was sent under a key, without a delay: no older one may run."""
+        newest = Registration("", self.new_copy(), _now_ms(), key)
+        answer = self.store.call_each([self._claim(newest)])[0]
+        self.store.call_each(self._void(key, answer))
+
+    def _claim(self, each: Registration) -> Call:
+        lives, here = self._lives(each.due_ms), int(not self.store.is_cluster)
+        record = self.names.task(each.task_id)
+        arguments = (each.task_id, each.copy, lives, record, int(each.is_retry), here)
+        return Call("claim", [self.names.key(each.key)], arguments)
+
+    def _void(self, key: str, answer: Sequence[str]) -> list[Call]:
+        """Return the calls that a cluster takes in addition: see ``claim.lua``."""
+        calls, forgotten = [], []
+        for record, copy, lives in zip(*[iter(answer)] * 3, strict=True):
+            calls.append(Call("void", [record], (copy, lives)))
+            forgotten += [self.names.id_of(record), copy]
+        if forgotten:
+            calls.append(Call("disclaim", [self.names.key(key)], forgotten))
+        return calls
+
+    def cancel(self, task_ids: Sequence[str]) -> list[Outcome]:
+        """Cancel tasks: from now on, none of them is let run when it arrives.
+
+        Args:
+            task_ids: Their ids. Of a task that is neither tracked nor under a key, nothing is
+                known; then the note lives for the longest delay.
+        """
+        groups: dict[int, list[str]] = defaultdict(list)
+        for task_id in task_ids:
+            groups[shard_of(task_id) if self.store.is_cluster else 0].append(task_id)
+        lifes = (self._margin_ms, min(self._longest_ms + self._margin_ms, MAX_LIFE_MS))
+        calls = [Call("cancel", list(map(self.names.task, ids)), lifes) for ids in groups.values()]
+        found: dict[str, str] = {}
+        for ids, answer in zip(groups.values(), self.store.call_each(calls), strict=True):
+            found.update(zip(ids, answer, strict=True))
+        return [Outcome(found[task_id]) for task_id in task_ids]
+
+    def waiting_under(self, key: str) -> list[str]:
+        """Return the ids of the tasks that were sent under a key and are not superseded."""
+        (found,) = self.store.commands(lambda pipeline: pipeline.hkeys(self.names.key(key)))
+        return [field.removeprefix("task:") for field in found if field.startswith("task:")]
+
+    def postpone(self, task_id: str, due_ms: int) -> Outcome | Earlier:
+        """Let a task run at another time.
+
+        Args:
+            task_id: The task's id.
+            due_ms: When it may run, in milliseconds since 1970-01-01 UTC.
+
+        Returns:
+            What was found; or if it is to run earlier than it was sent for, what it takes to send
+            it anew.
+        """
+        key = self.names.task(task_id)
+        word, *more = self.store.call("postpone", [key], due_ms, self._lives(due_ms))
+        return Earlier(*more) if word == "earlier" else Outcome(word)
+
+    def replace(self, task_id: str, first: str, second: str, due_ms: int) -> Outcome:
+        """Let the second message of a task replace the first, once the broker has confirmed it.
+
+        Args:
+            task_id: The task's id.
+            first: The name of the first message.
+            second: The name of the second message.
+            due_ms: When the second one is due, in milliseconds since 1970-01-01 UTC.
+        """
+        arguments = (first, second, due_ms, self._lives(due_ms))
+        return Outcome(self.store.call("replace", [self.names.task(task_id)], *arguments))
+
+    def _lives(self, due_ms: int) -> int:
+        """Return until when a record lives whose task is due then."""
+        return min(due_ms, _now_ms() + MAX_LIFE_MS) + self._margin_ms
+
+
+#: What a job's state means for its tasks; None for no job, or one that Redis has lost.
+_WORDS: Final = {
+    None: "run",
+    JobState.COMMITTED: "run",
+    JobState.OPEN: "later",
+    JobState.ABORTED: "cancelled",
+}
+
+
+def _decision(word: str, job: JobState | None) -> Decision:
+    if word.isdigit():
+        return Decision(Verdict.LATER, int(word), is_new_due=True)
+    if word == "run" and job is JobState.OPEN:
+        return Decision(Verdict.LATER, _now_ms() + JOB_PAUSE_MS)
+    return Decision(Verdict(word))
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
