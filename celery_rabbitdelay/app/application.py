@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import celery
@@ -36,7 +37,11 @@ from celery_rabbitdelay.app.celery_internals import (
     task_class,
 )
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.options import refuse_options_of_later_versions, refuse_two_times
+from celery_rabbitdelay.app.options import (
+    REGISTRY_OPTIONS,
+    refuse_two_times,
+    refuse_without_registry,
+)
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_sending import TaskSending
 from celery_rabbitdelay.levels import headers as header_names
@@ -140,16 +145,22 @@ class Celery(celery.Celery):
             NeedsDistribution: Not exactly one known queue gets the task, or its priority is above 4
                 and the levels are quorum queues; and ``rabbitdelay_modules`` lacks distribution.
             PublishError: The broker did not confirm.
-            UnknownOption: An option that only a later version takes.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
+            JobClosed: The job is not open.
+            RegistryUnavailable: Redis does not answer. If ``may_have_arrived`` is True, the task
+                was sent and waits, but is not registered.
         """
-        refuse_options_of_later_versions(options)
-        came_from, options = _without_former_delay(options)
+        if REGISTRY_OPTIONS.keys() & options.keys():
+            refuse_without_registry(options, self.rabbitdelay.settings)
+        former, options = _without_former_delay(options)
         body_delay_is_restored = options.pop(BODY_DELAY_IS_RESTORED, False)
         if not body_delay_is_restored and not options.get("retries"):
             options = restore_body_delay(options, delay)
         if any(options.get(name) for name in SIGNATURE_OPTIONS):
             takeover = self.rabbitdelay.settings.takeover
-            options = translate_delays(options, "countdown" if takeover else "delay")
+            word = "countdown" if takeover else "delay"
+            check = partial(refuse_without_registry, settings=self.rabbitdelay.settings)
+            options = translate_delays(options, word, check)
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
         sending = TaskSending(
@@ -167,7 +178,7 @@ class Celery(celery.Celery):
             options,
             delay,
             tolerance_milliseconds(tolerance),
-            came_from,
+            former,
         )
         return sending.send()
 
@@ -208,10 +219,10 @@ def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.C
     return install(rebuild(*arguments))
 
 
-def _without_former_delay(options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Remove the headers of an earlier delay; return the queue that a retry came from as well."""
+def _without_former_delay(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Remove the headers of an earlier delay; for a retry, return them as well."""
     headers = options.get("headers")
     if not headers or not any(name.startswith(header_names.OWN_PREFIX) for name in headers):
-        return None, options
-    came_from = headers.get(header_names.QUEUE) if options.get("retries") else None
-    return came_from, {**options, "headers": header_names.strip(headers)}
+        return {}, options
+    former = dict(headers) if options.get("retries") else {}
+    return former, {**options, "headers": header_names.strip(headers)}

@@ -15,7 +15,6 @@ from typing import Any, Final
 from celery.canvas import Signature
 
 from celery_rabbitdelay.app.celery_internals import copied_as
-from celery_rabbitdelay.app.options import refuse_options_of_later_versions
 from celery_rabbitdelay.levels.delay import milliseconds
 
 __all__ = [
@@ -159,33 +158,37 @@ def _each(signatures: Any, change: Callable[[Any], Any]) -> Any:
     return change(signatures) if isinstance(signatures, Mapping) else signatures
 
 
-def translate_delays(options: Mapping[str, Any], word: str) -> dict[str, Any]:
+def translate_delays(
+    options: Mapping[str, Any], word: str, check: Callable[[Mapping[str, Any]], None]
+) -> dict[str, Any]:
     """Return options whose nested signatures have a delay that any worker understands.
 
     Args:
         options: The options of a task that is about to be sent; they are not changed.
         word: The option for the delay of a nested signature, in seconds: ``countdown``, which every
             Celery knows, or ``delay`` if a countdown would not wait in the levels.
+        check: Called with the options of each nested signature; raises if one is refused.
 
     Raises:
         InvalidDelay: The delay of a nested signature is not finite.
         InvalidDelayType: It is not a length of time.
-        UnknownOption: A nested signature has an option that only a later version takes.
     """
     nested = {
-        name: _each(options[name], lambda part: _translate(part, word))
+        name: _each(options[name], lambda part: _translate(part, word, check))
         for name in SIGNATURE_OPTIONS
         if options.get(name)
     }
     return {**options, **nested}
 
 
-def _translate(signature: Mapping[str, Any], word: str) -> dict[str, Any]:
+def _translate(
+    signature: Mapping[str, Any], word: str, check: Callable[[Mapping[str, Any]], None]
+) -> dict[str, Any]:
     options = signature.get("options") or {}
-    refuse_options_of_later_versions(options)
-    options = translate_delays(options, word)
+    check(options)
+    options = translate_delays(options, word, check)
     delay = options.pop("delay", None)
-    translated = _with_parts(signature, lambda part: _translate(part, word))
+    translated = _with_parts(signature, lambda part: _translate(part, word, check))
     translated["options"] = options
     if delay is None:
         return translated

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import celery
 from celery.app import amqp as celery_amqp
+from celery.app.control import Control
 from celery.app.defaults import SETTING_KEYS
 from celery.canvas import Signature
 from celery.utils.imports import symbol_by_name
@@ -37,6 +38,7 @@ __all__ = [
     "registered_task",
     "repr_depth",
     "repr_sizes",
+    "revoke_by_celery",
     "send_task_by_celery",
     "sends_a_callback",
     "task_class",
@@ -46,6 +48,11 @@ SignatureT = TypeVar("SignatureT", bound=Signature[Any])
 
 
 # The application.
+
+
+def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
+    """Tell all workers not to start tasks that they have received, as Celery alone does."""
+    Control.revoke(app.control, task_ids)
 
 
 def registered_task(app: celery.Celery, name: str) -> Any:

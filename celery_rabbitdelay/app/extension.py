@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import celery
 from kombu import Connection
@@ -14,24 +14,36 @@ from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay.app.celery_internals import aware
-from celery_rabbitdelay.app.options import refuse_options_of_later_versions, refuse_two_times
+from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
 from celery_rabbitdelay.app.rows import Report, Row
 from celery_rabbitdelay.app.send_many import RowSender
 from celery_rabbitdelay.app.send_one_by_one import send_one_by_one
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType, UnknownOption
-from celery_rabbitdelay.levels.delay import Delay, Due, tolerance_milliseconds
+from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
+from celery_rabbitdelay.exceptions import (
+    InvalidDelay,
+    InvalidDelayType,
+    RegistryRequired,
+    UnknownOption,
+)
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
 from celery_rabbitdelay.publishing.pool import PublisherPool
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.connection import connect as connect_to_redis
+from celery_rabbitdelay.registry.registry import Registry
 
 __all__ = ["RabbitDelay"]
 
 logger = logging.getLogger(__name__)
 
+#: For how many milliseconds the registry remembers a task that has arrived, or could have. A task
+#: that its queue does not take is tried again for ``rabbitdelay_redelivery`` before that.
+REGISTRY_MARGIN_MS: Final = 3_600_000
 
-class RabbitDelay:
+
+class RabbitDelay(WaitingTasks):
     """``app.rabbitdelay``: the delay levels of one application.
 
     Args:
@@ -63,6 +75,23 @@ class RabbitDelay:
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
 
     @cached_property
+    def registry(self) -> Registry:
+        """The registry of this process, which connects when it is first used.
+
+        Raises:
+            RegistryRequired: ``rabbitdelay_registry_url`` is not set.
+            InvalidSetting: There is no such URL, or the package ``redis`` is missing.
+        """
+        settings = self.settings
+        if settings.registry_url is None:
+            raise RegistryRequired("app.rabbitdelay.registry")
+        store = connect_to_redis(
+            settings.registry_url, settings.registry_timeout, settings.registry_options
+        )
+        margin_ms = milliseconds(settings.redelivery) + REGISTRY_MARGIN_MS
+        return Registry(store, settings.prefix, margin_ms, settings.topology.layout.capacity_ms)
+
+    @cached_property
     def available(self) -> bool:
         """Whether the application's broker is RabbitMQ, over py-amqp: the levels need both."""
         return _is_rabbitmq(self.app.connection_for_write())
@@ -89,6 +118,8 @@ class RabbitDelay:
         """Close the connections of the pool."""
         if "pool" in self.__dict__:
             self.pool.close()
+        if "registry" in self.__dict__:
+            self.registry.store.close()
 
     @contextmanager
     def publisher(
@@ -165,13 +196,13 @@ class RabbitDelay:
             The report on what was sent.
 
         Raises:
-            UnknownOption: An option belongs to each row, such as ``delay``; or it is a producer, or
-                one that only a later version takes.
+            UnknownOption: An option belongs to each row, such as ``delay``; or it is a producer.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
             RowsNotConfirmed: Some rows are not confirmed; the error names them. After 1,000 of
                 them, or if the broker cannot be reached, no further rows are taken.
             NeedsDistribution: Envelopes, or the options, need distribution, which no worker serves.
         """
-        refuse_options_of_later_versions(options)
+        refuse_without_registry(options, self.settings)
         _refuse_options_of_a_row(options)
         if envelopes is None:
             envelopes = "distribution" in self.settings.modules
@@ -251,9 +282,9 @@ class RabbitDelay:
 
 
 def _refuse_options_of_a_row(options: Mapping[str, Any]) -> None:
-    for name in ("delay", "countdown", "eta", "task_id"):
+    for name in ("delay", "countdown", "eta", "task_id", "key"):
         if options.get(name) is not None:
-            reason = "give it to each row, as its delay, eta or task_id"
+            reason = "give it to each row, as its delay, eta, task_id or key"
             raise UnknownOption(name, options[name], reason)
     for name in ("producer", "publisher"):
         if options.get(name) is not None:

@@ -43,6 +43,8 @@ _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
 
 _NOTHING_SHARED: Final = shared_block({}, {})
 
+_NO_HEADERS: Final[Mapping[str, str]] = {}
+
 
 class MessageTemplate:
     """Writes messages like a given one.
@@ -55,6 +57,7 @@ class MessageTemplate:
         reprs: Maximum characters of the headers ``argsrepr`` and ``kwargsrepr``.
         repr_depth: How deep these headers go into nested values; None for no limit.
         given_reprs: Which of these headers the caller has given; they are the same for all.
+        further: The names of further headers that some messages have, with values of their own.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class MessageTemplate:
         reprs: tuple[int, int],
         repr_depth: int | None = 3,
         given_reprs: Collection[str] = (),
+        further: Collection[str] = (),
     ) -> None:
         headers = message.properties["application_headers"]
         # The one that the caller has given, for all; None if each message has its task's id.
@@ -80,6 +84,7 @@ class MessageTemplate:
         }
         self._repr_depth = repr_depth
         own = {"id", header_names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
+        own |= set(further)
         self._encoder = PropertiesEncoder(message, own)
         self._embedded = embedded
         self._encode = encode
@@ -111,7 +116,12 @@ class MessageTemplate:
         return own
 
     def content(
-        self, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], due_ms: int
+        self,
+        task_id: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        due_ms: int,
+        further: Mapping[str, str] = _NO_HEADERS,
     ) -> Content:
         """Return the message of a task.
 
@@ -120,15 +130,23 @@ class MessageTemplate:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             due_ms: When it is due, in milliseconds since 1970.
+            further: Its further headers.
         """
-        properties = self._encoder.encode(
-            self._own(task_id, args, kwargs), due_ms, self._correlation_id or task_id
-        )
+        own = self._own(task_id, args, kwargs)
+        own.update(further)
+        properties = self._encoder.encode(own, due_ms, self._correlation_id or task_id)
         return Content(properties, self.body(args, kwargs))
 
-    def item(self, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-        """Return the two blocks of a task in an envelope."""
+    def item(
+        self,
+        task_id: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        further: Mapping[str, str] = _NO_HEADERS,
+    ) -> bytes:
+        """Return the two blocks of a task in an envelope; takes the same as :meth:`content`."""
         own = self._own(task_id, args, kwargs)
+        own.update(further)
         own.pop("root_id", None)  # a copy of the id
         headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own.items()])
         return length_prefixed(f'{{"headers":{{{headers}}}}}'.encode()) + length_prefixed(

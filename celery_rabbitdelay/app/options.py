@@ -1,37 +1,118 @@
-"""Reject conflicting times and reserved options."""
+"""The options of a send that Celery does not know: conflicting times, and those of the registry."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
-from celery_rabbitdelay.exceptions import InvalidDelayType, UnknownOption
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
 from celery_rabbitdelay.levels.delay import Delay
+from celery_rabbitdelay.registry.decision import COPY, JOB, KEY, ONCE
 
-__all__ = ["refuse_options_of_later_versions", "refuse_two_times"]
+__all__ = ["RegistryOptions", "refuse_two_times", "refuse_without_registry"]
 
-#: Celery drops an option that it does not know in silence. A user who gives one of these relies on
-#: it, so it is an error instead, with a delay and without one.
-OPTIONS_OF_LATER_VERSIONS: Final = ("key", "job")
+#: The options of a send that the registry takes, and the type of each. Celery drops an option that
+#: it does not know in silence. A user who gives one of these relies on it, so it is an error where
+#: there is no registry, with a delay and without one.
+REGISTRY_OPTIONS: Final[Mapping[str, type]] = {"key": str, "job": str, "once": bool, "track": bool}
 
 
-def refuse_options_of_later_versions(options: Mapping[str, Any]) -> None:
-    """Refuse options that this version does not know yet.
+class RegistryOptions(NamedTuple):
+    """What the registry is to do about one task.
+
+    Attributes:
+        key: Only the newest task under a key runs; empty for none.
+        job: The job that the task belongs to; empty for none.
+        once: Whether only the first message with the task's id runs.
+        track: Whether the task is listed while it waits.
+    """
+
+    key: str = ""
+    job: str = ""
+    once: bool = False
+    track: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        task: object,
+        options: Mapping[str, Any],
+        former: Mapping[str, Any],
+    ) -> Self:
+        """Return the options of one send.
+
+        Args:
+            settings: The application's settings, whose defaults count last.
+            task: The task, whose attributes ``once`` and ``track`` count before them; None if it is
+                only known by name.
+            options: What ``apply_async`` takes, which counts first.
+            former: The headers of the task that this one retries.
+        """
+        if settings.registry_url is None:
+            return cls()
+        given = {name: options[name] for name in given_registry_options(options)}
+        once = given.get("once", former.get(ONCE, getattr(task, "once", None)))
+        track = given.get("track", getattr(task, "track", None))
+        return cls(
+            given.get("key", former.get(KEY, "")),
+            given.get("job", former.get(JOB, "")),
+            settings.once if once is None else bool(once),
+            settings.track == "all" if track is None else bool(track),
+        )
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the task is noted in the registry when it is sent."""
+        return bool(self.key) or self.track
+
+    def headers(self, copy: str) -> dict[str, Any]:
+        """Return the headers that the message gets.
+
+        Args:
+            copy: Its name, if it is registered.
+        """
+        headers = {COPY: copy, KEY: self.key, JOB: self.job, ONCE: self.once}
+        return {name: value for name, value in headers.items() if value}
+
+
+def given_registry_options(options: Mapping[str, Any]) -> list[str]:
+    """Return which options of the registry are given.
 
     A stamp of such a name is not an option: Celery passes stamps among the options, and lists
     their names.
 
-    Args:
-        options: What ``apply_async`` takes.
-
     Raises:
-        UnknownOption: One of them is given.
+        UnknownOption: One of them has a value that it does not take.
     """
     stamps = options.get("stamped_headers") or ()
-    for name in OPTIONS_OF_LATER_VERSIONS:
-        if options.get(name) is not None and name not in stamps:
-            raise UnknownOption(name, options[name])
+    given = [
+        name for name in REGISTRY_OPTIONS if options.get(name) is not None and name not in stamps
+    ]
+    for name in given:
+        value, kind = options[name], REGISTRY_OPTIONS[name]
+        if not isinstance(value, kind) or value == "":
+            takes = "takes a text that is not empty" if kind is str else "takes True or False"
+            raise UnknownOption(name, value, takes)
+    return given
+
+
+def refuse_without_registry(options: Mapping[str, Any], settings: Settings) -> None:
+    """Refuse options that need the registry where there is none.
+
+    Args:
+        options: What ``apply_async`` takes.
+        settings: The application's settings, which are only looked at if there is such an option.
+
+    Raises:
+        RegistryRequired: One of them is given, and there is no registry.
+        UnknownOption: One of them has a value that it does not take.
+    """
+    for name in given_registry_options(options):
+        if options[name] is not False and settings.registry_url is None:
+            raise RegistryRequired(f"{name} = {options[name]!r}")
 
 
 def refuse_two_times(delay: Delay, countdown: float | None, eta: datetime | str | None) -> None:

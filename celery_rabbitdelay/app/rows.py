@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from celery_rabbitdelay.app.options import refuse_options_of_later_versions
 from celery_rabbitdelay.exceptions import InvalidRow
 from celery_rabbitdelay.levels.delay import Delay
 
@@ -30,7 +29,7 @@ class Row(NamedTuple):
         delay: Seconds, or a timedelta, until it may start, from when the row is taken.
         eta: The instant at which it may start; instead of a delay.
         task_id: Its id; a random one by default.
-        key: For the registry, which a later version has.
+        key: Only the newest task under a key runs; needs the registry.
     """
 
     args: Sequence[Any] = ()
@@ -74,11 +73,8 @@ def checked_row(given: Row | Mapping[str, Any]) -> Row:
 
     Raises:
         InvalidRow: It is neither, or has an unknown field.
-        UnknownOption: It has a field that only a later version takes.
     """
-    row = given if isinstance(given, Row) else _row_of(given)
-    refuse_options_of_later_versions({"key": row.key})
-    return row
+    return given if isinstance(given, Row) else _row_of(given)
 
 
 def _row_of(given: Mapping[str, Any]) -> Row:

@@ -17,6 +17,12 @@ from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.grouping import Group, Grouper
+from celery_rabbitdelay.app.options import (
+    REGISTRY_OPTIONS,
+    RegistryOptions,
+    refuse_without_registry,
+)
+from celery_rabbitdelay.app.row_registration import RowRegistration
 from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row, checked_row
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_messages import (
@@ -87,7 +93,17 @@ class RowSender:
         self._due_of = due_of
         self._envelopes = envelopes
         self._progress = progress
-        self._options = options
+        wanted = RegistryOptions.of(
+            settings, app.tasks.get(task) if isinstance(task, str) else task, options, {}
+        )
+        self._options = {
+            name: each for name, each in options.items() if name not in REGISTRY_OPTIONS
+        }
+        name = task if isinstance(task, str) else str(task.name)
+        delays: Any = app
+        self._registration = RowRegistration(
+            lambda: delays.rabbitdelay.registry, wanted, name, self._fail
+        )
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
         self._report = Report()
@@ -106,6 +122,7 @@ class RowSender:
             RowsNotConfirmed: At least one row is not confirmed.
         """
         self._send(self._calls(rows))
+        self._registration.flush()
         self._report_progress()
         not_confirmed = None
         if self._errors:
@@ -124,6 +141,7 @@ class RowSender:
             self._publisher,
             self._task,
             options=self._options,
+            headers=self._registration.shared_headers,
         )
         for number, first in calls:
             try:
@@ -191,7 +209,10 @@ class RowSender:
             raise InvalidRow(row, f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes")
         if self._check_arguments is not None:
             self._check_arguments(*args, **kwargs)
-        return Call(row.task_id or next(self._ids), args, kwargs, due)
+        refuse_without_registry({"key": row.key}, self._settings)
+        self._registration.join_job(due)
+        headers = self._registration.headers(row.key)
+        return Call(row.task_id or next(self._ids), args, kwargs, due, headers)
 
     def _publications(
         self, producer: CapturingProducer, writer: Writer, calls: Iterator[tuple[int, Call]]
@@ -210,6 +231,8 @@ class RowSender:
             except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
                 self._fail([number], error)
                 continue
+            content = partial(writer.content, call) if writer.can_write_again else None
+            self._registration.sent([number], call, content, producer.delayed)
             for group in groups:
                 yield from self._group_publication(producer, writer, group)
         for group in grouper.flush():
@@ -225,6 +248,7 @@ class RowSender:
             return
         self._report.sent += len(rows)
         delayed = producer.delayed._replace(task_id=call.task_id)
+        self._registration.sent(rows, call, lambda: content, delayed)
         yield Publication(content, partial(producer.address, delayed, call.due), rows)
 
     def _group_publication(
@@ -247,6 +271,7 @@ class RowSender:
         report = self._report
         report.resent += publication.resent
         rows = publication.subject
+        self._registration.ended(rows, publication.error is None)
         if publication.error is not None:
             self._fail(rows, publication.error)
         else:

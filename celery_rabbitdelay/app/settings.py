@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeGuard, get_args
@@ -29,6 +29,8 @@ A_YEAR: Final = 366 * 86_400
 MAX_SHARDS: Final = 32
 
 Declare: TypeAlias = Literal["auto", "never"]
+RegistryDown: TypeAlias = Literal["hold", "run"]
+Track: TypeAlias = Literal["none", "all"]
 
 #: The modules around the levels that a worker can serve.
 MODULES: Final = ("check-in", "distribution")
@@ -75,6 +77,17 @@ class Settings:
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``. Their
             messages go through distribution, so that a refusal holds up no others. Queues that the
             application declares with a bound and ``reject-publish`` are known to.
+        registry_url: The URL of the Redis that the registry is kept in; None for no registry.
+            ``redis://``, ``rediss://``, ``unix://`` and ``sentinel://`` are written as for Celery's
+            result backend; ``redis+cluster://host:6379`` names any server of a cluster.
+        registry_options: Further arguments of redis-py's client; for Sentinel also ``master_name``
+            and ``sentinel_kwargs``.
+        registry_timeout: Seconds for connecting to Redis, and for each of its answers.
+        registry_down: What becomes of a task that is due while Redis does not answer: "hold", it
+            goes back into the levels for some seconds; "run", it runs.
+        track: "all": every delayed task is listed in the registry while it waits; "none": those
+            that are sent with ``track=True``, or whose task has ``track = True``.
+        once: Whether only the first message with a task's id runs; see the option ``once``.
     """
 
     prefix: str = "rabbitdelay"
@@ -91,6 +104,12 @@ class Settings:
     checkin_allowed: Sequence[str] | None = None
     redelivery: float = 86_400.0
     may_refuse: Sequence[str] = ()
+    registry_url: str | None = None
+    registry_options: Mapping[str, Any] = field(default_factory=dict)
+    registry_timeout: float = 0.5
+    registry_down: RegistryDown = "hold"
+    track: Track = "none"
+    once: bool = False
 
     TAKES: ClassVar[Mapping[str, str]] = {
         "prefix": (
@@ -113,6 +132,12 @@ class Settings:
         "checkin_allowed": "takes None, or a list of names in which * and ? may stand",
         "redelivery": "takes 0 or a positive number of seconds, at most 366 days",
         "may_refuse": "takes a list of names in which * and ? may stand",
+        "registry_url": "takes None, or the URL of a Redis",
+        "registry_options": "takes a mapping of arguments of redis-py's client",
+        "registry_timeout": "takes a positive number of seconds, at most 366 days",
+        "registry_down": f"takes one of {', '.join(get_args(RegistryDown))}",
+        "track": f"takes one of {', '.join(get_args(Track))}; all needs rabbitdelay_registry_url",
+        "once": "takes True or False; True needs rabbitdelay_registry_url",
     }
 
     @classmethod
@@ -258,6 +283,28 @@ class Settings:
     @staticmethod
     def _takes_may_refuse(value: object) -> bool:
         return _is_list_of_words(value)
+
+    @staticmethod
+    def _takes_registry_url(value: object) -> bool:
+        return value is None or (isinstance(value, str) and "://" in value)
+
+    @staticmethod
+    def _takes_registry_options(value: object) -> bool:
+        return isinstance(value, Mapping)
+
+    @staticmethod
+    def _takes_registry_timeout(value: object) -> bool:
+        return _is_positive(value)
+
+    @staticmethod
+    def _takes_registry_down(value: object) -> bool:
+        return value in get_args(RegistryDown)
+
+    def _takes_track(self, value: object) -> bool:
+        return value == "none" or (value == "all" and self.registry_url is not None)
+
+    def _takes_once(self, value: object) -> bool:
+        return value is False or (value is True and self.registry_url is not None)
 
 
 def checked_modules(value: Any) -> tuple[str, ...]:

@@ -13,7 +13,11 @@ import celery
 from celery.exceptions import Reject
 
 from celery_rabbitdelay.app.canvas import DelayingSignature
-from celery_rabbitdelay.app.options import refuse_options_of_later_versions, refuse_two_times
+from celery_rabbitdelay.app.options import (
+    REGISTRY_OPTIONS,
+    refuse_two_times,
+    refuse_without_registry,
+)
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
@@ -45,6 +49,12 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
 
     #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
     rabbitdelay: bool = True
+
+    #: Whether only the first message with the task's id runs; None for ``rabbitdelay_once``.
+    once: bool | None = None
+
+    #: Whether the task is listed in the registry while it waits; None for ``rabbitdelay_track``.
+    track: bool | None = None
 
     def signature(self, *args: Any, **options: Any) -> DelayingSignature:
         """Create a signature of this task, as in Celery."""
@@ -86,11 +96,12 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
             ValueError: A delay that is not finite.
-            UnknownOption: An option that only a later version takes.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
-        refuse_options_of_later_versions(options)
+        app: Any = self.app
+        if REGISTRY_OPTIONS.keys() & options.keys():
+            refuse_without_registry(options, app.rabbitdelay.settings)
         if delay is not None:
-            app: Any = self.app
             if app.conf.task_always_eager:
                 refuse_two_times(delay, options.get("countdown"), options.get("eta"))
                 options["countdown"] = milliseconds(delay) / 1000
@@ -123,9 +134,11 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
-            UnknownOption: An option that only a later version takes.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
-        refuse_options_of_later_versions(options)
+        app: Any = self.app
+        if REGISTRY_OPTIONS.keys() & options.keys():
+            refuse_without_registry(options, app.rabbitdelay.settings)
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000

@@ -25,6 +25,7 @@ from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content
+from celery_rabbitdelay.registry.decision import COPY, KEY
 
 __all__ = [
     "Call",
@@ -40,6 +41,13 @@ __all__ = [
 ENVELOPE_HEADERS: Final = frozenset((*DESTINATION_HEADERS, header_names.DUE))
 
 
+#: The headers for the registry in which calls differ; all others are the same for all.
+OWN_HEADERS: Final = (COPY, KEY)
+
+
+NO_HEADERS: Final[Mapping[str, Any]] = {}
+
+
 class Call(NamedTuple):
     """One call of the task.
 
@@ -48,12 +56,14 @@ class Call(NamedTuple):
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         due: When it may start.
+        headers: Those of :data:`OWN_HEADERS` that its message has, for the registry.
     """
 
     task_id: str
     args: Any
     kwargs: Any
     due: Due
+    headers: Mapping[str, str] = {}
 
 
 class Writer(Protocol):
@@ -127,6 +137,7 @@ def capture_message(
     task: celery.Task[Any, Any] | str,
     call: Call,
     options: Mapping[str, Any],
+    headers: Mapping[str, Any] = NO_HEADERS,
 ) -> CapturingProducer:
     """Send a task by Celery to a producer that keeps the message; return the producer.
 
@@ -137,9 +148,11 @@ def capture_message(
         task: The task, or its name.
         call: The call.
         options: Further options of ``apply_async``.
+        headers: The headers for the registry that all calls have.
     """
     resending = Resending.of(app, options)
     producer = CapturingProducer(publisher, settings, app.amqp, call.due, resending=resending)
+    producer.further_headers = {**headers, **call.headers}
     given = {**options, "task_id": call.task_id, "producer": producer}
     function_to_send(app, task)(call.args, call.kwargs, **given)
     return producer
@@ -197,6 +210,7 @@ class _TemplateWriter:
                 repr_sizes(amqp),
                 repr_depth(amqp.app),
                 [name for name in ("argsrepr", "kwargsrepr") if options.get(name)],
+                OWN_HEADERS,
             )
 
         self.template = template(self._encode)
@@ -215,10 +229,12 @@ class _TemplateWriter:
         return encoded.encode() if isinstance(encoded, str) else encoded
 
     def content(self, call: Call) -> Content:
-        return self.template.content(call.task_id, call.args, call.kwargs, call.due.at_ms)
+        return self.template.content(
+            call.task_id, call.args, call.kwargs, call.due.at_ms, call.headers
+        )
 
     def item(self, call: Call) -> bytes:
-        return self.template.item(call.task_id, call.args, call.kwargs)
+        return self.template.item(call.task_id, call.args, call.kwargs, call.headers)
 
     def envelope(self, items: bytes, due_ms: int) -> Content:
         return self.template.envelope(items, due_ms)

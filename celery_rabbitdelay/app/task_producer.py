@@ -13,7 +13,7 @@ from celery_rabbitdelay.app.resending import Resending
 from celery_rabbitdelay.app.settings import Settings, checked_seconds
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination, resolve
-from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 __all__ = ["DelayedTaskProducer", "EtaProducer"]
@@ -38,6 +38,9 @@ class DelayedTaskProducer(DelayedProducer):
         came_from: The name of the queue that a retried task came from, if it is known.
         waited: Seconds that were spent waiting for the publisher; they count towards the timeout.
         resending: Whether and how often the task is sent again; None for the settings alone.
+
+    Attributes:
+        delayed: The task's message, once Celery has made it.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class DelayedTaskProducer(DelayedProducer):
         self._waited = waited
         self._resending = resending or Resending.of(amqp.app, {})
         self._task_is_sent = False
+        self.delayed: Delayed
 
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
         """Publish the task into the levels, or an event that follows the task without a delay.
@@ -101,6 +105,11 @@ class DelayedTaskProducer(DelayedProducer):
         finally:
             self._waited += time.monotonic() - began
         self._task_is_sent = True
+
+    def delayed_message(self, *message: Any, **options: Any) -> Delayed:
+        """Return the message as :class:`DelayedProducer` makes it, and keep it as ``delayed``."""
+        self.delayed = super().delayed_message(*message, **options)
+        return self.delayed
 
     def _destination(
         self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any]

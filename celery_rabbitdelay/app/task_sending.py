@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -17,12 +18,17 @@ from celery_rabbitdelay.app.celery_internals import (
     registered_task,
     send_task_by_celery,
 )
+from celery_rabbitdelay.app.options import RegistryOptions, given_registry_options
 from celery_rabbitdelay.app.resending import Resending
 from celery_rabbitdelay.app.settings import checked_seconds
+from celery_rabbitdelay.app.stored_message import stored
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
+from celery_rabbitdelay.exceptions import RegistryUnavailable, UnknownOption
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
+from celery_rabbitdelay.registry.registry import Registration
 
-__all__ = ["TaskSending"]
+__all__ = ["TaskSending", "sent_already"]
 
 
 @dataclass
@@ -44,7 +50,7 @@ class TaskSending:
         options: Celery's options.
         delay: Seconds, or a timedelta, until it may start; None if ``countdown`` or ``eta`` says.
         tolerance_ms: Milliseconds that it may start later.
-        came_from: The name of the queue that a retried task came from, if it is known.
+        former: The headers of this package that a retried task had.
     """
 
     app: Any
@@ -61,27 +67,50 @@ class TaskSending:
     options: dict[str, Any]
     delay: Delay | None
     tolerance_ms: int
-    came_from: str | None
+    former: Mapping[str, Any]
 
     def send(self) -> AsyncResult[Any]:
         """Send the task, to where these rules lead, the first one that applies.
 
-        - no delay: Celery's own path, unchanged
+        - no delay, and no job: Celery's own path, unchanged
         - the broker is not RabbitMQ: Celery's own path; ``delay`` becomes a countdown
         - ``rabbitdelay=False``, or a countdown or eta without takeover: a worker, which holds it
         - the delay is over by now: Celery's own path, at once
         - all others: the levels; :class:`.DelayedProducer` chooses between the task's queue and
           distribution
         """
-        if self.delay is None and not self.countdown and not self.eta:
+        has_delay = self.delay is not None or self.countdown or self.eta
+        if not has_delay and self._given.keys().isdisjoint(("key", "job")):
             return self._send_by_celery(self.countdown, self.eta)
         self.task_id = self.task_id or uuid()
         if not self.app.rabbitdelay.is_available(self._callers_connection):
+            self._refuse_registry_options("the broker is not RabbitMQ")
             return self._send_to_other_broker()
-        if not self._takes_over():
+        if has_delay and not self._takes_over():
+            self._refuse_registry_options("the task does not wait in the levels")
             return self._send_with_eta()
         due = self.app.rabbitdelay.due(self.delay, self.countdown, self.eta, self.tolerance_ms)
-        return self._send_by_celery() if due.is_past else self._send_into_levels(due)
+        wanted = RegistryOptions.of(
+            self.app.rabbitdelay.settings, self._task, self._given, self.former
+        )
+        # A task of an open job waits until the job is committed.
+        if due.is_past and not wanted.job:
+            return self._send_at_once(wanted)
+        return self._send_into_levels(due, wanted)
+
+    def __post_init__(self) -> None:
+        taken = given_registry_options(self.options)
+        self._given = {name: self.options[name] for name in taken}
+        self.options = {name: each for name, each in self.options.items() if name not in taken}
+
+    def _refuse_registry_options(self, why: str) -> None:
+        for name, value in self._given.items():
+            if value is not False:
+                raise UnknownOption(name, value, f"{why}, so the registry cannot reach it")
+
+    @property
+    def _task(self) -> Any:
+        return self.options.get("task_type") or registered_task(self.app, self.name)
 
     @property
     def _callers_producer(self) -> Producer | None:
@@ -94,8 +123,7 @@ class TaskSending:
 
     def _takes_over(self) -> bool:
         """Whether a delay goes into the levels: see ``rabbitdelay=False`` and ``takeover``."""
-        task = self.options.get("task_type") or registered_task(self.app, self.name)
-        if not getattr(task, "rabbitdelay", True):
+        if not getattr(self._task, "rabbitdelay", True):
             return False
         return self.delay is not None or self.app.rabbitdelay.settings.takeover
 
@@ -120,8 +148,20 @@ class TaskSending:
         with self.app.producer_or_acquire(producer) as acquired:
             return self._send_through(EtaProducer(acquired, self._countdown, self.eta))
 
-    def _send_into_levels(self, due: Due) -> AsyncResult[Any]:
+    def _send_at_once(self, wanted: RegistryOptions) -> AsyncResult[Any]:
+        result = self._send_by_celery()
+        if wanted.key:
+            with sent_already():
+                self.app.rabbitdelay.registry.supersede(wanted.key)
+        return result
+
+    def _send_into_levels(self, due: Due, wanted: RegistryOptions) -> AsyncResult[Any]:
         delays = self.app.rabbitdelay
+        is_retry = bool(self.options.get("retries"))
+        if wanted.job and not is_retry:
+            # Before it is sent: the job has to outlive it.
+            delays.registry.jobs.join(wanted.job, due.at_ms)
+        copy = delays.registry.new_copy() if wanted.is_registered else ""
         if "check-in" not in delays.settings.modules:
             delays.topology.layout.check_capacity(due.delay_ms)
         timeout = self.options.get("confirm_timeout")
@@ -134,12 +174,22 @@ class TaskSending:
                 delays.settings,
                 self.app.amqp,
                 due,
-                is_retry=bool(self.options.get("retries")),
-                came_from=self.came_from,
+                is_retry=is_retry,
+                came_from=self.former.get(header_names.QUEUE),
                 waited=time.monotonic() - began,
                 resending=Resending.of(self.app, self.options),
             )
-            return self._send_through(producer)
+            producer.further_headers = wanted.headers(copy)
+            result = self._send_through(producer)
+        if copy:
+            registration = Registration(result.id, copy, due.at_ms, wanted.key, is_retry)
+            if wanted.track:
+                registration = registration._replace(
+                    name=self.name, job=wanted.job, message=stored(producer.delayed)
+                )
+            with sent_already():
+                delays.registry.register([registration])
+        return result
 
     def _send_by_celery(
         self, countdown: float | None = None, eta: datetime | str | None = None
@@ -168,3 +218,13 @@ class TaskSending:
             self.options,
         )
         return result
+
+
+@contextmanager
+def sent_already() -> Iterator[None]:
+    """Let an error of the registry say that the broker has the message."""
+    try:
+        yield
+    except RegistryUnavailable as error:
+        reason = f"the task was sent, but {error.reason}"
+        raise RegistryUnavailable(reason, may_have_arrived=True) from error

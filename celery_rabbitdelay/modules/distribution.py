@@ -19,6 +19,7 @@ from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
+from celery_rabbitdelay.registry.decision import registry_headers
 
 __all__ = ["Distribution"]
 
@@ -115,7 +116,7 @@ def _for_queue(message: amqp.Message, headers: Mapping[str, Any], queue: Any) ->
             f"{header_names.QUEUE} is {shortened(queue)}, not a queue's name"
         )
     kept = {name: headers[name] for name in RESTORED_BY_WORKERS if name in headers}
-    restored = {**header_names.strip(headers), **kept}
+    restored = {**header_names.strip(headers), **registry_headers(headers), **kept}
     return Outgoing("", queue, with_headers(message, restored, **_restored_properties(headers)))
 
 
@@ -123,7 +124,7 @@ def _restored(
     message: amqp.Message, effective_headers: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> Outgoing:
     exchange, routing_key = _destination(effective_headers)
-    restored = header_names.strip(headers)
+    restored = {**header_names.strip(headers), **registry_headers(headers)}
     for name in (header_names.DUE, module_headers.EARLY):
         if headers.get(name) is not None:
             restored[name] = headers[name]

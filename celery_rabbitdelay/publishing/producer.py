@@ -68,6 +68,9 @@ class DelayedProducer(Producer):
             messages go through distribution, if it is served, as do those for queues with a bound
             and ``reject-publish``.
         serializer: The name of kombu's serializer, where the caller gives none.
+
+    Attributes:
+        further_headers: Headers of this package that each message gets besides.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class DelayedProducer(Producer):
         self.may_declare = may_declare
         self.modules = modules
         self.may_refuse = may_refuse
+        self.further_headers: Mapping[str, Any] = {}
 
     def publish_delayed(
         self,
@@ -129,6 +133,30 @@ class DelayedProducer(Producer):
         """
         due = due if isinstance(due, Due) else Due.after(due)
         delayed = self.delayed_message(body, destination, due, **options)
+        self.publish_message(delayed, due, declare=declare, resends=resends, backoff=backoff)
+
+    def publish_message(
+        self,
+        delayed: Delayed,
+        due: Due,
+        *,
+        declare: Iterable[Exchange | Queue] = (),
+        resends: int | None = RESENDS,
+        backoff: tuple[float, float, float] = BACKOFF,
+    ) -> None:
+        """Publish a message that :meth:`delayed_message` has made.
+
+        Args:
+            delayed: The message.
+            due: When it is due.
+            declare: As for :meth:`publish_delayed`.
+            resends: As for :meth:`publish_delayed`.
+            backoff: As for :meth:`publish_delayed`.
+
+        Raises:
+            PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
+            TopologyIncomplete: The topology is missing, and must not be declared.
+        """
         self.publisher.publish(
             delayed.message,
             partial(self.address, delayed, due),
@@ -189,6 +217,7 @@ class DelayedProducer(Producer):
             header_names.DUE: due.at_ms,
             header_names.EXCHANGE: destination.exchange,
             header_names.ROUTING_KEY: destination.routing_key,
+            **self.further_headers,
         }
         queue = destination.queue
         is_too_high = self.topology.queue_type == "quorum" and priority > MAX_PRIORITY

@@ -62,10 +62,14 @@ _BYTE: Final = struct.Struct(">B")
 _FRAME: Final = struct.Struct(">BHI")
 _SETTLE: Final = struct.Struct(">BHIHHQB")
 _HEADER: Final = struct.Struct(">BHIHHQ")
+_CONTENT_HEADER: Final = struct.Struct(">HHQ")
 _LENGTH: Final = struct.Struct(">I")
 _TEXT: Final = struct.Struct(">cI")
 _NUMBER: Final = struct.Struct(">cq")
 _ACKED: Final = struct.Struct(">Q?")
+
+#: The class of all methods that carry messages.
+BASIC: Final = 60
 
 #: Class and method of ``basic.ack`` and of ``basic.nack``.
 _ACK: Final = (60, 80)
@@ -103,6 +107,12 @@ class Content(NamedTuple):
         if isinstance(body, str):
             body = body.encode(encoded.properties.setdefault("content_encoding", "utf-8"))
         return cls(encoded._serialize_properties(), body)
+
+    def message(self) -> amqp.Message:
+        """Return the message again."""
+        message: Any = amqp.Message(self.body)
+        message.inbound_header(_CONTENT_HEADER.pack(BASIC, 0, len(self.body)) + self.properties)
+        return message  # type: ignore[no-any-return]
 
 
 def publish_frames(

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-__all__ = ["COPY", "JOB", "KEY", "ONCE", "Arrival", "Decision", "Outcome", "Verdict"]
+__all__ = [
+    "COPY",
+    "JOB",
+    "KEY",
+    "ONCE",
+    "Arrival",
+    "Decision",
+    "Outcome",
+    "Verdict",
+    "registry_headers",
+]
 
 #: The headers of a message that the registry knows of. The name of the sent message, different for
 #: each send of a task that has a key or is tracked: str.
@@ -16,7 +26,8 @@ COPY: Final = "rabbitdelay-copy"
 KEY: Final = "rabbitdelay-key"
 JOB: Final = "rabbitdelay-job"
 
-#: Set if only the first message with the task's id may run: True.
+#: Set if only the first message with the task's id may run: True; or the mark that this message has
+#: left already, str.
 ONCE: Final = "rabbitdelay-once"
 
 
@@ -86,7 +97,7 @@ class Arrival(NamedTuple):
             due_ms,
             _text(headers.get(COPY)),
             _text(headers.get(JOB)),
-            f"{queue}:{attempt}" if headers.get(ONCE) is True else "",
+            f"{queue}:{attempt}" if headers.get(ONCE) else "",
             redelivered,
         )
 
@@ -104,6 +115,11 @@ class Decision(NamedTuple):
     verdict: Verdict
     until_ms: int = 0
     is_new_due: bool = False
+
+
+def registry_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a message's headers that the registry knows of."""
+    return {name: headers[name] for name in (COPY, KEY, JOB, ONCE) if name in headers}
 
 
 def _text(value: object) -> str:

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from celery_rabbitdelay.registry.connection import Call, Store
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict
+from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.names import Names, shard_of
 
@@ -71,6 +72,7 @@ class Registry:
         longest_ms: The longest delay of a task of which nothing is known, in milliseconds.
 
     Attributes:
+        index: The tracked tasks under the prefix.
         jobs: The jobs under the prefix.
         names: The names of all keys.
         store: Where the notes are kept.
@@ -79,6 +81,7 @@ class Registry:
     def __init__(self, store: Store, prefix: str, margin_ms: int, longest_ms: int) -> None:
         self.store = store
         self.names = Names(prefix)
+        self.index = Index(store, self.names)
         self.jobs = Jobs(store, self.names, margin_ms)
         self._margin_ms = margin_ms
         self._longest_ms = longest_ms

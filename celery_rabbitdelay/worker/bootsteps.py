@@ -31,6 +31,7 @@ from celery_rabbitdelay.publishing.declaration import (
     is_complete,
 )
 from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
+from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 from celery_rabbitdelay.worker.status import rabbitdelay_status
@@ -191,9 +192,10 @@ class DelayLevels(bootsteps.StartStopStep):
 
 
 class RestoreTasks(bootsteps.StartStopStep):
-    """Restores each delayed task on its arrival, and puts early tasks into the levels.
+    """Restores each delayed task on its arrival, and says whether and when it runs.
 
-    Early tasks are those that arrive before they are due; see :class:`EarlyTasks`.
+    Tasks that arrive before they are due go back into the levels; see :class:`EarlyTasks`. About
+    the others the registry is asked, if there is one; see :class:`Decisions`.
     """
 
     requires = (DelayLevels,)
@@ -208,20 +210,30 @@ class RestoreTasks(bootsteps.StartStopStep):
             takeover = consumer.app.rabbitdelay.settings.takeover
             consumer.strategies = RestoringStrategies(consumer, takeover)
         # Without takeover too: a task may leave the levels before it is due.
-        consumer.strategies.early_tasks = EarlyTasks(consumer)
-        consumer.strategies.early_tasks.start()
+        strategies = consumer.strategies
+        strategies.early_tasks = EarlyTasks(consumer)
+        strategies.early_tasks.start()
+        if consumer.app.rabbitdelay.settings.registry_url is not None:
+            strategies.decisions = Decisions(consumer, strategies.early_tasks)
+            strategies.decisions.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
-        """Let the event loop run what early tasks need from the worker's own thread."""
-        if consumer.strategies.early_tasks is not None:
-            consumer.strategies.early_tasks.register(hub)
+        """Let the event loop run what the threads need from the worker's own thread."""
+        for each in (consumer.strategies.early_tasks, consumer.strategies.decisions):
+            if each is not None:
+                each.register(hub)
 
     def stop(self, consumer: Any) -> None:
-        """Take no more early tasks of the connection that is lost or closed."""
+        """Take no more tasks of the connection that is lost or closed."""
         strategies = consumer.strategies
-        if isinstance(strategies, RestoringStrategies) and strategies.early_tasks is not None:
-            early_tasks, strategies.early_tasks = strategies.early_tasks, None
-            early_tasks.stop()
+        if not isinstance(strategies, RestoringStrategies):
+            return
+        # Decisions first: they hand tasks to the other.
+        threads = (strategies.decisions, strategies.early_tasks)
+        strategies.decisions = strategies.early_tasks = None
+        for each in threads:
+            if each is not None:
+                each.stop()
 
 
 #: The prefetch count of each module; distribution's is lower, as a message may be an envelope.

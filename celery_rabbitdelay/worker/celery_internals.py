@@ -19,6 +19,8 @@ from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
 
 __all__ = [
     "DelayedDelivery",
+    "call_after",
+    "discard_as_revoked",
     "eta_of",
     "give_eta",
     "has_event_loop",
@@ -58,6 +60,27 @@ def is_revoked(consumer: Any, task_id: str | None) -> bool:
 def raise_prefetch(consumer: Any) -> None:
     """Raise the prefetch count by one, as Celery does for each task that a worker holds."""
     consumer.qos.increment_eventually()
+
+
+def discard_as_revoked(consumer: Any, task_id: str, strategy: Callable[[], Any]) -> None:
+    """Run a task's strategy so that the task counts as revoked.
+
+    The strategy acknowledges the message, stores the result, tells the chord, and sends the signal
+    and the event.
+    """
+    revoked = consumer.controller.state.revoked
+    was_revoked = task_id in revoked
+    revoked.add(task_id)
+    try:
+        strategy()
+    finally:
+        if not was_revoked:
+            revoked.discard(task_id)
+
+
+def call_after(consumer: Any, seconds: float, callback: Callable[[], None]) -> None:
+    """Let the worker's timer call something."""
+    consumer.timer.call_after(seconds, callback)
 
 
 def lower_prefetch(consumer: Any) -> None:

@@ -8,7 +8,6 @@ Celery would start it at once.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, Queue
-from threading import Event, Lock, Thread
-from typing import Any, Final, NamedTuple, TypeAlias
+from threading import Event, Thread
+from typing import Any, Final, NamedTuple
 
 import kombu
 from celery.utils.log import get_logger
@@ -30,21 +29,20 @@ from celery_rabbitdelay.modules.early import EarlyWarning, PutBack, early_ms, pa
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
 from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.celery_internals import (
     eta_of,
     give_eta,
-    has_event_loop,
     is_revoked,
     lower_prefetch,
     name_of_queue,
     raise_prefetch,
     run_strategy,
-    stop_watching,
-    watch,
     write_pending_acknowledgements,
 )
+from celery_rabbitdelay.worker.loop_actions import Action, LoopActions
 
-__all__ = ["EarlyTasks", "Waited"]
+__all__ = ["EarlyTasks", "Waited", "acknowledge_message"]
 
 logger = get_logger(__name__)
 
@@ -65,9 +63,6 @@ RETRY_INTERVAL: Final = 1.0
 
 #: Seconds that a stopping worker waits for the confirm of the message that is being published.
 STOP_TIMEOUT: Final = 2.0
-
-#: Something that only the worker's event loop may run.
-Action: TypeAlias = Callable[[], None]
 
 
 class Waited(NamedTuple):
@@ -91,10 +86,11 @@ class _Early:
     Attributes:
         message: The message.
         destination: The queue that it was consumed from, its exchange and its routing key.
-        due: When it is due.
+        due: Until when it is to wait.
+        due_ms: Its due time, which its header tells; in milliseconds since 1970-01-01 UTC.
         waited: Its delay in the levels; None if it has an ``eta`` and was never in the levels.
         acknowledge: Acknowledges it.
-        hold: Passes the task to Celery, which holds it.
+        hold: What to do if the levels do not take it: passes the task to Celery, which holds it.
         again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
             failure.
     """
@@ -102,6 +98,7 @@ class _Early:
     message: Message
     destination: Destination
     due: Due
+    due_ms: int
     waited: Waited | None
     acknowledge: Action
     hold: Action
@@ -127,14 +124,8 @@ class EarlyTasks:
         self._warning = EarlyWarning(logger)
         self._arrived: Queue[_Early | None] = Queue()
         self._failed: deque[_Early] = deque()
-        self._acknowledgements: deque[Action] = deque()
-        self._other_actions: deque[Action] = deque()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_reader, False)
-        os.set_blocking(self._wake_writer, False)
+        self._actions = LoopActions(consumer)
         self._stopping = Event()
-        self._ends = Lock()
-        self._first_has_ended = False
         self._thread = Thread(target=self._run, name="rabbitdelay-early-tasks", daemon=True)
 
     def start(self) -> None:
@@ -143,25 +134,14 @@ class EarlyTasks:
 
     def register(self, hub: Any) -> None:
         """Let the worker's event loop run the acknowledgements, which must run in it."""
-        watch(hub, self._wake_reader, self._run_in_loop)
+        self._actions.register(hub)
 
     def stop(self) -> None:
         """End the thread; the broker delivers unpublished messages again."""
         self._stopping.set()
         self._arrived.put(None)
         self._thread.join(STOP_TIMEOUT)
-        # Run acknowledgements only; held tasks are redelivered.
-        _do_all(self._acknowledgements)
-        stop_watching(self._consumer, self._wake_reader)
-        self._end()
-
-    def _end(self) -> None:
-        """Close the pipe once thread and worker have both ended."""
-        with self._ends:
-            if self._first_has_ended:
-                os.close(self._wake_reader)
-                os.close(self._wake_writer)
-            self._first_has_ended = True
+        self._actions.stop()
 
     def try_enqueue(
         self,
@@ -199,18 +179,44 @@ class EarlyTasks:
                 give_eta(message, body, due.at_ms)
             return False
 
-        def acknowledge() -> None:
-            ack(logger, self._consumer.connection_errors)
-            write_pending_acknowledgements(self._consumer)
-
         def hold() -> None:
             if waited is not None:
                 give_eta(message, body, due.at_ms)
             run_strategy(self._consumer, message, body, go_on)
 
-        self._arrived.put(_Early(message, destination, due, waited, acknowledge, hold))
         if waited is not None:
             self._warning.warn(f"Task {message.headers.get('id')}", due.delay_ms)
+            waited = waited._replace(times=waited.times + 1)
+        acknowledge = partial(acknowledge_message, self._consumer, ack)
+        self._arrived.put(_Early(message, destination, due, due.at_ms, waited, acknowledge, hold))
+        return True
+
+    def put_back(
+        self,
+        message: Message,
+        ack: Callable[..., Any],
+        waited: Waited,
+        until_ms: int,
+        due_ms: int,
+        otherwise: Action,
+    ) -> bool:
+        """Put a task back into the levels that has left them; return whether it was taken.
+
+        Args:
+            message: The task's message.
+            ack: As for :meth:`try_enqueue`.
+            waited: Its delay in the levels.
+            until_ms: Until when it is to wait, in milliseconds since 1970-01-01 UTC.
+            due_ms: Its due time, likewise, which its header tells from then on.
+            otherwise: What the event loop runs if the levels do not take it.
+        """
+        destination = self._destination(message, waited)
+        if destination is None:
+            return False
+        rest_ms = max(until_ms - time.time_ns() // NS_PER_MS, 0)
+        due = Due(until_ms * NS_PER_MS, rest_ms, is_instant=True)
+        acknowledge = partial(acknowledge_message, self._consumer, ack)
+        self._arrived.put(_Early(message, destination, due, due_ms, waited, acknowledge, otherwise))
         return True
 
     def _due_after_levels(self, waited: Waited | None) -> Due | None:
@@ -260,8 +266,8 @@ class EarlyTasks:
             except Exception as error:  # noqa: BLE001 - the thread has to live on
                 self._give_up(early, error)
             else:
-                self._do_in_loop(self._acknowledgements, partial(self._done, early))
-        self._end()
+                self._actions.add(partial(self._done, early), is_acknowledgement=True)
+        self._actions.end()
 
     def _next(self) -> _Early | None:
         """Return the next message, new or to be tried again; None to end."""
@@ -282,7 +288,7 @@ class EarlyTasks:
             logger.warning("A task that is not due could not be put into the levels: %s", failure)
             # The message stays unacknowledged, so raise the prefetch count, as Celery does for a
             # task that it holds.
-            self._do_in_loop(self._other_actions, partial(raise_prefetch, self._consumer))
+            self._actions.add(partial(raise_prefetch, self._consumer))
         early.again_at = time.monotonic() + RETRY_INTERVAL
         self._failed.append(early)
 
@@ -293,7 +299,7 @@ class EarlyTasks:
             early.due.remaining_ms() / 1000,
             error,
         )
-        self._do_in_loop(self._other_actions, partial(self._hold, early))
+        self._actions.add(partial(self._hold, early))
 
     def _done(self, early: _Early) -> None:
         self._give_back_its_place(early)
@@ -321,7 +327,7 @@ class EarlyTasks:
         properties.setdefault("priority", None)
         destination, due, own = early.destination, early.due, PutBack()
         if early.waited is not None:
-            own = PutBack(early.waited.times + 1)
+            own = PutBack(early.waited.times)
             due = self._pause(due)
         if self._needs_distribution(early, properties["priority"] or 0):
             # Distribution publishes by exchange and key: to this queue, and to no other.
@@ -330,6 +336,7 @@ class EarlyTasks:
             destination = Destination(None, "", destination.queue.name)
         with self._delays.publisher() as publisher:
             producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
+            producer.further_headers = registry_headers(message.headers)
             delayed = producer.delayed_message(
                 message.body,
                 destination,
@@ -342,17 +349,11 @@ class EarlyTasks:
                 **properties,
             )
             own_headers = delayed.message.properties["application_headers"]
-            own_headers[header_names.DUE] = early.due.at_ms
+            own_headers[header_names.DUE] = early.due_ms
             if own != PutBack():
                 own_headers.update(own.header())
-            publisher.publish(
-                delayed.message,
-                partial(producer.address, delayed, due),
-                timeout=producer.timeout,
-                # Do not block the others: _try_again retries with a new route.
-                resends=0,
-                **producer.declarations(delayed.queue, ()),
-            )
+            # Without resends, so as not to block the others: _try_again retries with a new route.
+            producer.publish_message(delayed, due, resends=0)
 
     def _pause(self, due: Due) -> Due:
         """Return until when to put a task back: until it is due, or less; see :func:`pause_ms`."""
@@ -369,26 +370,8 @@ class EarlyTasks:
         is_too_high = self._delays.topology.queue_type == "quorum" and priority > MAX_PRIORITY
         return is_too_high or (early.waited is not None and not early.waited.straight)
 
-    def _do_in_loop(self, actions: deque[Action], action: Action) -> None:
-        actions.append(action)
-        if not has_event_loop(self._consumer):
-            # gevent and eventlet: this thread is a greenlet, which may run them.
-            _do_all(actions)
-        else:
-            with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
-                os.write(self._wake_writer, b"\0")
 
-    def _run_in_loop(self) -> None:
-        with suppress(BlockingIOError):
-            os.read(self._wake_reader, 4096)
-        _do_all(self._acknowledgements)
-        _do_all(self._other_actions)
-
-
-def _do_all(actions: deque[Action]) -> None:
-    while actions:
-        action = actions.popleft()
-        try:
-            action()
-        except Exception:  # the caller goes on with its other actions
-            logger.exception("Callback for an early task failed; RabbitMQ will redeliver it")
+def acknowledge_message(consumer: Any, ack: Callable[..., Any]) -> None:
+    """Acknowledge a message with the function that Celery passes to a strategy."""
+    ack(logger, consumer.connection_errors)
+    write_pending_acknowledgements(consumer)

@@ -10,7 +10,9 @@ from kombu import Message
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.early import PutBack
+from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.arrivals import Arrivals
+from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, Waited
 
 __all__ = ["RestoringStrategies", "restore"]
@@ -39,12 +41,15 @@ class RestoringStrategies(dict[str, Strategy]):
 
     Attributes:
         early_tasks: Takes the tasks that are not due yet; None between two connections.
+        decisions: Asks the registry about the tasks that are due; None without a registry, and
+            between two connections.
         arrivals: How late the delayed tasks arrive.
     """
 
     def __init__(self, consumer: Any, takeover: bool = True) -> None:
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
+        self.decisions: Decisions | None = None
         self.arrivals = Arrivals()
         self._tasks = consumer.app.tasks
         self._takeover = takeover
@@ -62,8 +67,12 @@ class RestoringStrategies(dict[str, Strategy]):
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
             if self.early_tasks is None or (waited is None and not takes_eta):
                 return go_on()
-            is_taken = self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta)
-            return None if is_taken else go_on()
+            if self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta):
+                return None
+            if self.decisions is not None and waited is not None:
+                self.decisions.ask(message, body, ack, go_on, waited)
+                return None
+            return go_on()
 
         super().__setitem__(task_name, restoring)
 
@@ -83,7 +92,7 @@ def restore(message: Message) -> Waited | None:
     headers = message.headers
     if not headers or header_names.DUE not in headers:
         return None
-    kept: dict[str, Any] = {header_names.DUE: headers[header_names.DUE]}
+    kept = {header_names.DUE: headers[header_names.DUE], **registry_headers(headers)}
     put_back, straight = PutBack.of(headers), header_names.QUEUE in headers
     if straight:
         if not headers.keys() >= RESTORABLE:

@@ -1,0 +1,132 @@
+"""The rows of ``send_many`` in the registry: their job, their keys, and those that are tracked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from celery_rabbitdelay.app.options import RegistryOptions
+from celery_rabbitdelay.app.stored_message import stored
+from celery_rabbitdelay.app.task_messages import Call
+from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.publishing.producer import Delayed
+from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.registry.decision import COPY, KEY
+from celery_rabbitdelay.registry.registry import Registration, Registry
+
+__all__ = ["RowRegistration"]
+
+#: Rows that are registered in one round trip.
+BATCH: Final = 500
+
+#: A job is told that it has tasks which are due that much later than those it has, in milliseconds:
+#: otherwise it would be told of each row of a list in the order of their due times.
+MORE_MS: Final = 7 * 86_400_000
+
+
+class RowRegistration:
+    """Registers rows once the broker has confirmed them, many in one round trip.
+
+    Args:
+        registry: The registry; asked for where a row needs it.
+        wanted: What the registry is to do about all rows.
+        task_name: The task's name.
+        fail: Called with the numbers of rows that could not be registered, and the error.
+    """
+
+    def __init__(
+        self,
+        registry: Callable[[], Registry],
+        wanted: RegistryOptions,
+        task_name: str,
+        fail: Callable[[Sequence[int], Exception], None],
+    ) -> None:
+        self._registry = registry
+        self._wanted = wanted
+        self._task_name = task_name
+        self._fail = fail
+        self._joined_until_ms = 0
+        #: The rows that are not registered yet, by their numbers, in their order.
+        self._sent: dict[int, Registration] = {}
+        #: Whether they are confirmed, of those that have ended.
+        self._ended: dict[int, bool] = {}
+
+    @property
+    def shared_headers(self) -> dict[str, Any]:
+        """The headers that the messages of all rows have."""
+        return self._wanted._replace(key="", track=False).headers("")
+
+    def join_job(self, due: Due) -> None:
+        """Note that a task of the rows' job, if they have one, is due at a time.
+
+        Raises:
+            JobClosed: The job is not open.
+            RegistryUnavailable: Redis does not answer.
+        """
+        if self._wanted.job and due.at_ms > self._joined_until_ms:
+            self._registry().jobs.join(self._wanted.job, due.at_ms + MORE_MS)
+            self._joined_until_ms = due.at_ms + MORE_MS
+
+    def headers(self, key: str | None) -> Mapping[str, str]:
+        """Return the headers of one row's message, besides the shared ones."""
+        if not key and not self._wanted.track:
+            return {}
+        headers = {COPY: self._registry().new_copy()}
+        return {**headers, KEY: key} if key else headers
+
+    def sent(
+        self,
+        rows: Sequence[int],
+        call: Call,
+        content: Callable[[], Content] | None,
+        delayed: Delayed,
+    ) -> None:
+        """Note that a row is sent.
+
+        Args:
+            rows: Its number.
+            call: Its call.
+            content: Returns its message; None if it cannot be written a second time, so that the
+                task cannot run earlier.
+            delayed: The message of one row, and where all go.
+        """
+        copy = call.headers.get(COPY)
+        if copy is None:
+            return
+        registration = Registration(call.task_id, copy, call.due.at_ms, call.headers.get(KEY, ""))
+        if self._wanted.track:
+            message = ""
+            if content is not None:
+                message = stored(delayed._replace(task_id=call.task_id), content())
+            registration = registration._replace(
+                name=self._task_name, job=self._wanted.job, message=message
+            )
+        for row in rows:
+            self._sent[row] = registration
+
+    def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
+        """Note that the broker has confirmed rows, or has not."""
+        for row in rows:
+            if row in self._sent:
+                self._ended[row] = is_confirmed
+        if len(self._ended) >= BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Register the rows that are confirmed, up to the first one that has not ended.
+
+        The newest row under a key is to win, whatever the order in which they were confirmed.
+        """
+        batch: dict[int, Registration] = {}
+        while self._sent and (row := next(iter(self._sent))) in self._ended:
+            registration = self._sent.pop(row)
+            if self._ended.pop(row):
+                batch[row] = registration
+        if not batch:
+            return
+        try:
+            self._registry().register(list(batch.values()))
+        except RegistryUnavailable as error:
+            reason = f"the task was sent, but {error.reason}"
+            self._fail(list(batch), RegistryUnavailable(reason, may_have_arrived=True))

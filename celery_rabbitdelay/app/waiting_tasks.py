@@ -1,0 +1,289 @@
+"""``app.rabbitdelay``: cancel, postpone and list tasks that wait, and jobs of them."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import celery
+from celery.result import AsyncResult, ResultBase
+
+from celery_rabbitdelay.app.celery_internals import revoke_by_celery
+from celery_rabbitdelay.app.options import refuse_two_times
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.stored_message import restored
+from celery_rabbitdelay.exceptions import NotTracked
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.decision import COPY, Outcome
+from celery_rabbitdelay.registry.index import Filter, Pending
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.registry import Earlier, Registry
+
+__all__ = ["WaitingTasks"]
+
+#: What is certain about several tasks is what is certain about the one that comes first here.
+LEAST_CERTAIN: Final = (Outcome.RELEASED, Outcome.UNKNOWN, Outcome.CANCELLED, Outcome.DONE)
+
+#: What a task's result says that was cancelled while it waited.
+REASON: Final = "cancelled"
+
+
+class WaitingTasks(ABC):
+    """What the registry can do about tasks that wait: a part of :class:`.RabbitDelay`.
+
+    All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
+    :class:`.RegistryUnavailable` if Redis does not answer.
+    """
+
+    app: celery.Celery
+
+    @property
+    @abstractmethod
+    def registry(self) -> Registry:
+        """The registry of this process."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> Settings:
+        """The application's ``rabbitdelay_*`` settings."""
+
+    @abstractmethod
+    def publisher(self) -> AbstractContextManager[Publisher]:
+        """Borrow a confirmed publisher."""
+
+    @abstractmethod
+    def due(self, delay: Delay | None, countdown: float | None, eta: datetime | str | None) -> Due:
+        """Return when a task is due."""
+
+    def cancel(self, task: str | ResultBase | None = None, *, key: str | None = None) -> Outcome:
+        """Cancel a task that waits: it will not run, whatever restarts until it is due.
+
+        Its result becomes ``REVOKED``: at once if it is known that it waits, otherwise when it
+        would have been due. Workers that have received it already, and have not started it, revoke
+        it as Celery does.
+
+        Args:
+            task: Its id; or the result of a send: of one task, of a chain, or of a group, whose
+                tasks are all cancelled.
+            key: Instead of a task: the key that it was sent with.
+
+        Returns:
+            What was found. Of a task that is neither tracked nor sent with a key, nothing is known:
+            ``UNKNOWN``. Of several tasks, what is least certain.
+
+        Raises:
+            TypeError: Neither a task nor a key, or both.
+        """
+        ids = self._meant(task, key)
+        if not ids:
+            return Outcome.UNKNOWN
+        outcomes = self.registry.cancel(ids)
+        for task_id, outcome in zip(ids, outcomes, strict=True):
+            if outcome is Outcome.DONE:
+                self.app.backend.mark_as_revoked(task_id, REASON, store_result=True)
+        revoke_by_celery(self.app, ids)
+        return min(outcomes, key=LEAST_CERTAIN.index)
+
+    def postpone(
+        self,
+        task: str | ResultBase | None = None,
+        *,
+        key: str | None = None,
+        delay: Delay | None = None,
+        eta: datetime | None = None,
+    ) -> Outcome:
+        """Let a task that waits run at another time, later or earlier.
+
+        Args:
+            task: Its id; or the result of a send, as for :meth:`cancel`.
+            key: Instead of a task: the key that it was sent with.
+            delay: Seconds, or a timedelta, from now on.
+            eta: Instead of a delay: the instant, an aware datetime.
+
+        Returns:
+            What was found; see :meth:`cancel`. A task of which nothing is known will not run
+            before, and if it was due later than that, it runs when it was due.
+
+        Raises:
+            NotTracked: It is to run earlier, and is not tracked.
+            TypeError: Neither a task nor a key, or both; or neither a delay nor an eta, or both.
+            InvalidDelay: The delay or the eta is invalid.
+        """
+        if delay is None and eta is None:
+            raise TypeError("postpone takes a delay or an eta")
+        if delay is not None:
+            refuse_two_times(delay, None, eta)
+        due = self.due(delay, None, eta)
+        outcomes = [self._postpone(task_id, due) for task_id in self._meant(task, key)]
+        return min(outcomes, key=LEAST_CERTAIN.index, default=Outcome.UNKNOWN)
+
+    def _meant(self, task: str | ResultBase | None, key: str | None) -> list[str]:
+        """Return the ids of the tasks that a task or a key stands for."""
+        if (task is None) == (key is None):
+            raise TypeError("takes a task, or a key")
+        return _ids(task) if key is None else self.registry.waiting_under(key)
+
+    def _postpone(self, task_id: str, due: Due) -> Outcome:
+        found = self.registry.postpone(task_id, due.at_ms)
+        if isinstance(found, Outcome):
+            return found
+        if not found.message:
+            raise NotTracked(task_id)
+        return self._send_earlier(task_id, found, due)
+
+    def _send_earlier(self, task_id: str, first: Earlier, due: Due) -> Outcome:
+        """Send a second message, then let it replace the first one."""
+        registry, delayed = self.registry, restored(first.message)
+        second = registry.new_copy()
+        headers = delayed.message.properties["application_headers"]
+        headers.update({COPY: second, header_names.DUE: due.at_ms})
+        queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
+        with self.publisher() as publisher:
+            producer = DelayedProducer(publisher, **self.settings.for_producer)
+            producer.publish_message(delayed._replace(queue=queue or delayed.queue), due)
+        return registry.replace(task_id, first.copy, second, due.at_ms)
+
+    def open_job(self, job: str, *, expires: Delay) -> None:
+        """Open a job: the tasks that are sent with ``job=`` wait until it is committed.
+
+        Args:
+            job: Its name, which no other job has had lately.
+            expires: Seconds, or a timedelta, after which it turns aborted unless it is committed.
+
+        Raises:
+            JobClosed: There is such a job already.
+            InvalidDelay: ``expires`` is invalid.
+        """
+        self.registry.jobs.open(job, milliseconds(expires))
+
+    def commit_job(self, job: str) -> None:
+        """Let all tasks of a job run, when they are due. To do so again changes nothing.
+
+        Raises:
+            JobClosed: The job was aborted, has expired, or does not exist.
+        """
+        self.registry.jobs.end(job, JobState.COMMITTED)
+
+    def abort_job(self, job: str) -> None:
+        """Let no task of a job run. To do so again changes nothing.
+
+        Raises:
+            JobClosed: The job was committed, or does not exist.
+        """
+        self.registry.jobs.end(job, JobState.ABORTED)
+
+    @contextmanager
+    def job(self, job: str, *, expires: Delay) -> Iterator[None]:
+        """Open a job; commit it at the end of the block, or abort it if the block raises.
+
+        Args:
+            job: As for :meth:`open_job`.
+            expires: As for :meth:`open_job`.
+        """
+        self.open_job(job, expires=expires)
+        try:
+            yield
+        except BaseException:
+            self.abort_job(job)
+            raise
+        self.commit_job(job)
+
+    def pending(
+        self,
+        *,
+        task: str | None = None,
+        key: str | None = None,
+        job: str | None = None,
+        due_before: datetime | None = None,
+        due_after: datetime | None = None,
+    ) -> Iterator[Pending]:
+        """Yield the tracked tasks that wait, in the order in which they are due.
+
+        Args:
+            task: Only those of this name.
+            key: Only those that were sent with this key.
+            job: Only those that were sent with this job.
+            due_before: Only those that are due before; an aware datetime.
+            due_after: Only those that are due then or later.
+        """
+        return self.registry.index.pending(_filter(task, key, job, due_before, due_after))
+
+    def count(
+        self,
+        *,
+        task: str | None = None,
+        key: str | None = None,
+        job: str | None = None,
+        due_before: datetime | None = None,
+        due_after: datetime | None = None,
+    ) -> int:
+        """Return how many tracked tasks wait; takes the same as :meth:`pending`."""
+        return self.registry.index.count(_filter(task, key, job, due_before, due_after))
+
+    def forecast(
+        self,
+        step: Delay = 60,
+        *,
+        task: str | None = None,
+        job: str | None = None,
+        due_before: datetime | None = None,
+    ) -> Iterator[tuple[datetime, int]]:
+        """Yield how many tracked tasks are due in each step of time, from now on.
+
+        Args:
+            step: Seconds, or a timedelta. Steps in which no task is due are left out; what should
+                have arrived by now counts for the first one.
+            task: As for :meth:`pending`.
+            job: As for :meth:`pending`.
+            due_before: As for :meth:`pending`.
+
+        Returns:
+            Pairs of the start of a step and the number of tasks.
+        """
+        now_ms = time.time_ns() // NS_PER_MS
+        wanted = _filter(task, None, job, due_before, None)
+        for start_ms, count in self.registry.index.forecast(wanted, now_ms, milliseconds(step)):
+            yield datetime.fromtimestamp(start_ms / 1000, UTC), count
+
+    def pending_since(self) -> datetime:
+        """Return since when :meth:`pending` is complete.
+
+        What was sent before may be missing, because it was lost with Redis or because there was no
+        registry yet.
+        """
+        return self.registry.index.complete_since()
+
+
+def _ids(task: Any) -> list[str]:
+    """Return the ids of the tasks that a result stands for, those of a chain from its start."""
+    if isinstance(task, str):
+        return [task]
+    ids = []
+    if isinstance(task, AsyncResult):
+        ids.append(str(task.id))
+    for each in getattr(task, "results", None) or ():
+        ids += _ids(each)
+    parent = getattr(task, "parent", None)
+    return (_ids(parent) if parent is not None else []) + ids
+
+
+def _filter(
+    task: str | None,
+    key: str | None,
+    job: str | None,
+    due_before: datetime | None,
+    due_after: datetime | None,
+) -> Filter:
+    instants: Mapping[str, datetime | None] = {"before": due_before, "after": due_after}
+    ms = {
+        name: None if instant is None else Due.at(instant).at_ms
+        for name, instant in instants.items()
+    }
+    return Filter(task, key, job, ms["after"], ms["before"])

@@ -1,0 +1,226 @@
+"""Delayed tasks that are due: the registry says whether they run."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, Queue
+from threading import Event, Thread
+from typing import Any, Final, NamedTuple
+from uuid import uuid4
+
+from celery.utils.log import get_logger
+from kombu import Message
+
+from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels.delay import NS_PER_MS
+from celery_rabbitdelay.registry.breaker import Breaker
+from celery_rabbitdelay.registry.decision import ONCE, Arrival, Decision, Verdict
+from celery_rabbitdelay.worker.celery_internals import (
+    call_after,
+    discard_as_revoked,
+    name_of_queue,
+    run_strategy,
+)
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks, Waited, acknowledge_message
+from celery_rabbitdelay.worker.loop_actions import LoopActions
+
+__all__ = ["Decisions"]
+
+logger = get_logger(__name__)
+
+#: Tasks that one round trip asks about, at most.
+MAX_BATCH: Final = 200
+
+#: Seconds that a task waits in the levels while Redis is away: at first, and at most. In between,
+#: as long as Redis has been away; up to a quarter is added at random.
+MIN_PAUSE: Final = 2.0
+MAX_PAUSE: Final = 60.0
+
+#: Seconds between two warnings that Redis is away.
+WARN_EVERY: Final = 60.0
+
+#: Seconds after which the registry is asked again about a task that the levels have not taken.
+ASK_AGAIN: Final = 5.0
+
+#: Seconds that a stopping worker waits for the answer that is on its way.
+STOP_TIMEOUT: Final = 2.0
+
+
+class _Due(NamedTuple):
+    """A task that is due and has arrived.
+
+    Attributes:
+        message: Its message.
+        body: The body that Celery passes to a strategy.
+        ack: Acknowledges the message; the function that Celery passes to a strategy.
+        go_on: Passes the task to Celery.
+        waited: Its delay in the levels.
+        arrival: What the registry is asked.
+        mark: The mark that the message leaves if only the first arrival may run.
+    """
+
+    message: Message
+    body: Any
+    ack: Callable[..., Any]
+    go_on: Callable[[], Any]
+    waited: Waited
+    arrival: Arrival
+    mark: str
+
+
+class Decisions:
+    """Asks the registry about the tasks that have arrived, in a thread of its own.
+
+    So neither the worker's event loop nor tasks without a delay wait for Redis, and tasks that
+    arrive together share a round trip. If Redis does not answer, ``rabbitdelay_registry_down`` says
+    whether the tasks run, or go back into the levels for some seconds.
+
+    Args:
+        consumer: The worker's consumer, on one connection.
+        early_tasks: Puts tasks back into the levels.
+    """
+
+    def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
+        self._consumer = consumer
+        self._early_tasks = early_tasks
+        self._delays = consumer.app.rabbitdelay
+        self._registry = self._delays.registry
+        self._runs_without = self._delays.settings.registry_down == "run"
+        self._breaker = Breaker()
+        self._down_since: float | None = None
+        self._warned_at = -WARN_EVERY
+        self._arrived: Queue[_Due | None] = Queue()
+        self._actions = LoopActions(consumer)
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name="rabbitdelay-decisions", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def register(self, hub: Any) -> None:
+        """Let the worker's event loop carry out the decisions."""
+        self._actions.register(hub)
+
+    def stop(self) -> None:
+        """End the thread; the broker delivers the tasks again that nothing was decided about."""
+        self._stopping.set()
+        self._arrived.put(None)
+        self._thread.join(STOP_TIMEOUT)
+        self._actions.stop()
+
+    def ask(
+        self,
+        message: Message,
+        body: Any,
+        ack: Callable[..., Any],
+        go_on: Callable[[], Any],
+        waited: Waited,
+    ) -> None:
+        """Ask about a task; the event loop then does what the registry says.
+
+        Args:
+            message: The task's message, restored.
+            body: The body that Celery passes to a strategy.
+            ack: The function that Celery passes to a strategy.
+            go_on: Passes the task to Celery.
+            waited: Its delay in the levels.
+        """
+        queue = name_of_queue(self._consumer, message) or ""
+        redelivered = bool(message.delivery_info.get("redelivered"))
+        due_ms = waited.due_ms if isinstance(waited.due_ms, int) else 0
+        arrival = Arrival.of(message.headers, due_ms, queue, redelivered)
+        mark = message.headers.get(ONCE)
+        mark = mark if isinstance(mark, str) else uuid4().hex[:16]
+        self._arrived.put(_Due(message, body, ack, go_on, waited, arrival, mark))
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            decisions = self._decide(batch)
+            self._actions.add(partial(self._carry_out_all, batch, decisions))
+        self._actions.end()
+
+    def _next_batch(self) -> list[_Due]:
+        """Return the tasks that have arrived; nothing to end."""
+        batch: list[_Due] = []
+        while len(batch) < MAX_BATCH and not self._stopping.is_set():
+            try:
+                each = self._arrived.get(block=not batch)
+            except Empty:
+                return batch
+            if each is not None:
+                batch.append(each)
+        return [] if self._stopping.is_set() else batch
+
+    def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
+        if not self._breaker.is_open:
+            try:
+                arrivals, marks = [each.arrival for each in batch], [each.mark for each in batch]
+                decisions: list[Decision] = self._registry.decide(arrivals, marks)
+            except RegistryUnavailable as error:
+                self._failed(error)
+            else:
+                self._succeeded()
+                return decisions
+        if self._runs_without:
+            return [Decision(Verdict.RUN)] * len(batch)
+        return [self._later() for _ in batch]
+
+    def _failed(self, error: RegistryUnavailable) -> None:
+        self._breaker.failed()
+        now = time.monotonic()
+        self._down_since = self._down_since or now
+        if now - self._warned_at < WARN_EVERY:
+            return
+        self._warned_at = now
+        what = "run" if self._runs_without else "go back into the levels until it answers"
+        logger.warning("Delayed tasks %s (rabbitdelay_registry_down): %s.", what, error)
+
+    def _succeeded(self) -> None:
+        self._breaker.succeeded()
+        if self._down_since is not None:
+            seconds = time.monotonic() - self._down_since
+            logger.warning("The registry answers again, after %.1f s.", seconds)
+            self._down_since = None
+
+    def _later(self) -> Decision:
+        away = time.monotonic() - (self._down_since or time.monotonic())
+        pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)
+        return Decision(Verdict.LATER, time.time_ns() // NS_PER_MS + int(pause * 1000))
+
+    def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:
+        for due, decision in zip(batch, decisions, strict=True):
+            try:
+                self._carry_out(due, decision)
+            except Exception:  # the others are carried out all the same
+                task_id = due.arrival.task_id
+                logger.exception("Task %s failed on its arrival; RabbitMQ redelivers it", task_id)
+
+    def _carry_out(self, due: _Due, decision: Decision) -> None:
+        match decision.verdict:
+            case Verdict.RUN:
+                run_strategy(self._consumer, due.message, due.body, due.go_on)
+            case Verdict.DUPLICATE:
+                logger.info("Task %s has arrived before, and does not run.", due.arrival.task_id)
+                acknowledge_message(self._consumer, due.ack)
+            case Verdict.LATER:
+                self._put_back(due, decision)
+            case _:
+                run = partial(run_strategy, self._consumer, due.message, due.body, due.go_on)
+                discard_as_revoked(self._consumer, due.arrival.task_id, run)
+
+    def _put_back(self, due: _Due, decision: Decision) -> None:
+        if due.arrival.once:
+            # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
+            due.message.headers[ONCE] = due.mark
+        until_ms = decision.until_ms
+        due_ms = until_ms if decision.is_new_due else due.arrival.due_ms
+        ask_again = partial(self._arrived.put, due)
+        otherwise = partial(call_after, self._consumer, ASK_AGAIN, ask_again)
+        if not self._early_tasks.put_back(
+            due.message, due.ack, due.waited, until_ms, due_ms, otherwise
+        ):
+            otherwise()

@@ -1,0 +1,258 @@
+"""Tasks that wait are cancelled, postponed, superseded and listed, with a worker of their own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import chain, group
+from celery.exceptions import TaskRevokedError
+from celery.states import PENDING, REVOKED
+
+from celery_rabbitdelay import JobClosed, NotTracked, Row
+from celery_rabbitdelay.registry.decision import Outcome
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.shop import PATIENCE, make_app, named
+from tests.integration.worker import Worker
+
+#: Seconds; long enough for a test to cancel a task before it is due.
+DELAY = 2.0
+
+
+@pytest.fixture
+def settings(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
+    return {**configuration, "rabbitdelay_registry_url": redis_url}
+
+
+@pytest.fixture(scope="module")
+def module_settings(
+    served_configuration: dict[str, Any], redis_url: str
+) -> Iterator[dict[str, Any]]:
+    """A configuration with a registry, whose queues one worker serves for all tests."""
+    with_registry = {**served_configuration, "rabbitdelay_registry_url": redis_url}
+    with Worker(with_registry):
+        yield with_registry
+
+
+@pytest.fixture(scope="module")
+def served_configuration(module_broker_url: str, redis_url: str) -> dict[str, Any]:
+    from tests.integration.conftest import _configuration
+
+    return _configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}")
+
+
+@pytest.fixture
+def shop(module_settings: dict[str, Any]) -> Iterator[Any]:
+    app = make_app(module_settings)
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def noted(shop: Any) -> Iterator[Callable[[], list[list[Any]]]]:
+    """Returns what the tasks sent with ``note`` were given, in the order of their runs."""
+    key = f"noted-{uuid4().hex}"
+
+    def note() -> list[list[Any]]:
+        return [json.loads(each)["given"] for each in shop.backend.client.lrange(key, 0, -1)]
+
+    note.key = key  # type: ignore[attr-defined]
+    yield note
+    shop.backend.client.delete(key)
+
+
+def send(shop: Any, noted: Any, *given: Any, **options: Any) -> Any:
+    return shop.tasks["note"].apply_async(given, {"key": noted.key}, **options)
+
+
+def wait_until_passed(shop: Any, noted: Any, delay: float = DELAY) -> None:
+    """Wait until a task that is sent now, due later than those before it, has run."""
+    word = uuid4().hex
+    send(shop, noted, word, delay=delay + 0.5)
+    wait_for(lambda: [word] in noted(), "a later task", PATIENCE)
+
+
+def ran(noted: Any) -> list[Any]:
+    return [given[0] for given in noted() if len(str(given[0])) < 30]
+
+
+def test_a_cancelled_task_never_runs_and_is_revoked_when_it_would_have_been_due(
+    shop: Any, noted: Any
+) -> None:
+    result = send(shop, noted, "cancelled", delay=DELAY)
+    assert shop.rabbitdelay.cancel(result) is Outcome.UNKNOWN
+    assert result.state == PENDING
+    wait_until_passed(shop, noted)
+    assert ran(noted) == []
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=PATIENCE)
+
+
+def test_a_tracked_task_is_revoked_at_once_when_it_is_cancelled(shop: Any, noted: Any) -> None:
+    result = send(shop, noted, "cancelled", delay=DELAY, track=True)
+    assert shop.rabbitdelay.cancel(result.id) is Outcome.DONE
+    assert result.state == REVOKED
+    assert shop.rabbitdelay.cancel(result.id) is Outcome.CANCELLED
+    wait_until_passed(shop, noted)
+    assert ran(noted) == []
+
+
+def test_a_task_that_has_arrived_is_released(shop: Any, noted: Any) -> None:
+    result = send(shop, noted, "runs", delay=0.2, track=True)
+    wait_for(lambda: ran(noted) == ["runs"], "the task")
+    assert shop.rabbitdelay.cancel(result.id) is Outcome.RELEASED
+    assert shop.rabbitdelay.postpone(result.id, delay=5) is Outcome.RELEASED
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_a_postponed_task_runs_later_and_once(shop: Any, noted: Any, track: bool) -> None:
+    result = send(shop, noted, "postponed", delay=0.8, track=track)
+    due = time.time() + 3
+    outcome = shop.rabbitdelay.postpone(result, delay=3)
+    assert outcome is (Outcome.DONE if track else Outcome.UNKNOWN)
+    wait_for(lambda: ran(noted), "the task", PATIENCE)
+    assert time.time() >= due
+    wait_until_passed(shop, noted, 0)
+    assert ran(noted) == ["postponed"]
+
+
+def test_a_tracked_task_runs_earlier_if_it_is_postponed_to_earlier(shop: Any, noted: Any) -> None:
+    result = send(shop, noted, "earlier", delay=4, track=True)
+    late = time.time() + 4
+    assert shop.rabbitdelay.postpone(result, delay=0.5) is Outcome.DONE
+    wait_for(lambda: ran(noted), "the task", PATIENCE)
+    assert ran(noted) == ["earlier"]
+    wait_until_passed(shop, noted, max(late - time.time(), 0))
+    assert ran(noted) == ["earlier"]
+
+
+def test_a_task_with_a_key_cannot_run_earlier_unless_it_is_tracked(shop: Any, noted: Any) -> None:
+    key = f"order:{uuid4().hex}"
+    result = send(shop, noted, "keyed", delay=60, key=key)
+    with pytest.raises(NotTracked, match=result.id):
+        shop.rabbitdelay.postpone(key=key, delay=1)
+    assert shop.rabbitdelay.cancel(key=key) is Outcome.DONE
+
+
+def test_the_newest_task_under_a_key_runs(shop: Any, noted: Any) -> None:
+    key = f"order:{uuid4().hex}"
+    for number in range(5):
+        send(shop, noted, number, delay=1.0 - 0.1 * number, key=key)
+    wait_until_passed(shop, noted, 1)
+    assert ran(noted) == [4]
+
+
+def test_a_task_without_a_delay_supersedes_what_waits_and_runs_now(shop: Any, noted: Any) -> None:
+    key = f"order:{uuid4().hex}"
+    send(shop, noted, "waits", delay=1, key=key)
+    send(shop, noted, "now", key=key)
+    wait_until_passed(shop, noted, 1)
+    assert ran(noted) == ["now"]
+
+
+def test_a_task_that_was_sent_twice_with_once_runs_once(shop: Any, noted: Any) -> None:
+    task_id = uuid4().hex
+    for _ in range(3):
+        send(shop, noted, "once", delay=0.5, task_id=task_id, once=True)
+    wait_until_passed(shop, noted, 0.5)
+    assert ran(noted) == ["once"]
+
+
+def test_the_tasks_of_a_job_wait_until_it_is_committed(shop: Any, noted: Any) -> None:
+    job = f"import-{uuid4().hex}"
+    with shop.rabbitdelay.job(job, expires=60):
+        for number in range(3):
+            send(shop, noted, number, delay=0.2, job=job)
+        send(shop, noted, 3, job=job)
+        wait_until_passed(shop, noted, 0.5)
+        assert ran(noted) == []
+    wait_for(lambda: sorted(ran(noted)) == [0, 1, 2, 3], "the job's tasks", PATIENCE)
+    with pytest.raises(JobClosed, match="is committed"):
+        send(shop, noted, 4, delay=1, job=job)
+
+
+def test_the_tasks_of_an_aborted_job_do_not_run(shop: Any, noted: Any) -> None:
+    job = f"import-{uuid4().hex}"
+    rows = [Row(args=("aborted",), kwargs={"key": noted.key}, delay=0.5)] * 20
+
+    def broken_off() -> None:
+        with shop.rabbitdelay.job(job, expires=60):
+            shop.rabbitdelay.send_many(shop.tasks["note"], rows, job=job)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken_off()
+    wait_until_passed(shop, noted, 0.5)
+    assert ran(noted) == []
+
+
+@pytest.mark.parametrize("envelopes", [True, False])
+def test_rows_with_keys_supersede_each_other(shop: Any, noted: Any, envelopes: bool) -> None:
+    key = f"order:{uuid4().hex}"
+    rows = [
+        Row(args=(number,), kwargs={"key": noted.key}, delay=1, key=f"{key}:{number % 3}")
+        for number in range(9)
+    ]
+    shop.rabbitdelay.send_many(shop.tasks["note"], rows, envelopes=envelopes)
+    wait_until_passed(shop, noted, 1)
+    assert sorted(ran(noted)) == [6, 7, 8]
+
+
+@pytest.mark.parametrize("envelopes", [True, False])
+def test_tracked_rows_are_listed_and_can_be_cancelled_and_run_earlier(
+    shop: Any, noted: Any, envelopes: bool
+) -> None:
+    job = f"import-{uuid4().hex}"
+    ids = [uuid4().hex for _ in range(4)]
+    now = datetime.now(UTC)
+    rows = [
+        Row(args=(n,), kwargs={"key": noted.key}, delay=30 + n, task_id=ids[n]) for n in range(4)
+    ]
+    with shop.rabbitdelay.job(job, expires=60):
+        shop.rabbitdelay.send_many(
+            shop.tasks["note"], rows, envelopes=envelopes, track=True, job=job
+        )
+    found = list(shop.rabbitdelay.pending(job=job))
+    assert [each.task_id for each in found] == ids
+    assert {each.task for each in found} == {"note"}
+    assert found[0].due >= now + timedelta(seconds=30)
+    assert shop.rabbitdelay.count(job=job) == 4
+    assert sum(n for _, n in shop.rabbitdelay.forecast(60, job=job)) == 4
+
+    assert shop.rabbitdelay.cancel(ids[0]) is Outcome.DONE
+    assert shop.rabbitdelay.postpone(ids[1], delay=0.2) is Outcome.DONE
+    wait_for(lambda: ran(noted) == [1], "the task", PATIENCE)
+    assert [each.task_id for each in shop.rabbitdelay.pending(job=job)] == ids[2:]
+
+
+def test_the_result_of_a_group_or_a_chain_stands_for_all_its_tasks(shop: Any, noted: Any) -> None:
+    note = shop.tasks["note"]
+    both = group(note.si("a", key=noted.key), note.si("b", key=noted.key)).apply_async(delay=DELAY)
+    last = chain(note.si("c", key=noted.key), note.si("d", key=noted.key)).apply_async(delay=DELAY)
+    shop.rabbitdelay.cancel(both)
+    shop.rabbitdelay.cancel(last)
+    wait_until_passed(shop, noted)
+    assert ran(noted) == []
+
+
+def test_a_cancelled_task_of_a_fanout_exchange_runs_at_no_queue(shop: Any, noted: Any) -> None:
+    result = send(
+        shop, noted, "fanout", delay=DELAY, exchange=named(shop, "fanout"), routing_key="any"
+    )
+    shop.rabbitdelay.cancel(result)
+    wait_until_passed(shop, noted)
+    assert ran(noted) == []
+
+
+def test_a_retry_that_waits_can_be_cancelled(shop: Any) -> None:
+    task = shop.tasks["retry"]
+    result = task.apply_async(([], 2, {"countdown": DELAY}), delay=0.2)
+    wait_for(lambda: result.state == "RETRY", "the first retry", PATIENCE)
+    shop.rabbitdelay.cancel(result)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=PATIENCE)
