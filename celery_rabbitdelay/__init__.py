@@ -21,10 +21,22 @@ from celery_rabbitdelay.exceptions import *  # noqa: F403 - every error is publi
 from celery_rabbitdelay.exceptions import __all__ as _errors
 
 if TYPE_CHECKING:
+    from celery_rabbitdelay.app import signals
     from celery_rabbitdelay.app.application import Celery, install
     from celery_rabbitdelay.app.rows import Report, Row
+    from celery_rabbitdelay.registry.decision import Outcome
+    from celery_rabbitdelay.registry.index import Pending
 
-__all__ = ["Celery", "Report", "Row", "__version__", "install"]
+__all__ = [
+    "Celery",
+    "Outcome",
+    "Pending",
+    "Report",
+    "Row",
+    "__version__",
+    "install",
+    "signals",
+]
 __all__ += _errors
 
 __version__ = "0.1.0"
@@ -35,11 +47,15 @@ _IMPORTED_ON_FIRST_USE: Final = {
     "install": "celery_rabbitdelay.app.application",
     "Report": "celery_rabbitdelay.app.rows",
     "Row": "celery_rabbitdelay.app.rows",
+    "Outcome": "celery_rabbitdelay.registry.decision",
+    "Pending": "celery_rabbitdelay.registry.index",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs Celery on first use (PEP 562)."""
+    if name == "signals":
+        return import_module("celery_rabbitdelay.app.signals")
     if name not in _IMPORTED_ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_IMPORTED_ON_FIRST_USE[name]), name)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import celery
 import click
 from celery.app import amqp as celery_amqp
+from celery.app.control import Control
 from celery.canvas import Signature
 from celery.result import AsyncResult
 from kombu import Connection, Producer
@@ -29,6 +30,7 @@ from celery_rabbitdelay.app.canvas import (
 )
 from celery_rabbitdelay.app.celery_internals import (
     DelayingAMQP,
+    DelayingControl,
     combined_class,
     forget_task_class,
     imported_class,
@@ -91,6 +93,13 @@ class Celery(celery.Celery):
         amqp_class = combined_class(DelayingAMQP, imported_class(self.amqp_cls))
         amqp: celery_amqp.AMQP = amqp_class(app=self)
         return amqp
+
+    @cached_property
+    def control(self) -> Control:
+        """Celery's remote control of the application's workers."""
+        control_class = combined_class(DelayingControl, imported_class(self.control_cls))
+        control: Control = control_class(app=self)
+        return control
 
     def create_task_cls(self) -> type[celery.Task[Any, Any]]:
         """Create the base class of the application's tasks."""

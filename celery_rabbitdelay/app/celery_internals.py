@@ -24,6 +24,7 @@ from kombu import Connection, Producer, Queue
 
 __all__ = [
     "DelayingAMQP",
+    "DelayingControl",
     "DelayingQueues",
     "argument_check",
     "aware",
@@ -155,8 +156,30 @@ class DelayingAMQP(celery_amqp.AMQP):
         return queues
 
 
+class DelayingControl(Control):
+    """Celery's control commands; a revoke of a task that waits lasts until the task is due."""
+
+    def revoke(self, task_id: Any, *more: Any, **options: Any) -> Any:
+        """Tell all workers not to run tasks, as in Celery; the registry, if there is one, as well.
+
+        Args:
+            task_id: The id of a task, or a list of ids.
+            *more: Further arguments of Celery.
+            **options: Further arguments of Celery.
+        """
+        answer = super().revoke(task_id, *more, **options)
+        app: Any = self.app
+        if app.rabbitdelay.available and app.rabbitdelay.settings.registry_url is not None:
+            ids = [task_id] if isinstance(task_id, str) else list(task_id)
+            app.rabbitdelay.registry.cancel(ids)
+        return answer
+
+
 def make_delaying(app: celery.Celery) -> None:
-    """Turn the AMQP features that an application has made already into :class:`DelayingAMQP`."""
+    """Turn what an application has made already into :class:`DelayingAMQP` and the like."""
+    control: Any = app.__dict__.get("control")
+    if control is not None:
+        control.__class__ = combined_class(DelayingControl, type(control))
     amqp: Any = app.__dict__.get("amqp")
     if amqp is not None:
         amqp.__class__ = combined_class(DelayingAMQP, type(amqp))

@@ -13,6 +13,7 @@ from celery.result import AsyncResult
 from kombu import Connection, Producer
 from kombu.utils.uuid import uuid
 
+from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.celery_internals import (
     has_quorum_queue,
     registered_task,
@@ -189,6 +190,7 @@ class TaskSending:
                 )
             with sent_already():
                 delays.registry.register([registration])
+        signals.send(signals.delayed, self.app, result.id, due.at_ms)
         return result
 
     def _send_by_celery(

@@ -12,6 +12,7 @@ from typing import Any, Final
 import celery
 from celery.result import AsyncResult, ResultBase
 
+from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.celery_internals import revoke_by_celery
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
@@ -88,6 +89,8 @@ class WaitingTasks(ABC):
         for task_id, outcome in zip(ids, outcomes, strict=True):
             if outcome is Outcome.DONE:
                 self.app.backend.mark_as_revoked(task_id, REASON, store_result=True)
+            if outcome in (Outcome.DONE, Outcome.UNKNOWN):
+                signals.send(signals.cancelled, self.app, task_id, None)
         revoke_by_celery(self.app, ids)
         return min(outcomes, key=LEAST_CERTAIN.index)
 
@@ -131,12 +134,14 @@ class WaitingTasks(ABC):
         return _ids(task) if key is None else self.registry.waiting_under(key)
 
     def _postpone(self, task_id: str, due: Due) -> Outcome:
-        found = self.registry.postpone(task_id, due.at_ms)
-        if isinstance(found, Outcome):
-            return found
-        if not found.message:
-            raise NotTracked(task_id)
-        return self._send_earlier(task_id, found, due)
+        outcome = self.registry.postpone(task_id, due.at_ms)
+        if isinstance(outcome, Earlier):
+            if not outcome.message:
+                raise NotTracked(task_id)
+            outcome = self._send_earlier(task_id, outcome, due)
+        if outcome in (Outcome.DONE, Outcome.UNKNOWN):
+            signals.send(signals.postponed, self.app, task_id, due.at_ms)
+        return outcome
 
     def _send_earlier(self, task_id: str, first: Earlier, due: Due) -> Outcome:
         """Send a second message, then let it replace the first one."""

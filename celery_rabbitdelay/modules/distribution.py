@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import amqp
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
+from celery_rabbitdelay.exceptions import (
+    InvalidEnvelope,
+    RegistryUnavailable,
+    UnprocessableMessage,
+)
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
@@ -17,9 +22,19 @@ from celery_rabbitdelay.levels.routing_key import (
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
-from celery_rabbitdelay.modules.forwarding import Outgoing, with_headers
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    into_levels,
+    with_headers,
+    without_broker_headers,
+)
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
-from celery_rabbitdelay.registry.decision import registry_headers
+from celery_rabbitdelay.registry.decision import (
+    Arrival,
+    Decision,
+    Verdict,
+    registry_headers,
+)
 
 __all__ = ["Distribution"]
 
@@ -40,15 +55,19 @@ class Distribution:
         topology: The levels that they come from.
         put_back: Returns what to publish instead if a message is not due yet; see
             :class:`.EarlyMessages`.
+        look: Returns what the registry says about the messages of an envelope; None without one.
     """
 
     def __init__(
         self,
         topology: Topology,
         put_back: Callable[[amqp.Message], Outgoing | None] = lambda message: None,
+        look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None,
     ) -> None:
+        self._topology = topology
         self._keys = topology.keys
         self._put_back = put_back
+        self._look = look
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -68,7 +87,10 @@ class Distribution:
             return
         headers = headers_of(message)
         if message.properties.get("content_type") == CONTENT_TYPE:
-            yield from _unpacked(message, headers)
+            unpacked = _unpacked(message, headers)
+            if self._look is not None:
+                unpacked = self._asked(message, list(unpacked), self._look)
+            yield from unpacked
             return
         if header_names.EXCHANGE not in headers:
             headers |= self._destination_in_key(message)
@@ -77,6 +99,40 @@ class Distribution:
             yield _restored(message, headers, headers)
         else:
             yield _for_queue(message, headers, queue)
+
+    def _asked(
+        self,
+        message: amqp.Message,
+        unpacked: Sequence[Outgoing],
+        look: Callable[[Sequence[Arrival]], Sequence[Decision]],
+    ) -> Iterator[Outgoing]:
+        """Return what to publish for the messages of an envelope, as the registry says.
+
+        The workers that get the tasks ask again, so only two cases end here: the tasks of an
+        aborted job do not go on, and if all of them have to wait for their job, the envelope does.
+        """
+        arrivals = [
+            Arrival.of(headers_of(each.message), 0, "", redelivered=True) for each in unpacked
+        ]
+        try:
+            decisions = look(arrivals)
+        except RegistryUnavailable:
+            # The workers find out, and do what the settings say.
+            yield from unpacked
+            return
+        until_ms = [
+            each.until_ms
+            for each in decisions
+            if each.verdict is Verdict.LATER and not each.is_new_due
+        ]
+        if len(until_ms) == len(unpacked):
+            due = Due(until_ms[0] * NS_PER_MS, 0, is_instant=True)
+            kept = without_broker_headers(headers_of(message))
+            yield into_levels(self._topology, with_headers(message, kept), due)
+            return
+        for outgoing, decision in zip(unpacked, decisions, strict=True):
+            if decision.verdict is not Verdict.EXPIRED:
+                yield outgoing
 
     def _destination_in_key(self, message: amqp.Message) -> dict[str, str]:
         """Return the destination of a message that was published without our headers.

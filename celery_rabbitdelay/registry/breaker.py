@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
+
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 
 __all__ = ["Breaker"]
+
+AnswerT = TypeVar("AnswerT")
 
 #: Seconds for which the breaker is open after the first failure in a row; they double with each
 #: further one, up to the maximum.
@@ -17,8 +21,8 @@ MAX_PAUSE: Final = 30.0
 class Breaker:
     """Says whether a call is worth trying.
 
-    After a failure it is open, which means that calls are to be left out. Then it lets one call
-    through at a time, which closes it if it succeeds.
+    After a failure it is open for some time, in which calls fail at once. The next call then closes
+    it if it succeeds.
 
     Args:
         now: Returns the time in seconds.
@@ -33,6 +37,22 @@ class Breaker:
     def is_open(self) -> bool:
         """Whether calls are to be left out."""
         return self._failures > 0 and self._now() < self._again_at
+
+    def call(self, ask: Callable[[], AnswerT]) -> AnswerT:
+        """Return what a call returns.
+
+        Raises:
+            RegistryUnavailable: Redis did not answer, or the breaker is open.
+        """
+        if self.is_open:
+            raise RegistryUnavailable("Redis did not answer a moment ago")
+        try:
+            answer = ask()
+        except RegistryUnavailable:
+            self.failed()
+            raise
+        self.succeeded()
+        return answer
 
     def succeeded(self) -> None:
         """Note that a call has succeeded."""

@@ -37,8 +37,11 @@ class Verdict(Enum):
     #: It runs.
     RUN = "run"
 
-    #: It does not run: it was cancelled, or its job was aborted.
+    #: It does not run: it was cancelled.
     CANCELLED = "cancelled"
+
+    #: It does not run: its job was aborted, or was not committed in time.
+    EXPIRED = "expired"
 
     #: It does not run: a newer task was sent under its key, or it was sent anew for an earlier due
     #: time.

@@ -91,6 +91,10 @@ class Registry:
         """Return a name for a message."""
         return uuid4().hex[:16]
 
+    def look(self, arrivals: Sequence[Arrival]) -> list[Decision]:
+        """Return what :meth:`decide` would decide, and note nothing: the tasks go on waiting."""
+        return self._decide(arrivals, [""] * len(arrivals), False)
+
     def decide(self, arrivals: Sequence[Arrival], marks: Sequence[str]) -> list[Decision]:
         """Decide what becomes of tasks that have arrived.
 
@@ -101,6 +105,11 @@ class Registry:
             arrivals: The arrivals.
             marks: For each, the mark that it leaves if only the first arrival may run.
         """
+        return self._decide(arrivals, marks, True)
+
+    def _decide(
+        self, arrivals: Sequence[Arrival], marks: Sequence[str], is_release: bool
+    ) -> list[Decision]:
         states = self.jobs.states({each.job for each in arrivals if each.job})
         latest = _now_ms() + MAX_LIFE_MS
         groups: dict[int, list[int]] = defaultdict(list)
@@ -111,13 +120,16 @@ class Registry:
             arguments: list[str | int] = [self._margin_ms]
             for number in numbers:
                 each = arrivals[number]
+                word = _WORDS[states.get(each.job)]
+                if word == "run" and not is_release:
+                    word = "later"
                 arguments += (
                     each.copy,
                     min(each.due_ms, latest),
                     each.once,
                     marks[number],
                     int(each.redelivered),
-                    _WORDS[states.get(each.job)],
+                    word,
                 )
             keys = [self.names.task(arrivals[number].task_id) for number in numbers]
             calls.append(Call("decide", keys, arguments))
@@ -239,7 +251,7 @@ _WORDS: Final = {
     None: "run",
     JobState.COMMITTED: "run",
     JobState.OPEN: "later",
-    JobState.ABORTED: "cancelled",
+    JobState.ABORTED: "expired",
 }
 
 

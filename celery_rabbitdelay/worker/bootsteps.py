@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, Final
 
@@ -30,6 +30,8 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_destination,
     is_complete,
 )
+from celery_rabbitdelay.registry.breaker import Breaker
+from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
@@ -298,7 +300,8 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     else:
         early = EarlyMessages(topology, milliseconds(settings.early))
         queue = topology.module_queues.distribution
-        receive = Distribution(topology, early.put_back).receive
+        look = _look(app) if settings.registry_url is not None else None
+        receive = Distribution(topology, early.put_back, look).receive
 
         def on_lost() -> None:
             declaration.connection_lost()
@@ -316,6 +319,12 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
     return ModuleService(module, connection, declaration.declare, on_lost)
+
+
+def _look(app: Any) -> Callable[[Sequence[Arrival]], list[Decision]]:
+    """Return what asks the registry for distribution, which never waits long for it."""
+    breaker, registry = Breaker(), app.rabbitdelay.registry
+    return lambda arrivals: breaker.call(lambda: registry.look(arrivals))
 
 
 def allowed_destinations(app: Any) -> AllowedDestinations:

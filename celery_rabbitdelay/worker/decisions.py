@@ -14,6 +14,7 @@ from uuid import uuid4
 from celery.utils.log import get_logger
 from kombu import Message
 
+from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.registry.breaker import Breaker
@@ -44,6 +45,13 @@ WARN_EVERY: Final = 60.0
 
 #: Seconds after which the registry is asked again about a task that the levels have not taken.
 ASK_AGAIN: Final = 5.0
+
+#: The signals about tasks that do not run.
+DISCARDED: Final = {
+    Verdict.CANCELLED: signals.cancelled,
+    Verdict.SUPERSEDED: signals.superseded,
+    Verdict.EXPIRED: signals.expired,
+}
 
 #: Seconds that a stopping worker waits for the answer that is on its way.
 STOP_TIMEOUT: Final = 2.0
@@ -156,21 +164,20 @@ class Decisions:
         return [] if self._stopping.is_set() else batch
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
-        if not self._breaker.is_open:
-            try:
-                arrivals, marks = [each.arrival for each in batch], [each.mark for each in batch]
-                decisions: list[Decision] = self._registry.decide(arrivals, marks)
-            except RegistryUnavailable as error:
-                self._failed(error)
-            else:
-                self._succeeded()
-                return decisions
-        if self._runs_without:
-            return [Decision(Verdict.RUN)] * len(batch)
-        return [self._later() for _ in batch]
+        arrivals, marks = [each.arrival for each in batch], [each.mark for each in batch]
+        try:
+            decisions: list[Decision] = self._breaker.call(
+                lambda: self._registry.decide(arrivals, marks)
+            )
+        except RegistryUnavailable as error:
+            self._failed(error)
+            if self._runs_without:
+                return [Decision(Verdict.RUN)] * len(batch)
+            return [self._later() for _ in batch]
+        self._succeeded()
+        return decisions
 
     def _failed(self, error: RegistryUnavailable) -> None:
-        self._breaker.failed()
         now = time.monotonic()
         self._down_since = self._down_since or now
         if now - self._warned_at < WARN_EVERY:
@@ -180,7 +187,6 @@ class Decisions:
         logger.warning("Delayed tasks %s (rabbitdelay_registry_down): %s.", what, error)
 
     def _succeeded(self) -> None:
-        self._breaker.succeeded()
         if self._down_since is not None:
             seconds = time.monotonic() - self._down_since
             logger.warning("The registry answers again, after %.1f s.", seconds)
@@ -202,6 +208,7 @@ class Decisions:
     def _carry_out(self, due: _Due, decision: Decision) -> None:
         match decision.verdict:
             case Verdict.RUN:
+                self._signal(signals.released, due)
                 run_strategy(self._consumer, due.message, due.body, due.go_on)
             case Verdict.DUPLICATE:
                 logger.info("Task %s has arrived before, and does not run.", due.arrival.task_id)
@@ -211,6 +218,10 @@ class Decisions:
             case _:
                 run = partial(run_strategy, self._consumer, due.message, due.body, due.go_on)
                 discard_as_revoked(self._consumer, due.arrival.task_id, run)
+                self._signal(DISCARDED[decision.verdict], due)
+
+    def _signal(self, signal: Any, due: _Due) -> None:
+        signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)
 
     def _put_back(self, due: _Due, decision: Decision) -> None:
         if due.arrival.once:

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from kombu import Message
 
+from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.registry.decision import registry_headers
@@ -51,6 +52,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self.early_tasks: EarlyTasks | None = None
         self.decisions: Decisions | None = None
         self.arrivals = Arrivals()
+        self._app = consumer.app
         self._tasks = consumer.app.tasks
         self._takeover = takeover
         for task_name, strategy in consumer.strategies.items():
@@ -72,6 +74,8 @@ class RestoringStrategies(dict[str, Strategy]):
             if self.decisions is not None and waited is not None:
                 self.decisions.ask(message, body, ack, go_on, waited)
                 return None
+            if waited is not None:
+                signals.send(signals.released, self._app, message.headers["id"], waited.due_ms)
             return go_on()
 
         super().__setitem__(task_name, restoring)

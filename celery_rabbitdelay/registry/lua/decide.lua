@@ -3,7 +3,7 @@
 -- KEYS  the record of each task
 -- ARGV  the margin in milliseconds; then for each task: copy, due, once, the mark that this message
 --       leaves if it is the first one there, whether the broker has delivered it before ("1"), and
---       what the task's job says: "run", "later" or "cancelled"
+--       what the task's job says: "run", "later" or "expired"
 -- Returns for each task the verdict, or the instant until which it was postponed.
 
 local margin = tonumber(ARGV[1])
@@ -23,8 +23,8 @@ for number, record in ipairs(KEYS) do
     verdict = later
   elseif first and first ~= mark and not redelivered then
     verdict = 'duplicate'
-  elseif job == 'cancelled' then
-    verdict = 'cancelled'
+  elseif job == 'expired' then
+    verdict = 'expired'
     forget(record)
   elseif job == 'run' then
     if once ~= '' then

@@ -1,0 +1,72 @@
+"""Signals about delayed tasks, to be connected to as Celery's own are.
+
+Each is sent in the process in which it happens, with the application as ``sender`` and these
+arguments: ``task_id`` (str), ``due`` (an aware datetime, or None where it is not known), and
+``lateness``, seconds from due to now (negative before, None where due is not known)::
+
+    from celery_rabbitdelay import signals
+
+
+    @signals.released.connect
+    def arrived(sender, task_id, due, lateness, **kwargs):
+        print(f"{task_id} came {lateness} s late")
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from celery.utils.dispatch import Signal
+
+__all__ = ["cancelled", "delayed", "expired", "postponed", "released", "superseded"]
+
+_ARGUMENTS: Final = ["task_id", "due", "lateness"]
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def _signal(name: str) -> Any:
+    return Signal(name=name, providing_args=_ARGUMENTS)
+
+
+#: A task was sent into the levels, and the broker has confirmed it; in the sending process. Not
+#: sent for the rows of ``send_many``.
+delayed: Final = _signal("delayed")
+
+#: A task was cancelled; in the process that calls ``cancel``, and in the worker that discards it.
+cancelled: Final = _signal("cancelled")
+
+#: A task was postponed; in the process that calls ``postpone``.
+postponed: Final = _signal("postponed")
+
+#: A task does not run because a newer one was sent under its key, or because it was sent anew to
+#: run earlier; in the worker that discards it.
+superseded: Final = _signal("superseded")
+
+#: A delayed task has left the levels and is about to run; in the worker.
+released: Final = _signal("released")
+
+#: A task does not run because its job was aborted, or was not committed in time; in the worker.
+expired: Final = _signal("expired")
+
+
+def send(signal: Any, app: Any, task_id: str, due_ms: object) -> None:
+    """Send one of these signals, if a receiver is connected.
+
+    Args:
+        signal: The signal.
+        app: The application.
+        task_id: The task's id.
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC; None if that is not known.
+    """
+    if not signal.receivers:
+        return
+    due, lateness = None, None
+    if isinstance(due_ms, int):
+        try:
+            due = _EPOCH + timedelta(milliseconds=due_ms)
+        except OverflowError:
+            due = None  # after the year 9999
+        lateness = time.time() - due_ms / 1000
+    signal.send(sender=app, task_id=task_id, due=due, lateness=lateness)
