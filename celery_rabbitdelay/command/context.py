@@ -1,20 +1,35 @@
-"""What the commands share: the application's delays, ``--json``, and how a command fails."""
+"""What the commands share: the application's delays, common options, and how a command fails."""
 
 from __future__ import annotations
 
 import json
-from typing import Final, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, Final, NoReturn
 
 import amqp
 import click
 from celery.bin.base import CLIContext
 from celery.exceptions import CeleryCommandException
+from celery.platforms import EX_UNAVAILABLE
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.exceptions import InvalidSetting
+from celery_rabbitdelay.exceptions import InvalidSetting, RabbitDelayError, RegistryRequired
 
-__all__ = ["BROKER_ERRORS", "delays_of", "fail", "json_option"]
+__all__ = [
+    "BROKER_ERRORS",
+    "delays_of",
+    "fail",
+    "instant_type",
+    "json_option",
+    "registry_errors",
+    "with_registry",
+]
+
+#: The exit status where the registry, or a job, does not allow what was asked for.
+REFUSED: Final = 1
 
 #: Raised where the broker cannot be reached, or refuses what it is asked.
 BROKER_ERRORS: Final = (OperationalError, amqp.AMQPError, OSError)
@@ -45,6 +60,48 @@ def delays_of(context: CLIContext) -> RabbitDelay:
     except InvalidSetting as error:
         raise click.UsageError(str(error)) from error
     return delays
+
+
+class _Instant(click.ParamType):
+    """An instant as ISO 8601 writes it; without a time zone it is one of this machine."""
+
+    name = "instant"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> datetime:
+        try:
+            return datetime.fromisoformat(value).astimezone()
+        except ValueError as wrong:
+            self.fail(str(wrong), param, ctx)
+
+
+instant_type: Final = _Instant()
+
+
+def with_registry(context: CLIContext) -> RabbitDelay:
+    """Return the delays of the application, which have a registry.
+
+    Raises:
+        click.UsageError: They have none, or a setting is wrong.
+    """
+    delays = delays_of(context)
+    try:
+        delays.registry  # noqa: B018 - made, and so its settings are checked
+    except (RegistryRequired, InvalidSetting) as error:
+        raise click.UsageError(str(error)) from error
+    return delays
+
+
+@contextmanager
+def registry_errors(as_json: bool) -> Iterator[None]:
+    """End the command with one line if Redis or the broker cannot be reached, or refuses."""
+    try:
+        yield
+    except BROKER_ERRORS as error:
+        fail(error, str(error), EX_UNAVAILABLE, as_json)
+    except RabbitDelayError as error:
+        fail(error, str(error), REFUSED, as_json)
 
 
 def fail(error: Exception, message: str, exit_status: int, as_json: bool) -> NoReturn:

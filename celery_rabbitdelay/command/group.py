@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from celery_rabbitdelay.command.pending import forecast, pending
 from celery_rabbitdelay.command.send import send
 from celery_rabbitdelay.command.status import status
+from celery_rabbitdelay.command.waiting import cancel, job, postpone
 
 # Registers the control command, so that `celery inspect` knows it in this process.
 from celery_rabbitdelay.worker.status import rabbitdelay_status
@@ -18,5 +20,5 @@ def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 
 
-rabbitdelay.add_command(send)
-rabbitdelay.add_command(status)
+for command in (cancel, forecast, job, pending, postpone, send, status):
+    rabbitdelay.add_command(command)
