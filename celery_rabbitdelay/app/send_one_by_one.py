@@ -48,9 +48,12 @@ def send_one_by_one(
             break
         try:
             row = checked_row(given)
-            times: dict[str, Any] = {"delay": row.delay, "eta": row.eta, "task_id": row.task_id}
-            given_times = {name: value for name, value in times.items() if value is not None}
-            send(row.args, row.kwargs, **given_times, **options)
+            own: dict[str, Any] = {
+                name: getattr(row, name)
+                for name in ("delay", "eta", "task_id", "key")
+                if getattr(row, name) is not None
+            }
+            send(row.args, row.kwargs, **own, **options)
         except ROW_ERRORS as error:
             errors[number] = error
             report.errors[type(error).__name__] += 1

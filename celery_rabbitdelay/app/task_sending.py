@@ -70,6 +70,11 @@ class TaskSending:
     tolerance_ms: int
     former: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        taken = given_registry_options(self.options)
+        self._given = {name: self.options[name] for name in taken}
+        self.options = {name: each for name, each in self.options.items() if name not in taken}
+
     def send(self) -> AsyncResult[Any]:
         """Send the task, to where these rules lead, the first one that applies.
 
@@ -98,11 +103,6 @@ class TaskSending:
         if due.is_past and not wanted.job:
             return self._send_at_once(wanted)
         return self._send_into_levels(due, wanted)
-
-    def __post_init__(self) -> None:
-        taken = given_registry_options(self.options)
-        self._given = {name: self.options[name] for name in taken}
-        self.options = {name: each for name, each in self.options.items() if name not in taken}
 
     def _refuse_registry_options(self, why: str) -> None:
         for name, value in self._given.items():

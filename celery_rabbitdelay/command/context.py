@@ -62,7 +62,7 @@ def delays_of(context: CLIContext) -> RabbitDelay:
     return delays
 
 
-class _Instant(click.ParamType):
+class _Instant(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
     """An instant as ISO 8601 writes it; without a time zone it is one of this machine."""
 
     name = "instant"

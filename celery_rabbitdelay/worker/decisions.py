@@ -146,6 +146,10 @@ class Decisions:
         self._arrived.put(_Due(message, body, ack, go_on, waited, arrival, mark))
 
     def _run(self) -> None:
+        try:
+            self._breaker.call(self._registry.index.complete_since)
+        except RegistryUnavailable as error:
+            self._failed(error)
         while batch := self._next_batch():
             decisions = self._decide(batch)
             self._actions.add(partial(self._carry_out_all, batch, decisions))

@@ -17,6 +17,7 @@ from kombu import Exchange, Queue, binding
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.registry.decision import COPY, JOB, KEY, ONCE
 from tests.chaos.ledger import Start
 from tests.chaos.notes import Notes, now_ms
 
@@ -30,7 +31,10 @@ TASK: Final = "note"
 
 #: Our headers that every delayed task has; each further one says what happened on the way.
 USUAL: Final = frozenset(
-    {header_names.DUE, header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE}
+    {
+        *(header_names.DUE, header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE),
+        *(COPY, KEY, JOB, ONCE),
+    }
 )
 
 

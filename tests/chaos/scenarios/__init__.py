@@ -16,6 +16,7 @@ from tests.chaos.scenarios.policies import Policies
 from tests.chaos.scenarios.processes_killed import ProcessesKilled
 from tests.chaos.scenarios.quorum_lost import QuorumLost
 from tests.chaos.scenarios.redis_away import RedisAway
+from tests.chaos.scenarios.registry_away import RegistryAway
 
 __all__ = ["SCENARIOS", "SHORT"]
 
@@ -32,6 +33,7 @@ SCENARIOS: Final[dict[str, type[Scenario]]] = {
         Alarm,
         ProcessesKilled,
         RedisAway,
+        RegistryAway,
         Partition,
         ClocksOff,
         Connections,

@@ -1,0 +1,148 @@
+"""The commands of ``celery rabbitdelay`` about tasks that wait, run as users do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery.platforms import EX_UNAVAILABLE
+
+from tests.integration.worker import run_celery
+
+
+@pytest.fixture
+def settings(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
+    return {**configuration, "rabbitdelay_registry_url": redis_url}
+
+
+@pytest.fixture
+def shop(settings: dict[str, Any], make_shop: Callable[..., Any]) -> Any:
+    return make_shop(**settings)
+
+
+def send(shop: Any, delay: float, **options: Any) -> str:
+    return str(shop.tasks["look"].apply_async(delay=delay, track=True, **options).id)
+
+
+def test_pending_lists_the_tasks_that_wait_the_next_one_first(
+    settings: dict[str, Any], shop: Any
+) -> None:
+    key = f"order:{uuid4().hex}"
+    second, first = send(shop, 7200), send(shop, 3600, key=key)
+
+    told = run_celery(settings, "rabbitdelay pending")
+    answer = run_celery(settings, "rabbitdelay pending --json --limit 1")
+    keyed = json.loads(run_celery(settings, f"rabbitdelay pending -j --key {key}").stdout)
+
+    assert told.returncode == 0, told.stderr
+    lines = told.stdout.splitlines()
+    assert lines[0].split() == ["due", "in", "task", "id", "key", "job"]
+    assert first in lines[1]
+    assert second in lines[2]
+    assert lines[3].startswith("2 tracked tasks wait; complete since ")
+    data = json.loads(answer.stdout)
+    assert data["count"] == 2
+    assert [each["task_id"] for each in data["tasks"]] == [first]
+    assert datetime.fromisoformat(data["tasks"][0]["due"]) > datetime.now(UTC)
+    assert [each["key"] for each in keyed["tasks"]] == [key]
+
+
+def test_pending_takes_due_times(settings: dict[str, Any], shop: Any) -> None:
+    sent = [send(shop, hours * 3600) for hours in (1, 2, 3)]
+    in_90_minutes = (datetime.now(UTC) + timedelta(minutes=90)).isoformat()
+
+    before = run_celery(settings, f"rabbitdelay pending -j --due-before {in_90_minutes}")
+    after = run_celery(settings, f"rabbitdelay pending -j --due-after {in_90_minutes}")
+    wrong = run_celery(settings, "rabbitdelay pending --due-after tomorrow")
+
+    assert [each["task_id"] for each in json.loads(before.stdout)["tasks"]] == sent[:1]
+    assert [each["task_id"] for each in json.loads(after.stdout)["tasks"]] == sent[1:]
+    assert wrong.returncode == 2
+    assert "tomorrow" in wrong.stderr
+
+
+def test_the_forecast_says_how_many_tasks_are_due_when(
+    settings: dict[str, Any], shop: Any, tmp_path: Path
+) -> None:
+    for delay in (3600, 3601, 7200):
+        send(shop, delay)
+    picture = tmp_path / "forecast.png"
+
+    told = run_celery(settings, f"rabbitdelay forecast --step 1800 --plot {picture}")
+    answer = run_celery(settings, "rabbitdelay forecast --step 1800 --json")
+
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.splitlines()[-1] == "3 tracked tasks wait"
+    assert "#" in told.stdout
+    assert [each["tasks"] for each in json.loads(answer.stdout)] == [2, 1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tasks_are_cancelled_by_id_and_by_key(settings: dict[str, Any], shop: Any) -> None:
+    key = f"order:{uuid4().hex}"
+    ids = [send(shop, 60), send(shop, 60)]
+    send(shop, 60, key=key)
+
+    told = run_celery(settings, f"rabbitdelay cancel {ids[0]} {ids[1]}")
+    again = run_celery(settings, f"rabbitdelay cancel {ids[0]} unheard-of --json")
+    keyed = run_celery(settings, f"rabbitdelay cancel --key {key} -j")
+
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.splitlines() == [f"{each}: done" for each in ids]
+    assert json.loads(again.stdout) == {ids[0]: "cancelled", "unheard-of": "unknown"}
+    assert json.loads(keyed.stdout) == {key: "done"}
+    assert shop.rabbitdelay.count() == 0
+
+
+def test_a_task_is_postponed(settings: dict[str, Any], shop: Any) -> None:
+    task_id = send(shop, 60)
+    later = datetime.now(UTC) + timedelta(hours=1)
+
+    told = run_celery(settings, f"rabbitdelay postpone {task_id} --eta {later.isoformat()}")
+    by_delay = run_celery(settings, f"rabbitdelay postpone {task_id} --delay 7200 --json")
+    wrong = run_celery(settings, f"rabbitdelay postpone {task_id}")
+
+    assert told.stdout == f"{task_id}: done\n"
+    assert json.loads(by_delay.stdout) == {task_id: "done"}
+    assert wrong.returncode == 2
+    (found,) = shop.rabbitdelay.pending()
+    assert found.due > datetime.now(UTC) + timedelta(hours=1, minutes=50)
+
+
+def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any) -> None:
+    job = f"import-{uuid4().hex}"
+
+    unknown = run_celery(settings, f"rabbitdelay job show {job}")
+    opened = run_celery(settings, f"rabbitdelay job open {job} --expires 60")
+    committed = run_celery(settings, f"rabbitdelay job commit {job} --json")
+    aborted = run_celery(settings, f"rabbitdelay job abort {job}")
+
+    assert unknown.stdout == f"{job}: unknown\n"
+    assert opened.stdout == f"{job}: open\n"
+    assert json.loads(committed.stdout) == {"job": job, "state": "committed"}
+    assert aborted.returncode == 1
+    assert f"job '{job}' is committed" in aborted.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["pending", "forecast", "cancel x", "postpone x --delay 1", "job show x"]
+)
+def test_without_a_registry_each_command_says_what_to_set(
+    configuration: dict[str, Any], settings: dict[str, Any], command: str
+) -> None:
+    without = run_celery(configuration, f"rabbitdelay {command}")
+    down = {**settings, "rabbitdelay_registry_url": "redis://:secret@127.0.0.1:1/0"}
+    away = run_celery(down, f"rabbitdelay {command} --json")
+
+    assert without.returncode == 2
+    assert "set rabbitdelay_registry_url" in without.stderr
+    assert away.returncode == EX_UNAVAILABLE
+    (line,) = away.stderr.splitlines()
+    assert line.startswith("Error: the registry cannot be used: ")
+    assert "secret" not in line
+    assert json.loads(away.stdout) == {"error": line.removeprefix("Error: ")}
