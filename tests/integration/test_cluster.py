@@ -38,15 +38,22 @@ def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
         joining = [RabbitMQServer(broker_root, cluster_with=first) for _ in range(2)]
         nodes = [first, *(stack.enter_context(node) for node in joining)]
         for node in nodes:
-            # By default, 180 s until a message that is on its way to the next level is sent again
-            # when the node of that level's queue has died; and on 4.3, 60 s until the messages of a
-            # consumer whose node has died return to their queue.
-            for setting in (
-                "dead_letter_worker_publisher_confirm_timeout",
-                "consumer_disconnected_timeout",
-            ):
-                node.ctl("eval", f"application:set_env(rabbit, {setting}, 5000).")
+            shorten_timeouts(node)
         yield nodes
+
+
+def shorten_timeouts(node: RabbitMQServer) -> None:
+    """Let a node try again after 5 s, until it is started the next time.
+
+    By default, 180 s until a message that is on its way to the next level is sent again when the
+    node of that level's queue has died; and on 4.3, 60 s until the messages of a consumer whose
+    node has died return to their queue.
+    """
+    for setting in (
+        "dead_letter_worker_publisher_confirm_timeout",
+        "consumer_disconnected_timeout",
+    ):
+        node.ctl("eval", f"application:set_env(rabbit, {setting}, 5000).")
 
 
 def leaders(node: RabbitMQServer) -> dict[str, str]:
@@ -99,6 +106,7 @@ def test_a_message_for_a_classic_queue_whose_node_is_down_is_sent_when_it_is_bac
             wait_for(lambda: asked >= 1, "a declaration while the node is down")
         finally:
             home.start()
+            shorten_timeouts(home)
         sending.result(timeout=120)
     publisher.close()
     with Connection(home.url) as connection:

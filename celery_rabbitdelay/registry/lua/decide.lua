@@ -21,6 +21,10 @@ for number, record in ipairs(KEYS) do
     verdict = 'superseded'
   elseif later and tonumber(later) > due then
     verdict = later
+    if copy ~= '' then
+      -- The message goes back into the levels until then.
+      redis.call('HSET', record, 'due', later)
+    end
   elseif first and first ~= mark and not redelivered then
     verdict = 'duplicate'
   elseif job == 'expired' then
