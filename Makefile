@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test unit integration acceptance test-brokers mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
-        bench-burst bench-pending bench-growth bench-memory bench-modules lint types docs pictures tox coverage clean
+        bench-burst bench-pending bench-growth bench-memory bench-modules bench-registry lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -61,6 +61,9 @@ bench-memory: $(VENV)/test.done  ## A worker's memory while 20,000 tasks wait, b
 
 bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing
 	$(BIN)/python -m tests.benchmarks.modules
+
+bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends with keys, bytes, listing a million
+	$(BIN)/python -m tests.benchmarks.registry
 
 bench-sends: $(VENV)/test.done  ## Confirmed delayed sends, beside Celery's own and raw py-amqp
 	$(BIN)/python -m tests.benchmarks.sends

@@ -9,17 +9,19 @@ the worker is started; what is measured begins when the first has left it.
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from statistics import median
 from typing import Any, Final
 from uuid import uuid4
 
 from kombu import Connection
 
-from celery_rabbitdelay import Row
+from celery_rabbitdelay import Row, RowsNotConfirmed
 from celery_rabbitdelay.kombu import declare
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import Registration, Registry
@@ -84,6 +86,35 @@ class Bench:
         began = time.monotonic()
         app.rabbitdelay.send_many(app.tasks["at"], given, envelopes=False)
         return rows / (time.monotonic() - began)
+
+    def job(self, tasks: int, commits: bool) -> tuple[int, int]:
+        """Abort a job half-way through sending it, or commit it; return what ran, and how often.
+
+        Returns:
+            How many different tasks ran, and how many runs there were.
+        """
+        app = self.apps["with"]
+        job, note = f"job-{uuid4().hex}", f"noted-{uuid4().hex}"
+        app.rabbitdelay.open_job(job, expires=3600)
+
+        def rows() -> Iterator[Row]:
+            for number in range(tasks):
+                if number == tasks // 2 and not commits:
+                    app.rabbitdelay.abort_job(job)
+                yield Row(args=(number,), kwargs={"key": note}, delay=5)
+
+        with Worker(self.settings["with"], None, "--prefetch-multiplier=100"):
+            with suppress(RowsNotConfirmed):
+                app.rabbitdelay.send_many(app.tasks["note"], rows(), job=job)
+            if commits:
+                app.rabbitdelay.commit_job(job)
+            app.tasks["note"].apply_async(("barrier",), {"key": note}, delay=20)
+            redis = app.backend.client
+            expected = (tasks if commits else 0) + 1
+            wait_for(lambda: redis.llen(note) >= expected, "the job and a later task", 900, 1.0)
+        ran = [json.loads(each)["given"][0] for each in redis.lrange(note, 0, -1)]
+        ran.remove("barrier")
+        return len(set(ran)), len(ran)
 
 
 def show(rates: Mapping[str, list[float]]) -> dict[str, float]:
@@ -160,6 +191,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--arrivals", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--job", type=int, default=100_000, help="tasks of a job")
     parser.add_argument("--listed", type=int, default=1_000_000)
     options = parser.parse_args()
     with private_broker() as broker, RedisServer() as redis, RedisServer() as registry:
@@ -178,6 +210,10 @@ def main() -> int:
                 words = f"send_many rows a second, {'with' if keys else 'without'} keys"
                 rates.setdefault(words, []).append(bench.sends(keys, options.rows))
         medians = show(rates)
+        for commits in (False, True):
+            different, runs = bench.job(options.job, commits)
+            what = "committed" if commits else "aborted half-way"
+            print(f"a job of {options.job:,}, {what}: {different:,} tasks ran, {runs:,} runs")
         sizes(bench.apps["with"])
         listing(bench.apps["with"], options.listed)
         targets = [
