@@ -101,6 +101,7 @@ class Attempts:
         statistics: Where to count what is done.
         timeout: Seconds without a confirm until an attempt has failed.
         frame_max: The bytes of a frame of the connection.
+        silent: Destinations that have not answered on former connections; see :class:`.Unanswered`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Attempts:
         statistics: ModuleStatistics,
         timeout: float,
         frame_max: int,
+        silent: set[str | None],
     ) -> None:
         self._name = name
         self._redelivery = redelivery
@@ -120,7 +122,7 @@ class Attempts:
         self._statistics = statistics
         self._timeout = timeout
         self._frame_max = frame_max
-        self._unanswered = Unanswered()
+        self._unanswered = Unanswered(silent=silent)
         self._warned_at: dict[str | None, float] = {}
 
     def note_slow(self, outgoing: Outgoing) -> None:
@@ -128,6 +130,10 @@ class Attempts:
         destination = self._destination(outgoing)
         if destination is not None:
             self._unanswered.note_slow(destination)
+
+    def stuck(self, broker_silent_for: float) -> list[str]:
+        """Return the destinations because of which the broker reads nothing from the connection."""
+        return self._unanswered.give_up_if_stuck(broker_silent_for)
 
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final, cast
@@ -30,7 +30,7 @@ from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.wire import UNREADABLE, ack_frames, requeue_frames
 
-__all__ = ["MAX_PREFETCH", "Module", "ModuleConsumer"]
+__all__ = ["MAX_PREFETCH", "ConnectionStuck", "Module", "ModuleConsumer"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,21 @@ class Module:
     redelivery: float
 
 
+class ConnectionStuck(Exception):
+    """The broker reads nothing more from the connection, because of destinations that are away.
+
+    They count as silent then, so that the next connection does not get stuck.
+    """
+
+    def __init__(self, destinations: Sequence[str]) -> None:
+        super().__init__(destinations)
+        self.destinations = destinations
+
+    def __str__(self) -> str:
+        names = ", ".join(self.destinations[:3])
+        return f"the broker answers nothing because of {names}"
+
+
 class ModuleConsumer:
     """Serves a module on one connection.
 
@@ -109,6 +124,8 @@ class ModuleConsumer:
         connection: A connection that is open.
         statistics: Where to count what is done.
         stopping: Set once no more messages are to be taken.
+        silent: Destinations that have not answered on former connections; it is updated.
+        careful: Whether to take one message at a time while messages are redelivered.
     """
 
     def __init__(
@@ -117,12 +134,14 @@ class ModuleConsumer:
         connection: Connection,
         statistics: ModuleStatistics,
         stopping: Event,
+        silent: set[str | None] | None = None,
+        careful: bool = True,
     ) -> None:
         self._module = module
         self._connection = connection
         self._statistics = statistics
         self._stopping = stopping
-        self._careful = True
+        self._careful = careful
         policy = PublishPolicy(module.timeout, None, NACK_PAUSES, module.window)
         self._loop = PublishLoop(self._next, policy, self._done)
         self._loop.window = 1
@@ -149,6 +168,7 @@ class ModuleConsumer:
             statistics,
             module.timeout,
             self._wire.frame_max,
+            set() if silent is None else silent,
         )
         self._growth = 1
         self._unfinished = 0
@@ -210,6 +230,9 @@ class ModuleConsumer:
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
+            stuck = self._attempts.stuck(self._loop.silent_for)
+            if stuck:
+                raise ConnectionStuck(stuck)
         else:
             # The end of the alarm is waited for, however long it takes.
             self._loop.excuse(time.monotonic() - began)

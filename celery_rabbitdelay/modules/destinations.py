@@ -11,11 +11,22 @@ __all__ = ["SILENCE", "MissingExchanges", "Unanswered"]
 #: Seconds without an answer after which a destination gets no further messages until it answers.
 SILENCE: Final = 1.0
 
-#: Messages in flight for one destination. While a quorum queue owes a connection 32 answers or more
-#: (``quorum_commands_soft_limit`` of the application ``rabbit``), RabbitMQ grants the connection no
-#: further credit, and reads nothing more from it after some hundred messages. All others would wait
-#: for that queue then (seen on 3.10.8 and 4.3.6).
+#: Messages in flight for one destination, at first. While a quorum queue owes a connection 32
+#: answers or more (``quorum_commands_soft_limit`` of the application ``rabbit``), RabbitMQ grants
+#: the connection no further credit, and reads nothing more from it after some hundred messages. All
+#: others would wait for that queue then (seen on 3.10.8 and 4.3.6).
 MAX_UNANSWERED: Final = 30
+
+#: The same for a destination that answers promptly while it has as many as it may have: each answer
+#: allows one more, up to this number. With 30, distribution publishes two thirds as many a second.
+MAX_PROMPT: Final = 300
+
+#: Seconds in which a prompt destination answers, and after which it is forgotten that it did.
+PROMPT: Final = 0.1
+
+#: Seconds without any answer after which a connection is given up on which a destination has more
+#: than :data:`MAX_UNANSWERED` messages in flight: the broker reads nothing more from it.
+STUCK_AFTER: Final = 3.0
 
 #: Seconds for which a destination that held up others gets no more messages than it answers.
 SLOW_FOR: Final = 10.0
@@ -32,14 +43,21 @@ class Unanswered:
 
     Args:
         clock: Returns seconds, as :func:`time.monotonic`.
+        silent: Destinations that have not answered on former connections. The set is updated.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        silent: set[str | None] | None = None,
+    ) -> None:
         self._clock = clock
+        #: For destinations that had as many messages as they may have: when, and how many.
+        self._limits: dict[str | None, tuple[float, int]] = {}
         #: When each message was sent, by its destination and the message, the oldest first.
         self._sent: dict[str | None, dict[Hashable, float]] = {}
         #: Destinations that have not answered until time was up; they get one message at a time.
-        self._silent: set[str | None] = set()
+        self._silent: set[str | None] = set() if silent is None else silent
         #: Until when destinations are slow.
         self._slow_until: dict[str, float] = {}
         #: The latest time of sending of all messages that were answered.
@@ -51,8 +69,15 @@ class Unanswered:
 
     def answered(self, message: Hashable, destination: str | None) -> None:
         """Note that the broker has acked, nacked or returned a message."""
-        self._answered_until = max(self._answered_until, self._remove(message, destination))
+        sent_at = self._remove(message, destination)
+        self._answered_until = max(self._answered_until, sent_at)
         self._silent.discard(destination)
+        if destination in self._limits:
+            full_at, limit = self._limits[destination]
+            if self._clock() - sent_at < PROMPT:
+                self._limits[destination] = full_at, min(limit + 1, MAX_PROMPT)
+            else:
+                del self._limits[destination]
 
     def timed_out(self, message: Hashable, destination: str | None) -> None:
         """Note that nobody waits for the answer any more."""
@@ -97,7 +122,30 @@ class Unanswered:
         in_flight = self._sent.get(destination)
         if in_flight is None or len(in_flight) < MAX_UNANSWERED:
             return False
+        now = self._clock()
+        full_at, limit = self._limits.get(destination, (now, MAX_UNANSWERED))
+        if now - full_at >= PROMPT:
+            limit = MAX_UNANSWERED
+        if len(in_flight) < limit:
+            return False
+        self._limits[destination] = now, limit
         return not self.is_silent(destination, broker_silent_for)
+
+    def give_up_if_stuck(self, broker_silent_for: float) -> list[str]:
+        """Return the destinations for which the broker may read nothing more; they count as silent.
+
+        Args:
+            broker_silent_for: For how many seconds the broker has answered nothing at all.
+        """
+        if broker_silent_for < STUCK_AFTER:
+            return []
+        stuck = [
+            name
+            for name, in_flight in self._sent.items()
+            if name is not None and len(in_flight) > MAX_UNANSWERED
+        ]
+        self._silent.update(stuck)
+        return stuck
 
     def _remove(self, message: Hashable, destination: str | None) -> float:
         """Return when the message was sent."""

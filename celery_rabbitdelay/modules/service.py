@@ -10,7 +10,7 @@ from typing import Final
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PublishError
-from celery_rabbitdelay.modules.consumer import Module, ModuleConsumer
+from celery_rabbitdelay.modules.consumer import ConnectionStuck, Module, ModuleConsumer
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
@@ -50,6 +50,10 @@ class ModuleService:
         self._connection = connection
         self._declare = declare
         self._on_lost = on_lost
+        #: Destinations that have not answered, on any connection.
+        self._silent: set[str | None] = set()
+        #: Whether messages may be redelivered because one of them has crashed a worker.
+        self._careful = True
         self._thread = Thread(target=self._run, name=f"rabbitdelay-{module.name}", daemon=True)
 
     def start(self) -> None:
@@ -72,8 +76,13 @@ class ModuleService:
             except Exception as lost:
                 if self.statistics.finished > finished:
                     pause = shortest
+                self._careful = not isinstance(lost, ConnectionStuck)
+                if not self._careful:
+                    pause = shortest
                 expected = (*self._connection.recoverable_connection_errors, PublishError)
-                with_traceback = not isinstance(lost, (*expected, *self._connection.channel_errors))
+                with_traceback = not isinstance(
+                    lost, (*expected, *self._connection.channel_errors, ConnectionStuck)
+                )
                 logger.warning(
                     "%s: connects again in %.1f s: %r",
                     self.module.name,
@@ -100,7 +109,15 @@ class ModuleService:
             with Wire(connection).answers_within(self.module.timeout):
                 self._declare(connection)
             logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
-            return ModuleConsumer(self.module, connection, self.statistics, self.stopping).serve()
+            consumer = ModuleConsumer(
+                self.module,
+                connection,
+                self.statistics,
+                self.stopping,
+                self._silent,
+                self._careful,
+            )
+            return consumer.serve()
         except Exception:
             self._on_lost()
             raise

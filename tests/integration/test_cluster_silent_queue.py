@@ -27,6 +27,9 @@ WINDOW = 50
 #: Messages for the silent queue: more than these.
 MANY = 500
 
+#: Messages that are on their way to a queue when it stops answering.
+LOAD = 20_000
+
 #: Messages for a queue that answers.
 FEW = 10
 
@@ -99,4 +102,54 @@ def test_a_queue_that_does_not_answer_holds_up_no_other(
         wait_for(all_came, "the messages of the silent queue", timeout=180)
         assert count(connection, topology.module_queues.undeliverable.name) == 0
         assert "connects again" not in worker.log
+    shop.close()
+
+
+def test_a_queue_that_stops_answering_in_the_middle_of_many_messages_holds_up_no_other_for_long(
+    nodes: list[RabbitMQServer], redis_url: str
+) -> None:
+    """RabbitMQ then reads nothing more from the connection, so the module takes another one."""
+    living, home = nodes
+    configuration: dict[str, Any] = {
+        "prefix": "stops",
+        "broker_url": living.url,
+        "result_backend": redis_url,
+        "rabbitdelay_prefix": "stops",
+        # Of one replica each, so that they need no majority of the two nodes.
+        "rabbitdelay_queue_type": "classic",
+        "queue_type": "classic",
+        "rabbitdelay_layout": LEVELS,
+        "rabbitdelay_checkin_allowed": ["stops-*"],
+    }
+    shop = make_app(configuration)
+    topology = Topology("stops", SHORT, "classic")
+    arguments = {"x-queue-type": "quorum", "x-quorum-initial-group-size": 1}
+    stops, sound = Queue("stops-lone", queue_arguments=arguments), Queue("stops-sound")
+    with Connection(home.url) as connection:
+        stops(connection.default_channel).declare()
+    with Connection(living.url) as connection, ExitStack() as stack:
+        declare(connection, topology)
+        sound(connection.default_channel).declare()
+        worker = stack.enter_context(Worker(configuration, [named(shop, "default")]))
+        wait_until_served(worker)
+        told = {headers.EXCHANGE: "", headers.ROUTING_KEY: stops.name}
+        items = [Item(b"x", {"id": each}) for each in range(LOAD)]
+        put_in_envelope(connection, shop, items, **told)
+        wait_for(lambda: count(connection, stops.name) > FEW, "the first messages", interval=0.01)
+        home.suspend()
+        for each in range(FEW):
+            check_in(connection, shop, sound.name, headers={"x-delay": 100, "id": each})
+        came = take(connection, [sound], FEW)
+        assert {arrival.message.headers["id"] for arrival in came} == set(range(FEW))
+
+        home.resume()
+        ids: set[int] = set()
+
+        def all_came() -> bool:
+            for arrival in take(connection, [stops], min(count(connection, stops.name), 1000)):
+                ids.add(arrival.message.headers["id"])
+            return ids == set(range(LOAD))
+
+        wait_for(all_came, "the messages of the queue that stopped", timeout=120)
+        assert count(connection, topology.module_queues.undeliverable.name) == 0
     shop.close()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from celery_rabbitdelay.modules.destinations import (
     ASK_AGAIN,
+    MAX_PROMPT,
     MAX_UNANSWERED,
+    PROMPT,
     SILENCE,
     SLOW_FOR,
+    STUCK_AFTER,
     MissingExchanges,
     Unanswered,
 )
@@ -147,3 +150,69 @@ def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while() -> None:
     for number in range(MAX_UNANSWERED):
         unanswered.sent(number, "slow")
     assert unanswered.is_full("slow", 0.0)
+
+
+class Destination:
+    """A destination that always gets as many messages as it may have."""
+
+    def __init__(self, unanswered: Unanswered) -> None:
+        self._unanswered = unanswered
+        self._in_flight: list[int] = []
+        self._sent = 0
+
+    def fill(self) -> int:
+        """Send as many as may be; return how many are in flight."""
+        while not self._unanswered.is_full("busy", 0.0):
+            self._sent += 1
+            self._unanswered.sent(self._sent, "busy")
+            self._in_flight.append(self._sent)
+        return len(self._in_flight)
+
+    def answer(self, number: int) -> None:
+        for _ in range(number):
+            self._unanswered.answered(self._in_flight.pop(0), "busy")
+
+
+def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_fewer() -> None:
+    clock = Clock()
+    destination = Destination(Unanswered(clock))
+    assert destination.fill() == MAX_UNANSWERED
+    destination.answer(10)
+    assert destination.fill() == MAX_UNANSWERED + 10
+    for _ in range(5):
+        clock.now += 0.9 * PROMPT
+        # All at once, as RabbitMQ may confirm them.
+        destination.answer(destination.fill())
+    assert destination.fill() == MAX_PROMPT
+    clock.now += 2 * PROMPT
+    destination.answer(MAX_PROMPT - 5)
+    assert destination.fill() == MAX_UNANSWERED
+
+
+def test_a_destination_that_was_prompt_a_while_ago_starts_anew() -> None:
+    clock = Clock()
+    unanswered = Unanswered(clock)
+    destination = Destination(unanswered)
+    destination.fill()
+    destination.answer(MAX_UNANSWERED)
+    clock.now += 2 * PROMPT
+    unanswered.sent("lone", "busy")
+    unanswered.answered("lone", "busy")
+    assert destination.fill() == MAX_UNANSWERED
+
+
+def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_long() -> None:
+    clock = Clock()
+    silent: set[str | None] = set()
+    unanswered = Unanswered(clock, silent)
+    for number in range(MAX_UNANSWERED):
+        unanswered.sent(number, "lost")
+        unanswered.sent(-number, None)
+    assert unanswered.give_up_if_stuck(STUCK_AFTER) == []
+    unanswered.sent("one more", "lost")
+    assert unanswered.give_up_if_stuck(0.9 * STUCK_AFTER) == []
+    assert unanswered.give_up_if_stuck(STUCK_AFTER) == ["lost"]
+    assert silent == {"lost"}
+    on_another_connection = Unanswered(clock, silent)
+    on_another_connection.sent("first", "lost")
+    assert on_another_connection.is_silent("lost", 0.0)
