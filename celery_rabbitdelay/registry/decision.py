@@ -60,7 +60,8 @@ class Outcome(Enum):
     #: The task was waiting, and will not run, or not before.
     DONE = "done"
 
-    #: The task has arrived at a worker already; nothing was changed.
+    #: The task has arrived at a worker already; the registry changed nothing. A worker that has not
+    #: started it may still revoke it, as Celery does.
     RELEASED = "released"
 
     #: The task is not tracked. It will not run, or not before, unless it has arrived already.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from celery_rabbitdelay import Celery
 
 app = Celery("shop", broker="amqp://")
+# Pages about the registry set this variable, to the Redis of the tests.
+app.conf.rabbitdelay_registry_url = os.environ.get("SHOP_REGISTRY_URL")
 
 
 @app.task
