@@ -80,13 +80,14 @@ class Arrival(NamedTuple):
     def of(cls, headers: Mapping[str, Any], due_ms: int, queue: str, redelivered: bool) -> Arrival:
         """Read it from the headers of a task's message, which any sender may have written."""
         retries = headers.get("retries")
-        attempt = retries if isinstance(retries, int) else 0
+        attempt = int(retries) if isinstance(retries, int) else 0
+        task_id = _text(headers.get("id"))
         return cls(
-            _text(headers.get("id")),
+            task_id,
             due_ms,
             _text(headers.get(COPY)),
             _text(headers.get(JOB)),
-            f"{queue}:{attempt}" if headers.get(ONCE) is True else "",
+            f"{queue}:{attempt}" if task_id and headers.get(ONCE) is True else "",
             redelivered,
         )
 
