@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict
-from celery_rabbitdelay.registry.registry import TASKS_PER_CALL, Earlier, Registry
+from celery_rabbitdelay.registry.registry import TASKS_PER_CALL, Earlier, Registration, Registry
 from tests.integration.registering import (
     LONGEST_MS,
     MARGIN_MS,
@@ -270,6 +270,43 @@ def test_a_message_that_arrives_before_it_is_said_to_replace_another_runs(
     assert outcome is Outcome.DONE
     assert verdict(registry, first) is Verdict.SUPERSEDED
     assert registry.cancel(["task"]) == [Outcome.RELEASED]
+
+
+def test_a_task_that_is_cancelled_while_the_message_in_its_place_runs_stays_cancelled(
+    registry: Registry,
+) -> None:
+    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
+    registry.register([first])
+    verdict(registry, second)
+    assert registry.cancel(["task"]) == [Outcome.DONE]
+    registry.replace("task", first.copy, second.copy, second.due_ms)
+    assert registry.cancel(["task"]) == [Outcome.CANCELLED]
+    assert verdict(registry, first) is Verdict.CANCELLED
+
+
+@pytest.mark.parametrize("message", [sent(key="order"), None], ids=["untracked", "unknown"])
+def test_a_message_of_which_little_is_known_can_be_replaced(
+    registry: Registry, message: Registration | None
+) -> None:
+    second = sent()
+    if message:
+        registry.register([message])
+    first = message.copy if message else "long forgotten"
+    assert registry.replace("task", first, second.copy, second.due_ms) is Outcome.DONE
+    assert verdict(registry, second._replace(copy=first)) is Verdict.SUPERSEDED
+    assert verdict(registry, second) is Verdict.RUN
+
+
+def test_a_message_is_not_replaced_once_the_one_in_its_place_has_arrived(
+    registry: Registry,
+) -> None:
+    first, second, third = tracked(after_ms=2 * MINUTE_MS), tracked(), tracked()
+    registry.register([first])
+    registry.replace("task", first.copy, second.copy, second.due_ms)
+    assert verdict(registry, second) is Verdict.RUN
+    outcome = registry.replace("task", first.copy, third.copy, third.due_ms)
+    assert outcome is Outcome.RELEASED
+    assert verdict(registry, third) is Verdict.SUPERSEDED
 
 
 @pytest.mark.parametrize("retried", [False, True], ids=["it runs", "its retry waits"])

@@ -121,6 +121,16 @@ def test_a_retry_is_not_postponed_because_the_attempt_before_it_was(registry: Re
     assert verdict(registry, retry) is Verdict.RUN
 
 
+def test_what_arrives_again_while_its_retry_is_postponed_runs(registry: Registry) -> None:
+    first, retry = tracked(), tracked(is_retry=True)
+    registry.register([first])
+    verdict(registry, first)
+    registry.register([retry])
+    registry.postpone("task", retry.due_ms + MINUTE_MS)
+    assert verdict(registry, arrival(first, redelivered=True)) is Verdict.RUN
+    assert verdict(registry, retry) is Verdict.LATER
+
+
 def test_only_the_newest_of_a_chain_of_tasks_under_one_key_runs(registry: Registry) -> None:
     chain = [sent(f"task-{number}", key=KEY) for number in range(10)]
     for each in chain:

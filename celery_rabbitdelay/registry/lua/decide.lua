@@ -29,9 +29,9 @@ for number, record in ipairs(KEYS) do
       redis.call('HSET', record, 'state', 'cancelled')
       forget(record)
     end
-  elseif later and tonumber(later) > due then
+  elseif later and tonumber(later) > due and (of_record or copy == '') then
     verdict = later
-    if registered and of_record then
+    if of_record then
       -- Until then it waits in the levels again, so that "earlier" means earlier than that.
       redis.call('HSET', record, 'due', later)
     end
@@ -50,7 +50,7 @@ for number, record in ipairs(KEYS) do
       end
       keep(record, lives)
     end
-  elseif redis.call('EXISTS', record) == 1 then
+  else
     -- Its job may stay open for longer than the margin.
     keep(record, lives)
   end

@@ -27,6 +27,8 @@ end
 redis.call('HSET', record, 'copy', copy, 'due', due)
 if key ~= '' then
   redis.call('HSET', record, 'key', key)
+else
+  redis.call('HDEL', record, 'key')
 end
 if name ~= '' then
   local last = math.max(tonumber(due), tonumber(later or due))

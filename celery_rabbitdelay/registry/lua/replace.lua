@@ -13,7 +13,6 @@ if second_arrived then
   void(record, first, lives)
   if not state and (not copy or copy == first) then
     redis.call('HSET', record, 'state', 'released', 'copy', second)
-    keep(record, lives)
   end
   return 'done'
 end
