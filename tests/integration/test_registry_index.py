@@ -144,6 +144,8 @@ def test_what_has_arrived_or_will_not_run_leaves_the_index(
         assert [each.task_id for each in index.pending(wanted)] == ["waits"]
         assert index.count(wanted) == 1
     verdict(registry, waits)
+    for each in (arrived, cancelled, superseded, waits):
+        assert not redis_setup.client.hexists(registry.names.task(each.task_id), "message")
     assert not [each for each in keys(redis_setup, prefix) if ":due" in each]
 
 

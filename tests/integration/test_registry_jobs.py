@@ -71,7 +71,11 @@ def test_a_job_that_is_not_open_takes_no_tasks(registry: Registry, end: JobState
     [(JobState.COMMITTED, JobState.ABORTED), (JobState.ABORTED, JobState.COMMITTED)],
 )
 def test_a_job_is_ended_once_and_saying_so_again_changes_nothing(
-    registry: Registry, others: Jobs, first: JobState, second: JobState
+    registry: Registry,
+    others: Jobs,
+    first: JobState,
+    second: JobState,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry.jobs.open(JOB, MINUTE_MS)
     registry.jobs.end(JOB, first)
@@ -80,6 +84,7 @@ def test_a_job_is_ended_once_and_saying_so_again_changes_nothing(
         registry.jobs.end(JOB, second)
     assert raised.value.state == first.value
     assert others.state(JOB) is first
+    assert not [each for each in caplog.records if each.name.endswith("jobs")]
 
 
 def test_an_unknown_job_cannot_be_ended_and_has_no_state(registry: Registry) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from celery_rabbitdelay.registry.decision import Outcome, Verdict
+from celery_rabbitdelay.registry.index import Filter, Index
 from celery_rabbitdelay.registry.registry import Registration, Registry
 from tests.integration.registering import (
     MARGIN_MS,
@@ -45,6 +46,13 @@ def test_a_task_waits_once_it_is_registered_and_lives_as_long_as_it_may_arrive(
     assert len(written) == 5  # the record, the key, and three indexes
     for each in written:
         assert expiry_ms(redis_setup, each) == message.due_ms + MARGIN_MS
+
+
+def test_a_tracked_task_without_key_and_job_has_a_record_and_two_indexes(
+    registry: Registry, redis_setup: RedisSetup, prefix: str
+) -> None:
+    registry.register([tracked()])
+    assert len(keys(redis_setup, prefix)) == 3
 
 
 def test_a_shorter_delay_under_the_same_key_shortens_no_life(
@@ -153,6 +161,7 @@ def test_the_same_task_sent_twice_under_one_key_runs_once(registry: Registry) ->
     registry.register([first])
     registry.register([second])
     assert registry.waiting_under(KEY) == ["task"]
+    assert Index(registry.store, registry.names).count(Filter()) == 1
     assert verdicts(registry, [first, second]) == [Verdict.SUPERSEDED, Verdict.RUN]
 
 
@@ -274,15 +283,19 @@ def test_a_process_that_dies_before_superseded_messages_are_forgotten_does_no_ha
     ]
 
 
+@pytest.mark.parametrize("task_id", ["a", "b", "c", "d"])  # on a cluster, on several servers
 def test_a_retry_whose_worker_dies_while_it_registers_is_superseded_by_the_next_task(
-    registry: Registry,
+    registry: Registry, redis_setup: RedisSetup, task_id: str
 ) -> None:
-    first, newer = sent("first", key=KEY), sent("newer", key=KEY)
-    retry = sent("first", key=KEY, is_retry=True)
+    first, newer = sent(task_id, key=KEY), sent("newer", key=KEY)
+    retry = sent(task_id, key=KEY, is_retry=True, after_ms=5 * MINUTE_MS)
     registry.register([first])
     verdict(registry, first)
     registry.register([newer])
     assert claim(registry, retry) == ["superseded"]
+    if registry.store.is_cluster:
+        lives = expiry_ms(redis_setup, registry.names.key(KEY))
+        assert lives == retry.due_ms + MARGIN_MS
     last = sent("last", key=KEY)
     registry.register([last])
     assert verdicts(registry, [newer, retry]) == [Verdict.SUPERSEDED] * 2
