@@ -38,6 +38,10 @@ __all__ = ["RabbitDelay"]
 
 logger = logging.getLogger(__name__)
 
+#: For how many milliseconds the registry remembers a cancel of a task of which it knows nothing: ten
+#: years.
+LONGEST_MS: Final = 315_360_000_000
+
 #: For how many milliseconds the registry remembers a task that has arrived, or could have. A task
 #: that its queue does not take is tried again for ``rabbitdelay_redelivery`` before that.
 REGISTRY_MARGIN_MS: Final = 3_600_000
@@ -89,7 +93,7 @@ class RabbitDelay(WaitingTasks):
             settings.registry_url, settings.registry_timeout, settings.registry_options
         )
         margin_ms = milliseconds(settings.redelivery) + REGISTRY_MARGIN_MS
-        return Registry(store, settings.prefix, margin_ms, settings.topology.layout.capacity_ms)
+        return Registry(store, settings.prefix, margin_ms, LONGEST_MS)
 
     @cached_property
     def available(self) -> bool:

@@ -78,7 +78,7 @@ class TaskSending:
     def send(self) -> AsyncResult[Any]:
         """Send the task, to where these rules lead, the first one that applies.
 
-        - no delay, and no job: Celery's own path, unchanged
+        - no delay, and no option of the registry: Celery's own path, unchanged
         - the broker is not RabbitMQ: Celery's own path; ``delay`` becomes a countdown
         - ``rabbitdelay=False``, or a countdown or eta without takeover: a worker, which holds it
         - the delay is over by now: Celery's own path, at once
@@ -86,7 +86,7 @@ class TaskSending:
           distribution
         """
         has_delay = self.delay is not None or self.countdown or self.eta
-        if not has_delay and self._given.keys().isdisjoint(("key", "job")):
+        if not has_delay and not any(self._given.values()):
             return self._send_by_celery(self.countdown, self.eta)
         self.task_id = self.task_id or uuid()
         if not self.app.rabbitdelay.is_available(self._callers_connection):
@@ -99,9 +99,9 @@ class TaskSending:
         wanted = RegistryOptions.of(
             self.app.rabbitdelay.settings, self._task, self._given, self.former
         )
-        # A task of an open job waits until the job is committed.
-        if due.is_past and not wanted.job:
-            return self._send_at_once(wanted)
+        if due.is_past and not any(self._given.values()):
+            return self._send_by_celery()
+        # Also without a delay: behind the levels, the registry is asked about it.
         return self._send_into_levels(due, wanted)
 
     def _refuse_registry_options(self, why: str) -> None:
@@ -148,13 +148,6 @@ class TaskSending:
             producer = self.app.amqp.Producer(self.connection, auto_declare=False)
         with self.app.producer_or_acquire(producer) as acquired:
             return self._send_through(EtaProducer(acquired, self._countdown, self.eta))
-
-    def _send_at_once(self, wanted: RegistryOptions) -> AsyncResult[Any]:
-        result = self._send_by_celery()
-        if wanted.key:
-            with sent_already():
-                self.app.rabbitdelay.registry.supersede(wanted.key)
-        return result
 
     def _send_into_levels(self, due: Due, wanted: RegistryOptions) -> AsyncResult[Any]:
         delays = self.app.rabbitdelay

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from celery_rabbitdelay.app.celery_internals import revoke_by_celery
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.stored_message import restored
-from celery_rabbitdelay.exceptions import NotTracked
+from celery_rabbitdelay.exceptions import JobClosed, NotTracked
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -63,7 +63,13 @@ class WaitingTasks(ABC):
     def due(self, delay: Delay | None, countdown: float | None, eta: datetime | str | None) -> Due:
         """Return when a task is due."""
 
-    def cancel(self, task: str | ResultBase | None = None, *, key: str | None = None) -> Outcome:
+    def cancel(
+        self,
+        task: str | ResultBase | None = None,
+        *,
+        key: str | None = None,
+        job: str | None = None,
+    ) -> Outcome:
         """Cancel a task that waits: it will not run, whatever restarts until it is due.
 
         Its result becomes ``REVOKED``: at once if it is known that it waits, otherwise when it
@@ -74,15 +80,29 @@ class WaitingTasks(ABC):
             task: Its id; or the result of a send: of one task, of a chain, or of a group, whose
                 tasks are all cancelled.
             key: Instead of a task: the key that it was sent with.
+            job: Instead of a task: the job that tasks were sent with. An open job is aborted; of
+                a job that is committed, the tracked tasks are cancelled.
 
         Returns:
             What was found. Of a task that is neither tracked nor sent with a key, nothing is known:
             ``UNKNOWN``. Of several tasks, what is least certain.
 
         Raises:
-            TypeError: Neither a task nor a key, or both.
+            TypeError: Not exactly one of a task, a key and a job.
         """
-        ids = self._meant(task, key)
+        if job is not None:
+            if task is not None or key is not None:
+                raise TypeError("takes a task, a key or a job")
+            return self._cancel_job(job)
+        return self._cancel(self._meant(task, key))
+
+    def _cancel_job(self, job: str) -> Outcome:
+        with suppress(JobClosed):
+            self.abort_job(job)
+            return Outcome.DONE
+        return self._cancel([each.task_id for each in self.pending(job=job)])
+
+    def _cancel(self, ids: list[str]) -> Outcome:
         if not ids:
             return Outcome.UNKNOWN
         outcomes = self.registry.cancel(ids)

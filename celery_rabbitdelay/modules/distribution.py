@@ -111,9 +111,12 @@ class Distribution:
         The workers that get the tasks ask again, so only two cases end here: the tasks of an
         aborted job do not go on, and if all of them have to wait for their job, the envelope does.
         """
-        arrivals = [
-            Arrival.of(headers_of(each.message), 0, "", redelivered=True) for each in unpacked
-        ]
+        arrivals = []
+        for each in unpacked:
+            own = headers_of(each.message)
+            due_ms = own.get(header_names.DUE)
+            due_ms = due_ms if isinstance(due_ms, int) else 0
+            arrivals.append(Arrival.of(own, due_ms, "", redelivered=True))
         try:
             decisions = look(arrivals)
         except RegistryUnavailable:

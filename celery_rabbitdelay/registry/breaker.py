@@ -21,8 +21,8 @@ MAX_PAUSE: Final = 30.0
 class Breaker:
     """Says whether a call is worth trying.
 
-    After a failure it is open for some time, in which calls fail at once. The next call then closes
-    it if it succeeds.
+    After a failure it is open for some time, in which calls fail at once. Then it lets calls
+    through again: the first one that succeeds closes it, and one that fails opens it for longer.
 
     Args:
         now: Returns the time in seconds.
@@ -30,13 +30,13 @@ class Breaker:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._failures = 0
+        self._pause = 0.0
         self._again_at = 0.0
 
     @property
     def is_open(self) -> bool:
         """Whether calls are to be left out."""
-        return self._failures > 0 and self._now() < self._again_at
+        return self._pause > 0 and self._now() < self._again_at
 
     def call(self, ask: Callable[[], AnswerT]) -> AnswerT:
         """Return what a call returns.
@@ -56,10 +56,11 @@ class Breaker:
 
     def succeeded(self) -> None:
         """Note that a call has succeeded."""
-        self._failures = 0
+        self._pause = 0.0
 
     def failed(self) -> None:
         """Note that a call has failed."""
-        pause = min(FIRST_PAUSE * 2**self._failures, MAX_PAUSE)
-        self._failures += 1
-        self._again_at = self._now() + pause
+        if self.is_open:
+            return  # the call began before: it is the same failure
+        self._pause = min(self._pause * 2, MAX_PAUSE) if self._pause else FIRST_PAUSE
+        self._again_at = self._now() + self._pause

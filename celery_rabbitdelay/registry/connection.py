@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from threading import Lock
 from typing import Any, Final, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
 
@@ -100,6 +102,9 @@ class Store:
     def _pipelined(self, add: Callable[[Any], object]) -> list[Any]:
         def run() -> list[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
+                if self.is_cluster:
+                    # Its own one knows nothing of encoding_errors.
+                    pipeline.encoder = self._client.encoder
                 add(pipeline)
                 results: list[Any] = pipeline.execute()
                 return results
@@ -137,7 +142,7 @@ def connect(url: str, timeout: float, options: Mapping[str, Any] | None = None) 
     Raises:
         InvalidSetting: No such URL, or the package ``redis`` is missing.
     """
-    scheme = urlsplit(url).scheme
+    scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
         takes = f"takes a URL that begins with one of {', '.join(SCHEMES)}"
         raise InvalidSetting(SETTING, _without_password(url), takes)
@@ -146,22 +151,45 @@ def connect(url: str, timeout: float, options: Mapping[str, Any] | None = None) 
     except ImportError as missing:
         takes = "takes the package redis: pip install 'celery-rabbitdelay[registry]'"
         raise InvalidSetting(SETTING, _without_password(url), takes) from missing
+    from redis.backoff import NoBackoff
+    from redis.exceptions import RedisClusterException
+    from redis.retry import Retry
+
     given: dict[str, Any] = {
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "decode_responses": True,
+        # The id of a task may hold half of a surrogate pair; see names.py.
+        "encoding_errors": "surrogatepass",
+        # By default, redis-py tries again for seconds, and runs a script twice if its answer
+        # is lost.
+        "retry": Retry(NoBackoff(), 0),
         **(options or {}),
     }
-    errors = (redis.RedisError, OSError)
-    if scheme.startswith("sentinel"):
-        return Store(_behind_sentinel(url, given), False, errors)
-    if scheme.endswith("+cluster"):
-        from redis.cluster import RedisCluster  # an extra
+    errors = (redis.RedisError, RedisClusterException, OSError)
+    try:
+        if scheme.startswith("sentinel"):
+            return Store(_behind_sentinel(url, given), False, errors)
+        if scheme.endswith("+cluster"):
+            return Store(_of_cluster(url.replace("+cluster", "", 1), given), True, errors)
+        if scheme == "redis+socket":
+            # Celery spells the database as kombu does.
+            url = url.replace("redis+socket", "unix", 1).replace("virtual_host=", "db=")
+        return Store(redis.Redis.from_url(url, **given), False, errors)
+    except ValueError as wrong:
+        if isinstance(wrong, InvalidSetting):
+            raise
+        # What urllib says of a port or a host may quote the password.
+        takes = "takes a URL of Redis: its host, port, database or a parameter is invalid"
+        raise InvalidSetting(SETTING, _without_password(url), takes) from None
 
-        of_cluster = url.replace("+cluster", "", 1)
-        return Store(_Lazily(lambda: RedisCluster.from_url(of_cluster, **given)), True, errors)
-    client = redis.Redis.from_url(url.replace("redis+socket", "unix", 1), **given)
-    return Store(client, False, errors)
+
+def _of_cluster(url: str, given: Mapping[str, Any]) -> Any:
+    from redis.cluster import RedisCluster  # an extra
+    from redis.connection import parse_url
+
+    parse_url(url)  # type: ignore[no-untyped-call]  # raises ValueError
+    return _Lazily(lambda: RedisCluster.from_url(url, **given))
 
 
 class _Lazily:
@@ -170,13 +198,15 @@ class _Lazily:
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
         self._client: Any = None
+        self._lock = Lock()
 
     def __getattr__(self, name: str) -> Any:
-        if self._client is None:
-            if name == "close":
-                return lambda: None
-            self._client = self._connect()
-        return getattr(self._client, name)
+        with self._lock:
+            if self._client is None:
+                if name == "close":
+                    return lambda: None
+                self._client = self._connect()
+            return getattr(self._client, name)
 
 
 def _behind_sentinel(url: str, given: dict[str, Any]) -> Any:
@@ -192,13 +222,16 @@ def _behind_sentinel(url: str, given: dict[str, Any]) -> Any:
     if first.scheme == "sentinels":
         given.setdefault("ssl", True)
     if first.password:
-        given.setdefault("password", first.password)
+        given.setdefault("password", unquote(first.password))
+    if first.username:
+        given.setdefault("username", unquote(first.username))
     database = first.path.strip("/") or parts[-1].path.strip("/")
     sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
         [(part.hostname or "localhost", part.port or 26379) for part in parts],
         sentinel_kwargs={
             "socket_timeout": given["socket_timeout"],
             "socket_connect_timeout": given["socket_connect_timeout"],
+            "retry": given["retry"],
             **own,
         },
         **given,
@@ -207,8 +240,10 @@ def _behind_sentinel(url: str, given: dict[str, Any]) -> Any:
 
 
 def _without_password(url: str) -> str:
-    password = urlsplit(url).password
-    return url.replace(f":{password}@", ":**@") if password else url
+    """Hide passwords in a URL that may be invalid: of each server, and as a parameter."""
+    servers = re.split(r";(?=[a-z+]+://)", url)
+    hidden = ";".join(re.sub(r"(://[^:@]*:).*@", r"\1**@", server) for server in servers)
+    return re.sub(r"(?<=password=)[^&;]*", "**", hidden)
 
 
 @cache

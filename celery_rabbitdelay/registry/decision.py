@@ -43,9 +43,12 @@ class Verdict(Enum):
     #: It does not run: its job was aborted, or was not committed in time.
     EXPIRED = "expired"
 
-    #: It does not run: a newer task was sent under its key, or it was sent anew for an earlier due
-    #: time.
+    #: It does not run: a newer task was sent under its key.
     SUPERSEDED = "superseded"
+
+    #: It does not run, because another message of the same task does: the task was sent anew to run
+    #: earlier, or twice under its key.
+    REPLACED = "replaced"
 
     #: It does not run: a message with its id has arrived before, and it was sent with ``once``.
     DUPLICATE = "duplicate"
@@ -95,13 +98,14 @@ class Arrival(NamedTuple):
     def of(cls, headers: Mapping[str, Any], due_ms: int, queue: str, redelivered: bool) -> Arrival:
         """Read it from the headers of a task's message, which any sender may have written."""
         retries = headers.get("retries")
-        attempt = retries if isinstance(retries, int) else 0
+        attempt = int(retries) if isinstance(retries, int) else 0
+        task_id = _text(headers.get("id"))
         return cls(
-            _text(headers.get("id")),
+            task_id,
             due_ms,
             _text(headers.get(COPY)),
             _text(headers.get(JOB)),
-            f"{queue}:{attempt}" if headers.get(ONCE) else "",
+            f"{queue}:{attempt}" if task_id and headers.get(ONCE) else "",
             redelivered,
         )
 

@@ -43,6 +43,11 @@ class Filter(NamedTuple):
         highest = "+inf" if self.due_before_ms is None else f"({self.due_before_ms}"
         return lowest, highest
 
+    @property
+    def needs_records(self) -> bool:
+        """Whether no index holds just these tasks, so that each task's record is read."""
+        return self.key is not None or (self.task is not None and self.job is not None)
+
 
 class Pending(NamedTuple):
     """A tracked task that waits.
@@ -98,7 +103,7 @@ class Index:
 
     def count(self, wanted: Filter) -> int:
         """Return how many tasks wait."""
-        if wanted.key is not None or (wanted.task is not None and wanted.job is not None):
+        if wanted.needs_records:
             return sum(1 for _ in self.pending(wanted))
         names = list(self._names.all_due(wanted.task, wanted.job))
 
@@ -112,12 +117,12 @@ class Index:
         """Yield for each step in which tasks are due its start in milliseconds, and how many.
 
         Args:
-            wanted: Which tasks; without a key.
+            wanted: Which tasks.
             start_ms: The start of the first step. What is due earlier counts as due in that step.
             step_ms: The length of a step.
         """
         begin, count = start_ms, 0
-        for due_ms, _ in self._due(wanted):
+        for due_ms in self._due_times(wanted):
             of_this = start_ms + max(due_ms - start_ms, 0) // step_ms * step_ms
             if of_this != begin:
                 if count:
@@ -127,6 +132,13 @@ class Index:
         if count:
             yield begin, count
 
+    def _due_times(self, wanted: Filter) -> Iterator[int]:
+        if wanted.needs_records:
+            return (
+                (each.due - _EPOCH) // timedelta(milliseconds=1) for each in self.pending(wanted)
+            )
+        return (due_ms for due_ms, _ in self._due(wanted))
+
     def _due(self, wanted: Filter) -> Iterator[tuple[int, str]]:
         """Yield due times and ids in order; each shard is read page by page."""
         names = self._names.all_due(wanted.task, None if wanted.task else wanted.job)
@@ -134,30 +146,38 @@ class Index:
         return heapq.merge(*shards)
 
     def _shard(self, name: str, wanted: Filter) -> Iterator[tuple[int, str]]:
-        lowest, highest = wanted.scores
-        last: tuple[float, set[str]] = (-inf, set())
-        while True:
-            # From the last score on: what has arrived meanwhile would shift an offset.
-            seen = len(last[1])
-            (found,) = self._store.commands(
-                lambda pipeline, lowest=lowest, seen=seen: pipeline.zrange(  # type: ignore[misc]
-                    name,
-                    lowest,
-                    highest,
-                    byscore=True,
-                    offset=0,
-                    num=PAGE + seen,
-                    withscores=True,
-                )
+        rank = 0
+        if wanted.due_after_ms is not None:
+            (rank,) = self._store.commands(
+                lambda pipeline: pipeline.zcount(name, "-inf", f"({wanted.due_after_ms}")
             )
-            new = [(int(score), task_id) for task_id, score in found if task_id not in last[1]]
-            yield from new
-            if not new:
+        after = -inf if wanted.due_after_ms is None else wanted.due_after_ms - 0.5
+        last: tuple[float, str] = (after, "")
+        overlap = 1
+        while True:
+            # Tasks that have arrived meanwhile shift the ranks of those behind them: so each page
+            # begins with a task that was read before, or is read again from further back.
+            start = max(rank - overlap, 0)
+            page = self._page(name, start, rank + PAGE)
+            if start and (not page or page[0] > last):
+                overlap *= PAGE
+                continue
+            for each in page:
+                if wanted.due_before_ms is not None and each[0] >= wanted.due_before_ms:
+                    return
+                if each > last:
+                    last = each
+                    yield each
+            if len(page) < rank + PAGE - start:
                 return
-            highest_seen = new[-1][0]
-            same = {task_id for score, task_id in new if score == highest_seen}
-            last = (highest_seen, same | last[1] if last[0] == highest_seen else same)
-            lowest = highest_seen
+            rank, overlap = start + len(page), 1
+
+    def _page(self, name: str, start: int, end: int) -> list[tuple[int, str]]:
+        """Return the tasks of these ranks."""
+        (found,) = self._store.commands(
+            lambda pipeline: pipeline.zrange(name, start, end - 1, withscores=True)
+        )
+        return [(int(score), task_id) for task_id, score in found]
 
     def _records(self, page: list[tuple[int, str]], wanted: Filter) -> Iterator[Pending]:
         if not page:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import Enum
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.registry.connection import Call, Store
@@ -47,8 +47,9 @@ class Jobs:
         self._store = store
         self._names = names
         self._margin_ms = margin_ms
-        #: The state of jobs that cannot change any more.
-        self._ended: dict[str, JobState] = {}
+        #: The state of jobs that cannot change any more, and until when (of the monotonic clock)
+        #: Redis keeps them at least: then their names are free again.
+        self._ended: dict[str, tuple[JobState, float]] = {}
         self._lock = Lock()
 
     def open(self, job: str, expires_ms: int) -> None:
@@ -76,6 +77,19 @@ class Jobs:
         if state != JobState.OPEN.value:
             raise JobClosed(job, state or "unknown")
 
+    def extend(self, lives: Mapping[str, int]) -> None:
+        """Let jobs live longer, because tasks of theirs were postponed.
+
+        Args:
+            lives: For each job until when, in milliseconds since 1970-01-01 UTC.
+        """
+        self._store.call_each(
+            [
+                Call("job", [self._names.job(job)], ("join", 0, until))
+                for job, until in lives.items()
+            ]
+        )
+
     def end(self, job: str, state: JobState) -> None:
         """Commit or abort a job, by one write. To do so again changes nothing.
 
@@ -93,31 +107,34 @@ class Jobs:
 
     def states(self, jobs: Collection[str]) -> dict[str, JobState]:
         """Return the states of jobs, without those that do not exist."""
+        now = time.monotonic()
         with self._lock:
-            found = {job: self._ended[job] for job in jobs if job in self._ended}
+            ended = {job: self._ended[job] for job in jobs if job in self._ended}
+        found = {job: state for job, (state, until) in ended.items() if now < until}
         asked = [job for job in jobs if job not in found]
         answers = self._store.call_each(
             [Call("job", [self._names.job(job)], ("look",)) for job in asked]
         )
-        for job, (word, *expired) in zip(asked, answers, strict=True):
+        for job, (word, left_ms, *expired) in zip(asked, answers, strict=True):
             if not word:
                 continue
             found[job] = JobState(word)
             if found[job] is not JobState.OPEN:
-                self._remember(job, found[job], bool(expired))
+                self._remember(job, found[job], now + left_ms / 1000, bool(expired))
         return found
 
-    def _remember(self, job: str, state: JobState, has_expired: bool) -> None:
+    def _remember(self, job: str, state: JobState, until: float, has_expired: bool) -> None:
         with self._lock:
+            self._ended.pop(job, None)
             while len(self._ended) >= REMEMBERED:
                 del self._ended[next(iter(self._ended))]
-            self._ended[job] = state
+            self._ended[job] = (state, until)
         if has_expired:
             logger.warning("Job %r was not committed in time; its tasks do not run.", job)
 
     def _call(self, job: str, verb: str, *arguments: int) -> str:
-        answer: list[str] = self._store.call("job", [self._names.job(job)], verb, *arguments)
-        return answer[0]
+        answer: list[Any] = self._store.call("job", [self._names.job(job)], verb, *arguments)
+        return str(answer[0])
 
 
 def _now_ms() -> int:

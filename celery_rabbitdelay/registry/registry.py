@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 from uuid import uuid4
 
@@ -15,6 +15,9 @@ from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.names import Names, shard_of
 
 __all__ = ["Earlier", "Registration", "Registry"]
+
+#: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
+TASKS_PER_CALL: Final = 500
 
 #: Milliseconds after which a task of an open job asks again.
 JOB_PAUSE_MS: Final = 5000
@@ -46,6 +49,25 @@ class Registration(NamedTuple):
     name: str = ""
     job: str = ""
     message: str = ""
+
+
+class _Superseded(NamedTuple):
+    """A message that must not run, because a newer one has its key.
+
+    Attributes:
+        key: The key.
+        record: The key in Redis of its task's record.
+        copy: Its name.
+        lives: Until when the record lives, in milliseconds since 1970-01-01 UTC.
+        instead: The name of the message of the same task that runs instead; empty if it is another
+            task.
+    """
+
+    key: str
+    record: str
+    copy: str
+    lives: str
+    instead: str = ""
 
 
 class Earlier(NamedTuple):
@@ -112,11 +134,9 @@ class Registry:
     ) -> list[Decision]:
         states = self.jobs.states({each.job for each in arrivals if each.job})
         latest = _now_ms() + MAX_LIFE_MS
-        groups: dict[int, list[int]] = defaultdict(list)
-        for number, arrival in enumerate(arrivals):
-            groups[shard_of(arrival.task_id) if self.store.is_cluster else 0].append(number)
+        groups = self._grouped([arrival.task_id for arrival in arrivals])
         calls = []
-        for numbers in groups.values():
+        for numbers in groups:
             arguments: list[str | int] = [self._margin_ms]
             for number in numbers:
                 each = arrivals[number]
@@ -134,47 +154,73 @@ class Registry:
             keys = [self.names.task(arrivals[number].task_id) for number in numbers]
             calls.append(Call("decide", keys, arguments))
         words: dict[int, str] = {}
-        for numbers, answer in zip(groups.values(), self.store.call_each(calls), strict=True):
+        for numbers, answer in zip(groups, self.store.call_each(calls), strict=True):
             words.update(zip(numbers, answer, strict=True))
-        return [
+        decisions = [
             _decision(words[number], states.get(each.job)) for number, each in enumerate(arrivals)
         ]
+        self._extend_jobs(arrivals, decisions, states)
+        return decisions
+
+    def _extend_jobs(
+        self,
+        arrivals: Sequence[Arrival],
+        decisions: Sequence[Decision],
+        states: Mapping[str, JobState],
+    ) -> None:
+        # A task that was postponed arrives later than the open job was told when it was sent.
+        latest: dict[str, int] = defaultdict(int)
+        for each, decision in zip(arrivals, decisions, strict=True):
+            if decision.is_new_due and states.get(each.job) is JobState.OPEN:
+                latest[each.job] = max(latest[each.job], decision.until_ms)
+        self.jobs.extend({job: self._lives(due_ms) for job, due_ms in latest.items()})
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
         """Note messages that the broker has confirmed; those with a key supersede older ones.
 
-        Two calls for messages under one key: the one that Redis gets last wins.
+        Two calls for messages under one key: the one that Redis gets last wins. One round trip, if
+        all keys are on one server. On a cluster, messages with a key take up to two more: a message
+        is registered once its key is claimed, and a superseded one is forgotten under its key once
+        it is noted as superseded. Whoever dies in between leaves tasks that run, and that the next
+        message under the key supersedes.
 
         Returns:
             The state of each: ``waiting``, ``released`` (it has arrived already), ``cancelled``, or
-            ``superseded`` (it is a retry, and a newer task has its key).
+            ``superseded`` (a newer task has its key, which one is if it is a retry, was registered
+            before, or stands further down).
         """
-        calls = []
-        for each in registrations:
-            key = self.names.task(each.task_id)
-            arguments = (each.copy, each.due_ms, self._lives(each.due_ms), each.key)
-            calls.append(Call("register", [key], (*arguments, each.name, each.job, each.message)))
         keyed = [number for number, each in enumerate(registrations) if each.key]
-        calls += [self._claim(registrations[number]) for number in keyed]
-        answers = self.store.call_each(calls)
-        states: list[str] = answers[: len(registrations)]
-        void: list[Call] = []
-        for number, answer in zip(keyed, answers[len(registrations) :], strict=True):
+        claims = [self._claim(registrations[number]) for number in keyed]
+        calls = [self._register(each) for each in registrations]
+        if not self.store.is_cluster:
+            return list(self.store.call_each(claims + calls)[len(claims) :])
+        answers = dict(zip(keyed, self.store.call_each(claims), strict=True))
+        states: list[str] = self.store.call_each(calls)
+        superseded: list[_Superseded] = []
+        for number, answer in answers.items():
             each = registrations[number]
             if answer == ["superseded"]:
-                states[number] = "superseded"
-                lives = self._lives(each.due_ms)
-                void.append(Call("void", [self.names.task(each.task_id)], (each.copy, lives)))
-            elif answer:
-                void += self._void(each.key, answer)
-        self.store.call_each(void)
+                own = (self.names.task(each.task_id), each.copy, str(self._lives(each.due_ms)))
+                superseded.append(_Superseded(each.key, *own))
+            elif states[number] != "superseded":
+                superseded += _superseded(each, self.names.task(each.task_id), answer)
+        self._void(superseded)
+        positions = {registrations[number].copy: number for number in keyed}
+        for older in superseded:
+            if older.copy in positions:
+                states[positions[older.copy]] = "superseded"
         return states
+
+    def _register(self, each: Registration) -> Call:
+        arguments = (each.copy, each.due_ms, self._lives(each.due_ms), each.key)
+        more = (each.name, each.job, each.message)
+        return Call("register", [self.names.task(each.task_id)], (*arguments, *more))
 
     def supersede(self, key: str) -> None:
         """Note that a task was sent under a key, without a delay: no older one may run."""
         newest = Registration("", self.new_copy(), _now_ms(), key)
-        answer = self.store.call_each([self._claim(newest)])[0]
-        self.store.call_each(self._void(key, answer))
+        (answer,) = self.store.call_each([self._claim(newest)])
+        self._void(_superseded(newest, "", answer))
 
     def _claim(self, each: Registration) -> Call:
         lives, here = self._lives(each.due_ms), int(not self.store.is_cluster)
@@ -182,15 +228,15 @@ class Registry:
         arguments = (each.task_id, each.copy, lives, record, int(each.is_retry), here)
         return Call("claim", [self.names.key(each.key)], arguments)
 
-    def _void(self, key: str, answer: Sequence[str]) -> list[Call]:
-        """Return the calls that a cluster takes in addition: see ``claim.lua``."""
-        calls, forgotten = [], []
-        for record, copy, lives in zip(*[iter(answer)] * 3, strict=True):
-            calls.append(Call("void", [record], (copy, lives)))
-            forgotten += [self.names.id_of(record), copy]
-        if forgotten:
-            calls.append(Call("disclaim", [self.names.key(key)], forgotten))
-        return calls
+    def _void(self, superseded: Sequence[_Superseded]) -> None:
+        """Take the further steps that a cluster needs; see ``claim.lua``."""
+        self.store.call_each([Call("void", [each.record], each[2:]) for each in superseded])
+        copies: dict[str, list[str]] = defaultdict(list)
+        for each in superseded:
+            copies[each.key].append(each.copy)
+        self.store.call_each(
+            [Call("disclaim", [self.names.key(key)], each) for key, each in copies.items()]
+        )
 
     def cancel(self, task_ids: Sequence[str]) -> list[Outcome]:
         """Cancel tasks: from now on, none of them is let run when it arrives.
@@ -199,20 +245,25 @@ class Registry:
             task_ids: Their ids. Of a task that is neither tracked nor under a key, nothing is
                 known; then the note lives for the longest delay.
         """
-        groups: dict[int, list[str]] = defaultdict(list)
-        for task_id in task_ids:
-            groups[shard_of(task_id) if self.store.is_cluster else 0].append(task_id)
+        ids = list(dict.fromkeys(task_ids))
+        groups = self._grouped(ids)
         lifes = (self._margin_ms, min(self._longest_ms + self._margin_ms, MAX_LIFE_MS))
-        calls = [Call("cancel", list(map(self.names.task, ids)), lifes) for ids in groups.values()]
+        records = [self.names.task(task_id) for task_id in ids]
+        calls = [Call("cancel", [records[number] for number in each], lifes) for each in groups]
         found: dict[str, str] = {}
-        for ids, answer in zip(groups.values(), self.store.call_each(calls), strict=True):
-            found.update(zip(ids, answer, strict=True))
+        for numbers, answer in zip(groups, self.store.call_each(calls), strict=True):
+            found.update(zip((ids[number] for number in numbers), answer, strict=True))
         return [Outcome(found[task_id]) for task_id in task_ids]
 
     def waiting_under(self, key: str) -> list[str]:
         """Return the ids of the tasks that were sent under a key and are not superseded."""
-        (found,) = self.store.commands(lambda pipeline: pipeline.hkeys(self.names.key(key)))
-        return [field.removeprefix("task:") for field in found if field.startswith("task:")]
+        (found,) = self.store.commands(lambda pipeline: pipeline.hgetall(self.names.key(key)))
+        ids = (
+            self.names.id_of(value.partition(" ")[2])
+            for field, value in found.items()
+            if field.startswith("copy:")
+        )
+        return list(dict.fromkeys(ids))
 
     def postpone(self, task_id: str, due_ms: int) -> Outcome | Earlier:
         """Let a task run at another time.
@@ -227,7 +278,12 @@ class Registry:
         """
         key = self.names.task(task_id)
         word, *more = self.store.call("postpone", [key], due_ms, self._lives(due_ms))
-        return Earlier(*more) if word == "earlier" else Outcome(word)
+        if word == "earlier":
+            return Earlier(*more)
+        if more and more[0]:
+            # Otherwise a message that is sent under the key later on would not supersede it.
+            self.store.call("extend", [self.names.key(more[0])], self._lives(due_ms))
+        return Outcome(word)
 
     def replace(self, task_id: str, first: str, second: str, due_ms: int) -> Outcome:
         """Let the second message of a task replace the first, once the broker has confirmed it.
@@ -241,6 +297,17 @@ class Registry:
         arguments = (first, second, due_ms, self._lives(due_ms))
         return Outcome(self.store.call("replace", [self.names.task(task_id)], *arguments))
 
+    def _grouped(self, task_ids: Sequence[str]) -> list[list[int]]:
+        """Return the positions of the tasks whose records may be changed in one call."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for number, task_id in enumerate(task_ids):
+            groups[shard_of(task_id) if self.store.is_cluster else 0].append(number)
+        return [
+            group[start : start + TASKS_PER_CALL]
+            for group in groups.values()
+            for start in range(0, len(group), TASKS_PER_CALL)
+        ]
+
     def _lives(self, due_ms: int) -> int:
         """Return until when a record lives whose task is due then."""
         return min(due_ms, _now_ms() + MAX_LIFE_MS) + self._margin_ms
@@ -253,6 +320,14 @@ _WORDS: Final = {
     JobState.OPEN: "later",
     JobState.ABORTED: "expired",
 }
+
+
+def _superseded(newest: Registration, own_record: str, answer: Sequence[str]) -> list[_Superseded]:
+    """Read what the script ``claim`` returns for a message."""
+    return [
+        _Superseded(newest.key, record, copy, lives, newest.copy if record == own_record else "")
+        for record, copy, lives in zip(*[iter(answer)] * 3, strict=True)
+    ]
 
 
 def _decision(word: str, job: JobState | None) -> Decision:

@@ -214,8 +214,9 @@ class Decisions:
             case Verdict.RUN:
                 self._signal(signals.released, due)
                 run_strategy(self._consumer, due.message, due.body, due.go_on)
-            case Verdict.DUPLICATE:
-                logger.info("Task %s has arrived before, and does not run.", due.arrival.task_id)
+            case Verdict.DUPLICATE | Verdict.REPLACED:
+                # Another message of the task runs, or has run: its result is the task's.
+                logger.info("Task %s does not run twice.", due.arrival.task_id)
                 acknowledge_message(self._consumer, due.ack)
             case Verdict.LATER:
                 self._put_back(due, decision)

@@ -16,9 +16,17 @@ from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.registry import Registry
 from tests.integration.arrivals import count
 from tests.integration.modules import OPEN
 from tests.integration.publishing import posting
+from tests.integration.registering import (
+    KINDS,
+    LONGEST_MS,
+    MARGIN_MS,
+    RedisSetup,
+    assert_all_expire,
+)
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker
 
@@ -213,3 +221,19 @@ def served_shop(served_configuration: dict[str, Any]) -> Iterator[Any]:
     app = make_app(served_configuration)
     yield app
     app.close()
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def redis_setup(request: pytest.FixtureRequest) -> Iterator[RedisSetup]:
+    """Each kind of Redis that the registry knows, one after the other; tests leave it alone."""
+    with KINDS[request.param]() as setup:
+        yield setup
+
+
+@pytest.fixture
+def registry(redis_setup: RedisSetup, prefix: str) -> Iterator[Registry]:
+    """A registry of this test's own; at the end, all that it has written must expire."""
+    store = redis_setup.connect()
+    yield Registry(store, prefix, MARGIN_MS, LONGEST_MS)
+    assert_all_expire(redis_setup, prefix)
+    store.close()

@@ -5,9 +5,7 @@
 --       time is unknown
 -- Returns for each task what was found: "done", "released", "cancelled" or "unknown".
 
-local margin, long = tonumber(ARGV[1]), tonumber(ARGV[2])
-local now = redis.call('TIME')
-local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+local margin, long, now_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), clock()
 local outcomes = {}
 for number, record in ipairs(KEYS) do
   local state, copy, due, later = unpack(redis.call('HMGET', record, 'state', 'copy', 'due', 'later'))
@@ -22,8 +20,12 @@ for number, record in ipairs(KEYS) do
     end
     redis.call('HSET', record, 'state', 'cancelled')
     forget(record)
-    local last = tonumber(later) or tonumber(due)
-    keep(record, (last and last + margin) or (now_ms + long))
+    if due then
+      -- A task that is due already may be waiting for its job, or for a worker.
+      keep(record, math.max(tonumber(later) or tonumber(due), now_ms) + margin)
+    else
+      keep(record, now_ms + long)
+    end
   end
   outcomes[number] = outcome
 end

@@ -6,40 +6,53 @@
 --       what the task's job says: "run", "later" or "expired"
 -- Returns for each task the verdict, or the instant until which it was postponed.
 
-local margin = tonumber(ARGV[1])
+local margin, now_ms = tonumber(ARGV[1]), clock()
 local verdicts = {}
 for number, record in ipairs(KEYS) do
   local at = 2 + (number - 1) * 6
   local copy, due, once = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
   local mark, redelivered, job = ARGV[at + 3], ARGV[at + 4] == '1', ARGV[at + 5]
-  local state, later = unpack(redis.call('HMGET', record, 'state', 'later'))
-  local first = once ~= '' and redis.call('HGET', record, 'once:' .. once)
+  local state, later, registered, is_void, first = unpack(
+    redis.call('HMGET', record, 'state', 'later', 'copy', 'void:' .. copy, 'once:' .. once))
+  -- Another message of the same task may wait, of a retry for example, while this one is delivered
+  -- again.
+  local of_record = copy ~= '' and (not registered or registered == copy)
+  local lives = math.max(due, now_ms) + margin
   local verdict = 'run'
   if state == 'cancelled' then
     verdict = 'cancelled'
-  elseif copy ~= '' and redis.call('HEXISTS', record, 'void:' .. copy) == 1 then
-    verdict = 'superseded'
-  elseif later and tonumber(later) > due then
-    verdict = later
-    if copy ~= '' then
-      -- The message goes back into the levels until then.
-      redis.call('HSET', record, 'due', later)
-    end
-  elseif first and first ~= mark and not redelivered then
-    verdict = 'duplicate'
+  elseif copy ~= '' and is_void then
+    verdict = is_void == 'superseded' and 'superseded' or 'replaced'
   elseif job == 'expired' then
     verdict = 'expired'
-    forget(record)
+    if registered and of_record then
+      redis.call('HSET', record, 'state', 'cancelled')
+      forget(record)
+    end
+  elseif later and tonumber(later) > due and (of_record or copy == '') then
+    verdict = later
+    if of_record then
+      -- Until then it waits in the levels again, so that "earlier" means earlier than that.
+      redis.call('HSET', record, 'due', later)
+    end
+  elseif once ~= '' and first and first ~= mark and not redelivered then
+    verdict = 'duplicate'
   elseif job == 'run' then
     if once ~= '' then
       redis.call('HSET', record, 'once:' .. once, mark)
-      keep(record, due + margin)
+      keep(record, lives)
     end
     if copy ~= '' then
-      redis.call('HSET', record, 'state', 'released', 'arrived', copy)
-      keep(record, due + margin)
-      forget(record)
+      redis.call('HSET', record, 'arrived:' .. copy, '1')
+      if of_record then
+        redis.call('HSET', record, 'state', 'released')
+        forget(record)
+      end
+      keep(record, lives)
     end
+  else
+    -- Its job may stay open for longer than the margin.
+    keep(record, lives)
   end
   verdicts[number] = verdict
 end

@@ -4,17 +4,15 @@
 -- KEYS  the job
 -- ARGV  what to do: "open", "join", "commit", "abort" or "look"; for how many milliseconds it stays
 --       open ("open"); until when it lives ("open", "join")
--- Returns {state}, with "expired" as a second word if it was not committed in time; an empty state
--- if there is no such job, and for "open" the state that it had before.
+-- Returns {state, milliseconds that it still lives}, with "expired" as a third word if it was not
+-- committed in time; an empty state if there is no such job, and for "open" the state that it had
+-- before.
 
-local job, verb = KEYS[1], ARGV[1]
-local now = redis.call('TIME')
-local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
-local state, expires = unpack(redis.call('HMGET', job, 'state', 'expires'))
-local before = state or ''
+local job, verb, now_ms = KEYS[1], ARGV[1], clock()
+local state, expires, expired = unpack(redis.call('HMGET', job, 'state', 'expires', 'expired'))
 if state == 'open' and now_ms >= tonumber(expires) then
-  state = 'aborted'
-  redis.call('HSET', job, 'state', state, 'expired', '1')
+  state, expired = 'aborted', '1'
+  redis.call('HSET', job, 'state', state, 'expired', expired)
 end
 if verb == 'open' and not state then
   redis.call('HSET', job, 'state', 'open', 'expires', string.format('%.0f', now_ms + ARGV[2]))
@@ -28,10 +26,8 @@ elseif state == 'open' and verb == 'abort' then
   state = 'aborted'
   redis.call('HSET', job, 'state', state)
 end
-if verb == 'open' then
-  state = before
+local answer = {state or '', redis.call('PTTL', job)}
+if expired then
+  table.insert(answer, 'expired')
 end
-if state == 'aborted' and redis.call('HEXISTS', job, 'expired') == 1 then
-  return {state, 'expired'}
-end
-return {state or ''}
+return answer

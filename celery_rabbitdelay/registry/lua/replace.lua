@@ -7,19 +7,36 @@
 -- second one must not run.
 
 local record, first, second, due, lives = KEYS[1], ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local state, arrived, name, job = unpack(redis.call('HMGET', record, 'state', 'arrived', 'name', 'job'))
-if arrived == second then
+local state, copy, name, job, first_arrived, second_arrived = unpack(redis.call(
+  'HMGET', record, 'state', 'copy', 'name', 'job', 'arrived:' .. first, 'arrived:' .. second))
+if second_arrived then
   void(record, first, lives)
+  if not state and (not copy or copy == first) then
+    redis.call('HSET', record, 'state', 'released', 'copy', second)
+  end
   return 'done'
+end
+if first_arrived then
+  void(record, second, lives)
+  return 'released'
 end
 if state then
   void(record, second, lives)
   return state
 end
-redis.call('HSET', record, 'void:' .. first, 'superseded', 'copy', second, 'due', due)
+-- Another call may have replaced the first message meanwhile: the later call wins.
+local current = copy or first
+if current == second then
+  return 'done'
+end
+if redis.call('HEXISTS', record, 'void:' .. current) == 1 then
+  void(record, second, lives)
+  return 'cancelled'
+end
+redis.call('HSET', record, 'void:' .. current, second, 'copy', second, 'due', due)
 redis.call('HDEL', record, 'later')
 if name then
-  index(record, name, job, due)
+  index(record, name, job, tonumber(due), lives)
 end
 keep(record, lives)
 return 'done'

@@ -1,9 +1,11 @@
 -- Functions that all scripts share. The record of a task is a hash:
 --
---   state          "cancelled", or "released" once the task has arrived; otherwise it waits
+--   state          "cancelled", or "released" once the registered message has arrived; otherwise the
+--                  task waits
 --   copy           the name of the message that was registered last
---   void:NAME      why the message of this name must not run: "superseded"
---   arrived        the name of the message that has arrived
+--   void:NAME      the message of this name must not run: "superseded", or the name of the message
+--                  that was sent in its place
+--   arrived:NAME   the message of this name has arrived, and was let run
 --   due            when the registered message is due, in milliseconds since 1970
 --   later          until when it was postponed, in milliseconds since 1970
 --   once:WHERE     a message has arrived there
@@ -11,12 +13,16 @@
 --   key            the key that it was sent with
 --   message        of a tracked task: what it takes to send it anew
 --
--- A record lives until its task is due, and a margin longer.
+-- A record lives until its task is due, and a margin longer. An index lives as long as the record
+-- in it that lives longest.
+
+local function clock()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
 
 local function keep(key, until_ms)
-  local left = redis.call('PTTL', key)
-  local now = redis.call('TIME')
-  local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+  local left, now_ms = redis.call('PTTL', key), clock()
   if left < 0 or left < until_ms - now_ms then
     redis.call('PEXPIREAT', key, string.format('%.0f', math.max(until_ms, now_ms + 1000)))
   end
@@ -35,9 +41,13 @@ local function id_of(record)
   return string.sub(record, string.len(string.match(record, '^.-}:task:')) + 1)
 end
 
-local function index(record, name, job, due_ms)
+local function index(record, name, job, due_ms, until_ms)
+  -- Tasks that never arrived, because their queue was purged, leave when their records expire.
+  local expired = string.format('(%.0f', clock() - math.max(until_ms - due_ms, 0))
   for _, key in ipairs(indexes(record, name, job)) do
+    redis.call('ZREMRANGEBYSCORE', key, '-inf', expired)
     redis.call('ZADD', key, due_ms, id_of(record))
+    keep(key, until_ms)
   end
 end
 
@@ -51,16 +61,21 @@ local function forget(record)
   end
 end
 
--- The message of this name must not run, unless it has arrived already.
-local function void(record, copy, until_ms)
-  local found = redis.call('HMGET', record, 'arrived', 'copy')
-  if found[1] == copy then
-    return 0
-  end
-  redis.call('HSET', record, 'void:' .. copy, 'superseded')
-  if found[2] == copy then
-    forget(record)
+-- The message of this name must not run, nor the one that was sent in its place, unless it has
+-- arrived already. "instead" is the name of the message of the same task that runs instead; without
+-- it, the message is superseded by another task.
+local function void(record, copy, until_ms, instead)
+  while copy and copy ~= 'superseded' do
+    local arrived, registered, replaced_by =
+      unpack(redis.call('HMGET', record, 'arrived:' .. copy, 'copy', 'void:' .. copy))
+    if arrived then
+      return
+    end
+    redis.call('HSET', record, 'void:' .. copy, instead or 'superseded')
+    if registered == copy then
+      forget(record)
+    end
+    copy = replaced_by
   end
   keep(record, until_ms)
-  return 1
 end

@@ -1,0 +1,270 @@
+"""What the index says about tracked tasks that wait."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from typing import Any
+
+import pytest
+
+from celery_rabbitdelay.registry import index as index_module
+from celery_rabbitdelay.registry.decision import Verdict
+from celery_rabbitdelay.registry.index import Filter, Index, Pending
+from celery_rabbitdelay.registry.names import shard_of
+from celery_rabbitdelay.registry.registry import Registration, Registry
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.registering import (
+    MARGIN_MS,
+    MINUTE_MS,
+    RedisSetup,
+    arrival,
+    keys,
+    now_ms,
+    sent,
+    tracked,
+    verdict,
+)
+
+#: Due times lie so far away that the clock goes on meanwhile as it likes.
+START_MS = (now_ms() // MINUTE_MS + 60) * MINUTE_MS
+
+
+@pytest.fixture
+def index(registry: Registry) -> Index:
+    """The index of this test's registry."""
+    return Index(registry.store, registry.names)
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Read four tasks at a time; return the list of how many each page had."""
+    sizes: list[int] = []
+    real = Index._page
+
+    def page(index: Index, *arguments: Any) -> list[tuple[int, str]]:
+        found = real(index, *arguments)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(index_module, "PAGE", 4)
+    monkeypatch.setattr(Index, "_page", page)
+    return sizes
+
+
+def due_at(number: int, task_id: str, **more: Any) -> Registration:
+    """Return a tracked task that is due at a minute."""
+    return tracked(task_id, **more)._replace(due_ms=START_MS + number * MINUTE_MS)
+
+
+def in_one_shard(how_many: int) -> list[str]:
+    """Return task ids that are in the same shard."""
+    ids = (f"task-{number}" for number in count())
+    found = (each for each in ids if shard_of(each) == 7)
+    return [next(found) for _ in range(how_many)]
+
+
+def ids(index: Index, **wanted: Any) -> list[str]:
+    """Return the ids of tasks that wait."""
+    return [each.task_id for each in index.pending(Filter(**wanted))]
+
+
+def test_tasks_wait_in_the_order_in_which_they_are_due(registry: Registry, index: Index) -> None:
+    registry.register([due_at(number * 7 % 100, f"task-{number}") for number in range(100)])
+    found = list(index.pending(Filter()))
+    assert [each.due for each in found] == sorted(each.due for each in found)
+    assert {each.task_id for each in found} == {f"task-{number}" for number in range(100)}
+
+
+def test_a_task_that_waits_is_described(registry: Registry, index: Index) -> None:
+    plain, rich = due_at(0, "plain"), due_at(1, "rich", name="shop.pay", key="order", job="job")
+    registry.register([plain, rich, sent("untracked", key="another")])
+    due = datetime.fromtimestamp(START_MS // 1000, UTC)
+    assert list(index.pending(Filter())) == [
+        Pending("plain", "shop.remind", due, None, None),
+        Pending("rich", "shop.pay", due + timedelta(minutes=1), "order", "job"),
+    ]
+
+
+def test_each_filter_leaves_what_it_says(registry: Registry, index: Index) -> None:
+    registry.register(
+        [
+            due_at(0, "a", name="pay", key="1", job="x"),
+            due_at(1, "b", name="pay", job="y"),
+            due_at(2, "c", name="ship", key="2", job="x"),
+            due_at(3, "d", name="ship"),
+        ]
+    )
+    expected: list[tuple[dict[str, Any], list[str]]] = [
+        ({}, ["a", "b", "c", "d"]),
+        ({"task": "pay"}, ["a", "b"]),
+        ({"task": "refund"}, []),
+        ({"job": "x"}, ["a", "c"]),
+        ({"job": "x", "task": "ship"}, ["c"]),
+        ({"key": "2"}, ["c"]),
+        ({"key": "2", "task": "pay"}, []),
+        ({"due_after_ms": START_MS + MINUTE_MS}, ["b", "c", "d"]),
+        ({"due_before_ms": START_MS + MINUTE_MS}, ["a"]),
+        (
+            {"due_after_ms": START_MS + MINUTE_MS, "due_before_ms": START_MS + 3 * MINUTE_MS},
+            ["b", "c"],
+        ),
+        ({"due_after_ms": START_MS + 4 * MINUTE_MS}, []),
+        ({"task": "ship", "job": "x", "due_before_ms": START_MS + MINUTE_MS}, []),
+    ]
+    for wanted, found in expected:
+        assert ids(index, **wanted) == found, wanted
+        assert index.count(Filter(**wanted)) == len(found), wanted
+        counted = index.forecast(Filter(**wanted), START_MS, MINUTE_MS)
+        assert sum(number for _, number in counted) == len(found), wanted
+
+
+def test_a_forecast_counts_the_tasks_of_each_step(registry: Registry, index: Index) -> None:
+    minutes = [0, 0, 1, 5, 5, 5]
+    registry.register([due_at(each, f"task-{at}") for at, each in enumerate(minutes)])
+    forecast = index.forecast(Filter(), START_MS + MINUTE_MS // 2, 2 * MINUTE_MS)
+    start = START_MS + MINUTE_MS // 2
+    # What is due before the first step counts as due in it.
+    assert list(forecast) == [(start, 3), (start + 4 * MINUTE_MS, 3)]
+    assert list(index.forecast(Filter(task="none"), START_MS, MINUTE_MS)) == []
+
+
+def test_what_has_arrived_or_will_not_run_leaves_the_index(
+    registry: Registry, index: Index, redis_setup: RedisSetup, prefix: str
+) -> None:
+    arrived, cancelled, superseded, waits = (
+        due_at(number, name, job="job", key=name)
+        for number, name in enumerate(("arrived", "cancelled", "superseded", "waits"))
+    )
+    registry.register([arrived, cancelled, superseded, waits])
+    assert verdict(registry, arrived) is Verdict.RUN
+    registry.cancel(["cancelled"])
+    registry.supersede("superseded")
+    for wanted in (Filter(), Filter(task="shop.remind"), Filter(job="job")):
+        assert [each.task_id for each in index.pending(wanted)] == ["waits"]
+        assert index.count(wanted) == 1
+    verdict(registry, waits)
+    for each in (arrived, cancelled, superseded, waits):
+        assert not redis_setup.client.hexists(registry.names.task(each.task_id), "message")
+    assert not [each for each in keys(redis_setup, prefix) if ":due" in each]
+
+
+def test_a_retry_is_in_the_index_again(registry: Registry, index: Index) -> None:
+    first = due_at(0, "task")
+    registry.register([first])
+    verdict(registry, first)
+    registry.register([due_at(1, "task", is_retry=True)])
+    assert ids(index) == ["task"]
+
+
+def test_a_superseded_message_that_is_registered_late_is_not_in_the_index(
+    registry: Registry, index: Index
+) -> None:
+    late, newer = due_at(0, "late", key="order"), due_at(1, "newer", key="order")
+    registry.store.call_each([registry._claim(late)])
+    registry.register([newer])
+    registry.store.call_each([registry._register(late)])
+    assert ids(index) == ["newer"]
+
+
+def test_a_postponed_task_is_in_the_index_at_its_new_time(registry: Registry, index: Index) -> None:
+    first = due_at(0, "first", job="job")
+    registry.register([first, due_at(1, "second", job="job")])
+    registry.postpone("first", START_MS + 2 * MINUTE_MS)
+    assert ids(index) == ids(index, job="job") == ["second", "first"]
+    verdict(registry, first)
+    assert registry.replace("first", first.copy, "sent anew", START_MS)
+    assert ids(index) == ids(index, job="job") == ["first", "second"]
+
+
+def test_a_task_that_is_registered_under_another_name_is_in_one_index(
+    registry: Registry, index: Index
+) -> None:
+    registry.register([due_at(0, "task", name="old", job="old", key="old")])
+    registry.register([due_at(0, "task", name="new")])
+    assert (ids(index), ids(index, task="new")) == (["task"], ["task"])
+    for old in ({"task": "old"}, {"job": "old"}, {"key": "old"}):
+        assert ids(index, **old) == []
+
+
+def test_tasks_that_never_arrive_leave_the_index_when_they_expire(
+    registry: Registry, index: Index
+) -> None:
+    lost, other = in_one_shard(2)
+    expired = tracked(lost)._replace(due_ms=now_ms() - MARGIN_MS - MINUTE_MS)
+    registry.register([expired])
+    assert index.count(Filter()) == 1
+    registry.register([due_at(0, other)])
+    assert index.count(Filter()) == 1
+    assert ids(index) == [other]
+
+
+def test_an_indexed_task_whose_record_is_gone_is_left_out(
+    registry: Registry, index: Index, redis_setup: RedisSetup
+) -> None:
+    registry.register([due_at(0, "lost"), due_at(1, "kept")])
+    redis_setup.client.delete(registry.names.task("lost"))
+    assert ids(index) == ["kept"]
+
+
+@pytest.mark.parametrize("minutes", [0, 1], ids=["all due at once", "one a minute"])
+def test_pages_have_a_constant_size_however_many_tasks_are_due_at_once(
+    registry: Registry, index: Index, small_pages: list[int], minutes: int
+) -> None:
+    names = in_one_shard(50)
+    registry.register([due_at(at * minutes, each) for at, each in enumerate(names)])
+    assert sorted(ids(index)) == sorted(names)
+    assert max(small_pages) <= 5
+    assert sum(small_pages) <= 70  # each page but the first one begins with a task read before
+
+
+@pytest.mark.parametrize("minutes", [0, 1], ids=["all due at once", "one a minute"])
+def test_tasks_that_leave_or_join_meanwhile_hide_no_others(
+    registry: Registry, index: Index, small_pages: list[int], minutes: int
+) -> None:
+    names = sorted(in_one_shard(60))
+    late, names = names[:9], names[9:]
+    registry.register([due_at(1 + at * minutes, each) for at, each in enumerate(names)])
+    pending = index._due(Filter())
+    seen = [next(pending)[1] for _ in range(30)]
+    registry.cancel(seen)
+    seen += [next(pending)[1] for _ in range(5)]
+    registry.register([due_at(0, each) for each in late])
+    seen += [task_id for _, task_id in pending]
+    assert seen == names
+
+
+def test_tasks_that_leave_before_the_first_page_is_read_hide_no_others(
+    registry: Registry, index: Index, small_pages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, late = in_one_shard(40)[:20], in_one_shard(40)[20:]
+    registry.register([due_at(0, each) for each in early])
+    registry.register([due_at(1, each) for each in late])
+    real = Index._page
+    cancelled: list[Any] = []
+
+    def page(index: Index, *arguments: Any) -> list[tuple[int, str]]:
+        cancelled.extend(() if cancelled else registry.cancel(early[:19]))
+        return real(index, *arguments)
+
+    monkeypatch.setattr(Index, "_page", page)
+    assert sorted(ids(index, due_after_ms=START_MS + 1)) == sorted(late)
+
+
+def test_the_index_says_since_when_it_is_complete(
+    registry: Registry, index: Index, redis_setup: RedisSetup
+) -> None:
+    before = now_ms()
+    since = index.complete_since()
+    assert before <= since.timestamp() * 1000 + 1
+    wait_for(lambda: now_ms() > since.timestamp() * 1000 + 1, "the next millisecond")
+    assert index.complete_since() == since
+    redis_setup.client.delete(registry.names.complete_since())
+    assert index.complete_since() > since
+
+
+def test_a_task_that_is_in_no_index_can_be_decided_about(registry: Registry, index: Index) -> None:
+    message = sent()
+    registry.register([message])
+    assert ids(index) == []
+    assert registry.decide([arrival(message)], [""])[0].verdict is Verdict.RUN

@@ -1,0 +1,238 @@
+"""The registry while Redis is away or refuses, on several servers, and during a fail-over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from redis import Redis
+
+from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.registry.connection import Store, connect
+from celery_rabbitdelay.registry.decision import Outcome, Verdict
+from celery_rabbitdelay.registry.index import Filter, Index
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.testing import RedisServer, wait_for
+from celery_rabbitdelay.testing.servers import free_port
+from tests.integration.registering import (
+    LONGEST_MS,
+    MARGIN_MS,
+    MINUTE_MS,
+    TIMEOUT,
+    RedisSetup,
+    now_ms,
+    sent,
+    tracked,
+    verdict,
+)
+from tests.redis_servers import ConfiguredRedis, RedisCluster, SentinelSetup
+
+#: Seconds until a frozen server is given up.
+SHORT = 0.2
+
+#: A word that no error may contain.
+PASSWORD = "opensesame"
+
+CALLS: dict[str, Callable[[Registry], object]] = {
+    "decide": lambda registry: verdict(registry, sent()),
+    "register": lambda registry: registry.register([tracked(), tracked("other", key="order")]),
+    "supersede": lambda registry: registry.supersede("order"),
+    "cancel": lambda registry: registry.cancel(["task"]),
+    "waiting_under": lambda registry: registry.waiting_under("order"),
+    "postpone": lambda registry: registry.postpone("task", now_ms() + MINUTE_MS),
+    "replace": lambda registry: registry.replace("task", "first", "second", now_ms()),
+    "open": lambda registry: registry.jobs.open("job", MINUTE_MS),
+    "join": lambda registry: registry.jobs.join("job", now_ms()),
+    "end": lambda registry: registry.jobs.end("job", JobState.ABORTED),
+    "state": lambda registry: registry.jobs.state("job"),
+    "pending": lambda registry: list(_index(registry).pending(Filter())),
+    "count": lambda registry: _index(registry).count(Filter()),
+    "complete_since": lambda registry: _index(registry).complete_since(),
+}
+
+
+def _index(registry: Registry) -> Index:
+    return Index(registry.store, registry.names)
+
+
+@contextmanager
+def registry_in(
+    url: str, timeout: float = TIMEOUT, master_name: str = SentinelSetup.master_name
+) -> Iterator[Registry]:
+    """A registry whose connections are closed at the end."""
+    options = {"master_name": master_name} if url.startswith("sentinel") else {}
+    store = connect(url, timeout, options)
+    yield Registry(store, "test", MARGIN_MS, LONGEST_MS)
+    store.close()
+
+
+def unavailable(call: Callable[[], object]) -> str:
+    """Return what the error says that a call must raise."""
+    with pytest.raises(RegistryUnavailable) as raised:
+        call()
+    error: BaseException | None = raised.value
+    said = ""
+    while error:
+        said += f"{error!r} {error}"
+        error = error.__cause__ or error.__context__
+    return said
+
+
+def works(call: Callable[[], object]) -> bool:
+    """Return whether a call succeeds."""
+    try:
+        call()
+    except RegistryUnavailable:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisCluster]:
+    """A cluster of this module's own."""
+    with RedisCluster() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def closed_port() -> int:
+    """A port at which nothing listens."""
+    return free_port()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "sentinel"])
+def test_each_call_says_that_redis_is_not_there(scheme: str, name: str, closed_port: int) -> None:
+    with registry_in(f"{scheme}://:{PASSWORD}@127.0.0.1:{closed_port}") as registry:
+        assert PASSWORD not in unavailable(lambda: CALLS[name](registry))
+
+
+def test_an_unknown_user_is_refused_and_the_password_is_not_told(redis_setup: RedisSetup) -> None:
+    url = redis_setup.url.replace("//", f"//stranger:{PASSWORD}@", 1)
+    with registry_in(url) as registry:
+        assert PASSWORD not in unavailable(lambda: registry.cancel(["task"]))
+
+
+def test_a_wrong_password_is_not_told() -> None:
+    with ConfiguredRedis(password="the right one") as server:
+        with registry_in(server.url) as registry:
+            assert registry.cancel(["task"]) == [Outcome.UNKNOWN]
+        wrong = server.url.replace("the right one", PASSWORD)
+        with registry_in(wrong) as registry:
+            said = unavailable(lambda: registry.cancel(["task"]))
+            assert PASSWORD not in said
+            assert "the right one" not in said
+        with registry_in(f"redis://127.0.0.1:{server.port}") as registry:
+            unavailable(lambda: registry.cancel(["task"]))
+
+
+def test_a_replica_that_takes_no_writes_is_of_no_use() -> None:
+    with ExitStack() as stack:
+        master = stack.enter_context(RedisServer())
+        replica = ConfiguredRedis("--replicaof", f"127.0.0.1 {master.port}")
+        stack.enter_context(replica)
+        registry = stack.enter_context(registry_in(replica.url))
+        wait_for(lambda: "master_link_status:up" in replica.ask("info"), "a replica")
+        assert "READONLY" in unavailable(lambda: registry.cancel(["task"])).upper()
+
+
+def test_a_server_that_comes_back_is_used_again_and_has_forgotten() -> None:
+    with RedisServer() as server, registry_in(server.url) as registry:
+        registry.cancel(["task"])
+        server.kill()
+        unavailable(lambda: registry.cancel(["task"]))
+        server.start()
+        assert verdict(registry, sent()) is Verdict.RUN
+        # The scripts are gone as well.
+        assert registry.register([sent("other", key="order")]) == ["waiting"]
+
+
+def test_a_script_whose_answer_does_not_come_in_time_is_not_run_again() -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisServer())
+        client = stack.enter_context(Redis.from_url(server.url, decode_responses=True))
+        registry = stack.enter_context(registry_in(server.url, SHORT))
+        wait_for(lambda: works(lambda: registry.cancel(["task"])), "a first call")
+
+        def calls() -> int:
+            return int(client.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+        before = calls()
+        server.suspend()
+        unavailable(lambda: registry.cancel(["task"]))
+        server.resume()
+        wait_for(lambda: calls() > before, "the script that was sent")
+        assert calls() == before + 1
+
+
+def test_the_keys_of_many_tasks_are_spread_over_all_servers_of_a_cluster(
+    cluster: RedisCluster,
+) -> None:
+    with registry_in(cluster.url) as registry:
+        numbers = range(200)
+        registry.register([tracked(f"task-{each}", key=f"key-{each}") for each in numbers])
+        for kind in ("task", "key", "due"):
+            pattern = f"test:*:{kind}*"
+            found = [node.ask("--scan", "--pattern", pattern).split() for node in cluster.nodes]
+            share = sum(map(len, found)) / 3
+            assert all(share / 2 < len(each) < 2 * share for each in found), kind
+        assert _index(registry).count(Filter()) == len(numbers)
+        assert len(list(_index(registry).pending(Filter()))) == len(numbers)
+
+
+def test_a_cluster_is_used_again_when_its_server_comes_back(cluster: RedisCluster) -> None:
+    ids = [f"task-{number}" for number in range(100)]
+    with registry_in(cluster.url) as registry:
+        registry.cancel(ids)
+        cluster.nodes[1].kill()
+        unavailable(lambda: registry.cancel(ids))
+        cluster.nodes[1].start()
+        cluster.wait_until_whole()
+        wait_for(lambda: works(lambda: registry.cancel(ids)), "a call of all servers")
+        assert {verdict(registry, sent(each)) for each in ids} == {Verdict.CANCELLED}
+
+
+def test_a_slot_that_moves_to_another_server_takes_its_tasks_along(cluster: RedisCluster) -> None:
+    task_id, copies = "moved", []
+    with registry_in(cluster.url) as registry:
+        copies.append(tracked(task_id))
+        registry.register(copies)
+        key = registry.names.task(task_id)
+        slot = cluster.nodes[0].ask("cluster", "keyslot", key)
+        names = [node.ask("cluster", "myid") for node in cluster.nodes]
+        slots = [node.ask("--scan", "--pattern", key) for node in cluster.nodes]
+        source = next(at for at, found in enumerate(slots) if found)
+        target = (source + 1) % 3
+        cluster.nodes[target].ask("cluster", "setslot", slot, "importing", names[source])
+        cluster.nodes[source].ask("cluster", "setslot", slot, "migrating", names[target])
+        in_slot = cluster.nodes[source].ask("cluster", "getkeysinslot", slot, "1000").split("\n")
+        address = ("127.0.0.1", str(cluster.nodes[target].port), "", "0", "5000", "KEYS")
+        cluster.nodes[source].ask("migrate", *address, *in_slot)
+        for node in (cluster.nodes[target], cluster.nodes[source], *cluster.nodes):
+            node.ask("cluster", "setslot", slot, "node", names[target])
+        assert cluster.nodes[target].ask("--scan", "--pattern", key) == key
+        wait_for(lambda: works(lambda: registry.cancel(["any"])), "a call of the cluster")
+        assert registry.cancel([task_id]) == [Outcome.DONE]
+
+
+def test_a_fail_over_behind_sentinels_keeps_what_the_replica_has() -> None:
+    with ExitStack() as stack:
+        servers = stack.enter_context(SentinelSetup())
+        registry = stack.enter_context(registry_in(servers.url))
+        other: Store = connect(servers.url, TIMEOUT, {"master_name": servers.master_name})
+        stack.callback(other.close)
+        cancelled, waits = tracked("cancelled"), tracked("waits", key="order")
+        registry.register([cancelled, waits])
+        registry.cancel(["cancelled"])
+        servers.wait_until_copied()
+        servers.master.kill()
+        unavailable(lambda: registry.cancel(["another"]))
+        wait_for(lambda: works(lambda: registry.cancel(["another"])), "a new master", 60)
+        assert verdict(registry, cancelled) is Verdict.CANCELLED
+        assert registry.waiting_under("order") == ["waits"]
+        assert registry.cancel(["waits"]) == [Outcome.DONE]
+        # A process that connects only now, and runs several scripts at once.
+        late = Registry(other, "test", MARGIN_MS, LONGEST_MS)
+        assert late.register([sent("new", key="order")]) == ["waiting"]

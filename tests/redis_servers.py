@@ -1,0 +1,194 @@
+"""Private Redis set-ups of several servers: a cluster of three masters, and Sentinel."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import ExitStack
+from typing import Self
+
+from celery_rabbitdelay.testing import RedisServer, wait_for
+from celery_rabbitdelay.testing.servers import free_port
+
+__all__ = ["ConfiguredRedis", "RedisCluster", "Sentinel", "SentinelSetup"]
+
+#: How many hash slots a cluster has.
+SLOTS = 16384
+
+#: Milliseconds of silence after which a sentinel takes a master for dead.
+DOWN_AFTER_MS = 500
+
+
+class ConfiguredRedis(RedisServer):
+    """A Redis server with further options.
+
+    Args:
+        options: Pairs of words, as on the command line of ``redis-server``.
+        password: What clients must say first; empty if nothing.
+    """
+
+    def __init__(self, *options: str, password: str = "") -> None:
+        super().__init__()
+        self._options = options
+        self._password = password
+
+    @property
+    def url(self) -> str:
+        """``redis://`` URL of database 0, with the password."""
+        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+
+    def _command(self) -> list[str]:
+        password = ["--requirepass", self._password] if self._password else []
+        return [*super()._command(), *password, *self._options]
+
+    def _ready(self) -> bool:
+        return self.ask("ping") == "PONG"
+
+    def ask(self, *command: str) -> str:
+        """Run ``redis-cli`` against this server; return what it printed."""
+        password = {"REDISCLI_AUTH": self._password} if self._password else {}
+        return subprocess.run(
+            ["redis-cli", "-p", str(self.port), *command],
+            env={**self._environment(), **password},
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.strip()
+
+
+class ClusterNode(ConfiguredRedis):
+    """A node of Redis Cluster; its bus has a free port of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf"),
+            *("--cluster-port", str(free_port()), "--cluster-node-timeout", "2000"),
+        )
+
+
+class RedisCluster:
+    """Three masters that share the hash slots.
+
+    Attributes:
+        nodes: The servers.
+    """
+
+    def __init__(self) -> None:
+        self.nodes = [ClusterNode() for _ in range(3)]
+        self._stack = ExitStack()
+
+    @property
+    def url(self) -> str:
+        """The URL that the registry takes."""
+        return f"redis+cluster://127.0.0.1:{self.nodes[0].port}"
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for node in self.nodes:
+                stack.enter_context(node)
+            addresses = [f"127.0.0.1:{node.port}" for node in self.nodes]
+            self.nodes[0].ask("--cluster", "create", *addresses, "--cluster-yes")
+            self.wait_until_whole()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def wait_until_whole(self) -> None:
+        """Wait until each node knows who has each slot."""
+        wait_for(lambda: all(map(_is_whole, self.nodes)), "a cluster with all its slots")
+
+
+class Sentinel(ConfiguredRedis):
+    """A sentinel, which watches a master and replaces it.
+
+    Args:
+        master: The server that is the master at first.
+    """
+
+    def __init__(self, master: RedisServer) -> None:
+        super().__init__()
+        # Sentinel writes what it finds out into its own configuration.
+        self._configuration = self.folder / "sentinel.conf"
+        lines = (
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"sentinel monitor {SentinelSetup.master_name} 127.0.0.1 {master.port} 2",
+            f"sentinel down-after-milliseconds {SentinelSetup.master_name} {DOWN_AFTER_MS}",
+            f"sentinel failover-timeout {SentinelSetup.master_name} 5000",
+        )
+        self._configuration.write_text("\n".join(lines) + "\n")
+
+    def _command(self) -> list[str]:
+        return ["redis-server", str(self._configuration), "--sentinel"]
+
+
+class SentinelSetup:
+    """A master, its replica, and three sentinels, of which two must agree.
+
+    Attributes:
+        master: The server that is the master at first.
+        replica: The server that copies it.
+        sentinels: The sentinels.
+    """
+
+    master_name = "rabbitdelay-test"
+
+    def __init__(self) -> None:
+        self.master = ConfiguredRedis("--repl-diskless-sync-delay", "0")
+        self.replica = ConfiguredRedis("--replicaof", f"127.0.0.1 {self.master.port}")
+        self.sentinels: list[Sentinel] = []
+        self._stack = ExitStack()
+
+    @property
+    def url(self) -> str:
+        """The URL that the registry takes."""
+        return ";".join(f"sentinel://127.0.0.1:{each.port}/0" for each in self.sentinels)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self.master)
+            stack.enter_context(self.replica)
+            self.wait_until_copied()
+            for _ in range(3):
+                self.sentinels.append(stack.enter_context(Sentinel(self.master)))
+            wait_for(
+                lambda: all(
+                    _says(each, "num-other-sentinels", "2") and _says(each, "num-slaves", "1")
+                    for each in self.sentinels
+                ),
+                "sentinels that know each other and the replica",
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def wait_until_copied(self) -> None:
+        """Wait until the replica has all that the master has."""
+        wait_for(
+            lambda: "master_link_status:up" in self.replica.ask("info", "replication"),
+            "a replica with a link to its master",
+        )
+        written = _offset(self.master, "master_repl_offset")
+        wait_for(
+            lambda: _offset(self.replica, "slave_repl_offset") >= written, "a replica up to date"
+        )
+
+
+def _is_whole(node: ConfiguredRedis) -> bool:
+    known = node.ask("cluster", "info").split()
+    return "cluster_state:ok" in known and f"cluster_slots_ok:{SLOTS}" in known
+
+
+def _says(sentinel: Sentinel, field: str, value: str) -> bool:
+    words = sentinel.ask("sentinel", "master", SentinelSetup.master_name).split()
+    return dict(zip(words[::2], words[1::2], strict=False)).get(field) == value
+
+
+def _offset(server: ConfiguredRedis, field: str) -> int:
+    lines = server.ask("info", "replication").split()
+
+    words = (line.partition(":") for line in lines)
+    return next((int(value) for name, _, value in words if name == field), 0)

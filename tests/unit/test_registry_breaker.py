@@ -1,0 +1,85 @@
+"""The registry's circuit breaker, by a clock that stands still."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_rabbitdelay.registry.breaker import FIRST_PAUSE, MAX_PAUSE, Breaker
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> Breaker:
+    return Breaker(clock)
+
+
+def pause(breaker: Breaker, clock: Clock) -> float:
+    """Return for how many seconds the breaker is open, in tenths; the clock stands after them."""
+    start = clock.seconds
+    while breaker.is_open:
+        clock.seconds = round(clock.seconds + 0.1, 1)
+    return round(clock.seconds - start, 1)
+
+
+def test_calls_are_tried_at_first_and_after_each_success(breaker: Breaker) -> None:
+    assert not breaker.is_open
+    breaker.succeeded()
+    assert not breaker.is_open
+
+
+def test_after_a_failure_calls_are_left_out_for_a_while(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed()
+    assert breaker.is_open
+    assert pause(breaker, clock) == FIRST_PAUSE
+
+
+def test_the_pause_doubles_with_each_failure_in_a_row_up_to_the_maximum(
+    breaker: Breaker, clock: Clock
+) -> None:
+    pauses = []
+    for _ in range(7):
+        breaker.failed()
+        pauses.append(pause(breaker, clock))
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    assert pauses[-1] == MAX_PAUSE
+
+
+def test_a_success_closes_it_and_the_next_failure_is_a_first_one(
+    breaker: Breaker, clock: Clock
+) -> None:
+    for _ in range(3):
+        breaker.failed()
+        clock.seconds += MAX_PAUSE
+    breaker.failed()
+    breaker.succeeded()
+    assert not breaker.is_open
+    breaker.failed()
+    assert pause(breaker, clock) == FIRST_PAUSE
+
+
+def test_many_calls_that_fail_together_are_one_failure(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(20):
+        breaker.failed()
+    assert pause(breaker, clock) == FIRST_PAUSE
+
+
+def test_redis_may_be_away_for_as_long_as_it_likes(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(5000):
+        breaker.failed()
+        clock.seconds += MAX_PAUSE
+    breaker.failed()
+    assert breaker.is_open

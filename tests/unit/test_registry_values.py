@@ -1,0 +1,90 @@
+"""The registry's pure parts: what an arrival's headers say, and the names of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.crc import key_slot
+
+from celery_rabbitdelay.registry.decision import COPY, JOB, ONCE, Arrival
+from celery_rabbitdelay.registry.names import SHARDS, Names, shard_of
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.datetimes(),
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.text(), inner)),
+    max_leaves=3,
+)
+known = st.sampled_from(["id", "retries", COPY, JOB, ONCE])
+names = st.text(st.characters())  # half of a surrogate pair as well
+
+
+@given(st.dictionaries(known, anything, max_size=5), st.integers(), st.booleans())
+def test_an_arrival_is_read_from_any_headers(
+    headers: dict[str, Any], due_ms: int, redelivered: bool
+) -> None:
+    arrival = Arrival.of(headers, due_ms, "queue", redelivered)
+    assert (arrival.due_ms, arrival.redelivered) == (due_ms, redelivered)
+    for field, header in (("task_id", "id"), ("copy", COPY), ("job", JOB)):
+        value = headers.get(header)
+        assert getattr(arrival, field) == (value if isinstance(value, str) else "")
+    runs_once = headers.get(ONCE) is True and arrival.task_id != ""
+    assert bool(arrival.once) == runs_once
+
+
+def test_an_arrival_says_where_and_at_which_attempt() -> None:
+    headers = {"id": "7", ONCE: True, COPY: "copy", JOB: "job"}
+    assert Arrival.of(headers, 5, "pay", True) == ("7", 5, "copy", "job", "pay:0", True)
+    assert Arrival.of({**headers, "retries": 3}, 5, "pay", True).once == "pay:3"
+    assert Arrival.of({**headers, "retries": "3"}, 5, "pay", True).once == "pay:0"
+
+
+@given(names, names, names)
+def test_all_keys_of_one_task_are_on_one_server(prefix: str, task_id: str, task: str) -> None:
+    keys = Names(prefix.replace("{", ""))
+    shard = shard_of(task_id)
+    assert 0 <= shard < SHARDS
+    every = (
+        keys.task(task_id),
+        keys.due(shard),
+        keys.due(shard, task),
+        keys.due(shard, None, task),
+    )
+    slots = {key_slot(key.encode("utf-8", "surrogatepass")) for key in every}
+    assert slots == {key_slot(str(shard).encode())}
+
+
+@given(names, names)
+def test_the_id_of_a_task_is_read_from_the_key_of_its_record(prefix: str, task_id: str) -> None:
+    keys = Names(prefix.replace("}", ""))
+    assert keys.id_of(keys.task(task_id)) == task_id
+
+
+@given(st.sets(names, min_size=2))
+def test_different_names_have_different_keys(some: set[str]) -> None:
+    keys = Names("test")
+    every = [kind(each) for each in some for kind in (keys.task, keys.key, keys.job)]
+    assert len({*every, keys.complete_since(), *keys.all_due()}) == 3 * len(some) + 1 + SHARDS
+
+
+def test_each_shard_has_its_indexes() -> None:
+    keys = Names("test")
+    assert list(keys.all_due())[:2] == ["test:{0}:due", "test:{1}:due"]
+    assert list(keys.all_due(task="pay"))[-1] == "test:{31}:due:task:pay"
+    assert list(keys.all_due(job="import"))[-1] == "test:{31}:due:job:import"
+
+
+def test_the_shards_are_spread_over_all_parts_of_a_cluster() -> None:
+    slots = [key_slot(str(shard).encode()) for shard in range(SHARDS)]
+    thirds = [slot * 3 // 16384 for slot in slots]
+    assert min(thirds.count(third) for third in range(3)) >= SHARDS // 4
