@@ -38,8 +38,8 @@ __all__ = ["RabbitDelay"]
 
 logger = logging.getLogger(__name__)
 
-#: For how many milliseconds the registry remembers a cancel of a task of which it knows nothing: ten
-#: years.
+#: For how many milliseconds the registry remembers a cancel of a task of which it knows nothing:
+#: ten years.
 LONGEST_MS: Final = 315_360_000_000
 
 #: For how many milliseconds the registry remembers a task that has arrived, or could have. A task
