@@ -256,7 +256,7 @@ def test_a_message_replaces_the_one_before_it(registry: Registry) -> None:
     # As if the answer had been lost.
     assert registry.replace("task", first.copy, second.copy, second.due_ms) is Outcome.DONE
     assert verdict(registry, second) is Verdict.RUN
-    assert verdict(registry, first) is Verdict.SUPERSEDED
+    assert verdict(registry, first) is Verdict.REPLACED
     assert registry.cancel(["task"]) == [Outcome.RELEASED]
 
 
@@ -268,7 +268,7 @@ def test_a_message_that_arrives_before_it_is_said_to_replace_another_runs(
     assert verdict(registry, second) is Verdict.RUN
     outcome = registry.replace("task", first.copy, second.copy, second.due_ms)
     assert outcome is Outcome.DONE
-    assert verdict(registry, first) is Verdict.SUPERSEDED
+    assert verdict(registry, first) is Verdict.REPLACED
     assert registry.cancel(["task"]) == [Outcome.RELEASED]
 
 
@@ -293,7 +293,7 @@ def test_a_message_of_which_little_is_known_can_be_replaced(
         registry.register([message])
     first = message.copy if message else "long forgotten"
     assert registry.replace("task", first, second.copy, second.due_ms) is Outcome.DONE
-    assert verdict(registry, second._replace(copy=first)) is Verdict.SUPERSEDED
+    assert verdict(registry, second._replace(copy=first)) is Verdict.REPLACED
     assert verdict(registry, second) is Verdict.RUN
 
 
@@ -306,7 +306,7 @@ def test_a_message_is_not_replaced_once_the_one_in_its_place_has_arrived(
     assert verdict(registry, second) is Verdict.RUN
     outcome = registry.replace("task", first.copy, third.copy, third.due_ms)
     assert outcome is Outcome.RELEASED
-    assert verdict(registry, third) is Verdict.SUPERSEDED
+    assert verdict(registry, third) is Verdict.REPLACED
 
 
 @pytest.mark.parametrize("retried", [False, True], ids=["it runs", "its retry waits"])
@@ -318,7 +318,7 @@ def test_a_message_that_has_arrived_is_not_replaced(registry: Registry, retried:
         registry.register([retry])
     outcome = registry.replace("task", first.copy, second.copy, second.due_ms)
     assert outcome is Outcome.RELEASED
-    assert verdict(registry, second) is Verdict.SUPERSEDED
+    assert verdict(registry, second) is Verdict.REPLACED
     assert not retried or verdict(registry, retry) is Verdict.RUN
 
 
@@ -356,8 +356,8 @@ def test_of_two_messages_that_replace_one_the_last_one_runs(registry: Registry) 
     registry.replace("task", first.copy, second.copy, second.due_ms)
     outcome = registry.replace("task", first.copy, third.copy, third.due_ms)
     assert outcome is Outcome.DONE
-    assert verdict(registry, first) is Verdict.SUPERSEDED
-    assert verdict(registry, second) is Verdict.SUPERSEDED
+    assert verdict(registry, first) is Verdict.REPLACED
+    assert verdict(registry, second) is Verdict.REPLACED
     assert verdict(registry, third) is Verdict.RUN
 
 

