@@ -137,7 +137,7 @@ def still_works(
     return check
 
 
-def _configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
+def small_configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
     """A small topology under a prefix, results in Redis."""
     return {
         "prefix": prefix,
@@ -164,7 +164,7 @@ def _delete_what_it_declared(app: Any) -> None:
 @pytest.fixture
 def configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
     """A small topology under the test's prefix, results in Redis."""
-    return _configuration(broker_url, redis_url, prefix)
+    return small_configuration(broker_url, redis_url, prefix)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dic
     what a destination does not take is undeliverable at once.
     """
     configuration = {
-        **_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "accept_content": ["json", "pickle"],
         "rabbitdelay_redelivery": 0,
         **OPEN,

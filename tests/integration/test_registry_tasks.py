@@ -17,6 +17,8 @@ from celery.states import REVOKED
 from celery_rabbitdelay import JobClosed, NotTracked, Row
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.testing import wait_for
+from tests.integration.conftest import small_configuration
+from tests.integration.registering import RedisSetup
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Worker
 
@@ -24,26 +26,18 @@ from tests.integration.worker import Worker
 DELAY = 2.0
 
 
-@pytest.fixture
-def settings(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
-    return {**configuration, "rabbitdelay_registry_url": redis_url}
-
-
 @pytest.fixture(scope="module")
 def module_settings(
-    served_configuration: dict[str, Any], redis_url: str
+    redis_setup: RedisSetup, module_broker_url: str, redis_url: str
 ) -> Iterator[dict[str, Any]]:
     """A configuration with a registry, whose queues one worker serves for all tests."""
-    with_registry = {**served_configuration, "rabbitdelay_registry_url": redis_url}
+    with_registry = {
+        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        "rabbitdelay_registry_url": redis_setup.url,
+        "rabbitdelay_registry_options": dict(redis_setup.options),
+    }
     with Worker(with_registry):
         yield with_registry
-
-
-@pytest.fixture(scope="module")
-def served_configuration(module_broker_url: str, redis_url: str) -> dict[str, Any]:
-    from tests.integration.conftest import _configuration
-
-    return _configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}")
 
 
 @pytest.fixture
