@@ -32,8 +32,10 @@ class Streaming(Scenario):
     workers: str = choice(
         "default", "quiet", help="quiet: workers without remote control and events", varied=False
     )
-    way: Literal["task", "rows"] = choice(
-        "task", "rows", help="rows: by send_many, for hundreds of thousands of tasks", varied=False
+    way: Literal["task", "rows", "envelopes"] = choice(
+        *("task", "rows", "envelopes"),
+        help="rows: by send_many, for hundreds of thousands of tasks; envelopes: many in a message",
+        varied=False,
     )
 
     def queues(self) -> Sequence[TaskQueue]:
@@ -52,7 +54,11 @@ class Streaming(Scenario):
         messages = self.tasks // 10
         halves = (self.tasks - messages + 1) // 2, (self.tasks - messages) // 2
         for number, count in enumerate(halves):
-            stream = Stream("tasks", SOUND, count, seconds, DELAYS, self.way)
+            stream = Stream(
+                *("tasks", SOUND, count, seconds, DELAYS),
+                way="task" if self.way == "task" else "rows",
+                envelopes=self.way == "envelopes",
+            )
             stage.send(stream, first_node=number % nodes)
         stage.send(Stream("messages", MESSAGES, messages, seconds, DELAYS, "kombu"))
         self.disturb(stage, seconds)
