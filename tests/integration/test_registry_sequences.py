@@ -50,6 +50,8 @@ class Expected:
         not_before: The instant before which it must not run.
         key: Its key.
         due: When it leaves the levels, as far as anybody has decided.
+        tracked: Whether the registry knows of it.
+        first_due: When it was due as it was sent.
     """
 
     runs: bool | None
@@ -57,8 +59,10 @@ class Expected:
     key: str | None
     due: float
     tracked: bool
-    copies: int = 1
-    ran: list[float] = field(default_factory=list)
+    first_due: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_due = self.due
 
     def stop(self, certain: bool) -> None:
         """Note that it was told not to run; that is certain if it cannot have arrived before."""
@@ -136,16 +140,14 @@ class Registry(RuleBasedStateMachine):
         except NotTracked:
             assert not expected.tracked or self.was_lost
             return
-        certain = outcome is Outcome.DONE or time.time() < expected.due
         if outcome in (Outcome.RELEASED, Outcome.CANCELLED):
             return
-        if outcome is Outcome.UNKNOWN and later < expected.due:
-            return
-        if certain:
-            expected.not_before = later
-        else:
-            expected.not_before = min(later, expected.not_before)
-        expected.due = later if outcome is Outcome.DONE else max(later, expected.due)
+        certain = outcome is Outcome.DONE or time.time() < expected.due
+        if outcome is Outcome.UNKNOWN:
+            # Nothing is known of when it was due, so it never runs before that.
+            later = max(later, expected.first_due)
+        expected.not_before = later if certain else min(later, expected.not_before)
+        expected.due = later
 
     @precondition(lambda self: not self.crashed)
     @rule()
@@ -166,6 +168,8 @@ class Registry(RuleBasedStateMachine):
             expected.not_before = min(expected.not_before, time.time() - 3600)
             if expected.runs is False:
                 expected.runs = None
+            # Nothing is known of it any more: a newer task does not supersede it.
+            expected.key, expected.tracked = None, False
 
     def teardown(self) -> None:
         last = max([each.due for each in self.tasks.values()], default=0.0)
