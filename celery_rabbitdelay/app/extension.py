@@ -206,8 +206,8 @@ class RabbitDelay(WaitingTasks):
                 them, or if the broker cannot be reached, no further rows are taken.
             NeedsDistribution: Envelopes, or the options, need distribution, which no worker serves.
         """
-        refuse_without_registry(options, self.settings)
         _refuse_options_of_a_row(options)
+        refuse_without_registry(options, self.settings)
         if envelopes is None:
             envelopes = "distribution" in self.settings.modules
         tolerance_ms = tolerance_milliseconds(tolerance)

@@ -105,7 +105,7 @@ class Arrival(NamedTuple):
             due_ms,
             _text(headers.get(COPY)),
             _text(headers.get(JOB)),
-            f"{queue}:{attempt}" if task_id and headers.get(ONCE) else "",
+            f"{queue}:{attempt}" if task_id and _is_once(headers.get(ONCE)) else "",
             redelivered,
         )
 
@@ -128,6 +128,10 @@ class Decision(NamedTuple):
 def registry_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a message's headers that the registry knows of."""
     return {name: headers[name] for name in (COPY, KEY, JOB, ONCE) if name in headers}
+
+
+def _is_once(value: object) -> bool:
+    return value is True or _text(value) != ""
 
 
 def _text(value: object) -> str:

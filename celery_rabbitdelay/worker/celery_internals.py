@@ -24,6 +24,7 @@ __all__ = [
     "eta_of",
     "give_eta",
     "has_event_loop",
+    "id_of",
     "is_revoked",
     "leave_out_delayed_delivery",
     "lower_prefetch",
@@ -50,6 +51,12 @@ def leave_out_delayed_delivery(consumer: Any) -> None:
 def name_of_queue(consumer: Any, message: Message) -> str | None:
     """Return the name of the queue that a worker has received a message from."""
     return consumed_queue_name(consumer.task_consumer, message.delivery_info.get("consumer_tag"))
+
+
+def id_of(message: Message) -> str:
+    """Return the id of a message's task, in any version of Celery's protocol; empty if unknown."""
+    task_id = message.headers.get("id") or message.properties.get("correlation_id")
+    return task_id if isinstance(task_id, str) else ""
 
 
 def is_revoked(consumer: Any, task_id: str | None) -> bool:

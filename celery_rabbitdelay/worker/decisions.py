@@ -22,6 +22,7 @@ from celery_rabbitdelay.registry.decision import ONCE, Arrival, Decision, Verdic
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,
     discard_as_revoked,
+    id_of,
     name_of_queue,
     run_strategy,
 )
@@ -140,7 +141,8 @@ class Decisions:
         queue = name_of_queue(self._consumer, message) or ""
         redelivered = bool(message.delivery_info.get("redelivered"))
         due_ms = waited.due_ms if isinstance(waited.due_ms, int) else 0
-        arrival = Arrival.of(message.headers, due_ms, queue, redelivered)
+        headers = {**message.headers, "id": id_of(message)}
+        arrival = Arrival.of(headers, due_ms, queue, redelivered)
         mark = message.headers.get(ONCE)
         mark = mark if isinstance(mark, str) else uuid4().hex[:16]
         self._arrived.put(_Due(message, body, ack, go_on, waited, arrival, mark))

@@ -13,6 +13,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.arrivals import Arrivals
+from celery_rabbitdelay.worker.celery_internals import id_of
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, Waited
 
@@ -71,11 +72,11 @@ class RestoringStrategies(dict[str, Strategy]):
                 return go_on()
             if self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta):
                 return None
-            if self.decisions is not None and waited is not None:
+            if self.decisions is not None and waited is not None and id_of(message):
                 self.decisions.ask(message, body, ack, go_on, waited)
                 return None
             if waited is not None:
-                signals.send(signals.released, self._app, message.headers["id"], waited.due_ms)
+                signals.send(signals.released, self._app, id_of(message), waited.due_ms)
             return go_on()
 
         super().__setitem__(task_name, restoring)

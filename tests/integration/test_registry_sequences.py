@@ -146,8 +146,11 @@ class Registry(RuleBasedStateMachine):
         if outcome is Outcome.UNKNOWN:
             # Nothing is known of when it was due, so it never runs before that.
             later = max(later, expected.first_due)
-        expected.not_before = later if certain else min(later, expected.not_before)
-        expected.due = later
+        if certain:
+            expected.not_before = expected.due = later
+        else:
+            # It may have arrived before.
+            expected.not_before = min(later, expected.not_before)
 
     @precondition(lambda self: not self.crashed)
     @rule()

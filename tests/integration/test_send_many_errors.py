@@ -19,6 +19,7 @@ from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     InvalidDelay,
     NeedsDistribution,
+    RegistryRequired,
     RowsNotConfirmed,
     UnknownOption,
 )
@@ -237,7 +238,6 @@ def test_options_that_no_row_could_be_sent_with_are_an_error_at_once(served_shop
         ("eta", NOW),
         ("task_id", "one"),
         ("key", "order:7"),
-        ("job", "import-7"),
         ("producer", object()),
     ],
 )
@@ -246,6 +246,12 @@ def test_what_is_a_row_s_own_is_no_option_of_all_rows(
 ) -> None:
     with pytest.raises(UnknownOption, match=name):
         shop.rabbitdelay.send_many(task, [Row()], **{name: value})
+
+
+@pytest.mark.parametrize("task", ["look", "celery-own"])
+def test_a_job_needs_the_registry(shop: Any, task: str) -> None:
+    with pytest.raises(RegistryRequired, match="job = 'import-7'"):
+        shop.rabbitdelay.send_many(task, [Row()], job="import-7")
 
 
 def _without_distribution(shop: Any) -> Any:
@@ -362,7 +368,7 @@ def test_one_by_one_the_numbers_are_told_and_errors_have_an_end(
     assert set(told) == {(2, 2)}
     assert list(caught.value.errors) == list(range(2, 2 + MAX_ERRORS))
     assert caught.value.rest == 2 + MAX_ERRORS
-    assert isinstance(caught.value.errors[2], UnknownOption)
+    assert isinstance(caught.value.errors[2], RegistryRequired)
 
 
 def test_one_by_one_an_error_of_the_rows_keeps_those_of_the_rows_before_it(
