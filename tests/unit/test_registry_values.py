@@ -38,8 +38,10 @@ def test_an_arrival_is_read_from_any_headers(
     for field, header in (("task_id", "id"), ("copy", COPY), ("job", JOB)):
         value = headers.get(header)
         assert getattr(arrival, field) == (value if isinstance(value, str) else "")
-    runs_once = headers.get(ONCE) is True and arrival.task_id != ""
-    assert bool(arrival.once) == runs_once
+    given = headers.get(ONCE)
+    # A text is the mark that the message has left before.
+    says_once = given is True or (isinstance(given, str) and given != "")
+    assert bool(arrival.once) == (says_once and arrival.task_id != "")
 
 
 def test_an_arrival_says_where_and_at_which_attempt() -> None:
