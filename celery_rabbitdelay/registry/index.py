@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from math import inf
 from typing import Any, Final, NamedTuple
@@ -100,6 +100,22 @@ class Index:
                 yield from self._records(page, wanted)
                 page = []
         yield from self._records(page, wanted)
+
+    def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
+        """Return those of some tasks that are tracked and wait."""
+
+        def ask(pipeline: Any) -> None:
+            for task_id in task_ids:
+                pipeline.hmget(self._names.task(task_id), "name", "key", "job", "due", "later")
+
+        found = []
+        for task_id, (name, key, job, due, later) in zip(
+            task_ids, self._store.commands(ask), strict=True
+        ):
+            if name is not None:
+                due_ms = max(int(due), int(later or 0))
+                found.append(Pending(task_id, name, _instant(due_ms), key or None, job or None))
+        return found
 
     def count(self, wanted: Filter) -> int:
         """Return how many tasks wait."""

@@ -35,6 +35,7 @@ from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.inspection import query_task, scheduled
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 from celery_rabbitdelay.worker.status import rabbitdelay_status
 
@@ -44,7 +45,10 @@ __all__ = [
     "RestoreTasks",
     "WorkerDeclaration",
     "allowed_destinations",
+    # They are control commands, which are registered where this module is imported.
+    "query_task",
     "rabbitdelay_status",
+    "scheduled",
 ]
 
 logger = logging.getLogger(__name__)

@@ -249,3 +249,20 @@ def test_a_retry_that_waits_can_be_cancelled(shop: Any) -> None:
     shop.rabbitdelay.cancel(result)
     with pytest.raises(TaskRevokedError):
         result.get(timeout=PATIENCE)
+
+
+def test_celery_inspect_shows_tracked_tasks_that_wait(shop: Any, noted: Any) -> None:
+    first = send(shop, noted, "first", delay=60, track=True)
+    untracked = send(shop, noted, "untracked", delay=50)
+    inspect = shop.control.inspect(timeout=PATIENCE, limit=1)
+
+    (scheduled,) = inspect.scheduled().values()
+    (queried,) = inspect.query_task(first.id, untracked.id).values()
+
+    shown = {each["request"]["id"]: each for each in scheduled}
+    assert untracked.id not in shown
+    assert shown[first.id]["request"]["name"] == "note"
+    assert datetime.fromisoformat(shown[first.id]["eta"]) > datetime.now(UTC)
+    assert [*queried] == [first.id]
+    state, request = queried[first.id]
+    assert (state, request["name"]) == ("scheduled", "note")
