@@ -57,6 +57,9 @@ class Scenario(ABC):
     #: By group, the seconds that no task may be late.
     limits: ClassVar[Mapping[str, float]] = {}
 
+    #: Seconds that a task may be early, because ``rabbitdelay_early`` tolerates that.
+    tolerated_early: ClassVar[float] = 0.0
+
     #: Seconds at the end in which everything has to start.
     patience: ClassVar[float] = 600.0
 
@@ -181,7 +184,7 @@ def play(scenario: Scenario, version: str) -> Outcome:
         whereabouts = stage.whereabouts()
         # Last, because the workers have gone on until they were ended.
         ledger = stage.ledger()
-    verdict = judge(ledger, whereabouts, scenario.limits)
+    verdict = judge(ledger, whereabouts, scenario.limits, scenario.tolerated_early)
     return Outcome(str(scenario), reported, verdict, whereabouts, ledger.ended)
 
 

@@ -75,7 +75,10 @@ class Verdict:
 
 
 def judge(
-    ledger: Ledger, whereabouts: Whereabouts, limits: Mapping[str, float] | None = None
+    ledger: Ledger,
+    whereabouts: Whereabouts,
+    limits: Mapping[str, float] | None = None,
+    tolerated_early: float = 0.0,
 ) -> Verdict:
     """Return the verdict on a ledger.
 
@@ -83,11 +86,12 @@ def judge(
         ledger: What was noted.
         whereabouts: Where messages were found at the end.
         limits: By group, the seconds that no task of it may be late.
+        tolerated_early: Seconds that a task may be early without complaint.
     """
     verdict = Verdict(sent=Counter(each.outcome for each in ledger.sent.values()))
     _judge_errors(ledger, verdict)
     _judge_missing(ledger, whereabouts, verdict)
-    _judge_early(ledger, verdict)
+    _judge_early(ledger, verdict, tolerated_early)
     _judge_copies(ledger, whereabouts, verdict)
     _judge_lateness(ledger, limits or {}, verdict)
     if not verdict.sent:
@@ -129,7 +133,7 @@ def _judge_missing(ledger: Ledger, whereabouts: Whereabouts, verdict: Verdict) -
         verdict.complaints.append(f"{times} not started, in {queue}")
 
 
-def _judge_early(ledger: Ledger, verdict: Verdict) -> None:
+def _judge_early(ledger: Ledger, verdict: Verdict, tolerated: float) -> None:
     for (identity, _), starts in ledger.starts.items():
         sent = ledger.sent.get(identity)
         if sent is None:
@@ -137,8 +141,8 @@ def _judge_early(ledger: Ledger, verdict: Verdict) -> None:
         elif starts[0].at_ms < sent.due_ms - RESOLUTION_MS:
             seconds = (sent.due_ms - starts[0].at_ms) / 1000
             verdict.early[identity] = max(verdict.early.get(identity, 0.0), seconds)
-    if verdict.early:
-        most = max(verdict.early.values())
+    most = max(verdict.early.values(), default=0.0)
+    if most > tolerated:
         verdict.complaints.append(f"{len(verdict.early)} early, by up to {most:.3f} s")
 
 

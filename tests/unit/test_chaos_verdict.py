@@ -95,6 +95,13 @@ def test_a_start_before_the_due_time_is_early(early_ms: float) -> None:
     assert len(verdict.complaints) == 1
 
 
+def test_what_is_tolerated_is_told_and_is_no_complaint() -> None:
+    ledger = Ledger.of([sent()], [start(late_ms=-900)])
+    assert judge(ledger, NOWHERE, tolerated_early=1.0).early == {"a": pytest.approx(0.9)}
+    assert judge(ledger, NOWHERE, tolerated_early=1.0).complaints == []
+    assert judge(ledger, NOWHERE, tolerated_early=0.8).complaints == ["1 early, by up to 0.900 s"]
+
+
 def test_the_clocks_resolution_is_not_early() -> None:
     assert judge(Ledger.of([sent()], [start(late_ms=-RESOLUTION_MS)]), NOWHERE).early == {}
 

@@ -34,6 +34,8 @@ class Policies(Scenario):
 
     name: ClassVar[str] = "policies"
     limits: ClassVar[Mapping[str, float]] = {"after": 2.0}
+    #: The default of ``rabbitdelay_early``.
+    tolerated_early: ClassVar[float] = 1.0
     patience: ClassVar[float] = 240.0
 
     tasks: int = 120
