@@ -143,7 +143,7 @@ class Decisions:
         due_ms = waited.due_ms if isinstance(waited.due_ms, int) else 0
         headers = {**message.headers, "id": id_of(message)}
         arrival = Arrival.of(headers, due_ms, queue, redelivered)
-        mark = message.headers.get(ONCE)
+        mark = message.headers.get(ONCE) if arrival.once else ""
         mark = mark if isinstance(mark, str) else uuid4().hex[:16]
         self._arrived.put(_Due(message, body, ack, go_on, waited, arrival, mark))
 
