@@ -290,10 +290,10 @@ def test_a_level_that_takes_nothing_holds_up_no_other_task(
     transport: Any = connection.connect()
     version = [int(part) for part in transport.server_properties["version"].split(".")]
     settings = {
-        # Of quorum queues, a worker's consumer cannot ask for more (Celery says so), and from 4.3
+        # Of quorum queues, a worker's consumer cannot ask for more (Celery says so), and from 4.0
         # on of no queue: RabbitMQ takes a higher prefetch count, and delivers no more.
         "queue_type": "classic",
-        "worker_prefetch_multiplier": 1 if version < [4, 3] else 8,
+        "worker_prefetch_multiplier": 1 if version < [4, 0] else 8,
         "rabbitdelay_layout": [("minutes", 3, 60), ("seconds", 60, 1), ("ms", 10, 0.1)],
     }
     shop = make_shop(**settings)
