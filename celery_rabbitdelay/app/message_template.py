@@ -26,7 +26,7 @@ from celery_rabbitdelay.modules.envelope import (
 from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
 
-__all__ = ["DESTINATION_HEADERS", "MessageTemplate"]
+__all__ = ["DESTINATION_HEADERS", "NO_HEADERS", "MessageTemplate"]
 
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
@@ -43,7 +43,8 @@ _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
 
 _NOTHING_SHARED: Final = shared_block({}, {})
 
-_NO_HEADERS: Final[Mapping[str, str]] = {}
+#: A message without headers of its own for the registry.
+NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
 class MessageTemplate:
@@ -121,7 +122,7 @@ class MessageTemplate:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         due_ms: int,
-        further: Mapping[str, str] = _NO_HEADERS,
+        further: Mapping[str, str] = NO_HEADERS,
     ) -> Content:
         """Return the message of a task.
 
@@ -142,7 +143,7 @@ class MessageTemplate:
         task_id: str,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        further: Mapping[str, str] = _NO_HEADERS,
+        further: Mapping[str, str] = NO_HEADERS,
     ) -> bytes:
         """Return the two blocks of a task in an envelope; takes the same as :meth:`content`."""
         own = self._own(task_id, args, kwargs)

@@ -20,7 +20,7 @@ REGISTRY_OPTIONS: Final[Mapping[str, type]] = {"key": str, "job": str, "once": b
 
 
 class RegistryOptions(NamedTuple):
-    """What the registry is to do about one task.
+    """The options of one send that concern the registry.
 
     Attributes:
         key: Only the newest task under a key runs; empty for none.
@@ -102,7 +102,7 @@ def given_registry_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_without_registry(options: Mapping[str, Any], settings: Settings) -> None:
-    """Refuse options that need the registry where there is none.
+    """Raise if an option needs the registry and the application has none.
 
     Args:
         options: What ``apply_async`` takes.

@@ -8,6 +8,7 @@ from typing import Any, Final
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.stored_message import stored
 from celery_rabbitdelay.app.task_messages import Call
+from celery_rabbitdelay.app.task_sending import sent_already
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.producer import Delayed
@@ -30,7 +31,7 @@ class RowRegistration:
 
     Args:
         registry: The registry; asked for where a row needs it.
-        wanted: What the registry is to do about all rows.
+        wanted: The options of the registry that all rows have.
         task_name: The task's name.
         fail: Called with the numbers of rows that could not be registered, and the error.
     """
@@ -49,7 +50,7 @@ class RowRegistration:
         self._joined_until_ms = 0
         #: The rows that are not registered yet, by their numbers, in their order.
         self._sent: dict[int, Registration] = {}
-        #: Whether they are confirmed, of those that have ended.
+        #: The rows that the broker has answered, and whether it has confirmed them.
         self._ended: dict[int, bool] = {}
 
     @property
@@ -126,7 +127,7 @@ class RowRegistration:
         if not batch:
             return
         try:
-            self._registry().register(list(batch.values()))
+            with sent_already():
+                self._registry().register(list(batch.values()))
         except RegistryUnavailable as error:
-            reason = f"the task was sent, but {error.reason}"
-            self._fail(list(batch), RegistryUnavailable(reason, may_have_arrived=True))
+            self._fail(list(batch), error)

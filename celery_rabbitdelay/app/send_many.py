@@ -209,7 +209,8 @@ class RowSender:
             raise InvalidRow(row, f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes")
         if self._check_arguments is not None:
             self._check_arguments(*args, **kwargs)
-        refuse_without_registry({"key": row.key}, self._settings)
+        if row.key is not None:
+            refuse_without_registry({"key": row.key}, self._settings)
         self._registration.join_job(due)
         headers = self._registration.headers(row.key)
         return Call(row.task_id or next(self._ids), args, kwargs, due, headers)

@@ -11,7 +11,7 @@ import celery
 from celery import signals
 
 from celery_rabbitdelay.app.celery_internals import repr_depth, repr_sizes
-from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, MessageTemplate
+from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, NO_HEADERS, MessageTemplate
 from celery_rabbitdelay.app.resending import Resending
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
@@ -45,9 +45,6 @@ ENVELOPE_HEADERS: Final = frozenset((*DESTINATION_HEADERS, header_names.DUE))
 OWN_HEADERS: Final = (COPY, KEY)
 
 
-NO_HEADERS: Final[Mapping[str, Any]] = {}
-
-
 class Call(NamedTuple):
     """One call of the task.
 
@@ -63,7 +60,7 @@ class Call(NamedTuple):
     args: Any
     kwargs: Any
     due: Due
-    headers: Mapping[str, str] = {}
+    headers: Mapping[str, str] = NO_HEADERS
 
 
 class Writer(Protocol):

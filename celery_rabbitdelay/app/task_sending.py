@@ -73,7 +73,8 @@ class TaskSending:
     def __post_init__(self) -> None:
         taken = given_registry_options(self.options)
         self._given = {name: self.options[name] for name in taken}
-        self.options = {name: each for name, each in self.options.items() if name not in taken}
+        if taken:
+            self.options = {name: each for name, each in self.options.items() if name not in taken}
 
     def send(self) -> AsyncResult[Any]:
         """Send the task, to where these rules lead, the first one that applies.

@@ -29,10 +29,10 @@ from celery_rabbitdelay.registry.registry import Earlier, Registry
 
 __all__ = ["WaitingTasks"]
 
-#: What is certain about several tasks is what is certain about the one that comes first here.
+#: The outcomes from the least to the most certain. Several tasks have the least certain of theirs.
 LEAST_CERTAIN: Final = (Outcome.RELEASED, Outcome.UNKNOWN, Outcome.CANCELLED, Outcome.DONE)
 
-#: What a task's result says that was cancelled while it waited.
+#: The reason in the result of a task that was cancelled while it waited.
 REASON: Final = "cancelled"
 
 

@@ -1,4 +1,4 @@
-"""What is asked about a task that arrives, and what is answered. Pure."""
+"""The question about a task that arrives, and the registry's answer. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Verdict(Enum):
 
 
 class Outcome(Enum):
-    """What a call that cancels or postpones a task has found."""
+    """The state in which ``cancel`` or ``postpone`` found a task."""
 
     #: The task was waiting, and will not run, or not before.
     DONE = "done"

@@ -1,4 +1,4 @@
-"""What waits, by due time: the tracked tasks."""
+"""The tracked tasks that wait, in the order of their due times."""
 
 from __future__ import annotations
 

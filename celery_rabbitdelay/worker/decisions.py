@@ -95,9 +95,9 @@ class Decisions:
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
         self._consumer = consumer
         self._early_tasks = early_tasks
-        self._delays = consumer.app.rabbitdelay
-        self._registry = self._delays.registry
-        self._runs_without = self._delays.settings.registry_down == "run"
+        delays = consumer.app.rabbitdelay
+        self._registry = delays.registry
+        self._runs_without = delays.settings.registry_down == "run"
         self._breaker = Breaker()
         self._down_since: float | None = None
         self._warned_at = -WARN_EVERY
