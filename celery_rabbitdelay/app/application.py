@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import celery
+import celery.result
 import click
 from celery.app import amqp as celery_amqp
 from celery.app.control import Control
 from celery.canvas import Signature
-from celery.result import AsyncResult
 from kombu import Connection, Producer
 from kombu.utils.objects import cached_property
 
@@ -32,10 +32,11 @@ from celery_rabbitdelay.app.celery_internals import (
     DelayingAMQP,
     DelayingControl,
     combined_class,
-    forget_task_class,
+    forget_classes,
     imported_class,
     installed_on,
     make_delaying,
+    result_class,
     task_class,
 )
 from celery_rabbitdelay.app.extension import RabbitDelay
@@ -46,6 +47,7 @@ from celery_rabbitdelay.app.options import (
 )
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_sending import TaskSending
+from celery_rabbitdelay.app.waiting_result import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 
@@ -101,6 +103,11 @@ class Celery(celery.Celery):
         control: Control = control_class(app=self)
         return control
 
+    @cached_property
+    def AsyncResult(self) -> type[celery.result.AsyncResult[Any]]:  # noqa: N802
+        """The class of the application's results."""
+        return result_class(self, WaitingResult)
+
     def create_task_cls(self) -> type[celery.Task[Any, Any]]:
         """Create the base class of the application's tasks."""
         return task_class(self, combined_class(DelayingTask, imported_class(self.task_cls)))
@@ -129,7 +136,7 @@ class Celery(celery.Celery):
         delay: Delay | None = None,
         tolerance: Delay = 0,
         **options: Any,
-    ) -> AsyncResult[Any]:
+    ) -> celery.result.AsyncResult[Any]:
         """Send a task by name, as :meth:`celery.Celery.send_task`, which takes ``delay`` as well.
 
         Args:
@@ -211,7 +218,7 @@ def install(app: AppT) -> AppT:
     if isinstance(app, Celery):
         return app
     app.__class__ = combined_class(Celery, type(app))
-    forget_task_class(app)
+    forget_classes(app)
     _add_steps(app)
     make_delaying(app)
     return app

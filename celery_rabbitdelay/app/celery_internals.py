@@ -31,7 +31,7 @@ __all__ = [
     "celerys_repr",
     "combined_class",
     "copied_as",
-    "forget_task_class",
+    "forget_classes",
     "has_quorum_queue",
     "imported_class",
     "installed_on",
@@ -39,6 +39,7 @@ __all__ = [
     "registered_task",
     "repr_depth",
     "repr_sizes",
+    "result_class",
     "revoke_by_celery",
     "send_task_by_celery",
     "sends_a_callback",
@@ -122,9 +123,16 @@ def task_class(app: celery.Celery, base: type[Any]) -> type[celery.Task[Any, Any
     return made
 
 
-def forget_task_class(app: celery.Celery) -> None:
-    """Drop the cached task base class; the application creates it again when needed."""
-    app.__dict__.pop("Task", None)
+def result_class(app: celery.Celery, base: type[Any]) -> type[Any]:
+    """Return the class of an application's results, which are pickled as ``app.AsyncResult``."""
+    made: type[Any] = app.subclass_with_self(base, name="AsyncResult", reverse="AsyncResult")
+    return made
+
+
+def forget_classes(app: celery.Celery) -> None:
+    """Drop the cached classes of tasks and results; the application creates them when needed."""
+    for name in ("Task", "AsyncResult"):
+        app.__dict__.pop(name, None)
 
 
 class DelayingQueues(celery_amqp.Queues):
@@ -169,10 +177,43 @@ class DelayingControl(Control):
         """
         answer = super().revoke(task_id, *more, **options)
         app: Any = self.app
-        if app.rabbitdelay.available and app.rabbitdelay.settings.registry_url is not None:
+        if app.rabbitdelay.has_registry:
             ids = [task_id] if isinstance(task_id, str) else list(task_id)
             app.rabbitdelay.registry.cancel(ids)
         return answer
+
+    def revoke_by_stamped_headers(self, headers: Any, *more: Any, **options: Any) -> Any:
+        """Tell all workers not to run tasks with these stamps; the tracked ones are cancelled.
+
+        A task that waits and is not tracked runs if every worker was restarted until it is due.
+
+        Args:
+            headers: The stamps.
+            *more: Further arguments of Celery.
+            **options: Further arguments of Celery.
+        """
+        answer = super().revoke_by_stamped_headers(headers, *more, **options)
+        app: Any = self.app
+        if app.rabbitdelay.has_registry:
+            app.rabbitdelay.cancel_stamped(headers)
+        return answer
+
+    def purge(self, connection: Connection | None = None) -> int:
+        """Discard all tasks of the application's queues, and cancel the tracked ones that wait.
+
+        Tasks that wait and are not tracked stay, and run when they are due.
+
+        Args:
+            connection: As in Celery.
+
+        Returns:
+            How many tasks were discarded or cancelled.
+        """
+        discarded: int = super().purge(connection)
+        app: Any = self.app
+        return discarded + (app.rabbitdelay.cancel_all() if app.rabbitdelay.has_registry else 0)
+
+    discard_all = purge
 
 
 def make_delaying(app: celery.Celery) -> None:

@@ -100,6 +100,11 @@ class RabbitDelay(WaitingTasks):
         """Whether the application's broker is RabbitMQ, over py-amqp: the levels need both."""
         return _is_rabbitmq(self.app.connection_for_write())
 
+    @property
+    def has_registry(self) -> bool:
+        """Whether there is a registry, and the broker has levels."""
+        return self.available and self.settings.registry_url is not None
+
     def is_available(self, connection: Connection | None) -> bool:
         """Return whether a broker is RabbitMQ, over py-amqp: delays can wait in its levels.
 

@@ -7,21 +7,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Final
 
 import celery
 from celery.result import AsyncResult, ResultBase
+from kombu.utils.functional import maybe_list
+from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.celery_internals import revoke_by_celery
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.stored_message import restored
-from celery_rabbitdelay.exceptions import JobClosed, NotTracked
+from celery_rabbitdelay.exceptions import JobClosed, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.breaker import Breaker
 from celery_rabbitdelay.registry.decision import COPY, Outcome
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.jobs import JobState
@@ -31,6 +35,9 @@ __all__ = ["WaitingTasks"]
 
 #: The outcomes from the least to the most certain. Several tasks have the least certain of theirs.
 LEAST_CERTAIN: Final = (Outcome.RELEASED, Outcome.UNKNOWN, Outcome.CANCELLED, Outcome.DONE)
+
+#: How many tasks are looked at, or cancelled, at once.
+CHUNK: Final = 500
 
 #: The reason in the result of a task that was cancelled while it waited.
 REASON: Final = "cancelled"
@@ -49,6 +56,11 @@ class WaitingTasks(ABC):
     @abstractmethod
     def registry(self) -> Registry:
         """The registry of this process."""
+
+    @property
+    @abstractmethod
+    def has_registry(self) -> bool:
+        """Whether there is a registry, and the broker has levels."""
 
     @property
     @abstractmethod
@@ -114,6 +126,59 @@ class WaitingTasks(ABC):
         revoke_by_celery(self.app, ids)
         return min(outcomes, key=LEAST_CERTAIN.index)
 
+    def cancel_all(self) -> int:
+        """Cancel all tracked tasks that wait; return how many. A purge does that.
+
+        Their results become ``REVOKED`` when they would have been due.
+        """
+        left = cancelled = self.registry.index.count(Filter())
+        # Senders may send more of them meanwhile.
+        while left > 0 and (ids := [each.task_id for each in islice(self.pending(), CHUNK)]):
+            outcomes = self.registry.cancel(ids)
+            for task_id in ids:
+                signals.send(signals.cancelled, self.app, task_id, None)
+            if Outcome.DONE not in outcomes:
+                break
+            left -= len(ids)
+        return cancelled - max(left, 0)
+
+    def cancel_stamped(self, headers: Mapping[str, Any] | list[str]) -> Outcome:
+        """Cancel the tracked tasks that wait and have one of these stamps.
+
+        Args:
+            headers: As for Celery's ``revoke_by_stamped_headers``: the stamps of each header, or a
+                list of ``header=stamp``.
+        """
+        if isinstance(headers, list):
+            headers = dict(each.split("=")[:2] for each in headers)
+        wanted = {name: set(maybe_list(stamps) or ()) for name, stamps in headers.items()}
+        waiting = self.pending()
+        found: list[str] = []
+        while page := [each.task_id for each in islice(waiting, CHUNK)]:
+            messages = self.registry.index.messages(page)
+            found += [
+                task_id
+                for task_id, message in zip(page, messages, strict=True)
+                if message is not None and _is_stamped(message, wanted)
+            ]
+        return self._cancel(found)
+
+    def is_waiting(self, task_id: str) -> bool:
+        """Return whether a task is tracked and waits; False without a registry as well.
+
+        It never raises. While Redis does not answer, it returns False, most times at once.
+        """
+        if not self.has_registry:
+            return False
+        try:
+            return bool(self._breaker.call(lambda: self.registry.index.tasks([task_id])))
+        except RegistryUnavailable:
+            return False
+
+    @cached_property
+    def _breaker(self) -> Breaker:
+        return Breaker()
+
     def postpone(
         self,
         task: str | ResultBase | None = None,
@@ -167,6 +232,9 @@ class WaitingTasks(ABC):
         """Send a second message, then let it replace the first one."""
         registry, delayed = self.registry, restored(first.message)
         second = registry.new_copy()
+        outcome = registry.announce(task_id, first.copy, second, due.at_ms)
+        if outcome is not Outcome.DONE:
+            return outcome
         headers = delayed.message.properties["application_headers"]
         headers.update({COPY: second, header_names.DUE: due.at_ms})
         queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
@@ -297,6 +365,14 @@ def _ids(task: Any) -> list[str]:
         ids += _ids(each)
     parent = getattr(task, "parent", None)
     return (_ids(parent) if parent is not None else []) + ids
+
+
+def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
+    """Return whether a stored message has one of these stamps, as Celery's workers see it."""
+    stamps = restored(message).message.properties["application_headers"].get("stamps") or {}
+    return any(
+        not values.isdisjoint(maybe_list(stamps.get(name)) or ()) for name, values in wanted.items()
+    )
 
 
 def _filter(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import amqp
+from amqp.exceptions import FrameSyntaxError
+
 from celery_rabbitdelay.exceptions import PublishError
+from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["Address", "Publication"]
@@ -68,6 +73,20 @@ class Publication:
         self.redeclared = False
         self.unanswered = False
         self.suspected = False
+
+    @classmethod
+    def of(cls, message: amqp.Message, address: Address, subject: Any = None) -> Publication:
+        """Encode a message, and make it persistent.
+
+        Raises:
+            PublishError: AMQP cannot encode one of the message's headers or properties.
+        """
+        message.properties["delivery_mode"] = PERSISTENT
+        try:
+            content = Content.of(message)
+        except (FrameSyntaxError, struct.error) as error:
+            raise PublishError(*address(), f"cannot be written in AMQP: {error}") from error
+        return cls(content, address, subject)
 
     @property
     def may_have_arrived(self) -> bool:

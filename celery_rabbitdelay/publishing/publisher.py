@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import struct
 import time
 from collections.abc import Callable, Iterable
 from typing import Final, NoReturn, TypeAlias
 
 import amqp
 from amqp import spec
-from amqp.exceptions import AccessRefused, ChannelError, FrameSyntaxError, NotAllowed, NotFound
+from amqp.exceptions import AccessRefused, ChannelError, NotAllowed, NotFound
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import (
@@ -24,7 +23,6 @@ from celery_rabbitdelay.exceptions import (
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.connection import PublishingConnection, remaining
-from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.policy import (
     BACKOFF,
     DEFAULT_POLICY,
@@ -34,7 +32,6 @@ from celery_rabbitdelay.publishing.policy import (
 )
 from celery_rabbitdelay.publishing.publication import Address, Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
-from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["Declaration", "Publisher"]
 
@@ -111,12 +108,7 @@ class Publisher:
             ConnectionLost: The connection could not be opened or broke, also at each resend.
             PublishError: AMQP cannot encode one of the message's headers or properties.
         """
-        message.properties["delivery_mode"] = PERSISTENT
-        try:
-            content = Content.of(message)
-        except (FrameSyntaxError, struct.error) as error:
-            raise PublishError(*address(), f"cannot be written in AMQP: {error}") from error
-        publication = Publication(content, address)
+        publication = Publication.of(message, address)
         policy = PublishPolicy(timeout, resends, backoff)
         self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         if publication.error is not None:

@@ -117,6 +117,15 @@ class Index:
                 found.append(Pending(task_id, name, _instant(due_ms), key or None, job or None))
         return found
 
+    def messages(self, task_ids: Sequence[str]) -> list[str | None]:
+        """Return what it takes to send tasks anew; None for those that do not wait any more."""
+
+        def ask(pipeline: Any) -> None:
+            for task_id in task_ids:
+                pipeline.hget(self._names.task(task_id), "message")
+
+        return self._store.commands(ask)
+
     def count(self, wanted: Filter) -> int:
         """Return how many tasks wait."""
         if wanted.needs_records:

@@ -285,6 +285,20 @@ class Registry:
             self.store.call("extend", [self.names.key(more[0])], self._lives(due_ms))
         return Outcome(word)
 
+    def announce(self, task_id: str, first: str, second: str, due_ms: int) -> Outcome:
+        """Note that a second message of a task is about to be sent; only one of them may run.
+
+        The one that arrives first runs, even if :meth:`replace` is never called.
+
+        Args:
+            task_id: The task's id.
+            first: The name of the first message.
+            second: The name of the second message.
+            due_ms: When the second one is due, in milliseconds since 1970-01-01 UTC.
+        """
+        arguments = (first, second, self._lives(due_ms))
+        return Outcome(self.store.call("announce", [self.names.task(task_id)], *arguments))
+
     def replace(self, task_id: str, first: str, second: str, due_ms: int) -> Outcome:
         """Let the second message of a task replace the first, once the broker has confirmed it.
 

@@ -32,6 +32,7 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.registry.breaker import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
+from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
@@ -218,28 +219,35 @@ class RestoreTasks(bootsteps.StartStopStep):
         # Without takeover too: a task may leave the levels before it is due.
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
-        strategies.early_tasks.start()
-        if consumer.app.rabbitdelay.settings.registry_url is not None:
+        strategies.early_tasks.thread.start()
+        if consumer.app.rabbitdelay.has_registry:
             strategies.decisions = Decisions(consumer, strategies.early_tasks)
             strategies.decisions.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Let the event loop run what the threads need from the worker's own thread."""
-        for each in (consumer.strategies.early_tasks, consumer.strategies.decisions):
-            if each is not None:
-                each.register(hub)
+        for thread in self._threads(consumer.strategies):
+            thread.register(hub)
 
     def stop(self, consumer: Any) -> None:
         """Take no more tasks of the connection that is lost or closed."""
         strategies = consumer.strategies
         if not isinstance(strategies, RestoringStrategies):
             return
-        # Decisions first: they hand tasks to the other.
-        threads = (strategies.decisions, strategies.early_tasks)
+        threads = self._threads(strategies)
         strategies.decisions = strategies.early_tasks = None
-        for each in threads:
-            if each is not None:
-                each.stop()
+        for thread in threads:
+            thread.stop()
+
+    @staticmethod
+    def _threads(strategies: RestoringStrategies) -> list[BatchThread[Any]]:
+        """Return the threads; decisions first, which hand tasks to the other."""
+        threads: list[BatchThread[Any]] = []
+        if strategies.decisions is not None:
+            threads.append(strategies.decisions)
+        if strategies.early_tasks is not None:
+            threads.append(strategies.early_tasks.thread)
+        return threads
 
 
 #: The prefetch count of each module; distribution's is lower, as a message may be an envelope.

@@ -6,8 +6,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import Empty, Queue
-from threading import Event, Thread
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -19,6 +17,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.registry.breaker import Breaker
 from celery_rabbitdelay.registry.decision import ONCE, Arrival, Decision, Verdict
+from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,
     discard_as_revoked,
@@ -26,15 +25,12 @@ from celery_rabbitdelay.worker.celery_internals import (
     name_of_queue,
     run_strategy,
 )
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks, Waited, acknowledge_message
-from celery_rabbitdelay.worker.loop_actions import LoopActions
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
+from celery_rabbitdelay.worker.put_back import Waited
 
 __all__ = ["Decisions"]
 
 logger = get_logger(__name__)
-
-#: Tasks that one round trip asks about, at most.
-MAX_BATCH: Final = 200
 
 #: Seconds that a task waits in the levels while Redis is away: at first, and at most. In between,
 #: as long as Redis has been away; up to a quarter is added at random.
@@ -53,9 +49,6 @@ DISCARDED: Final = {
     Verdict.SUPERSEDED: signals.superseded,
     Verdict.EXPIRED: signals.expired,
 }
-
-#: Seconds that a stopping worker waits for the answer that is on its way.
-STOP_TIMEOUT: Final = 2.0
 
 
 class _Due(NamedTuple):
@@ -80,7 +73,7 @@ class _Due(NamedTuple):
     mark: str
 
 
-class Decisions:
+class Decisions(BatchThread[_Due]):
     """Asks the registry about the tasks that have arrived, in a thread of its own.
 
     So neither the worker's event loop nor tasks without a delay wait for Redis, and tasks that
@@ -92,7 +85,10 @@ class Decisions:
         early_tasks: Puts tasks back into the levels.
     """
 
+    name = "rabbitdelay-decisions"
+
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
+        super().__init__(consumer)
         self._consumer = consumer
         self._early_tasks = early_tasks
         delays = consumer.app.rabbitdelay
@@ -101,25 +97,6 @@ class Decisions:
         self._breaker = Breaker()
         self._down_since: float | None = None
         self._warned_at = -WARN_EVERY
-        self._arrived: Queue[_Due | None] = Queue()
-        self._actions = LoopActions(consumer)
-        self._stopping = Event()
-        self._thread = Thread(target=self._run, name="rabbitdelay-decisions", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def register(self, hub: Any) -> None:
-        """Let the worker's event loop carry out the decisions."""
-        self._actions.register(hub)
-
-    def stop(self) -> None:
-        """End the thread; the broker delivers the tasks again that nothing was decided about."""
-        self._stopping.set()
-        self._arrived.put(None)
-        self._thread.join(STOP_TIMEOUT)
-        self._actions.stop()
 
     def ask(
         self,
@@ -145,29 +122,28 @@ class Decisions:
         arrival = Arrival.of(headers, due_ms, queue, redelivered)
         mark = message.headers.get(ONCE) if arrival.once else ""
         mark = mark if isinstance(mark, str) else uuid4().hex[:16]
-        self._arrived.put(_Due(message, body, ack, go_on, waited, arrival, mark))
+        self.give(_Due(message, body, ack, go_on, waited, arrival, mark))
 
-    def _run(self) -> None:
+    def begin(self) -> None:
+        """Say at the start whether Redis answers, and note since when all is tracked."""
         try:
             self._breaker.call(self._registry.index.complete_since)
         except RegistryUnavailable as error:
             self._failed(error)
-        while batch := self._next_batch():
-            decisions = self._decide(batch)
-            self._actions.add(partial(self._carry_out_all, batch, decisions))
-        self._actions.end()
 
-    def _next_batch(self) -> list[_Due]:
-        """Return the tasks that have arrived; nothing to end."""
-        batch: list[_Due] = []
-        while len(batch) < MAX_BATCH and not self._stopping.is_set():
-            try:
-                each = self._arrived.get(block=not batch)
-            except Empty:
-                return batch
-            if each is not None:
-                batch.append(each)
-        return [] if self._stopping.is_set() else batch
+    def work(self, batch: list[_Due]) -> None:
+        """Ask about tasks, and let the event loop do what the registry says."""
+        try:
+            decisions = self._decide(batch)
+        except Exception:  # the thread has to live on
+            logger.exception("The registry is asked again about %d tasks", len(batch))
+            self.actions.add(partial(self._ask_again, batch))
+        else:
+            self.actions.add(partial(self._carry_out_all, batch, decisions))
+
+    def _ask_again(self, batch: Sequence[_Due]) -> None:
+        for due in batch:
+            call_after(self._consumer, ASK_AGAIN, partial(self.give, due))
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
         arrivals, marks = [each.arrival for each in batch], [each.mark for each in batch]
@@ -236,8 +212,7 @@ class Decisions:
             due.message.headers[ONCE] = due.mark
         until_ms = decision.until_ms
         due_ms = until_ms if decision.is_new_due else due.arrival.due_ms
-        ask_again = partial(self._arrived.put, due)
-        otherwise = partial(call_after, self._consumer, ASK_AGAIN, ask_again)
+        otherwise = partial(self._ask_again, [due])
         if not self._early_tasks.put_back(
             due.message, due.ack, due.waited, until_ms, due_ms, otherwise
         ):

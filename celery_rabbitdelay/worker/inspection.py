@@ -68,7 +68,7 @@ def query_task(state: Any, ids: Any, **options: Any) -> dict[str, Any]:
 
 def _registry(state: Any) -> Registry | None:
     delays = getattr(state.app, "rabbitdelay", None)
-    if delays is None or not delays.available or delays.settings.registry_url is None:
+    if delays is None or not delays.has_registry:
         return None
     registry: Registry = delays.registry
     return registry

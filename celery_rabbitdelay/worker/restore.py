@@ -15,7 +15,8 @@ from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.arrivals import Arrivals
 from celery_rabbitdelay.worker.celery_internals import id_of
 from celery_rabbitdelay.worker.decisions import Decisions
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks, Waited
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.put_back import Waited
 
 __all__ = ["RestoringStrategies", "restore"]
 

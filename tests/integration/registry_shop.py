@@ -1,5 +1,5 @@
 # ruff: noqa: T201  # a program tells its test what it has done
-"""Programs that send, supersede and end jobs, and are killed at a step that a test names.
+"""Programs that send, supersede, postpone and end jobs, and are killed at a step that a test names.
 
 ``python -m tests.integration.registry_shop WHAT STEP``, with the application's settings in the
 environment variable ``SHOP`` and what to do as JSON on the standard input. Before and after a
@@ -63,6 +63,8 @@ def main() -> None:
                 app.tasks["note"].apply_async(args, **given["options"])
                 print(args[0], flush=True)
             return
+        case "postpone":
+            app.rabbitdelay.postpone(given["task_id"], delay=given["delay"])
         case "commit":
             app.rabbitdelay.commit_job(given["job"])
         case "abort":

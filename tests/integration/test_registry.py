@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict
+from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import TASKS_PER_CALL, Earlier, Registration, Registry
 from tests.integration.registering import (
     LONGEST_MS,
@@ -270,6 +271,74 @@ def test_a_message_that_arrives_before_it_is_said_to_replace_another_runs(
     assert outcome is Outcome.DONE
     assert verdict(registry, first) is Verdict.REPLACED
     assert registry.cancel(["task"]) == [Outcome.RELEASED]
+
+
+@pytest.mark.parametrize("earlier_comes_first", [True, False], ids=["second", "first"])
+def test_of_two_messages_of_a_task_the_one_that_arrives_first_runs_alone(
+    registry: Registry, earlier_comes_first: bool
+) -> None:
+    """The process that moves a task to earlier may die before it says which message counts."""
+    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
+    registry.register([first])
+    outcome = registry.announce("task", first.copy, second.copy, second.due_ms)
+    assert outcome is Outcome.DONE
+    one, other = (second, first) if earlier_comes_first else (first, second)
+    assert verdict(registry, one) is Verdict.RUN
+    assert verdict(registry, other) is Verdict.REPLACED
+    assert registry.cancel(["task"]) == [Outcome.RELEASED]
+    assert list(registry.index.pending(Filter())) == []
+    # RabbitMQ delivers it again.
+    assert verdict(registry, arrival(one, redelivered=True)) is Verdict.RUN
+
+
+def test_of_three_messages_of_a_task_the_one_that_arrives_first_runs_alone(
+    registry: Registry,
+) -> None:
+    first, second, third = tracked(after_ms=2 * MINUTE_MS), tracked(), tracked()
+    registry.register([first])
+    # Two processes move the task to earlier at once.
+    for each in (second, third):
+        registry.announce("task", first.copy, each.copy, each.due_ms)
+    registry.replace("task", first.copy, third.copy, third.due_ms)
+    assert verdict(registry, second) is Verdict.RUN
+    assert registry.replace("task", first.copy, second.copy, second.due_ms) is Outcome.DONE
+    assert verdict(registry, third) is Verdict.REPLACED
+    assert verdict(registry, first) is Verdict.REPLACED
+
+
+@pytest.mark.parametrize("verb", ["released", "cancelled"])
+def test_a_second_message_is_not_announced_for_a_task_that_does_not_wait(
+    registry: Registry, verb: str
+) -> None:
+    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
+    registry.register([first])
+    if verb == "cancelled":
+        registry.cancel(["task"])
+    else:
+        verdict(registry, first)
+    outcome = registry.announce("task", first.copy, second.copy, second.due_ms)
+    assert outcome is Outcome(verb)
+
+
+def test_a_retry_is_none_of_the_messages_before_it(registry: Registry) -> None:
+    first, second, retry = tracked(after_ms=2 * MINUTE_MS), tracked(), tracked(is_retry=True)
+    registry.register([first])
+    registry.announce("task", first.copy, second.copy, second.due_ms)
+    assert verdict(registry, second) is Verdict.RUN
+    registry.register([retry])
+    # RabbitMQ delivers the one before it again: the retry waits nevertheless.
+    assert verdict(registry, arrival(second, redelivered=True)) is Verdict.RUN
+    assert [each.task_id for each in registry.index.pending(Filter())] == ["task"]
+    assert verdict(registry, retry) is Verdict.RUN
+
+
+def test_a_superseded_task_runs_by_none_of_its_messages(registry: Registry) -> None:
+    first, second = tracked(after_ms=2 * MINUTE_MS, key="order"), tracked(key="order")
+    registry.register([first])
+    registry.announce("task", first.copy, second.copy, second.due_ms)
+    registry.supersede("order")
+    assert verdict(registry, second) is Verdict.SUPERSEDED
+    assert verdict(registry, first) is Verdict.SUPERSEDED
 
 
 def test_a_task_that_is_cancelled_while_the_message_in_its_place_runs_stays_cancelled(

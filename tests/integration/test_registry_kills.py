@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
@@ -206,3 +207,23 @@ def test_a_job_whose_end_is_killed_before_or_after_its_write_runs_as_a_whole_or_
     wait_for_a_later_task(shop, note, time.time() + 15)
     found = without_barriers(ran(shop, note))
     assert found == ([jobs[1]] * 50 if verb == "commit" else [])
+
+
+@pytest.mark.timeout(300)
+def test_a_task_that_is_moved_to_earlier_runs_once_although_the_process_is_killed(
+    settings: dict[str, Any], shop: Any, worker: Worker, note: str
+) -> None:
+    def sent(word: str) -> str:
+        options = {"args": [word], "kwargs": {"key": note}, "delay": LONG, "track": True}
+        return str(shop.tasks["note"].apply_async(**options).id)
+
+    given = {"task_id": sent("whole"), "delay": 1}
+    count = int(run_program(settings, "postpone", given).stdout)
+    # Around the question, the announcement, the publish and the replacement.
+    assert count == 8
+    for step in range(1, count + 1):
+        given = {"task_id": sent(f"killed-{step}"), "delay": 1}
+        assert run_program(settings, "postpone", given, step).returncode == -signal.SIGKILL
+    wait_for_a_later_task(shop, note, time.time() + LONG)
+    found = without_barriers(ran(shop, note))
+    assert Counter(found) == Counter(["whole", *(f"killed-{step}" for step in range(1, count + 1))])

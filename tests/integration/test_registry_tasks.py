@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 from celery import chain, group
+from celery.canvas import StampingVisitor  # type: ignore[attr-defined]
 from celery.exceptions import TaskRevokedError
 from celery.states import REVOKED
 
@@ -266,3 +267,58 @@ def test_celery_inspect_shows_tracked_tasks_that_wait(shop: Any, noted: Any) -> 
     assert [*queried] == [first.id]
     state, request = queried[first.id]
     assert (state, request["name"]) == ("scheduled", "note")
+
+
+def test_the_state_of_a_tracked_task_that_waits_is_delayed(shop: Any, noted: Any) -> None:
+    tracked = send(shop, noted, "tracked", delay=DELAY, track=True)
+    untracked = send(shop, noted, "untracked", delay=DELAY)
+    assert (tracked.state, untracked.state) == ("DELAYED", "PENDING")
+    assert not tracked.ready()
+    # A result that was pickled, or made of an id, belongs to the same application.
+    assert shop.AsyncResult(tracked.id).status == "DELAYED"
+    tracked.get(timeout=PATIENCE)
+    assert tracked.state == "SUCCESS"
+
+
+class Stamps(StampingVisitor):  # type: ignore[misc]
+    """Stamps each signature with the name of an import."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
+        return {"import": self._name}
+
+
+def test_tracked_tasks_with_a_stamp_are_cancelled(shop: Any, noted: Any) -> None:
+    def stamped(word: str, name: str) -> Any:
+        signature = shop.tasks["note"].s(word)
+        signature.stamp(Stamps(name))
+        return signature.apply_async(kwargs={"key": noted.key}, delay=DELAY, track=True)
+
+    first, other = stamped("first", "monday"), stamped("other", "tuesday")
+    # Celery's workers remember the stamps as well, but this one is told nothing.
+    assert shop.rabbitdelay.cancel_stamped({"import": ["monday", "friday"]}) is Outcome.DONE
+    assert shop.rabbitdelay.cancel_stamped(["import=friday"]) is Outcome.UNKNOWN
+    assert (first.state, other.state) == (REVOKED, "DELAYED")
+    wait_until_passed(shop, noted)
+    assert ran(noted) == ["other"]
+
+
+def test_celerys_revoke_by_stamps_cancels_tracked_tasks(shop: Any, noted: Any) -> None:
+    signature = shop.tasks["note"].s("stamped")
+    signature.stamp(Stamps("wednesday"))
+    result = signature.apply_async(kwargs={"key": noted.key}, delay=DELAY, track=True)
+    shop.control.revoke_by_stamped_headers({"import": "wednesday"}, destination=["nobody"])
+    assert result.state == REVOKED
+
+
+def test_a_purge_cancels_the_tracked_tasks_that_wait(shop: Any, noted: Any) -> None:
+    tracked = [send(shop, noted, number, delay=DELAY, track=True) for number in range(3)]
+    send(shop, noted, "untracked", delay=DELAY)
+    assert shop.control.purge() >= 3
+    assert shop.rabbitdelay.count() == 0
+    wait_until_passed(shop, noted)
+    assert ran(noted) == ["untracked"]
+    with pytest.raises(TaskRevokedError):
+        tracked[0].get(timeout=PATIENCE)

@@ -12,8 +12,8 @@ for number, record in ipairs(KEYS) do
   local at = 2 + (number - 1) * 6
   local copy, due, once = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
   local mark, redelivered, job = ARGV[at + 3], ARGV[at + 4] == '1', ARGV[at + 5]
-  local state, later, registered, is_void, first = unpack(
-    redis.call('HMGET', record, 'state', 'later', 'copy', 'void:' .. copy, 'once:' .. once))
+  local state, later, registered, is_void, first, either = unpack(redis.call(
+    'HMGET', record, 'state', 'later', 'copy', 'void:' .. copy, 'once:' .. once, 'either'))
   -- Another message of the same task may wait, of a retry for example, while this one is delivered
   -- again.
   local of_record = copy ~= '' and (not registered or registered == copy)
@@ -44,6 +44,15 @@ for number, record in ipairs(KEYS) do
     end
     if copy ~= '' then
       redis.call('HSET', record, 'arrived:' .. copy, '1')
+      if is_listed(copy, either) then
+        for other in string.gmatch(either, '%S+') do
+          if other ~= copy then
+            void(record, other, lives, copy)
+          end
+        end
+        -- The registered one is void now, unless it is a retry's.
+        of_record = of_record or is_listed(registered, either)
+      end
       if of_record then
         redis.call('HSET', record, 'state', 'released')
         forget(record)

@@ -6,6 +6,7 @@
 --   void:NAME      the message of this name must not run: "superseded", or the name of the message
 --                  that was sent in its place
 --   arrived:NAME   the message of this name has arrived, and was let run
+--   either         the names of messages of which one alone may run
 --   due            when the registered message is due, in milliseconds since 1970
 --   later          until when it was postponed, in milliseconds since 1970
 --   once:WHERE     a message has arrived there
@@ -61,10 +62,11 @@ local function forget(record)
   end
 end
 
--- The message of this name must not run, nor the one that was sent in its place, unless it has
--- arrived already. "instead" is the name of the message of the same task that runs instead; without
--- it, the message is superseded by another task.
-local function void(record, copy, until_ms, instead)
+local function is_listed(name, names)
+  return name and names and string.find(' ' .. names .. ' ', ' ' .. name .. ' ', 1, true) ~= nil
+end
+
+local function void_chain(record, copy, instead)
   while copy and copy ~= 'superseded' do
     local arrived, registered, replaced_by =
       unpack(redis.call('HMGET', record, 'arrived:' .. copy, 'copy', 'void:' .. copy))
@@ -76,6 +78,20 @@ local function void(record, copy, until_ms, instead)
       forget(record)
     end
     copy = replaced_by
+  end
+end
+
+-- The message of this name must not run, nor the one that was sent in its place, unless it has
+-- arrived already. "instead" is the name of the message of the same task that runs instead; without
+-- it, the message is superseded by another task, as is each message that could run in its place.
+local function void(record, copy, until_ms, instead)
+  local either = not instead and redis.call('HGET', record, 'either')
+  if is_listed(copy, either) then
+    for each in string.gmatch(either, '%S+') do
+      void_chain(record, each, instead)
+    end
+  else
+    void_chain(record, copy, instead)
   end
   keep(record, until_ms)
 end

@@ -1,0 +1,112 @@
+"""A thread beside the worker's event loop, which works on what the loop gives it, in batches."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from queue import Empty, Queue
+from threading import Event, Thread
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+from celery_rabbitdelay.worker.loop_actions import LoopActions
+
+__all__ = ["BatchThread"]
+
+#: Items of one batch, at most.
+MAX_BATCH: Final = 200
+
+#: Seconds that a stopping worker waits for the batch that is being worked on.
+STOP_TIMEOUT: Final = 2.0
+
+ItemT = TypeVar("ItemT")
+
+
+class BatchThread(ABC, Generic[ItemT]):
+    """Keeps what has to wait for a server away from the worker's event loop.
+
+    What arrives while one batch is worked on makes up the next one. With gevent and eventlet, the
+    thread is a greenlet.
+
+    Args:
+        consumer: The worker's consumer, on one connection.
+
+    Attributes:
+        name: The name of the thread.
+        actions: Hands actions back to the event loop.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, consumer: Any) -> None:
+        self.actions = LoopActions(consumer)
+        self._given: Queue[ItemT | None] = Queue()
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name=self.name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def register(self, hub: Any) -> None:
+        """Let the worker's event loop run the actions, which must run in it."""
+        self.actions.register(hub)
+
+    def give(self, item: ItemT) -> None:
+        """Give the thread an item to work on."""
+        self._given.put(item)
+
+    def stop(self) -> None:
+        """End the thread; the broker delivers again what was not worked on."""
+        self._stopping.set()
+        self._given.put(None)
+        self._thread.join(STOP_TIMEOUT)
+        self.actions.stop()
+
+    def begin(self) -> None:
+        """Do what comes before the first batch; called in the thread, must not raise."""
+
+    @abstractmethod
+    def work(self, batch: list[ItemT]) -> None:
+        """Work on items; called in the thread, must not raise."""
+
+    def own_work_in(self) -> float | None:
+        """Return after how many seconds to call :meth:`work` even if nothing was given."""
+        return None
+
+    def gather_for(self, first: int) -> float:
+        """Return for how many seconds to wait for more items, after the first ones have come."""
+        return 0.0
+
+    def _run(self) -> None:
+        self.begin()
+        while not self._stopping.is_set():
+            batch = self._next_batch()
+            if not self._stopping.is_set():
+                self.work(batch)
+        self.actions.end()
+
+    def _next_batch(self) -> list[ItemT]:
+        batch: list[ItemT] = []
+        patience = self.own_work_in()
+        try:
+            first = self._given.get(timeout=None if patience is None else max(patience, 0.0))
+        except Empty:
+            return batch
+        self._take(batch, first)
+        pause = self.gather_for(len(batch))
+        if pause:
+            time.sleep(pause)
+            self._take(batch)
+        return batch
+
+    def _take(self, batch: list[ItemT], first: ItemT | None = None) -> None:
+        """Add what was given by now."""
+        if first is not None:
+            batch.append(first)
+        while len(batch) < MAX_BATCH:
+            try:
+                item = self._given.get_nowait()
+            except Empty:
+                return
+            if item is not None:
+                batch.append(item)

@@ -1,0 +1,256 @@
+"""Tasks go back into the levels: published, many at once, by a thread beside the event loop."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import kombu
+from celery.utils.log import get_logger
+from kombu import Message
+
+from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
+from celery_rabbitdelay.exceptions import NoPublisherFree
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.modules.early import PutBack, pause_ms
+from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.publishing.message import MAX_PRIORITY
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
+from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.registry.decision import registry_headers
+from celery_rabbitdelay.worker.batch_thread import BatchThread
+from celery_rabbitdelay.worker.celery_internals import lower_prefetch, raise_prefetch
+from celery_rabbitdelay.worker.loop_actions import Action
+
+__all__ = ["Early", "PutBackThread", "Waited"]
+
+logger = get_logger(__name__)
+
+#: The properties of a message that are published again. Not ``user_id``, which must be the user of
+#: the connection (https://www.rabbitmq.com/docs/validated-user-id).
+KEPT_PROPERTIES: Final = (
+    "priority",
+    "correlation_id",
+    "reply_to",
+    "message_id",
+    "timestamp",
+    "type",
+    "app_id",
+)
+
+#: Seconds between two attempts to publish a message after a temporary error.
+RETRY_INTERVAL: Final = 1.0
+
+
+class Waited(NamedTuple):
+    """The delay of a message that has left the levels, as its headers tell it.
+
+    Attributes:
+        due_ms: Its header ``rabbitdelay-due``.
+        times: How often it was put back into the levels already.
+        straight: Whether it came straight from the levels, and not through distribution.
+    """
+
+    due_ms: object
+    times: int
+    straight: bool
+
+
+@dataclass(slots=True)
+class Early:
+    """A message that arrived before it may run.
+
+    Attributes:
+        message: The message.
+        destination: The queue that it was consumed from, its exchange and its routing key.
+        due: Until when it is to wait.
+        due_ms: Its due time, which its header tells; in milliseconds since 1970-01-01 UTC.
+        waited: Its delay in the levels; None if it has an ``eta`` and was never in the levels.
+        acknowledge: Acknowledges it.
+        hold: What to do if the levels do not take it: passes the task to Celery, which holds it.
+        again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
+            failure.
+    """
+
+    message: Message
+    destination: Destination
+    due: Due
+    due_ms: int
+    waited: Waited | None
+    acknowledge: Action
+    hold: Action
+    again_at: float | None = None
+
+
+class PutBackThread(BatchThread[Early]):
+    """Publishes messages into the levels on a connection of its own.
+
+    So neither the worker's tasks nor its heartbeat wait for a confirm. A message is acknowledged
+    once the broker has confirmed the message that replaces it. If the worker dies before that, the
+    broker delivers the original again.
+
+    Args:
+        consumer: The worker's consumer, on one connection.
+    """
+
+    name = "rabbitdelay-put-back"
+
+    def __init__(self, consumer: Any) -> None:
+        super().__init__(consumer)
+        self._consumer = consumer
+        self._delays = consumer.app.rabbitdelay
+        self._failed: deque[Early] = deque()
+
+    def own_work_in(self) -> float | None:
+        """Return in how many seconds a message is to be tried again."""
+        if not self._failed:
+            return None
+        return (self._failed[0].again_at or 0.0) - time.monotonic()
+
+    def work(self, batch: list[Early]) -> None:
+        """Publish messages, and those that are to be tried again by now."""
+        now = time.monotonic()
+        while self._failed and (self._failed[0].again_at or 0.0) <= now:
+            batch.append(self._failed.popleft())
+        try:
+            with self._delays.publisher() as publisher:
+                producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
+                for queue, publications in self._by_queue(producer, batch):
+                    self._publish(producer, queue, publications)
+        except NoPublisherFree as error:
+            for early in batch:
+                self._settled(early, error)
+
+    def _by_queue(
+        self, producer: DelayedProducer, batch: list[Early]
+    ) -> Iterable[tuple[kombu.Queue | None, list[Publication]]]:
+        """Return what replaces the messages, grouped by the queue that has to exist."""
+        groups: dict[str | None, tuple[kombu.Queue | None, list[Publication]]] = {}
+        for early in batch:
+            try:
+                due = early.due if early.waited is None else self._pause(early.due)
+                delayed = self._delayed(producer, early, due)
+                address = partial(producer.address, delayed, due)
+                publication = Publication.of(delayed.message, address, early)
+            except Exception as error:  # noqa: BLE001 - the others are published
+                self._settled(early, error)
+                continue
+            queue = delayed.queue
+            group = groups.setdefault(None if queue is None else queue.name, (queue, []))
+            group[1].append(publication)
+        return groups.values()
+
+    def _publish(
+        self, producer: DelayedProducer, queue: kombu.Queue | None, publications: list[Publication]
+    ) -> None:
+        unsettled = set(publications)
+
+        def done(publication: Publication) -> None:
+            unsettled.discard(publication)
+            self._settled(publication.subject, publication.error)
+
+        # Without resends, so as not to block the others: a message that is tried again gets a new
+        # route.
+        policy = PublishPolicy(producer.timeout, resends=0)
+        declarations = producer.declarations(queue, ())
+        try:
+            producer.publisher.publish_all(publications, policy, done=done, **declarations)
+        except Exception as error:  # noqa: BLE001 - the thread has to live on
+            for publication in unsettled:
+                self._settled(publication.subject, error)
+
+    def _settled(self, early: Early, error: Exception | None) -> None:
+        """Acknowledge a message, or try it again; if that is no use, the worker holds it."""
+        if error is None:
+            self.actions.add(partial(self._done, early), is_acknowledgement=True)
+            return
+        if not isinstance(error, TEMPORARY_ERRORS) or early.due.remaining_ms() <= 0:
+            self._give_up(early, error)
+            return
+        if early.again_at is None:
+            logger.warning("A task that is not due could not be put into the levels: %s", error)
+            # The message stays unacknowledged, so raise the prefetch count, as Celery does for a
+            # task that it holds.
+            self.actions.add(partial(raise_prefetch, self._consumer))
+        early.again_at = time.monotonic() + RETRY_INTERVAL
+        self._failed.append(early)
+
+    def _give_up(self, early: Early, error: Exception) -> None:
+        logger.warning(
+            "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: %s",
+            early.message.headers.get("id"),
+            early.due.remaining_ms() / 1000,
+            error,
+        )
+        self.actions.add(partial(self._hold, early))
+
+    def _done(self, early: Early) -> None:
+        self._give_back_its_place(early)
+        early.acknowledge()
+
+    def _hold(self, early: Early) -> None:
+        self._give_back_its_place(early)
+        early.hold()
+
+    def _give_back_its_place(self, early: Early) -> None:
+        if early.again_at is not None:
+            lower_prefetch(self._consumer)
+
+    def _delayed(self, producer: DelayedProducer, early: Early, due: Due) -> Delayed:
+        """Return what replaces a message, and waits until ``due``."""
+        message = early.message
+        headers: dict[str, Any] = dict(message.headers)
+        if "eta" in headers:
+            headers["eta"] = None
+        properties: dict[str, Any] = {
+            name: message.properties[name]
+            for name in KEPT_PROPERTIES
+            if message.properties.get(name) is not None
+        }
+        # Otherwise a task without a priority would get 0.
+        properties.setdefault("priority", None)
+        destination = early.destination
+        own = PutBack() if early.waited is None else PutBack(early.waited.times)
+        if self._needs_distribution(early, properties["priority"] or 0):
+            # Distribution publishes by exchange and key: to this queue, and to no other.
+            assert destination.queue is not None
+            own = own._replace(exchange=destination.exchange, routing_key=destination.routing_key)
+            destination = Destination(None, "", destination.queue.name)
+        producer.further_headers = registry_headers(message.headers)
+        delayed = producer.delayed_message(
+            message.body,
+            destination,
+            due,
+            headers=headers,
+            # kombu has decompressed the body.
+            compression=headers.pop("compression", None),
+            content_type=message.content_type,
+            content_encoding=message.content_encoding,
+            **properties,
+        )
+        own_headers = delayed.message.properties["application_headers"]
+        own_headers[header_names.DUE] = early.due_ms
+        if own != PutBack():
+            own_headers.update(own.header())
+        return delayed
+
+    def _pause(self, due: Due) -> Due:
+        """Return until when to put a task back: until it is due, or less; see :func:`pause_ms`."""
+        rest_ms = due.remaining_ms()
+        pause = pause_ms(rest_ms, self._delays.topology)
+        return due._replace(at_ns=due.at_ns - (rest_ms - pause) * NS_PER_MS, delay_ms=pause)
+
+    def _needs_distribution(self, early: Early, priority: int) -> bool:
+        """Return whether a task has to pass through distribution, which no other queue notices.
+
+        A task that has done so already does it again: nobody may have bound its queue to the
+        levels.
+        """
+        is_too_high = self._delays.topology.queue_type == "quorum" and priority > MAX_PRIORITY
+        return is_too_high or (early.waited is not None and not early.waited.straight)
