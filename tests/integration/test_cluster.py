@@ -129,6 +129,9 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
         # The worker is connected to the node that dies.
         "broker_url": ";".join(node.url for node in (victim, *others)),
         "result_backend": redis_url,
+        # Otherwise Celery's worker ends itself if it connects before the cluster has noticed that
+        # the node is gone, which still holds its pidbox queue; see "Keep workers alive".
+        "worker_enable_remote_control": False,
         "rabbitdelay_prefix": "dies",
         "rabbitdelay_layout": LEVELS,
         "rabbitdelay_checkin_allowed": ["dies-*"],
