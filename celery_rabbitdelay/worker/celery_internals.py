@@ -29,6 +29,7 @@ __all__ = [
     "leave_out_delayed_delivery",
     "lower_prefetch",
     "name_of_queue",
+    "prefetch_count",
     "raise_prefetch",
     "run_strategy",
     "stop_watching",
@@ -62,6 +63,12 @@ def id_of(message: Message) -> str:
 def is_revoked(consumer: Any, task_id: str | None) -> bool:
     """Return whether a worker was told not to run a task."""
     return task_id in consumer.controller.state.revoked
+
+
+def prefetch_count(consumer: Any) -> int:
+    """Return how many messages a worker may hold; 0 for any number."""
+    count: int = consumer.qos.value
+    return count
 
 
 def raise_prefetch(consumer: Any) -> None:

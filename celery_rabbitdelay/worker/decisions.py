@@ -23,6 +23,7 @@ from celery_rabbitdelay.worker.celery_internals import (
     discard_as_revoked,
     id_of,
     name_of_queue,
+    prefetch_count,
     run_strategy,
 )
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
@@ -34,7 +35,7 @@ logger = get_logger(__name__)
 
 #: Seconds that a task waits in the levels while Redis is away: at first, and at most. In between,
 #: as long as Redis has been away; up to a quarter is added at random.
-MIN_PAUSE: Final = 2.0
+MIN_PAUSE: Final = 5.0
 MAX_PAUSE: Final = 60.0
 
 #: Seconds between two warnings that Redis is away.
@@ -42,6 +43,12 @@ WARN_EVERY: Final = 60.0
 
 #: Seconds after which the registry is asked again about a task that the levels have not taken.
 ASK_AGAIN: Final = 5.0
+
+#: Seconds for which more tasks are awaited before the registry is asked, if the worker's prefetch
+#: count allows so many times the tasks that have come. A round trip costs the worker much of the
+#: processor time that a task takes, whether it is about one task or about many.
+GATHER: Final = 0.004
+MIN_GATHERED: Final = 8
 
 #: The signals about tasks that do not run.
 DISCARDED: Final = {
@@ -140,6 +147,14 @@ class Decisions(BatchThread[_Due]):
             self.actions.add(partial(self._ask_again, batch))
         else:
             self.actions.add(partial(self._carry_out_all, batch, decisions))
+
+    def gather_for(self, first: int) -> float:
+        """Return for how long to wait for more tasks, so that they share a round trip.
+
+        Not if the prefetch count lets hardly any more of them come.
+        """
+        prefetched = prefetch_count(self._consumer)
+        return GATHER if prefetched == 0 or prefetched >= first * MIN_GATHERED else 0.0
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:

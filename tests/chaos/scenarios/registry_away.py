@@ -29,11 +29,12 @@ class RegistryAway(Scenario):
     tasks: int = 30_000
     minutes: float = 1.0
     how: str = choice("frozen", "killed", help="what happens to Redis")
+    prefetch: int = 64
 
     def play(self, stage: Stage) -> None:
         with RedisServer() as redis:
             stage.settings |= {"rabbitdelay_registry_url": redis.url}
-            worker = stage.worker(SOUND)
+            worker = stage.worker(SOUND, options=("--prefetch-multiplier", str(self.prefetch)))
             seconds = self.minutes * 60
             stage.send(Stream("held", SOUND, self.tasks, seconds, (0.5, 20.0), "rows"))
             stage.send(Stream(AT_ONCE, SOUND, self.tasks // 50, seconds, (0.0, 0.0)))

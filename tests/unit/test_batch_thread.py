@@ -1,0 +1,106 @@
+"""The thread beside the worker's event loop works on batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from queue import Queue
+from threading import Event, current_thread
+from typing import Any
+
+import pytest
+
+from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.worker.batch_thread import MAX_BATCH, BatchThread
+
+
+class FakeConsumer:
+    """A fake: a worker's consumer without an event loop."""
+
+    hub = None
+
+
+class Recorded(BatchThread[int]):
+    """Records each batch, and works on it until it is let go."""
+
+    name = "recorded"
+
+    def __init__(self) -> None:
+        super().__init__(FakeConsumer())
+        self.batches: Queue[list[int]] = Queue()
+        self.go_on = Event()
+        self.own_work: float | None = None
+        self.gathering: list[int] = []
+        self.thread_names: set[str] = set()
+
+    def own_work_in(self) -> float | None:
+        return self.own_work
+
+    def gather_for(self, first: int) -> float:
+        self.gathering.append(first)
+        return 0.0
+
+    def work(self, batch: list[int]) -> None:
+        self.thread_names.add(current_thread().name)
+        self.own_work = None
+        self.batches.put(batch)
+        self.go_on.wait(30)
+
+
+@pytest.fixture
+def thread() -> Iterator[Recorded]:
+    thread = Recorded()
+    yield thread
+    thread.go_on.set()
+    thread.stop()
+
+
+def next_batch(thread: Recorded) -> list[int]:
+    return thread.batches.get(timeout=30)
+
+
+def test_what_is_given_while_a_batch_is_worked_on_makes_up_the_next_one(thread: Recorded) -> None:
+    thread.start()
+    thread.give(1)
+    assert next_batch(thread) == [1]
+    for number in (2, 3, 4):
+        thread.give(number)
+    thread.go_on.set()
+    assert next_batch(thread) == [2, 3, 4]
+    assert thread.thread_names == {"recorded"}
+
+
+def test_a_batch_has_a_limit(thread: Recorded) -> None:
+    for number in range(MAX_BATCH + 1):
+        thread.give(number)
+    thread.go_on.set()
+    thread.start()
+    assert next_batch(thread) == [*range(MAX_BATCH)]
+    assert next_batch(thread) == [MAX_BATCH]
+
+
+def test_the_thread_is_asked_how_long_to_gather_once_for_each_batch(thread: Recorded) -> None:
+    for number in range(3):
+        thread.give(number)
+    thread.start()
+    next_batch(thread)
+    assert thread.gathering == [3]
+
+
+def test_work_of_its_own_is_done_although_nothing_was_given(thread: Recorded) -> None:
+    thread.own_work = -1.0  # it is overdue
+    thread.start()
+    assert next_batch(thread) == []
+
+
+def test_nothing_is_worked_on_after_the_end() -> None:
+    thread = Recorded()
+    thread.start()
+    thread.give(1)
+    next_batch(thread)
+    ended: list[Any] = []
+    thread.actions.end = lambda: ended.append("thread")  # type: ignore[method-assign]
+    thread.give(2)
+    thread._stopping.set()
+    thread.go_on.set()
+    wait_for(lambda: ended, "the end")
+    assert thread.batches.empty()
