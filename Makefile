@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit integration acceptance test-brokers mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test unit integration acceptance test-brokers test-valkey mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
         bench-burst bench-pending bench-growth bench-memory bench-modules bench-registry lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -40,6 +40,9 @@ acceptance: $(VENV)/test.done  ## The tests of whole setups, through pytest-cele
 
 test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
 	$(BIN)/python -m tests.brokers
+
+test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place of Redis (root)
+	$(BIN)/python -m tests.valkey
 
 mutation: $(VENV)/test.done  ## Break the pure files in random places; the unit tests have to notice
 	$(BIN)/python -m tests.mutation

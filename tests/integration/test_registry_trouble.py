@@ -42,6 +42,7 @@ CALLS: dict[str, Callable[[Registry], object]] = {
     "cancel": lambda registry: registry.cancel(["task"]),
     "waiting_under": lambda registry: registry.waiting_under("order"),
     "postpone": lambda registry: registry.postpone("task", now_ms() + MINUTE_MS),
+    "announce": lambda registry: registry.announce("task", "first", "second", now_ms()),
     "replace": lambda registry: registry.replace("task", "first", "second", now_ms()),
     "open": lambda registry: registry.jobs.open("job", MINUTE_MS),
     "join": lambda registry: registry.jobs.join("job", now_ms()),
