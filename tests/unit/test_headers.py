@@ -30,12 +30,17 @@ DELAYED: dict[str, Any] = {
 
 
 def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() -> None:
+    # A message may wait for years, and the worker that gets it may be of any later version; while
+    # workers are updated, also of an earlier one. None of them knows another name.
     assert (headers.DUE, headers.QUEUE) == ("rabbitdelay-due", "rabbitdelay-queue")
     assert headers.EXCHANGE == "rabbitdelay-exchange"
     assert headers.ROUTING_KEY == "rabbitdelay-routing-key"
     assert headers.PRIORITY == "rabbitdelay-priority"
     assert headers.EXPIRATION == "rabbitdelay-expiration"
     assert module_headers.EARLY == "rabbitdelay-early"
+    assert module_headers.ATTEMPTS == "rabbitdelay-attempts"
+    assert module_headers.FAILED_SINCE == "rabbitdelay-failed-since"
+    assert module_headers.FIRST_REASON == "rabbitdelay-first-reason"
     assert module_headers.REASON == "rabbitdelay-reason"
     assert wire.UNREADABLE == "rabbitdelay-unreadable"
     assert wire.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
