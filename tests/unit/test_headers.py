@@ -11,6 +11,7 @@ from kombu import Message
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.publishing import wire
+from celery_rabbitdelay.registry import decision as registry_headers
 from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, RestoringStrategies, restore
 
 ADDED_BY_THE_BROKER: dict[str, Any] = {
@@ -42,6 +43,10 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
     assert module_headers.FAILED_SINCE == "rabbitdelay-failed-since"
     assert module_headers.FIRST_REASON == "rabbitdelay-first-reason"
     assert module_headers.REASON == "rabbitdelay-reason"
+    assert registry_headers.COPY == "rabbitdelay-copy"
+    assert registry_headers.KEY == "rabbitdelay-key"
+    assert registry_headers.JOB == "rabbitdelay-job"
+    assert registry_headers.ONCE == "rabbitdelay-once"
     assert wire.UNREADABLE == "rabbitdelay-unreadable"
     assert wire.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
 
