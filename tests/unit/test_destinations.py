@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from celery_rabbitdelay.modules.destinations import (
-    ASK_AGAIN,
-    MAX_PROMPT,
-    MAX_UNANSWERED,
-    PROMPT,
-    SILENCE,
-    SLOW_FOR,
-    STUCK_AFTER,
-    MissingExchanges,
-    Unanswered,
-)
+from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered
+
+#: How many messages a destination may have in flight at first, and at most if it is prompt.
+ROOM = 30
+MOST = 300
 
 
 class Clock:
-    """A fake clock, because no real one can be told how late it is."""
+    """A fake clock, because no real one can be told how late it is.
+
+    It begins at 0, as the clock of a machine that has just booted.
+    """
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -29,7 +26,7 @@ def test_a_destination_is_silent_if_what_was_sent_a_second_later_is_answered() -
     clock = Clock()
     unanswered = Unanswered(clock)
     unanswered.sent("first", "lost")
-    clock.now += SILENCE
+    clock.now += 1.0
     unanswered.sent("second", "sound")
     assert not unanswered.is_silent("lost", 0.0)
     unanswered.answered("second", "sound")
@@ -43,7 +40,7 @@ def test_messages_for_the_levels_tell_it_too() -> None:
     clock = Clock()
     unanswered = Unanswered(clock)
     unanswered.sent("first", "lost")
-    clock.now += SILENCE
+    clock.now += 1.0
     unanswered.sent("second", None)
     unanswered.answered("second", None)
     assert unanswered.is_silent("lost", 0.0)
@@ -54,7 +51,7 @@ def test_where_the_broker_is_slow_for_all_no_destination_is_silent() -> None:
     unanswered = Unanswered(clock)
     for number in range(10):
         unanswered.sent(number, "busy")
-        clock.now += SILENCE
+        clock.now += 1.0
     for number in range(9):
         unanswered.answered(number, "busy")
         assert not unanswered.is_silent("busy", 0.0)
@@ -63,12 +60,13 @@ def test_where_the_broker_is_slow_for_all_no_destination_is_silent() -> None:
 def test_if_nothing_at_all_is_answered_each_may_be_the_cause() -> None:
     clock = Clock()
     unanswered = Unanswered(clock)
+    clock.now = 5.0
     unanswered.sent("first", "lost")
-    assert not unanswered.is_silent("lost", SILENCE)
-    clock.now += SILENCE
-    assert not unanswered.is_silent("lost", 0.9 * SILENCE)
-    assert unanswered.is_silent("lost", SILENCE)
-    assert not unanswered.is_silent("other", SILENCE)
+    clock.now = 5.9
+    assert [unanswered.is_silent(name, 1.0) for name in ("lost", "other")] == [False, False]
+    clock.now = 6.0
+    assert not unanswered.is_silent("lost", 0.9)
+    assert [unanswered.is_silent(name, 1.0) for name in ("lost", "other")] == [True, False]
 
 
 def test_after_a_timeout_a_destination_gets_one_message_at_a_time_until_it_answers() -> None:
@@ -100,12 +98,14 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing() 
         *(False, True),
     ]
     assert asked == ["news", "gone"]
-    clock.now += ASK_AGAIN
+    clock.now += 0.9
+    assert missing.has("gone")
+    clock.now += 0.1
     there.add("gone")
     assert not missing.has("gone")
     missing.add("news")
     assert missing.has("news")
-    clock.now += ASK_AGAIN
+    clock.now += 1.0
     assert not missing.has("news")
     assert asked == ["news", "gone", "gone", "news"]
 
@@ -113,30 +113,32 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing() 
 def test_a_destination_may_have_so_many_messages_that_the_broker_goes_on_reading() -> None:
     clock = Clock()
     unanswered = Unanswered(clock)
-    for number in range(MAX_UNANSWERED):
-        assert not unanswered.is_full("busy", 0.0)
+    was_full = []
+    for number in range(ROOM + 1):
+        was_full.append(unanswered.is_full("busy", 0.0))
         unanswered.sent(number, "busy")
-    assert unanswered.is_full("busy", 0.0)
+    assert was_full == [False] * ROOM + [True]
     assert not unanswered.is_full("other", 0.0)
-    unanswered.answered(0, "busy")
+    for number in range(2):
+        unanswered.answered(number, "busy")
     assert not unanswered.is_full("busy", 0.0)
 
 
 def test_what_a_silent_destination_should_get_does_not_wait_for_it() -> None:
     clock = Clock()
     unanswered = Unanswered(clock)
-    for number in range(MAX_UNANSWERED):
+    for number in range(ROOM):
         unanswered.sent(number, "lost")
-    clock.now += SILENCE
+    clock.now += 1.0
     assert unanswered.is_full("lost", 0.0)
-    assert not unanswered.is_full("lost", SILENCE)
-    assert unanswered.is_silent("lost", SILENCE)
+    assert not unanswered.is_full("lost", 1.0)
+    assert unanswered.is_silent("lost", 1.0)
 
 
 def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while() -> None:
     clock = Clock()
     unanswered = Unanswered(clock)
-    for number in range(MAX_UNANSWERED):
+    for number in range(ROOM):
         unanswered.sent(number, "slow")
     assert not unanswered.is_silent("slow", 0.0)
     unanswered.note_slow("slow")
@@ -144,10 +146,10 @@ def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while() -> None:
     assert not unanswered.is_full("slow", 0.0)
     unanswered.answered(0, "slow")
     assert not unanswered.is_silent("slow", 0.0)
-    for number in range(1, MAX_UNANSWERED):
+    for number in range(1, ROOM):
         unanswered.answered(number, "slow")
-    clock.now += SLOW_FOR
-    for number in range(MAX_UNANSWERED):
+    clock.now += 10.0
+    for number in range(ROOM):
         unanswered.sent(number, "slow")
     assert unanswered.is_full("slow", 0.0)
 
@@ -176,17 +178,28 @@ class Destination:
 def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_fewer() -> None:
     clock = Clock()
     destination = Destination(Unanswered(clock))
-    assert destination.fill() == MAX_UNANSWERED
+    assert destination.fill() == ROOM
     destination.answer(10)
-    assert destination.fill() == MAX_UNANSWERED + 10
+    assert destination.fill() == ROOM + 10
     for _ in range(5):
-        clock.now += 0.9 * PROMPT
+        clock.now += 0.09
         # All at once, as RabbitMQ may confirm them.
         destination.answer(destination.fill())
-    assert destination.fill() == MAX_PROMPT
-    clock.now += 2 * PROMPT
-    destination.answer(MAX_PROMPT - 5)
-    assert destination.fill() == MAX_UNANSWERED
+    assert destination.fill() == MOST
+    clock.now += 0.2
+    destination.answer(MOST - 5)
+    assert destination.fill() == ROOM
+
+
+def test_a_destination_that_answers_after_a_tenth_of_a_second_gets_no_more() -> None:
+    clock = Clock()
+    destination = Destination(Unanswered(clock))
+    destination.fill()
+    clock.now = 0.05
+    assert destination.fill() == ROOM
+    clock.now = 0.1
+    destination.answer(10)
+    assert destination.fill() == ROOM
 
 
 def test_a_destination_that_was_prompt_a_while_ago_starts_anew() -> None:
@@ -194,24 +207,24 @@ def test_a_destination_that_was_prompt_a_while_ago_starts_anew() -> None:
     unanswered = Unanswered(clock)
     destination = Destination(unanswered)
     destination.fill()
-    destination.answer(MAX_UNANSWERED)
-    clock.now += 2 * PROMPT
+    destination.answer(ROOM)
+    clock.now += 0.1
     unanswered.sent("lone", "busy")
     unanswered.answered("lone", "busy")
-    assert destination.fill() == MAX_UNANSWERED
+    assert destination.fill() == ROOM
 
 
 def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_long() -> None:
     clock = Clock()
     silent: set[str | None] = set()
     unanswered = Unanswered(clock, silent)
-    for number in range(MAX_UNANSWERED):
+    for number in range(ROOM):
         unanswered.sent(number, "lost")
         unanswered.sent(-number, None)
-    assert unanswered.give_up_if_stuck(STUCK_AFTER) == []
+    assert unanswered.give_up_if_stuck(3.0) == []
     unanswered.sent("one more", "lost")
-    assert unanswered.give_up_if_stuck(0.9 * STUCK_AFTER) == []
-    assert unanswered.give_up_if_stuck(STUCK_AFTER) == ["lost"]
+    assert unanswered.give_up_if_stuck(2.9) == []
+    assert unanswered.give_up_if_stuck(3.0) == ["lost"]
     assert silent == {"lost"}
     on_another_connection = Unanswered(clock, silent)
     on_another_connection.sent("first", "lost")

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import amqp
 import pytest
 
-from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMessage
+from celery_rabbitdelay.levels import delay
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.publishing.message import task_id_of
+from celery_rabbitdelay.registry.decision import COPY, JOB, ONCE, Arrival, Decision, Verdict
 
-distributed = Distribution(Topology()).receive
+TOPOLOGY = Topology()
+distributed = Distribution(TOPOLOGY).receive
 
 DUE = 1_800_000_000_000
+
+#: Where the tasks of an envelope go that the registry is asked about.
+QUEUE = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
 
 
 def letter(*items: Item, **told: str) -> amqp.Message:
@@ -164,3 +174,119 @@ def test_a_message_without_our_headers_is_for_the_queue_in_its_key(
     (outgoing,) = distributed(message)
     assert (outgoing.exchange, outgoing.routing_key) == ("", queue)
     assert outgoing.message.properties["application_headers"] == {"mine": 1}
+
+
+class Registry:
+    """A fake: it decides what a test tells it, and keeps what it was asked."""
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions = decisions
+        self.asked: list[Sequence[Arrival]] = []
+
+    def look(self, arrivals: Sequence[Arrival]) -> Sequence[Decision]:
+        self.asked.append(arrivals)
+        if not self.decisions:
+            raise RegistryUnavailable("it is down")
+        return self.decisions
+
+    def distributed(self, message: amqp.Message) -> list[Outgoing]:
+        return list(Distribution(TOPOLOGY, look=self.look).receive(message))
+
+
+class Time:
+    """Stands in for the module ``time``: it is always the same, so that a route can be foretold."""
+
+    @staticmethod
+    def time_ns() -> int:
+        return DUE * delay.NS_PER_MS
+
+
+RUN = Decision(Verdict.RUN)
+EXPIRED = Decision(Verdict.EXPIRED)
+ITS_JOB_IS_OPEN = Decision(Verdict.LATER, DUE + 60_000)
+POSTPONED = Decision(Verdict.LATER, DUE + 60_000, is_new_due=True)
+
+
+def tasks(number: int) -> amqp.Message:
+    """An envelope with tasks whose ids are numbers from 0."""
+    return letter(*(Item(b"", {"id": str(each)}) for each in range(number)), **QUEUE)
+
+
+def ids(outgoing: Sequence[Outgoing]) -> list[str]:
+    """The ids of tasks that go to their queue."""
+    assert {(each.exchange, each.routing_key) for each in outgoing} <= {("", "queue")}
+    return [each.message.properties["application_headers"]["id"] for each in outgoing]
+
+
+def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope() -> None:
+    registry = Registry(RUN, RUN)
+    own = {"id": "1", JOB: "june", COPY: "c", ONCE: True, "retries": 2}
+    registry.distributed(letter(Item(b"", {"id": "0"}), Item(b"", own), **QUEUE))
+    # Nothing is a duplicate here: which of two messages arrives first, their worker finds out. So
+    # each counts as one that has arrived before.
+    assert registry.asked == [
+        [
+            Arrival("0", DUE, redelivered=True),
+            Arrival("1", DUE, copy="c", job="june", once=":2", redelivered=True),
+        ]
+    ]
+
+
+def test_a_due_time_that_is_no_number_is_none_for_the_registry() -> None:
+    registry = Registry(RUN)
+    message = tasks(1)
+    message.properties["application_headers"][header_names.DUE] = "soon"
+    assert ids(registry.distributed(message)) == ["0"]
+    assert registry.asked == [[Arrival("0", 0, redelivered=True)]]
+
+
+def test_the_registry_is_not_asked_about_a_task_outside_of_an_envelope() -> None:
+    registry = Registry(RUN)
+    (outgoing,) = registry.distributed(waited({"id": "1"}))
+    assert outgoing.exchange == "office"
+    assert registry.asked == []
+
+
+@pytest.mark.parametrize("decision", [RUN, POSTPONED, Decision(Verdict.CANCELLED)])
+def test_of_an_envelope_only_the_tasks_of_an_aborted_job_end_here(decision: Decision) -> None:
+    assert ids(Registry(EXPIRED, decision, EXPIRED).distributed(tasks(3))) == ["1"]
+    assert ids(Registry(decision, decision).distributed(tasks(2))) == ["0", "1"]
+    assert ids(Registry(EXPIRED, EXPIRED).distributed(tasks(2))) == []
+
+
+def test_an_envelope_whose_tasks_all_wait_for_their_job_goes_back_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delay, "time", Time)
+    for number in (1, 2):
+        message = tasks(number)
+        message.properties["application_headers"]["x-death"] = []
+        registry = Registry(*[ITS_JOB_IS_OPEN] * number)
+        (later,) = registry.distributed(message)
+        route = TOPOLOGY.route(60, DISTRIBUTION, task_id_of(message))
+        assert (later.exchange, later.routing_key) == (route.exchange, route.routing_key)
+        # While the levels do not take it, its route is computed anew.
+        assert later.reroute is not None
+        assert later.message.body == message.body
+        assert later.message.properties["content_type"] == CONTENT_TYPE
+        assert later.message.properties["application_headers"] == {header_names.DUE: DUE, **QUEUE}
+
+
+def test_an_envelope_of_which_one_task_need_not_wait_is_opened_and_the_workers_ask_again() -> None:
+    for decision in (RUN, POSTPONED):
+        registry = Registry(ITS_JOB_IS_OPEN, decision, ITS_JOB_IS_OPEN)
+        assert ids(registry.distributed(tasks(3))) == ["0", "1", "2"]
+
+
+def test_while_the_registry_is_away_all_tasks_go_on_to_workers_who_know_what_to_do() -> None:
+    registry = Registry()
+    assert ids(registry.distributed(tasks(2))) == ["0", "1"]
+    assert len(registry.asked) == 1
+
+
+def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() -> None:
+    registry = Registry(RUN)
+    back = Outgoing("levels", "key", amqp.Message(b""))
+    distribution = Distribution(TOPOLOGY, lambda message: back, registry.look)
+    assert list(distribution.receive(tasks(1))) == [back]
+    assert registry.asked == []

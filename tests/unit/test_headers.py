@@ -11,6 +11,7 @@ from kombu import Message
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.publishing import wire
+from celery_rabbitdelay.registry import decision as registry_headers
 from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, RestoringStrategies, restore
 
 ADDED_BY_THE_BROKER: dict[str, Any] = {
@@ -30,13 +31,22 @@ DELAYED: dict[str, Any] = {
 
 
 def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() -> None:
+    # A message may wait for years, and the worker that gets it may be of any later version; while
+    # workers are updated, also of an earlier one. None of them knows another name.
     assert (headers.DUE, headers.QUEUE) == ("rabbitdelay-due", "rabbitdelay-queue")
     assert headers.EXCHANGE == "rabbitdelay-exchange"
     assert headers.ROUTING_KEY == "rabbitdelay-routing-key"
     assert headers.PRIORITY == "rabbitdelay-priority"
     assert headers.EXPIRATION == "rabbitdelay-expiration"
     assert module_headers.EARLY == "rabbitdelay-early"
+    assert module_headers.ATTEMPTS == "rabbitdelay-attempts"
+    assert module_headers.FAILED_SINCE == "rabbitdelay-failed-since"
+    assert module_headers.FIRST_REASON == "rabbitdelay-first-reason"
     assert module_headers.REASON == "rabbitdelay-reason"
+    assert registry_headers.COPY == "rabbitdelay-copy"
+    assert registry_headers.KEY == "rabbitdelay-key"
+    assert registry_headers.JOB == "rabbitdelay-job"
+    assert registry_headers.ONCE == "rabbitdelay-once"
     assert wire.UNREADABLE == "rabbitdelay-unreadable"
     assert wire.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
 

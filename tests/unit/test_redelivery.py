@@ -9,16 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import delay, headers
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.redelivery import FIRST_PAUSE, JITTER, LONGEST_PAUSE, Redelivery
+from celery_rabbitdelay.modules.redelivery import Redelivery
 
 TOPOLOGY = Topology()
 UNDELIVERABLE = TOPOLOGY.module_queues.undeliverable.exchange.name
+
+#: The longest pause, in seconds, before it is changed at random.
+TEN_MINUTES = 600.0
 
 #: An instant, in milliseconds since 1970.
 NOW = 1_800_000_000_000
@@ -38,8 +41,21 @@ class Clock:
 
     @staticmethod
     def middle(least: float, most: float) -> float:
-        assert (least, most) == JITTER
+        assert (least, most) == (0.75, 1.25)
         return (least + most) / 2
+
+
+class Standstill:
+    """Stands in for the module ``time``, so that a pause does not depend on a busy machine."""
+
+    @staticmethod
+    def time_ns() -> int:
+        return NOW * delay.NS_PER_MS
+
+
+@pytest.fixture(autouse=True)
+def standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delay, "time", Standstill)
 
 
 def message(**told: Any) -> Outgoing:
@@ -59,7 +75,7 @@ def pause_of(outgoing: Outgoing) -> float:
     return sum(int(digit) * value for digit, value in zip(digits, values, strict=True))
 
 
-def test_the_pauses_double_up_to_the_longest() -> None:
+def test_the_pauses_double_from_a_second_to_ten_minutes() -> None:
     clock = Clock()
     redelivery = clock.redelivery()
     received: dict[str, Any] = {}
@@ -69,16 +85,17 @@ def test_the_pauses_double_up_to_the_longest() -> None:
         received = headers_of(later)
         assert received[module_headers.ATTEMPTS] == attempt
         pauses.append(pause_of(later))
-    assert pauses[:4] == [FIRST_PAUSE, 2.0, 4.0, 8.0]
-    assert pauses[-4:] == [LONGEST_PAUSE] * 4
+    assert pauses[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert pauses[-5:] == [512.0, *[TEN_MINUTES] * 4]
 
 
-def test_a_pause_is_random_within_its_bounds() -> None:
+def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
     redelivery = Redelivery(TOPOLOGY, 60)
     pauses = {pause_of(redelivery.after_failure(message(), {}, "")) for _ in range(200)}
     assert len(pauses) > 3
-    assert min(pauses) >= JITTER[0] * FIRST_PAUSE
-    assert max(pauses) <= JITTER[1] * FIRST_PAUSE + 0.1
+    # In the levels, it is rounded up to a tenth of a second.
+    assert min(pauses) >= 0.75
+    assert max(pauses) <= 1.3
 
 
 def test_what_comes_back_is_what_was_sent() -> None:
@@ -149,7 +166,40 @@ def test_whatever_a_stranger_has_written_a_message_is_tried_again_or_given_up(
     later = Clock().redelivery().after_failure(message(), received, "it is full")
     if later.reroute is not None:
         assert headers_of(later)[module_headers.ATTEMPTS] >= 1
-        assert 0 < pause_of(later) <= LONGEST_PAUSE
+        assert 0 < pause_of(later) <= TEN_MINUTES
+
+
+@pytest.mark.parametrize(
+    ("attempts", "since", "is_counted_on"),
+    [
+        (1, 1, True),
+        (2**31, NOW, True),
+        # When a clock of another machine is ahead.
+        (1, 2**63 - 1, True),
+        (0, NOW, False),
+        (1, 0, False),
+        (2**31 + 1, NOW, False),
+        (1, 2**63, False),
+    ],
+)
+def test_a_message_is_counted_anew_if_its_numbers_are_none_that_a_module_can_have_written(
+    attempts: int, since: int, is_counted_on: bool
+) -> None:
+    received = {
+        module_headers.ATTEMPTS: attempts,
+        module_headers.FAILED_SINCE: since,
+        module_headers.FIRST_REASON: "it was full",
+    }
+    later = Clock().redelivery(seconds=NOW).after_failure(message(), received, "it is gone")
+    assert headers_of(later) == {
+        **headers_of(message()),
+        headers.EXCHANGE: "office",
+        headers.ROUTING_KEY: "paper",
+        module_headers.ATTEMPTS: attempts + 1 if is_counted_on else 1,
+        module_headers.FAILED_SINCE: min(since, NOW) if is_counted_on else NOW,
+        module_headers.FIRST_REASON: "it was full" if is_counted_on else "it is gone",
+        module_headers.REASON: "it is gone",
+    }
 
 
 def test_no_pause_is_above_the_capacity() -> None:

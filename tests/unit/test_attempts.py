@@ -1,0 +1,240 @@
+"""What becomes of a message that its destination, the levels or ``undeliverable`` do not take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import amqp
+import pytest
+
+from celery_rabbitdelay.exceptions import PublishError
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.attempts import Received
+from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
+from celery_rabbitdelay.publishing.wire import Content
+from tests.unit.consumer_model import (
+    FRAME_MAX,
+    NACKED,
+    NO_EXCHANGE,
+    REFUSED,
+    RETURNED,
+    TIMED_OUT,
+    TIMEOUT,
+    Consumer,
+    for_exchange,
+    for_levels,
+    for_queue,
+    for_undeliverable,
+    headers,
+    is_tried_again,
+    is_undeliverable,
+    pending,
+    reason,
+)
+
+
+@pytest.fixture
+def consumer(monkeypatch: pytest.MonkeyPatch) -> Consumer:
+    return Consumer(monkeypatch)
+
+
+def test_a_message_goes_to_its_destination_and_is_tried_there_once(
+    consumer: Consumer,
+) -> None:
+    consumer.clock.now = 5.0
+    outgoing = for_exchange(mine=1)
+    publication = consumer.publish(outgoing)
+    assert publication.address() == ("office", "paper")
+    assert publication.content == Content.of(outgoing.message)
+    assert publication.deadline == 5.0 + TIMEOUT
+    assert publication.single_attempt
+    assert pending(publication) == 1
+    consumer.confirm(publication)
+    assert pending(publication) == 0
+    assert consumer.counts == (1, 0, 0)
+
+
+def test_the_messages_of_an_envelope_are_pending_until_each_is_settled(consumer: Consumer) -> None:
+    received = Received(amqp.Message(b"envelope"), iter([for_exchange(), for_queue()]))
+    first, second = (
+        consumer.attempts.first(received, received.next_outgoing(), 0.0) for _ in range(2)
+    )
+    assert first is not None
+    assert second is not None
+    with pytest.raises(StopIteration):
+        received.next_outgoing()
+    consumer.confirm(second)
+    assert received.pending == 1
+    consumer.confirm(first)
+    assert received.pending == 0
+
+
+def test_a_message_that_had_to_wait_for_its_destination_comes_before_the_next_one() -> None:
+    held, after = for_queue("full"), for_queue("free")
+    received = Received(amqp.Message(b"envelope"), iter([after]))
+    assert (received.pending, received.unpacked) == (0, False)
+    received.held = held
+    assert [received.next_outgoing() for _ in range(2)] == [held, after]
+
+
+def test_a_refused_message_goes_back_into_the_levels_with_its_attempts_counted(
+    consumer: Consumer,
+) -> None:
+    publication = consumer.publish(for_exchange(mine=1))
+    consumer.clock.now = 5.0
+    later = consumer.answer(publication, NACKED)
+    assert is_tried_again(later)
+    assert headers(later)[module_headers.ATTEMPTS] == 1
+    assert headers(later)["mine"] == 1
+    assert headers(later)[header_names.EXCHANGE] == "office"
+    assert later.content.body == b"body"
+    # The levels have as long as the destination had, and are tried until they take it.
+    assert later.deadline == 5.0 + TIMEOUT
+    assert not later.single_attempt
+    # What was received is acknowledged once the levels have it.
+    assert pending(later) == 1
+    consumer.confirm(later)
+    assert pending(later) == 0
+    assert consumer.counts == (1, 1, 0)
+
+    again = consumer.publish(for_exchange(**headers(later)))
+    assert headers(consumer.answer(again, NACKED))[module_headers.ATTEMPTS] == 2
+
+
+@pytest.mark.parametrize(
+    ("outgoing", "error", "why"),
+    [
+        (for_exchange(), NACKED, "the broker nacked it: its queue is full"),
+        (for_exchange(), TIMED_OUT, "the broker did not confirm it in time"),
+        (for_exchange(), RETURNED, "the exchange 'office' has no queue for the key 'paper'"),
+        (for_queue(), RETURNED, "there has no queue for the key 'letters'"),
+        (for_exchange(), NO_EXCHANGE, "there is no exchange 'office'"),
+    ],
+)
+def test_a_message_in_the_levels_says_why_its_destination_did_not_take_it(
+    consumer: Consumer, outgoing: Outgoing, error: PublishError, why: str
+) -> None:
+    later = consumer.answer(consumer.publish(outgoing), error)
+    assert is_tried_again(later)
+    assert reason(later).startswith(why)
+
+
+def test_a_message_that_was_tried_for_too_long_is_undeliverable_with_all_that_is_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = Consumer(monkeypatch, seconds=60)
+    failed_before: dict[str, Any] = {
+        module_headers.ATTEMPTS: 6,
+        module_headers.FAILED_SINCE: 1_000_000_000_000,
+        module_headers.FIRST_REASON: "it was full",
+    }
+    last = consumer.answer(consumer.publish(for_exchange(**failed_before)), NACKED)
+    assert is_undeliverable(last)
+    assert headers(last)[header_names.EXCHANGE] == "office"
+    assert reason(last).startswith("the broker nacked it")
+    assert "(7 attempts since 2001-09-09" in reason(last)
+    assert "the first time: it was full)" in reason(last)
+    assert pending(last) == 1
+    consumer.confirm(last)
+    assert consumer.counts == (1, 0, 1)
+    assert "distribution: a message is undeliverable: the broker nacked it" in caplog.text
+
+
+def test_a_message_that_the_broker_will_never_take_is_undeliverable_at_once(
+    consumer: Consumer,
+) -> None:
+    given_up = consumer.answer(consumer.publish(for_exchange()), REFUSED)
+    assert is_undeliverable(given_up)
+    assert reason(given_up) == "the broker does not take it: too large"
+    assert headers(given_up)[header_names.ROUTING_KEY] == "paper"
+    assert consumer.counts == (0, 0, 1)
+
+
+def test_a_message_that_amqp_cannot_carry_is_undeliverable_without_its_headers(
+    consumer: Consumer,
+) -> None:
+    given_up = consumer.publish(for_exchange(no_amqp_type=object()))
+    assert is_undeliverable(given_up)
+    assert headers(given_up).keys() == {module_headers.REASON}
+    assert reason(given_up).startswith("a header or property cannot be written")
+    assert given_up.content.body == b"body"
+    assert pending(given_up) == 1
+    assert consumer.counts == (0, 0, 1)
+
+
+def test_the_broker_is_not_asked_for_an_exchange_whose_name_it_could_not_read(
+    consumer: Consumer,
+) -> None:
+    assert is_undeliverable(consumer.publish(for_exchange("x" * 256)))
+    assert consumer.asked == []
+
+
+def test_a_message_whose_frame_has_no_room_for_our_headers_is_undeliverable_with_both_reasons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outgoing = for_exchange(long="x" * 500)
+    size = len(encoded(outgoing, FRAME_MAX).properties)
+    consumer = Consumer(monkeypatch, frame_max=size + 2048)
+    given_up = consumer.answer(consumer.publish(outgoing), NACKED)
+    assert is_undeliverable(given_up)
+    assert headers(given_up).keys() == {module_headers.REASON}
+    assert reason(given_up).startswith("the broker nacked it")
+    assert "its headers and properties take" in reason(given_up)
+    assert consumer.counts == (0, 0, 1)
+
+
+@pytest.mark.parametrize("error", [NACKED, TIMED_OUT])
+def test_the_levels_are_tried_until_they_take_a_message_and_its_route_is_computed_anew(
+    consumer: Consumer, error: PublishError
+) -> None:
+    publication = consumer.publish(for_levels())
+    assert not publication.single_attempt
+    keys = [publication.address()[1] for _ in range(2)]
+    consumer.clock.now = TIMEOUT
+    again = consumer.answer(publication, error)
+    keys.append(again.address()[1])
+    assert [key.split(".")[6] for key in keys] == ["8", "7", "6"]
+    assert again.content is publication.content
+    assert again.deadline == 2 * TIMEOUT
+    assert pending(again) == 1
+    consumer.confirm(again)
+    assert consumer.counts == (1, 0, 0)
+
+
+@pytest.mark.parametrize("error", [NACKED, TIMED_OUT])
+def test_undeliverable_is_tried_until_it_takes_a_message(
+    consumer: Consumer, error: PublishError
+) -> None:
+    given_up = consumer.answer(consumer.publish(for_exchange()), REFUSED)
+    again = consumer.answer(consumer.answer(given_up, error), error)
+    assert is_undeliverable(again)
+    assert again.content is given_up.content
+    assert pending(again) == 1
+    assert consumer.counts == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (REFUSED, "the broker does not take it: too large"),
+        (RETURNED, "the exchange 'rabbitdelay.seconds.x1' has no queue for the key"),
+    ],
+)
+def test_what_the_levels_will_never_take_is_undeliverable(
+    consumer: Consumer, error: PublishError, why: str
+) -> None:
+    given_up = consumer.answer(consumer.publish(for_levels()), error)
+    assert is_undeliverable(given_up)
+    assert reason(given_up).startswith(why)
+
+
+@pytest.mark.parametrize("error", [REFUSED, RETURNED, NO_EXCHANGE])
+def test_where_even_undeliverable_takes_no_message_the_module_begins_anew(
+    consumer: Consumer, error: PublishError
+) -> None:
+    publication = consumer.publish(for_undeliverable())
+    publication.error = error
+    with pytest.raises(type(error)) as caught:
+        consumer.attempts.settled(publication)
+    assert caught.value is error
