@@ -1,10 +1,10 @@
 # ruff: noqa: T201  # a program at the terminal prints
 """Run the tests of the registry against Valkey in place of Redis.
 
-``python -m tests.valkey`` installs ``valkey-server`` in the Debian system that the tests of RabbitMQ
-4.0 use (see :mod:`tests.brokers`; only root may do that), and puts programs named ``redis-server``
-and ``redis-cli`` in front of the search path, which start Valkey's: one server, a cluster and
-Sentinel. Further arguments go to pytest.
+``python -m tests.valkey`` installs ``valkey-server`` in the Debian system that the tests of
+RabbitMQ 4.0 use (see :mod:`tests.brokers`; only root may do that), and puts programs named
+``redis-server`` and ``redis-cli`` in front of the search path, which start Valkey's: one server, a
+cluster and Sentinel. Further arguments go to pytest.
 """
 
 from __future__ import annotations

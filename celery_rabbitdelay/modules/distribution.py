@@ -109,7 +109,8 @@ class Distribution:
         """Return what to publish for the messages of an envelope, as the registry says.
 
         The workers that get the tasks ask again, so only two cases end here: the tasks of an
-        aborted job do not go on, and if all of them have to wait for their job, the envelope does.
+        aborted job do not go on, and if no task may run before its job is committed, the whole
+        envelope waits.
         """
         arrivals = []
         for each in unpacked:
@@ -123,13 +124,11 @@ class Distribution:
             # The workers find out, and do what the settings say.
             yield from unpacked
             return
-        until_ms = [
-            each.until_ms
-            for each in decisions
-            if each.verdict is Verdict.LATER and not each.is_new_due
-        ]
-        if len(until_ms) == len(unpacked):
-            due = Due(until_ms[0] * NS_PER_MS, 0, is_instant=True)
+        waits = [each for each in decisions if each.verdict is Verdict.LATER]
+        goes_on = any(each.verdict is Verdict.RUN or each.is_new_due for each in decisions)
+        if waits and not goes_on:
+            until_ms = min(each.until_ms for each in waits)
+            due = Due(until_ms * NS_PER_MS, 0, is_instant=True)
             kept = without_broker_headers(headers_of(message))
             yield into_levels(self._topology, with_headers(message, kept), due)
             return

@@ -272,6 +272,28 @@ def test_an_envelope_whose_tasks_all_wait_for_their_job_goes_back_as_a_whole(
         assert later.message.properties["application_headers"] == {header_names.DUE: DUE, **QUEUE}
 
 
+def test_cancelled_tasks_wait_in_their_envelope_with_those_whose_job_is_open() -> None:
+    registry = Registry(Decision(Verdict.CANCELLED), ITS_JOB_IS_OPEN, Decision(Verdict.SUPERSEDED))
+    (later,) = registry.distributed(tasks(3))
+    assert later.message.properties["content_type"] == CONTENT_TYPE
+
+
+def test_the_envelope_waits_until_the_first_of_its_tasks_asks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delay, "time", Time)
+    message = tasks(2)
+    registry = Registry(ITS_JOB_IS_OPEN, ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000))
+    (later,) = registry.distributed(message)
+    route = TOPOLOGY.route(30, DISTRIBUTION, task_id_of(message))
+    assert (later.exchange, later.routing_key) == (route.exchange, route.routing_key)
+
+
+def test_an_envelope_without_tasks_becomes_nothing() -> None:
+    message = letter(**QUEUE)
+    assert list(Distribution(TOPOLOGY, look=lambda arrivals: []).receive(message)) == []
+
+
 def test_an_envelope_of_which_one_task_need_not_wait_is_opened_and_the_workers_ask_again() -> None:
     for decision in (RUN, POSTPONED):
         registry = Registry(ITS_JOB_IS_OPEN, decision, ITS_JOB_IS_OPEN)
