@@ -35,7 +35,7 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
             "rabbitdelay_registry_url": servers.url,
             "rabbitdelay_registry_options": {"master_name": servers.master_name},
         }
-        shop = make_app(settings)
+        shop: Any = make_app(settings)
         with Worker(settings, [named(shop, "default")]) as worker:
 
             def ran() -> Counter[str]:
