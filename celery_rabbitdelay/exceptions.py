@@ -19,10 +19,12 @@ __all__ = [
     "ConnectionLost",
     "DeclarationRefused",
     "DelayTooLong",
+    "InvalidColumn",
     "InvalidDelay",
     "InvalidDelayType",
     "InvalidEnvelope",
     "InvalidLayout",
+    "InvalidOption",
     "InvalidRow",
     "InvalidSetting",
     "JobClosed",
@@ -413,6 +415,46 @@ class InvalidRow(RabbitDelayError, TypeError):
 
     def __str__(self) -> str:
         return f"row {self.row!r}: {self.reason}"
+
+
+class InvalidOption(RabbitDelayError, ValueError):
+    """An option of Spark's format ``rabbitdelay`` is unknown, missing or invalid.
+
+    Attributes:
+        name: The option's name.
+        value: Its value; None if it is missing, or secret.
+        takes: What it takes.
+    """
+
+    def __init__(self, name: str, value: str | None, takes: str) -> None:
+        super().__init__(name, value, takes)
+        self.name = name
+        self.value = value
+        self.takes = takes
+
+    def __str__(self) -> str:
+        value = "" if self.value is None else f" = {self.value!r}"
+        return f"option {self.name}{value}: {self.takes}"
+
+
+class InvalidColumn(RabbitDelayError, TypeError):
+    """A column of a DataFrame that becomes tasks is missing, unknown or of a wrong type.
+
+    Attributes:
+        name: The column's name.
+        type: Its type, as Spark writes it; None if it is missing.
+        takes: What is taken.
+    """
+
+    def __init__(self, name: str, type: str | None, takes: str) -> None:  # noqa: A002 - Spark's word
+        super().__init__(name, type, takes)
+        self.name = name
+        self.type = type
+        self.takes = takes
+
+    def __str__(self) -> str:
+        shown = "" if self.type is None else f" ({self.type})"
+        return f"column {self.name}{shown}: {self.takes}"
 
 
 class RegistryRequired(RabbitDelayError, TypeError):

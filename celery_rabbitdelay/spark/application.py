@@ -1,0 +1,58 @@
+"""The Celery application of a Python process of Spark: imported, or made of a broker's URL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery.app.utils import find_app
+
+from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.spark.options import ApplicationOptions
+
+__all__ = ["application_of"]
+
+#: The applications of this process, which Spark uses for many partitions.
+_applications: dict[ApplicationOptions, Any] = {}
+
+
+def application_of(options: ApplicationOptions) -> Any:
+    """Return the application, and keep it for the next partition.
+
+    Raises:
+        InvalidOption: There is no such application, or it does not delay by this package.
+    """
+    found = _applications.get(options)
+    if found is None:
+        made = _made(options) if options.app is None else _imported(options.app)
+        found = _applications[options] = made
+    return found
+
+
+def _imported(path: str) -> Any:
+    try:
+        app: Any = find_app(path)
+    except (ImportError, AttributeError, ValueError) as missing:
+        takes = f"cannot be imported here, on {_where()}: {missing}"
+        raise InvalidOption("app", path, takes) from missing
+    if not isinstance(app, Celery):
+        takes = "takes an application of this package: call celery_rabbitdelay.install(app)"
+        raise InvalidOption("app", path, takes)
+    return app
+
+
+def _made(options: ApplicationOptions) -> Celery:
+    app = Celery("spark", broker=options.broker_url, set_as_current=False)
+    settings = {
+        "rabbitdelay_registry_url": options.registry_url,
+        "rabbitdelay_prefix": options.prefix,
+        "rabbitdelay_layout": options.layout,
+    }
+    app.conf.update({name: value for name, value in settings.items() if value is not None})
+    return app
+
+
+def _where() -> str:
+    from pyspark import TaskContext
+
+    return "the driver" if TaskContext.get() is None else "an executor"

@@ -1,0 +1,247 @@
+"""The columns of a DataFrame that becomes tasks: their types, and a row of ``send_many`` for each.
+
+Opens no connection.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
+
+from celery_rabbitdelay.app.rows import Row
+from celery_rabbitdelay.exceptions import InvalidColumn, InvalidRow
+from celery_rabbitdelay.spark.options import WriteOptions
+
+__all__ = ["Columns", "Shared", "Taken"]
+
+#: What makes a Python value of the one that PyArrow gives.
+Convert: TypeAlias = Callable[[Any], Any]
+
+LENGTHS: Final = "a number of seconds, or an interval of days to seconds"
+JSON: Final = "JSON text"
+
+#: The types of the columns that have a meaning of their own, and what they take, in words.
+TYPES: Final[Mapping[str, tuple[tuple[type[T.DataType], ...], str]]] = {
+    "delay": ((T.NumericType, T.DayTimeIntervalType), LENGTHS),
+    "eta": ((T.TimestampType,), "a timestamp; cast others to timestamp"),
+    "args": ((T.ArrayType, T.StructType, T.StringType), f"an array, a struct, or {JSON}"),
+    "kwargs": ((T.StructType, T.MapType, T.StringType), f"a struct, a map, or {JSON}"),
+    "task": ((T.StringType,), "a string, the task's name"),
+    "queue": ((T.StringType,), "a string"),
+    "task_id": ((T.StringType,), "a string"),
+    "key": ((T.StringType,), "a string"),
+    "tolerance": ((T.NumericType, T.DayTimeIntervalType), LENGTHS),
+    "priority": ((T.IntegralType,), "a whole number"),
+    "headers": ((T.StructType, T.MapType, T.StringType), f"a struct, a map, or {JSON}"),
+}
+
+#: The columns in which rows may differ that ``send_many`` takes once for all rows.
+SHARED: Final = ("task", "queue", "tolerance", "priority", "headers")
+
+
+class Shared(NamedTuple):
+    """What ``send_many`` takes once for many rows.
+
+    Attributes:
+        task: The task's name.
+        queue: The queue; None for what the application's routes say.
+        tolerance: Seconds that a task may start later.
+        priority: The priority; None for Celery's default.
+        headers: The headers as JSON text; empty for none.
+    """
+
+    task: str
+    queue: str | None = None
+    tolerance: float = 0.0
+    priority: int | None = None
+    headers: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of ``apply_async``."""
+        headers = json.loads(self.headers) if self.headers else None
+        given = {"queue": self.queue, "priority": self.priority, "headers": headers}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Taken(NamedTuple):
+    """A row of the DataFrame.
+
+    Attributes:
+        shared: What it has in common with others.
+        row: The row of ``send_many``; None if the row is invalid.
+        error: What is wrong with it.
+        identity: The values that the task's id is derived from.
+    """
+
+    shared: Shared
+    row: Row | None
+    error: Exception | None
+    identity: Sequence[Any]
+
+
+class Columns:
+    """Reads rows of one schema.
+
+    Args:
+        schema: The schema.
+        options: The options of the write.
+
+    Attributes:
+        are_shared: Whether all rows have the same :class:`Shared`.
+
+    Raises:
+        InvalidColumn: A column is missing, unknown, or of a wrong type.
+    """
+
+    def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
+        self._options = options
+        self._names = [field.name for field in schema.fields]
+        self._converters = {field.name: _converter(field.dataType) for field in schema.fields}
+        self._types = {field.name: field.dataType for field in schema.fields}
+        _check(self._types, options)
+        self._kwargs = [name for name in self._names if name not in TYPES]
+        self._identity = sorted(options.id_column or self._names)
+        self.are_shared = not any(name in self._types for name in SHARED)
+        self._shared = Shared(options.task or "", options.queue, options.tolerance)
+
+    def rows(self, batch: Any) -> Iterator[Taken]:
+        """Yield the rows of a :class:`pyarrow.RecordBatch`."""
+        values = {}
+        for name in self._names:
+            convert, column = self._converters[name], batch.column(name).to_pylist()
+            values[name] = column if convert is None else [_or_none(convert, v) for v in column]
+        for position in range(batch.num_rows):
+            yield self._taken({name: column[position] for name, column in values.items()})
+
+    def _taken(self, given: Mapping[str, Any]) -> Taken:
+        identity = [given[name] for name in self._identity]
+        try:
+            shared = self._shared if self.are_shared else self._shared_of(given)
+            return Taken(shared, self._row(given), None, identity)
+        except (TypeError, ValueError) as wrong:
+            return Taken(self._shared, None, wrong, identity)
+
+    def _row(self, given: Mapping[str, Any]) -> Row:
+        delay, eta = given.get("delay"), given.get("eta")
+        if delay is None and eta is None:
+            name = "delay" if "delay" in given else "eta"
+            raise InvalidRow(_shown(given), f"its {name} is null")
+        if delay is not None and _seconds(delay) < 0:
+            raise InvalidRow(_shown(given), f"its delay is negative: {delay}")
+        if self._options.kwargs_from_columns:
+            kwargs: Any = {name: given[name] for name in self._kwargs}
+        else:
+            kwargs = self._parsed(given, "kwargs", dict) or {}
+        args = self._parsed(given, "args", list | tuple) or ()
+        if isinstance(args, dict):  # a struct
+            args = tuple(args.values())
+        key, task_id = given.get("key"), given.get("task_id")
+        delay = float(delay) if isinstance(delay, Decimal) else delay
+        return Row(args, kwargs, delay, eta, task_id, key)
+
+    def _shared_of(self, given: Mapping[str, Any]) -> Shared:
+        options, headers = self._options, given.get("headers")
+        if headers is not None:
+            headers = self._parsed(given, "headers", dict)
+        task = given.get("task") or options.task
+        if not task:
+            raise InvalidRow(_shown(given), "its task is null")
+        tolerance = given.get("tolerance")
+        return Shared(
+            task,
+            given.get("queue") or options.queue,
+            options.tolerance if tolerance is None else _seconds(tolerance),
+            given.get("priority"),
+            json.dumps(headers, sort_keys=True) if headers else "",
+        )
+
+    def _parsed(self, given: Mapping[str, Any], name: str, kind: Any) -> Any:
+        """Return a column that may be JSON text."""
+        value = given.get(name)
+        if value is None or not isinstance(self._types[name], T.StringType):
+            return value
+        try:
+            parsed = json.loads(value)
+        except ValueError as wrong:
+            raise InvalidRow(_shown(given), f"its {name} is no JSON: {wrong}") from wrong
+        if not isinstance(parsed, kind):
+            what = "an object" if kind is dict else "a list"
+            raise InvalidRow(_shown(given), f"the JSON of its {name} is not {what}")
+        return parsed
+
+
+def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
+    for name, found in columns.items():
+        if name in TYPES:
+            kinds, takes = TYPES[name]
+            if not isinstance(found, kinds):
+                raise InvalidColumn(name, found.simpleString(), f"takes {takes}")
+            if isinstance(found, T.MapType) and not isinstance(found.keyType, T.StringType):
+                raise InvalidColumn(name, found.simpleString(), "takes a map with string keys")
+        elif not options.kwargs_from_columns:
+            takes = (
+                f"is unknown; known are {', '.join(TYPES)}. Drop it, or set kwargsFromColumns to "
+                "make all further columns keyword arguments"
+            )
+            raise InvalidColumn(name, found.simpleString(), takes)
+    both = "delay" in columns and "eta" in columns
+    if both or not ("delay" in columns or "eta" in columns):
+        what = "there are both" if both else "there is neither"
+        raise InvalidColumn("delay", None, f"takes one of the columns delay and eta; {what}")
+    if options.kwargs_from_columns and "kwargs" in columns:
+        takes = "cannot be combined with kwargsFromColumns"
+        raise InvalidColumn("kwargs", columns["kwargs"].simpleString(), takes)
+    if "task" not in columns and not options.task:
+        raise InvalidColumn("task", None, "takes a column of tasks' names, or the option task")
+    for name in options.id_column or ():
+        if name not in columns:
+            takes = f"is named by idColumn; the columns are {', '.join(columns)}"
+            raise InvalidColumn(name, None, takes)
+
+
+def _converter(found: T.DataType) -> Convert | None:
+    """Return what turns PyArrow's values into those that JSON can express; None if they are."""
+    match found:
+        case T.MapType():
+            of_value = _converter(found.valueType)
+            return lambda pairs: {key: _or_none(of_value, value) for key, value in pairs}
+        case T.ArrayType():
+            of_element = _converter(found.elementType)
+            if of_element is None:
+                return None
+            return lambda values: [_or_none(of_element, value) for value in values]
+        case T.StructType():
+            of_fields = {field.name: _converter(field.dataType) for field in found.fields}
+            if not any(of_fields.values()):
+                return None
+            return lambda fields: {
+                name: _or_none(of_fields[name], value) for name, value in fields.items()
+            }
+    return None
+
+
+def _or_none(convert: Convert | None, value: Any) -> Any:
+    return value if value is None or convert is None else convert(value)
+
+
+def _seconds(length: Any) -> float:
+    return length.total_seconds() if isinstance(length, timedelta) else float(length)
+
+
+def _shown(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as an error shows it: texts and lists may be long."""
+    return {name: _short(value) for name, value in given.items()}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float) and math.isnan(value):
+        return value
+    text = repr(value)
+    return value if len(text) <= 100 else f"{text[:100]}..."

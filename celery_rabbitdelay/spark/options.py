@@ -1,0 +1,265 @@
+"""The options of a write and of a read, checked before anything is sent. Opens no connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Final, NamedTuple, Self, TypeVar
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from celery_rabbitdelay.exceptions import InvalidOption
+
+__all__ = ["ApplicationOptions", "ReadOptions", "WriteOptions"]
+
+#: The options that say which application sends.
+APPLICATION: Final = (
+    "app",
+    "broker",
+    "brokerPassword",
+    "registry",
+    "registryPassword",
+    "prefix",
+    "layout",
+)
+
+#: Further options of a write.
+WRITE: Final = (
+    "task",
+    "queue",
+    "tolerance",
+    "envelopes",
+    "jobId",
+    "idColumn",
+    "jobExpires",
+    "kwargsFromColumns",
+    "onError",
+    "errorsPath",
+)
+
+#: Further options of a read.
+READ: Final = ("what", "partitions")
+
+#: Options of Spark itself, which every source of a stream gets to see.
+SPARKS_OWN: Final = ("checkpointLocation", "path")
+
+#: Seconds after which the tasks of a write that was neither committed nor aborted are dropped.
+JOB_EXPIRES: Final = 86_400.0
+
+ValueT = TypeVar("ValueT")
+
+
+class ApplicationOptions(NamedTuple):
+    """Which Celery application sends.
+
+    Attributes:
+        app: Where to import it from, as for ``celery -A``; None if it is made of the others.
+        broker: The URL of RabbitMQ, without a password.
+        broker_password: Its password. Spark hides options of such a name in plans and logs
+            (``spark.redaction.regex``).
+        registry: The URL of the registry's Redis, without a password.
+        registry_password: Its password.
+        prefix: ``rabbitdelay_prefix``.
+        layout: ``rabbitdelay_layout``, by name.
+    """
+
+    app: str | None = None
+    broker: str | None = None
+    broker_password: str | None = None
+    registry: str | None = None
+    registry_password: str | None = None
+    prefix: str | None = None
+    layout: str | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> Self:
+        """Read the options.
+
+        Raises:
+            InvalidOption: Neither an application nor a broker, both, or a password in a URL.
+        """
+        app, broker = given.get("app"), given.get("broker")
+        if (app is None) == (broker is None):
+            takes = "takes where to import a Celery application, 'package.module:app', or a broker"
+            raise InvalidOption("app", app, takes)
+        for name in ("broker", "registry"):
+            if given.get(name) and urlsplit(given[name]).password is not None:
+                takes = f"takes a URL without a password, as Spark shows it; use {name}Password"
+                raise InvalidOption(name, _without_password(given[name]), takes)
+        if app is not None:
+            for name in APPLICATION[2:]:
+                if name.lower() in given:
+                    takes = "is a setting of the application; leave it out"
+                    value = None if "Password" in name else given[name.lower()]
+                    raise InvalidOption(name, value, takes)
+        return cls(*(given.get(name.lower()) for name in APPLICATION))
+
+    @property
+    def broker_url(self) -> str | None:
+        """The broker's URL with its password."""
+        return _with_password(self.broker, self.broker_password)
+
+    @property
+    def registry_url(self) -> str | None:
+        """The registry's URL with its password."""
+        return _with_password(self.registry, self.registry_password)
+
+    def __repr__(self) -> str:
+        return f"ApplicationOptions(app={self.app!r}, broker={self.broker!r})"
+
+
+class WriteOptions(NamedTuple):
+    """What a write does.
+
+    Attributes:
+        application: Which application sends.
+        task: The name of the task; None if a column has it.
+        queue: The queue of all tasks; None for what the application's routes say.
+        tolerance: Seconds that a task may start later.
+        envelopes: Whether tasks that are due together share a message; None for what ``send_many``
+            does by default.
+        job_id: What the ids of the tasks are derived from, beside the columns; None for a random
+            one, or for a stream its query.
+        id_column: The columns that tell the rows apart; None for all.
+        job_expires: Seconds after which the tasks of a write that did not end are dropped.
+        kwargs_from_columns: Whether the columns without a meaning of their own are keyword
+            arguments.
+        collects: Whether refused rows are written to ``errors_path`` and the others are sent.
+        errors_path: The folder that gets them.
+    """
+
+    application: ApplicationOptions
+    task: str | None
+    queue: str | None
+    tolerance: float
+    envelopes: bool | None
+    job_id: str | None
+    id_column: tuple[str, ...] | None
+    job_expires: float
+    kwargs_from_columns: bool
+    collects: bool
+    errors_path: str | None
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> Self:
+        """Read the options.
+
+        Raises:
+            InvalidOption: One of them is unknown, or has an invalid value.
+        """
+        given = _known(options, (*APPLICATION, *WRITE))
+        collects = _one_of(given, "onError", ("fail", "collect")) == "collect"
+        path = given.get("errorspath")
+        if collects != (path is not None):
+            takes = "takes the folder for refused rows, together with onError = 'collect'"
+            raise InvalidOption("errorsPath", path, takes)
+        columns = given.get("idcolumn")
+        return cls(
+            ApplicationOptions.of(given),
+            given.get("task"),
+            given.get("queue"),
+            _number(given, "tolerance", 0.0),
+            _flag(given, "envelopes"),
+            given.get("jobid"),
+            None if columns is None else tuple(each.strip() for each in columns.split(",")),
+            _number(given, "jobExpires", JOB_EXPIRES),
+            bool(_flag(given, "kwargsFromColumns")),
+            collects,
+            path,
+        )
+
+
+class ReadOptions(NamedTuple):
+    """What a read shows.
+
+    Attributes:
+        application: Which application's levels and registry.
+        what: ``pending`` or ``levels``.
+        partitions: How many partitions the tasks are divided into.
+    """
+
+    application: ApplicationOptions
+    what: str
+    partitions: int
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> Self:
+        """Read the options.
+
+        Raises:
+            InvalidOption: One of them is unknown, or has an invalid value.
+        """
+        given = _known(options, (*APPLICATION, *READ))
+        partitions = _number(given, "partitions", 8.0)
+        if not 1 <= partitions <= 10_000 or partitions != int(partitions):
+            takes = "takes a number from 1 to 10000"
+            raise InvalidOption("partitions", given["partitions"], takes)
+        what = _one_of(given, "what", ("pending", "levels"))
+        return cls(ApplicationOptions.of(given), what, int(partitions))
+
+
+def _known(options: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
+    """Return the options with names in lower case, as Spark passes them.
+
+    Raises:
+        InvalidOption: One of them is unknown.
+    """
+    given = {name.lower(): value for name, value in options.items()}
+    known = {name.lower(): name for name in (*names, *SPARKS_OWN)}
+    for name in given.keys() - known.keys():
+        (meant, *_) = (*get_close_matches(name, list(known), 1), "")
+        suggested = f"; did you mean {known[meant]}?" if meant else ""
+        value = None if "password" in name else given[name]
+        raise InvalidOption(name, value, f"is unknown{suggested}")
+    return given
+
+
+def _read(
+    given: Mapping[str, str], name: str, read: Callable[[str], ValueT], takes: str
+) -> ValueT | None:
+    text = given.get(name.lower())
+    if text is None:
+        return None
+    try:
+        return read(text)
+    except (KeyError, ValueError) as wrong:
+        raise InvalidOption(name, text, takes) from wrong
+
+
+def _number(given: Mapping[str, str], name: str, default: float) -> float:
+    def seconds(text: str) -> float:
+        number = float(text)
+        if not 0 <= number < float("inf"):
+            raise ValueError
+        return number
+
+    found = _read(given, name, seconds, "takes a number that is not negative")
+    return default if found is None else found
+
+
+def _flag(given: Mapping[str, str], name: str) -> bool | None:
+    def flag(text: str) -> bool:
+        return {"true": True, "false": False}[text.lower()]
+
+    return _read(given, name, flag, "takes true or false")
+
+
+def _one_of(given: Mapping[str, str], name: str, words: tuple[str, ...]) -> str:
+    def word(text: str) -> str:
+        return words[words.index(text)]
+
+    takes = f"takes {' or '.join(map(repr, words))}"
+    return _read(given, name, word, takes) or words[0]
+
+
+def _with_password(url: str | None, password: str | None) -> str | None:
+    if url is None or password is None:
+        return url
+    parts = urlsplit(url)
+    user, _, server = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{server}"))
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    user, _, server = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:**@{server}"))

@@ -1,0 +1,166 @@
+"""What waits becomes rows: the tracked tasks of the registry, and the levels' queues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any, Final
+
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThanOrEqual,
+    InputPartition,
+    LessThan,
+)
+
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.registry.index import Filter as Wanted
+from celery_rabbitdelay.registry.index import Index
+from celery_rabbitdelay.spark.application import application_of
+from celery_rabbitdelay.spark.options import ReadOptions
+
+__all__ = ["LEVELS", "PENDING", "LevelsReader", "PendingReader"]
+
+#: The columns of the tasks that wait.
+PENDING: Final = "task_id string, task string, due timestamp, key string, job string"
+
+#: The columns of the levels' queues.
+LEVELS: Final = "level string, queue string, wait_ms bigint, messages bigint"
+
+#: How closely the bounds of the partitions are looked for: to a second.
+BOUND_MS: Final = 1000
+
+
+class Between(InputPartition):
+    """The tasks that are due from one instant until before another, in milliseconds since 1970.
+
+    Args:
+        wanted: Which tasks.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__(None)
+        self.wanted = wanted
+
+
+class PendingReader(DataSourceReader):
+    """Reads the tracked tasks that wait.
+
+    Args:
+        options: The options.
+    """
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+        self._wanted = Wanted()
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Take the filters that the registry has an index for; return the others to Spark."""
+        for each in filters:
+            if not self._takes(each):
+                yield each
+
+    def _takes(self, given: Filter) -> bool:
+        match given:
+            case EqualTo(attribute=("task" | "key" | "job" as name,), value=str() as value):
+                if getattr(self._wanted, name) is not None:
+                    return False
+                named: dict[str, Any] = {name: value}
+                self._wanted = self._wanted._replace(**named)
+            case GreaterThanOrEqual(attribute=("due",), value=datetime() as instant):
+                after = max(_ms(instant), self._wanted.due_after_ms or 0)
+                self._wanted = self._wanted._replace(due_after_ms=after)
+            case LessThan(attribute=("due",), value=datetime() as instant):
+                before = min(_ms(instant), self._wanted.due_before_ms or _ms(instant))
+                self._wanted = self._wanted._replace(due_before_ms=before)
+            case _:
+                return False
+        return True
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Divide the tasks by their due times into parts of about the same number."""
+        app = application_of(self._options.application)
+        index: Index = app.rabbitdelay.registry.index
+        try:
+            bounds = _bounds(index, self._wanted, self._options.partitions)
+        finally:
+            app.rabbitdelay.close()
+        edges = [self._wanted.due_after_ms, *bounds, self._wanted.due_before_ms]
+        return [
+            Between(self._wanted._replace(due_after_ms=after, due_before_ms=before))
+            for after, before in pairwise(edges)
+        ]
+
+    def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
+        """Yield the tasks of a part in the order in which they are due."""
+        assert isinstance(partition, Between)
+        app = application_of(self._options.application)
+        try:
+            for each in app.rabbitdelay.registry.index.pending(partition.wanted):
+                yield (each.task_id, each.task, each.due, each.key, each.job)
+        finally:
+            app.rabbitdelay.close()
+
+
+class LevelsReader(DataSourceReader):
+    """Reads how many messages wait in each queue of the levels.
+
+    Args:
+        options: The options.
+    """
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+
+    def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
+        """Yield the queues from the longest wait to the shortest."""
+        app = application_of(self._options.application)
+        queues = app.rabbitdelay.topology.digit_queues
+        with app.connection_for_write() as connection:
+            counts = queue_counts(connection, queues)
+        for queue in queues:
+            found = counts[queue.name]
+            level, _, _ = queue.name.rpartition(".")
+            wait_ms = queue.queue_arguments["x-message-ttl"]
+            yield (level, queue.name, wait_ms, None if found is None else found.messages)
+
+
+def _bounds(index: Index, wanted: Wanted, parts: int) -> list[int]:
+    """Return the due times between the parts, found by counting."""
+    total = index.count(wanted)
+    if total < parts or parts == 1:
+        return []
+    first = wanted.due_after_ms
+    if first is None:
+        first = _ms(next(index.pending(wanted)).due)
+    last = wanted.due_before_ms or _last(index, wanted, first, total)
+    bounds: list[int] = []
+    for part in range(1, parts):
+        low, high = (bounds[-1] if bounds else first), last
+        while high - low > BOUND_MS:
+            middle = (low + high) // 2
+            if index.count(wanted._replace(due_before_ms=middle)) < total * part // parts:
+                low = middle
+            else:
+                high = middle
+        if high >= last:
+            break
+        if not bounds or high > bounds[-1]:
+            bounds.append(high)
+    return bounds
+
+
+def _last(index: Index, wanted: Wanted, first: int, total: int) -> int:
+    """Return an instant after the last due time."""
+    step = 60_000
+    while index.count(wanted._replace(due_before_ms=first + step)) < total and step < 2**53:
+        step *= 2
+    return first + step
+
+
+def _ms(instant: datetime) -> int:
+    aware = instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC)
+    return int(aware.timestamp() * 1000)

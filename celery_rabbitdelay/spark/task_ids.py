@@ -1,0 +1,38 @@
+"""The ids of tasks that are sent for rows: the same row gets the same id, however often it is sent.
+
+Spark runs a task of its own again if it failed, or beside one that is slow, and users run a job
+again. With ids that depend on the row alone, the registry drops what was sent a second time
+(``once``), and results are found under the same id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+from uuid import UUID, uuid5
+
+from kombu.utils.json import dumps
+
+__all__ = ["TaskIds"]
+
+#: The namespace of all ids (RFC 9562, version 5); it must never change.
+NAMESPACE: Final = UUID("f1688d47-a47a-58e1-bbdf-0044bf1c5a41")
+
+
+class TaskIds:
+    """Derives ids.
+
+    Args:
+        job_id: What is common to all of them: the same rows under another job have other ids.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        self._of_job = uuid5(NAMESPACE, job_id)
+
+    def of(self, values: Sequence[Any]) -> str:
+        """Return the id of the row with these values, in the order of the columns' names.
+
+        Raises:
+            TypeError: JSON cannot express one of them.
+        """
+        return str(uuid5(self._of_job, dumps(values, sort_keys=True, separators=(",", ":"))))

@@ -1,0 +1,185 @@
+"""A write: each partition is sent by an executor, and Spark's commit lets all tasks run.
+
+With a registry, a write is a job: the executors open it, its tasks do not run before Spark commits,
+and none of them does if Spark aborts. So a partition that was sent twice, or only half, is no harm.
+Without a registry, each task is sent at least once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+from uuid import uuid4
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import StructType
+
+from celery_rabbitdelay.exceptions import InvalidColumn, JobClosed
+from celery_rabbitdelay.levels.delay import milliseconds
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.spark.application import application_of
+from celery_rabbitdelay.spark.columns import Columns
+from celery_rabbitdelay.spark.options import WriteOptions
+from celery_rabbitdelay.spark.partition import PartitionSender, Sent
+from celery_rabbitdelay.spark.task_ids import TaskIds
+
+__all__ = ["BatchWriter", "StreamWriter"]
+
+#: The properties that Spark sets for the tasks of a stream: which batch, of which query, in which
+#: run of it.
+BATCH_ID: Final = "streaming.sql.batchId"
+QUERY_ID: Final = "sql.streaming.queryId"
+RUN_ID: Final = "spark.jobGroup.id"
+
+
+class _Write:
+    """What a batch and a stream have in common; it is pickled for the executors.
+
+    Args:
+        schema: The schema of the rows.
+        options: The options.
+
+    Raises:
+        InvalidColumn: The schema does not fit.
+        InvalidOption: The application cannot be imported.
+    """
+
+    def __init__(self, schema: StructType, options: WriteOptions) -> None:
+        self._schema = schema
+        self._options = options
+        Columns(schema, options)
+        delays = application_of(options.application).rabbitdelay
+        if "key" in schema.names and not delays.has_registry:
+            takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
+            raise InvalidColumn("key", schema["key"].dataType.simpleString(), takes)
+
+    def send(self, batches: Iterator[Any], ids: TaskIds, job: str) -> Sent:
+        """Send the rows of one partition; runs in an executor."""
+        app = application_of(self._options.application)
+        context = TaskContext.get()
+        partition = 0 if context is None else context.partitionId()
+        columns = Columns(self._schema, self._options)
+        try:
+            if app.rabbitdelay.has_registry:
+                self._open(app, job)
+            else:
+                job = ""
+            return PartitionSender(app, columns, self._options, ids, job or None, partition).send(
+                batches
+            )
+        finally:
+            # In order: Spark ends its Python processes without a word.
+            app.rabbitdelay.close()
+
+    def end(self, messages: Sequence[WriterCommitMessage | None], job: str, commits: bool) -> None:
+        """Commit or abort the job; runs in the driver.
+
+        Raises:
+            JobClosed: It has expired, so none of its tasks runs.
+            RegistryUnavailable: Redis does not answer; the job expires.
+        """
+        app = application_of(self._options.application)
+        if not app.rabbitdelay.has_registry:
+            return
+        try:
+            if not commits:
+                # An executor that still sends, or only begins to, must not find a job that is open.
+                self._open(app, job)
+                app.rabbitdelay.abort_job(job)
+            elif any(isinstance(each, Sent) and each.rows for each in messages):
+                app.rabbitdelay.commit_job(job)
+        finally:
+            app.rabbitdelay.close()
+
+    def _open(self, app: Any, job: str) -> None:
+        """Open the job, unless another executor has.
+
+        Raises:
+            JobClosed: It was aborted already, or has expired.
+        """
+        jobs = app.rabbitdelay.registry.jobs
+        try:
+            jobs.open(job, milliseconds(self._options.job_expires))
+        except JobClosed as there:
+            if there.state != JobState.OPEN.value:
+                raise
+
+
+class BatchWriter(DataSourceArrowWriter):
+    """Writes the rows of one DataFrame.
+
+    Args:
+        schema: The schema of the rows.
+        options: The options.
+    """
+
+    def __init__(self, schema: StructType, options: WriteOptions) -> None:
+        self._write = _Write(schema, options)
+        job_id = options.job_id or str(uuid4())
+        self._ids = TaskIds(job_id)
+        # A job that was written before may be written again.
+        self._job = f"spark:{job_id}:{uuid4().hex}"
+
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        """Send the rows of one partition."""
+        return self._write.send(iterator, self._ids, self._job)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Let the tasks run: all partitions are sent."""
+        self._write.end(messages, self._job, commits=True)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Let no task run: a partition has failed."""
+        self._write.end(messages, self._job, commits=False)
+
+
+class StreamWriter(DataSourceStreamArrowWriter):
+    """Writes the micro-batches of a query; each is a job.
+
+    Args:
+        schema: The schema of the rows.
+        options: The options.
+    """
+
+    def __init__(self, schema: StructType, options: WriteOptions) -> None:
+        self._write = _Write(schema, options)
+        self._options = options
+
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        """Send the rows of one partition of a batch."""
+        context = TaskContext.get()
+        assert context is not None, "a stream is written by Spark's tasks"
+        batch, query, run = map(context.getLocalProperty, (BATCH_ID, QUERY_ID, RUN_ID))
+        batch_of_query = f"{self._options.job_id or query}:{batch}"
+        # A batch whose run was killed is written again by the next run, as another job.
+        job = f"spark:{batch_of_query}:{run}"
+        sent = self._write.send(iterator, TaskIds(batch_of_query), job)
+        return _OfJob(job, sent)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Let the tasks of a batch run."""
+        self._end(messages, commits=True)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Let no task of a batch run."""
+        self._end(messages, commits=False)
+
+    def _end(self, messages: list[WriterCommitMessage | None], commits: bool) -> None:
+        found = [each for each in messages if isinstance(each, _OfJob)]
+        for job in Counter(each.job for each in found):
+            sent = [each.sent for each in found if each.job == job]
+            self._write.end(sent, job, commits)
+
+
+class _OfJob(WriterCommitMessage):
+    """What became of a partition of a micro-batch, and the batch's job."""
+
+    def __init__(self, job: str, sent: Sent) -> None:
+        self.job = job
+        self.sent = sent

@@ -1,0 +1,302 @@
+"""DataFrames become delayed tasks: real Spark, a worker, RabbitMQ and Redis."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from pyspark.errors import AnalysisException, PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from celery_rabbitdelay.testing import RedisServer, wait_for
+from tests.integration.conftest import small_configuration
+from tests.integration.shop import PATIENCE, make_app
+from tests.integration.spark import spark_session
+from tests.integration.worker import ShopProcess, Worker
+
+#: Where Spark's Python processes find the application.
+APP = "tests.integration.shop:app"
+
+#: Seconds; long enough for Spark to commit before the tasks are due.
+DELAY = 4.0
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> dict[str, Any]:
+    return {
+        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        "rabbitdelay_registry_url": registry.url,
+    }
+
+
+@pytest.fixture(scope="module")
+def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
+    with spark_session(ShopProcess.environment(settings)) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def worker(settings: dict[str, Any]) -> Iterator[Worker]:
+    with Worker(settings) as worker:
+        yield worker
+
+
+@pytest.fixture
+def shop(settings: dict[str, Any], worker: Worker) -> Iterator[Any]:
+    app = make_app(settings)
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def noted(shop: Any) -> Iterator[Callable[[], list[Any]]]:
+    """Returns what the tasks sent with ``note`` were given first, in the order of their runs."""
+    key = f"noted-{uuid4().hex}"
+
+    def note() -> list[Any]:
+        found = shop.backend.client.lrange(key, 0, -1)
+        return [json.loads(each)["given"][0] for each in found]
+
+    note.key = key  # type: ignore[attr-defined]
+    yield note
+    shop.backend.client.delete(key)
+
+
+def notes(spark: SparkSession, noted: Any, number: int, delay: str = f"{DELAY}D") -> DataFrame:
+    """Rows for the task ``note``, which is given their numbers."""
+    return spark.sql(
+        f"select array(id) args, named_struct('key', '{noted.key}') kwargs, {delay} delay, "
+        f"string(id) number from range({number})"
+    ).drop("number")
+
+
+def write(frame: DataFrame, **options: Any) -> None:
+    given = {"app": APP, "task": "note", **options}
+    frame.write.format("rabbitdelay").mode("append").options(**given).save()
+
+
+def test_each_row_becomes_a_task_that_runs_when_it_is_due(
+    spark: SparkSession, shop: Any, noted: Any
+) -> None:
+    began = time.time()
+    write(notes(spark, noted, 50))
+    wait_for(lambda: len(noted()) >= 50, "all tasks", PATIENCE)
+    assert time.time() - began >= DELAY
+    assert sorted(noted()) == [*range(50)]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        "array(id) args, map('key', '{key}') kwargs, interval 1 second delay",
+        "struct(id) args, to_json(map('key', '{key}')) kwargs, 1 delay",
+        "to_json(array(id)) args, named_struct('key', '{key}') kwargs, 1.5BD delay",
+        "array(id) args, map('key', '{key}') kwargs, now() + interval 1 second eta",
+        "array(id) args, map('key', '{key}') kwargs, 1 delay, 'note' task, 0.1 tolerance",
+        "array(id) args, map('key', '{key}') kwargs, 1 delay, map('a', 'x') headers, 3 priority",
+    ],
+    ids=["maps", "structs", "decimals", "eta", "task", "headers"],
+)
+def test_columns_may_have_several_types(
+    spark: SparkSession, shop: Any, noted: Any, columns: str
+) -> None:
+    frame = spark.sql(f"select {columns.format(key=noted.key)} from range(3)")
+    write(frame)
+    wait_for(lambda: len(noted()) >= 3, "all tasks", PATIENCE)
+    assert sorted(noted()) == [0, 1, 2]
+
+
+def test_further_columns_may_be_keyword_arguments(
+    spark: SparkSession, shop: Any, noted: Any
+) -> None:
+    frame = spark.sql(f"select '{noted.key}' key_, array('x') args, 1 delay")
+    with pytest.raises(AnalysisException, match=r"column key_ \(string\): is unknown.*kwargsFrom"):
+        write(frame)
+    frame = spark.sql("select decimal('1.50') price, date '2026-01-02' day, 1 delay")
+    write(frame, task="request", kwargsFromColumns="true", jobId="columns")
+    # It is known by its id, which depends on the row and the job.
+    again = spark.sql("select decimal('1.50') price, date '2026-01-02' day, 1 delay")
+    write(again, task="request", kwargsFromColumns="true", jobId="columns")
+
+
+def test_a_job_that_is_run_twice_runs_each_task_once(
+    spark: SparkSession, shop: Any, noted: Any
+) -> None:
+    for _ in range(2):
+        write(notes(spark, noted, 20), jobId=f"job-{noted.key}")
+    write(notes(spark, noted, 1, f"{DELAY + 2}D"), jobId=f"later-{noted.key}")
+    wait_for(lambda: noted().count(0) >= 2, "the later task", PATIENCE)
+    assert Counter(noted()) == Counter([*range(20), 0])
+
+
+def test_rows_with_the_same_id_column_are_one_task(
+    spark: SparkSession, shop: Any, noted: Any
+) -> None:
+    job = f"job-{noted.key}"
+    for length in ("2D", "3D"):
+        frame = notes(spark, noted, 5, length).selectExpr("*")
+        write(frame, jobId=job, idColumn="args")
+    write(notes(spark, noted, 1, f"{DELAY + 2}D"), jobId=f"later-{noted.key}")
+    wait_for(lambda: noted().count(0) >= 2, "the later task", PATIENCE)
+    assert Counter(noted()) == Counter([*range(5), 0])
+
+
+def test_no_task_of_a_write_that_fails_runs(spark: SparkSession, shop: Any, noted: Any) -> None:
+    rows = notes(spark, noted, 40).repartition(2)
+    bad = spark.sql(
+        f"select array(99L) args, named_struct('key', '{noted.key}') kwargs, double('nan') delay"
+    )
+    with pytest.raises(PySparkException, match="nan"):
+        write(rows.union(bad))
+    write(notes(spark, noted, 1, f"{DELAY + 2}D"))
+    wait_for(lambda: noted(), "the later task", PATIENCE)
+    assert noted() == [0]
+
+
+def test_refused_rows_are_collected_and_the_others_are_sent(
+    spark: SparkSession, shop: Any, noted: Any, tmp_path: Path
+) -> None:
+    frame = spark.sql(
+        f"select array(id) args, named_struct('key', '{noted.key}') kwargs, "
+        "case id when 0 then double('nan') when 1 then null when 2 then -1D else 1D end delay "
+        "from range(6)"
+    )
+    write(frame, onError="collect", errorsPath=tmp_path.as_uri())
+    wait_for(lambda: len(noted()) >= 3, "the good rows", PATIENCE)
+    assert sorted(noted()) == [3, 4, 5]
+    lines = [line for path in tmp_path.glob("*.json") for line in path.read_text().splitlines()]
+    refused = sorted(json.loads(line)["error"] for line in lines)
+    assert refused == ["InvalidDelay", "InvalidRow", "InvalidRow"]
+
+
+def test_insert_into_a_table_sends_tasks(spark: SparkSession, shop: Any, noted: Any) -> None:
+    table = f"notes_{uuid4().hex}"
+    columns = "args array<bigint>, kwargs struct<key: string>, delay double"
+    spark.sql(f"create temporary view {table}_rows as select 1")
+    spark.sql(f"create table {table} ({columns}) using rabbitdelay")
+    try:
+        spark.sql(
+            f"insert into {table} with (app '{APP}', task 'note') "
+            f"select array(id), named_struct('key', '{noted.key}'), 1D from range(3)"
+        )
+        wait_for(lambda: len(noted()) >= 3, "all tasks", PATIENCE)
+    finally:
+        spark.sql(f"drop table {table}")
+
+
+def test_a_stream_sends_each_row_once_although_its_batch_is_written_again(
+    spark: SparkSession, shop: Any, noted: Any, tmp_path: Path
+) -> None:
+    source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
+    source.mkdir()
+
+    def run() -> None:
+        frame = (
+            spark.readStream.schema("id bigint")
+            .json(str(source))
+            .selectExpr(
+                "array(id) args",
+                f"named_struct('key', '{noted.key}') kwargs",
+                f"{DELAY}D delay",
+            )
+        )
+        query = (
+            frame.writeStream.format("rabbitdelay")
+            .options(app=APP, task="note")
+            .option("checkpointLocation", str(checkpoint))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination()
+
+    (source / "first.json").write_text("\n".join(f'{{"id": {each}}}' for each in range(5)))
+    run()
+    # As if Spark had been killed after our commit and before it has noted the batch.
+    for path in (checkpoint / "commits").glob("*0*"):
+        path.unlink()
+    (source / "second.json").write_text("\n".join(f'{{"id": {each}}}' for each in range(5, 8)))
+    run()
+    wait_for(lambda: len(set(noted())) >= 8, "all tasks", PATIENCE)
+    assert sorted(noted()) == [*range(8)]
+
+
+WRONG: list[tuple[str, dict[str, str], str]] = [
+    ("1 delay, now() eta", {}, "there are both"),
+    ("1 other", {"kwargsFromColumns": "true"}, "there is neither"),
+    ("'x' delay", {}, "column delay (string): takes a number of seconds"),
+    ("interval 1 month delay", {}, "column delay (interval month)"),
+    ("timestamp_ntz '2026-01-01' eta", {}, "column eta (timestamp_ntz)"),
+    ("1 delay, 7 args", {}, "column args (int)"),
+    ("1 delay", {"tasks": "x"}, "option tasks = 'x': is unknown; did you mean task"),
+    ("1 delay", {"tolerance": "-1"}, "option tolerance = '-1'"),
+    ("1 delay", {"onError": "skip"}, "option onError = 'skip'"),
+    ("1 delay", {"onError": "collect"}, "option errorsPath"),
+    ("1 delay", {"idColumn": "order"}, "column order: is named by idColumn"),
+    ("1 delay", {"app": "no.such.module"}, "option app = 'no.such.module': cannot be imported"),
+    ("1 delay", {"broker": "amqp://"}, "option app"),
+]
+
+
+@pytest.mark.parametrize(("columns", "options", "error"), WRONG)
+def test_what_is_wrong_is_said_before_anything_is_sent(
+    spark: SparkSession, shop: Any, columns: str, options: dict[str, str], error: str
+) -> None:
+    with pytest.raises(AnalysisException) as raised:
+        write(spark.sql(f"select {columns}"), **options)
+    assert error in str(raised.value)
+
+
+def test_a_password_is_neither_in_a_plan_nor_in_an_error(spark: SparkSession) -> None:
+    frame = spark.sql("select 1 delay")
+    secret = "opensesame"
+    made = frame.write.format("rabbitdelay").mode("append").option("task", "note")
+    with pytest.raises(AnalysisException, match="takes a URL without a password") as raised:
+        made.option("broker", f"amqp://me:{secret}@127.0.0.1/").save()
+    assert secret not in str(raised.value)
+    made.option("broker", "amqp://guest@127.0.0.1:1/").option("brokerPassword", secret)
+    with pytest.raises(PySparkException) as failed:
+        made.save()
+    assert "ConnectionLost" in str(failed.value)
+    assert secret not in str(failed.value)
+
+
+def test_tracked_tasks_that_wait_are_read_with_filters_and_in_partitions(
+    spark: SparkSession, shop: Any
+) -> None:
+    job = f"job-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=600)
+    rows = [{"delay": 100 + number, "key": f"{job}:{number}"} for number in range(40)]
+    shop.rabbitdelay.send_many(shop.tasks["at"], rows, job=job, track=True)
+
+    def pending(**options: str) -> DataFrame:
+        return spark.read.format("rabbitdelay").options(app=APP, **options).load()
+
+    found = pending(partitions="4").where(f"job = '{job}'")
+    assert found.rdd.getNumPartitions() >= 2
+    taken = found.orderBy("due").collect()
+    assert [row.key for row in taken] == [f"{job}:{number}" for number in range(40)]
+    assert {row.task for row in taken} == {"at"}
+    (one,) = found.where(f"key = '{job}:7'").collect()
+    later = pending().where(f"job = '{job}' and due >= timestamp '{one.due.isoformat(' ')}'")
+    assert later.count() == 33
+    shop.rabbitdelay.abort_job(job)
+
+
+def test_the_levels_are_read_with_what_waits_in_each_queue(spark: SparkSession, shop: Any) -> None:
+    levels = spark.read.format("rabbitdelay").options(app=APP, what="levels").load()
+    queues = {row.queue: row for row in levels.collect()}
+    expected = {queue.name for queue in shop.rabbitdelay.topology.digit_queues}
+    assert queues.keys() == expected
+    assert all(row.wait_ms > 0 and row.messages >= 0 for row in queues.values())
