@@ -9,7 +9,13 @@ from pyspark.sql.types import StructType
 
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
-from celery_rabbitdelay.spark.pending import LEVELS, PENDING, LevelsReader, PendingReader
+from celery_rabbitdelay.spark.pending import (
+    LEVELS,
+    PENDING,
+    FilteringReader,
+    LevelsReader,
+    PendingReader,
+)
 from celery_rabbitdelay.spark.write import BatchWriter, StreamWriter
 
 __all__ = ["RabbitDelayDataSource"]
@@ -34,7 +40,9 @@ class RabbitDelayDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return what reads."""
         options = ReadOptions.of(self.options)
-        return LevelsReader(options) if options.what == "levels" else PendingReader(options)
+        if options.what == "levels":
+            return LevelsReader(options)
+        return FilteringReader(options) if options.takes_filters else PendingReader(options)
 
     def writer(self, schema: StructType, overwrite: bool) -> Any:
         """Return what writes a DataFrame.

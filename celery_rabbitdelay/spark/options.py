@@ -37,7 +37,7 @@ WRITE: Final = (
 )
 
 #: Further options of a read.
-READ: Final = ("what", "partitions")
+READ: Final = ("what", "partitions", "task", "key", "job", "filterPushdown")
 
 #: Options of Spark itself, which every source of a stream gets to see.
 SPARKS_OWN: Final = ("checkpointLocation", "path")
@@ -175,11 +175,20 @@ class ReadOptions(NamedTuple):
         application: Which application's levels and registry.
         what: ``pending`` or ``levels``.
         partitions: How many partitions the tasks are divided into.
+        task: Only the tasks of this name.
+        key: Only the tasks that were sent with this key.
+        job: Only the tasks that were sent with this job.
+        takes_filters: Whether the registry takes the filters of a query. Spark refuses a source
+            that does, unless ``spark.sql.python.filterPushdown.enabled`` is true.
     """
 
     application: ApplicationOptions
     what: str
     partitions: int
+    task: str | None = None
+    key: str | None = None
+    job: str | None = None
+    takes_filters: bool = False
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
@@ -194,7 +203,15 @@ class ReadOptions(NamedTuple):
             takes = "takes a number from 1 to 10000"
             raise InvalidOption("partitions", given["partitions"], takes)
         what = _one_of(given, "what", ("pending", "levels"))
-        return cls(ApplicationOptions.of(given), what, int(partitions))
+        return cls(
+            ApplicationOptions.of(given),
+            what,
+            int(partitions),
+            given.get("task"),
+            given.get("key"),
+            given.get("job"),
+            bool(_flag(given, "filterPushdown")),
+        )
 
 
 def _known(options: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
@@ -208,8 +225,8 @@ def _known(options: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]
     for name in given.keys() - known.keys():
         (meant, *_) = (*get_close_matches(name, list(known), 1), "")
         suggested = f"; did you mean {known[meant]}?" if meant else ""
-        value = None if "password" in name else given[name]
-        raise InvalidOption(name, value, f"is unknown{suggested}")
+        # Not its value, which may be a password.
+        raise InvalidOption(name, None, f"is unknown{suggested}")
     return given
 
 

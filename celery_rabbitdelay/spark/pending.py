@@ -22,7 +22,7 @@ from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.spark.application import application_of
 from celery_rabbitdelay.spark.options import ReadOptions
 
-__all__ = ["LEVELS", "PENDING", "LevelsReader", "PendingReader"]
+__all__ = ["LEVELS", "PENDING", "FilteringReader", "LevelsReader", "PendingReader"]
 
 #: The columns of the tasks that wait.
 PENDING: Final = "task_id string, task string, due timestamp, key string, job string"
@@ -55,30 +55,7 @@ class PendingReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._wanted = Wanted()
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Take the filters that the registry has an index for; return the others to Spark."""
-        for each in filters:
-            if not self._takes(each):
-                yield each
-
-    def _takes(self, given: Filter) -> bool:
-        match given:
-            case EqualTo(attribute=("task" | "key" | "job" as name,), value=str() as value):
-                if getattr(self._wanted, name) is not None:
-                    return False
-                named: dict[str, Any] = {name: value}
-                self._wanted = self._wanted._replace(**named)
-            case GreaterThanOrEqual(attribute=("due",), value=datetime() as instant):
-                after = max(_ms(instant), self._wanted.due_after_ms or 0)
-                self._wanted = self._wanted._replace(due_after_ms=after)
-            case LessThan(attribute=("due",), value=datetime() as instant):
-                before = min(_ms(instant), self._wanted.due_before_ms or _ms(instant))
-                self._wanted = self._wanted._replace(due_before_ms=before)
-            case _:
-                return False
-        return True
+        self._wanted = Wanted(options.task, options.key, options.job)
 
     def partitions(self) -> Sequence[InputPartition]:
         """Divide the tasks by their due times into parts of about the same number."""
@@ -103,6 +80,37 @@ class PendingReader(DataSourceReader):
                 yield (each.task_id, each.task, each.due, each.key, each.job)
         finally:
             app.rabbitdelay.close()
+
+
+class FilteringReader(PendingReader):
+    """Reads the tracked tasks that a query's filters let through.
+
+    Args:
+        options: The options.
+    """
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Take the filters that the registry has an index for; return the others to Spark."""
+        for each in filters:
+            if not self._takes(each):
+                yield each
+
+    def _takes(self, given: Filter) -> bool:
+        match given:
+            case EqualTo(attribute=("task" | "key" | "job" as name,), value=str() as value):
+                if getattr(self._wanted, name) is not None:
+                    return False
+                named: dict[str, Any] = {name: value}
+                self._wanted = self._wanted._replace(**named)
+            case GreaterThanOrEqual(attribute=("due",), value=datetime() as instant):
+                after = max(_ms(instant), self._wanted.due_after_ms or 0)
+                self._wanted = self._wanted._replace(due_after_ms=after)
+            case LessThan(attribute=("due",), value=datetime() as instant):
+                before = min(_ms(instant), self._wanted.due_before_ms or _ms(instant))
+                self._wanted = self._wanted._replace(due_before_ms=before)
+            case _:
+                return False
+        return True
 
 
 class LevelsReader(DataSourceReader):

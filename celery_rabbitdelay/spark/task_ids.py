@@ -8,6 +8,7 @@ again. With ids that depend on the row alone, the registry drops what was sent a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID, uuid5
 
@@ -35,4 +36,6 @@ class TaskIds:
         Raises:
             TypeError: JSON cannot express one of them.
         """
-        return str(uuid5(self._of_job, dumps(values, sort_keys=True, separators=(",", ":"))))
+        # JSON has no lengths of time.
+        told = [str(each) if isinstance(each, timedelta) else each for each in values]
+        return str(uuid5(self._of_job, dumps(told, sort_keys=True, separators=(",", ":"))))

@@ -1,0 +1,289 @@
+"""Options, columns and ids of Spark's format ``rabbitdelay``, without a Java machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
+from pyspark.sql.types import StructType
+
+from celery_rabbitdelay import InvalidColumn, InvalidOption, InvalidRow, Row
+from celery_rabbitdelay.spark.columns import Columns, Shared, Taken
+from celery_rabbitdelay.spark.options import ApplicationOptions, ReadOptions, WriteOptions
+from celery_rabbitdelay.spark.task_ids import TaskIds
+
+#: As Spark passes them.
+LEAST = {"app": "shop", "task": "remind"}
+
+
+def options(**more: str) -> WriteOptions:
+    return WriteOptions.of({**LEAST, **{name.lower(): value for name, value in more.items()}})
+
+
+def schema(**columns: T.DataType) -> StructType:
+    return StructType([T.StructField(name, kind) for name, kind in columns.items()])
+
+
+def taken(columns: Mapping[str, tuple[T.DataType, list[Any]]], **more: str) -> list[Taken]:
+    """Return the rows of columns: for each its type in Spark, and its values."""
+    read = Columns(schema(**{name: kind for name, (kind, _) in columns.items()}), options(**more))
+    batch = pa.RecordBatch.from_pydict({name: values for name, (_, values) in columns.items()})
+    return list(read.rows(batch))
+
+
+def rows(columns: Mapping[str, tuple[T.DataType, list[Any]]], **more: str) -> list[Row | None]:
+    return [each.row for each in taken(columns, **more)]
+
+
+DELAY: tuple[T.DataType, list[Any]] = (T.DoubleType(), [1.5])
+
+
+def test_a_row_has_the_arguments_and_the_delay_of_its_columns() -> None:
+    assert rows(
+        {
+            "args": (T.ArrayType(T.LongType()), [[1, 2], None]),
+            "kwargs": (T.StructType([T.StructField("a", T.LongType())]), [{"a": 3}, {"a": None}]),
+            "delay": (T.DoubleType(), [1.5, 2.5]),
+            "key": (T.StringType(), ["order:1", None]),
+            "task_id": (T.StringType(), [None, "mine"]),
+        }
+    ) == [
+        Row([1, 2], {"a": 3}, 1.5, key="order:1"),
+        Row((), {"a": None}, 2.5, task_id="mine"),
+    ]
+
+
+def test_a_struct_of_arguments_is_taken_in_the_order_of_its_fields() -> None:
+    kind = T.StructType([T.StructField("b", T.LongType()), T.StructField("a", T.StringType())])
+    (row,) = rows({"args": (kind, [{"b": 7, "a": "x"}]), "delay": DELAY})
+    assert row is not None
+    assert row.args == (7, "x")
+
+
+def test_json_text_is_read() -> None:
+    (row,) = rows(
+        {
+            "args": (T.StringType(), ['[1, {"a": 2}]']),
+            "kwargs": (T.StringType(), ['{"b": null}']),
+            "delay": DELAY,
+        }
+    )
+    assert row == Row([1, {"a": 2}], {"b": None}, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "reason"),
+    [
+        ("args", "{}", "the JSON of its args is not a list"),
+        ("kwargs", "[]", "the JSON of its kwargs is not an object"),
+        ("args", "[1", "its args is no JSON"),
+    ],
+)
+def test_json_text_of_another_kind_is_an_error_of_its_row(
+    column: str, text: str, reason: str
+) -> None:
+    (found,) = taken({column: (T.StringType(), [text]), "delay": DELAY})
+    assert found.row is None
+    assert isinstance(found.error, InvalidRow)
+    assert reason in str(found.error)
+
+
+def test_maps_become_mappings_wherever_they_are() -> None:
+    nested = T.ArrayType(
+        T.StructType([T.StructField("m", T.MapType(T.StringType(), T.LongType()))])
+    )
+    column = pa.array(
+        [[{"m": [("a", 1)]}, {"m": None}]],
+        pa.list_(pa.struct([("m", pa.map_(pa.string(), pa.int64()))])),
+    )
+    read = Columns(schema(args=nested, delay=T.DoubleType()), options())
+    batch = pa.RecordBatch.from_arrays([column, pa.array([1.0])], ["args", "delay"])
+    (found,) = read.rows(batch)
+    assert found.row is not None
+    assert found.row.args == [{"m": {"a": 1}}, {"m": None}]
+
+
+def test_delays_may_be_whole_numbers_decimals_and_intervals() -> None:
+    for kind, value, delay in (
+        (T.LongType(), 3, 3),
+        (T.DecimalType(8, 2), Decimal("1.50"), 1.5),
+        (T.DayTimeIntervalType(), timedelta(days=3), timedelta(days=3)),
+    ):
+        (row,) = rows({"delay": (kind, [value])})
+        assert row is not None
+        assert row.delay == delay
+        assert not isinstance(row.delay, Decimal)
+
+
+def test_an_eta_is_an_instant() -> None:
+    instant = datetime(2030, 1, 2, 3, 4, 5, 678_000, UTC)
+    (row,) = rows({"eta": (T.TimestampType(), [instant])})
+    assert row is not None
+    assert row.eta == instant
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"delay": (T.DoubleType(), [None])}, "its delay is null"),
+        ({"delay": (T.DoubleType(), [-0.1])}, "its delay is negative: -0.1"),
+        (
+            {"delay": (T.DayTimeIntervalType(), [timedelta(seconds=-1)])},
+            "its delay is negative: -1 day, 23:59:59",
+        ),
+        ({"delay": DELAY, "task": (T.StringType(), [""])}, None),
+    ],
+)
+def test_a_row_without_a_time_is_an_error_of_its_own(
+    columns: dict[str, Any], reason: str | None
+) -> None:
+    (found,) = taken(columns)
+    assert (found.error is None) == (reason is None)
+    assert reason is None or reason in str(found.error)
+
+
+def test_a_row_without_a_task_is_an_error_of_its_own() -> None:
+    read = Columns(
+        schema(delay=T.DoubleType(), task=T.StringType()), WriteOptions.of({"app": "shop"})
+    )
+    batch = pa.RecordBatch.from_pydict({"delay": [1.0, 1.0], "task": ["remind", None]})
+    good, bad = read.rows(batch)
+    assert good.shared == Shared("remind")
+    assert "its task is null" in str(bad.error)
+
+
+def test_rows_may_differ_in_what_send_many_takes_once() -> None:
+    found = taken(
+        {
+            "delay": (T.DoubleType(), [1.0, 1.0]),
+            "task": (T.StringType(), ["other", None]),
+            "queue": (T.StringType(), ["q", None]),
+            "tolerance": (T.LongType(), [60, None]),
+            "priority": (T.IntegerType(), [3, None]),
+            "headers": (T.StringType(), ['{"b": 1, "a": 2}', None]),
+        },
+        queue="mails",
+        tolerance="5",
+    )
+    assert [each.shared for each in found] == [
+        Shared("other", "q", 60.0, 3, '{"a": 2, "b": 1}'),
+        Shared("remind", "mails", 5.0),
+    ]
+    assert found[0].shared.options == {"queue": "q", "priority": 3, "headers": {"a": 2, "b": 1}}
+    assert found[1].shared.options == {"queue": "mails"}
+
+
+def test_columns_without_a_meaning_are_keyword_arguments_if_asked_for() -> None:
+    (row,) = rows(
+        {"day": (T.DateType(), [date(2030, 1, 2)]), "n": (T.LongType(), [7]), "delay": DELAY},
+        kwargsFromColumns="true",
+    )
+    assert row == Row((), {"day": date(2030, 1, 2), "n": 7}, 1.5)
+
+
+MAP_BY_NUMBER = T.MapType(T.LongType(), T.LongType())
+
+
+@pytest.mark.parametrize(
+    ("columns", "more", "text"),
+    [
+        ({"delay": T.StringType()}, {}, "column delay (string): takes a number of seconds, or"),
+        ({"delay": T.YearMonthIntervalType()}, {}, "column delay (interval year to month)"),
+        ({"eta": T.TimestampNTZType()}, {}, "column eta (timestamp_ntz): takes a timestamp"),
+        ({"eta": T.DateType()}, {}, "column eta (date): takes a timestamp"),
+        ({"delay": T.LongType(), "eta": T.TimestampType()}, {}, "column delay: takes one of"),
+        ({"args": T.StringType()}, {}, "there is neither"),
+        ({"delay": T.LongType(), "kwargs": MAP_BY_NUMBER}, {}, "takes a map with string keys"),
+        ({"delay": T.LongType(), "priority": T.DoubleType()}, {}, "column priority (double)"),
+        ({"delay": T.LongType(), "odd": T.LongType()}, {}, "column odd (bigint): is unknown"),
+        (
+            {"delay": T.LongType(), "kwargs": T.StringType()},
+            {"kwargsFromColumns": "true"},
+            "column kwargs (string): cannot be combined",
+        ),
+        ({"delay": T.LongType()}, {"idColumn": "a"}, "column a: is named by idColumn"),
+    ],
+)
+def test_a_schema_that_does_not_fit_is_refused(
+    columns: dict[str, T.DataType], more: dict[str, str], text: str
+) -> None:
+    with pytest.raises(InvalidColumn) as raised:
+        Columns(schema(**columns), options(**more))
+    assert text in str(raised.value)
+
+
+def test_a_write_needs_a_task() -> None:
+    with pytest.raises(InvalidColumn, match="column task: takes a column"):
+        Columns(schema(delay=T.LongType()), WriteOptions.of({"app": "shop"}))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"task": "t"}, "option app: takes where to import"),
+        ({"app": "shop", "broker": "amqp://h"}, "option app = 'shop': takes where"),
+        ({"app": "shop", "prefix": "x"}, "option prefix = 'x': is a setting of the application"),
+        ({"broker": "amqp://me:opensesame@h/"}, "option broker = 'amqp://me:**@h/': takes a URL"),
+        ({**LEAST, "jobbid": "x"}, "option jobbid: is unknown; did you mean jobId?"),
+        ({**LEAST, "brokerpasword": "opensesame"}, "option brokerpasword"),
+        ({**LEAST, "tolerance": "soon"}, "option tolerance = 'soon': takes a number"),
+        ({**LEAST, "jobexpires": "inf"}, "option jobExpires = 'inf'"),
+        ({**LEAST, "envelopes": "1"}, "option envelopes = '1': takes true or false"),
+        ({**LEAST, "onerror": "ignore"}, "option onError = 'ignore': takes 'fail' or 'collect'"),
+        ({**LEAST, "errorspath": "/x"}, "option errorsPath = '/x': takes the folder"),
+        ({**LEAST, "onerror": "collect"}, "option errorsPath: takes the folder"),
+    ],
+)
+def test_a_wrong_option_is_refused_and_no_password_is_shown(
+    given: dict[str, str], text: str
+) -> None:
+    with pytest.raises(InvalidOption) as raised:
+        WriteOptions.of(given)
+    assert text in str(raised.value)
+    assert "opensesame" not in str(raised.value)
+
+
+def test_a_password_is_put_into_the_url_and_stays_out_of_the_text() -> None:
+    given = {
+        "broker": "amqp://me@host:5672/shop",
+        "brokerpassword": "open/sesame",
+        "registry": "redis://host/1",
+        "registrypassword": "p",
+    }
+    found = ApplicationOptions.of(given)
+    assert found.broker_url == "amqp://me:open%2Fsesame@host:5672/shop"
+    assert found.registry_url == "redis://:p@host/1"
+    assert "sesame" not in repr(found)
+
+
+def test_sparks_own_options_are_left_alone() -> None:
+    WriteOptions.of({**LEAST, "checkpointlocation": "/x", "path": "/y"})
+
+
+def test_what_is_read_is_checked() -> None:
+    assert ReadOptions.of({"app": "shop", "partitions": "3"}).partitions == 3
+    for wrong in ({"what": "queues"}, {"partitions": "0"}, {"partitions": "2.5"}, {"queue": "x"}):
+        with pytest.raises(InvalidOption):
+            ReadOptions.of({"app": "shop", **wrong})
+
+
+def test_the_id_of_a_row_depends_on_the_row_and_on_the_job_alone() -> None:
+    values = [7, "x", Decimal("1.50"), datetime(2030, 1, 1, tzinfo=UTC), timedelta(days=1), None]
+    # It must never change: the same job may be run again after an upgrade.
+    assert TaskIds("june").of(values) == TaskIds("june").of(list(values))
+    assert TaskIds("june").of([1, "a"]) == "68797b46-4d9b-5b6b-b0f5-c9b665b7e9ee"
+    assert TaskIds("june").of(values) != TaskIds("july").of(values)
+    assert TaskIds("june").of(values) != TaskIds("june").of([8, *values[1:]])
+
+
+def test_the_identity_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_names() -> None:
+    columns = {"key": (T.StringType(), ["k"]), "delay": DELAY, "args": (T.StringType(), ["[1]"])}
+    (every,) = taken(columns)
+    assert every.identity == ["[1]", 1.5, "k"]
+    (some,) = taken(columns, idColumn="key, args")
+    assert some.identity == ["[1]", "k"]
