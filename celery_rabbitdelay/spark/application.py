@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+import kombu
 from celery.app.utils import find_app
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.spark.options import ApplicationOptions
 
-__all__ = ["application_of"]
+__all__ = ["application_of", "know_queue"]
+
+#: The name of an application that is made of a URL.
+MADE: Final = "celery_rabbitdelay.spark"
 
 #: The applications of this process, which Spark uses for many partitions.
 _applications: dict[ApplicationOptions, Any] = {}
@@ -42,14 +46,30 @@ def _imported(path: str) -> Any:
 
 
 def _made(options: ApplicationOptions) -> Celery:
-    app = Celery("spark", broker=options.broker_url, set_as_current=False)
+    app = Celery(MADE, broker=options.broker_url, set_as_current=False)
     settings = {
         "rabbitdelay_registry_url": options.registry_url,
         "rabbitdelay_prefix": options.prefix,
         "rabbitdelay_layout": options.layout,
     }
     app.conf.update({name: value for name, value in settings.items() if value is not None})
+    know_queue(app, None)
     return app
+
+
+def know_queue(app: Any, name: str | None) -> None:
+    """Let an application that is made of a URL send to a queue as it is on the broker.
+
+    It does not know whether it is a quorum queue, for example, so it cannot declare it.
+
+    Args:
+        app: The application.
+        name: The queue's name; None for Celery's default.
+    """
+    name = name or str(app.conf.task_default_queue)
+    known = app.amqp.queues.get(name)
+    if app.main == MADE and (known is None or not known.no_declare):
+        app.amqp.queues.add(kombu.Queue(name, no_declare=True))
 
 
 def _where() -> str:

@@ -16,6 +16,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 
 from celery_rabbitdelay.app.rows import Report, Row
 from celery_rabbitdelay.exceptions import InvalidEnvelope, MessageRefused, RowsNotConfirmed
+from celery_rabbitdelay.spark.application import know_queue
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.task_ids import TaskIds
@@ -152,6 +153,7 @@ class PartitionSender:
 
     def _send_many(self, shared: Shared, rows: Iterable[Row]) -> None:
         delays = self._app.rabbitdelay
+        know_queue(self._app, shared.queue)
         task = self._app.tasks.get(shared.task, shared.task)
         options = {**shared.options, **self._registered}
         try:
