@@ -5,5 +5,6 @@ read, Spark makes a ``data_source.RabbitDelayDataSource`` in a Python process of
 pickles what that returns for the executors. Read ``options`` (what a user may say), ``columns``
 (the schema, and rows of Arrow batches), ``task_ids``, ``partition`` (one partition goes through
 ``send_many``), ``write`` (a whole write, which is one job of the registry), and ``pending``
-(reading what waits). ``application`` gives each Python process its Celery application.
+(reading what waits). ``application`` gives each Python process its Celery application, ``filters``
+takes the filters of a query, and ``versions`` knows what PySpark 4.0 lacks.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -102,6 +102,7 @@ class Columns:
 
     def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
         self._options = options
+        self._schema = schema
         self._names = [field.name for field in schema.fields]
         self._converters = {field.name: _converter(field.dataType) for field in schema.fields}
         self._types = {field.name: field.dataType for field in schema.fields}
@@ -111,8 +112,21 @@ class Columns:
         self.are_shared = not any(name in self._types for name in SHARED)
         self._shared = Shared(options.task or "", options.queue, options.tolerance)
 
-    def rows(self, batch: Any) -> Iterator[Taken]:
-        """Yield the rows of a :class:`pyarrow.RecordBatch`."""
+    def taken(self, given: Iterable[Any], in_batches: bool = True) -> Iterator[Taken]:
+        """Yield the rows.
+
+        Args:
+            given: Batches, each a :class:`pyarrow.RecordBatch`, or Spark's rows.
+            in_batches: Which of them.
+        """
+        if in_batches:
+            for batch in given:
+                yield from self._of_batch(batch)
+        else:
+            for row in given:
+                yield self._taken(_aware(row.asDict(recursive=True), self._schema))
+
+    def _of_batch(self, batch: Any) -> Iterator[Taken]:
         values = {}
         for name in self._names:
             convert, column = self._converters[name], batch.column(name).to_pylist()
@@ -225,6 +239,22 @@ def _converter(found: T.DataType) -> Convert | None:
                 name: _or_none(of_fields[name], value) for name, value in fields.items()
             }
     return None
+
+
+def _aware(value: Any, kind: T.DataType) -> Any:
+    """Return a value with aware timestamps: those of Spark's rows are naive, in local time."""
+    if value is None:
+        return None
+    match kind:
+        case T.TimestampType():
+            return value.astimezone()
+        case T.StructType():
+            return {each.name: _aware(value[each.name], each.dataType) for each in kind.fields}
+        case T.ArrayType():
+            return [_aware(each, kind.elementType) for each in value]
+        case T.MapType():
+            return {key: _aware(each, kind.valueType) for key, each in value.items()}
+    return value
 
 
 def _or_none(convert: Convert | None, value: Any) -> Any:

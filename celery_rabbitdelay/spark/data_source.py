@@ -9,13 +9,8 @@ from pyspark.sql.types import StructType
 
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
-from celery_rabbitdelay.spark.pending import (
-    LEVELS,
-    PENDING,
-    FilteringReader,
-    LevelsReader,
-    PendingReader,
-)
+from celery_rabbitdelay.spark.pending import LEVELS, PENDING, LevelsReader, PendingReader
+from celery_rabbitdelay.spark.versions import HAS_FILTERS
 from celery_rabbitdelay.spark.write import BatchWriter, StreamWriter
 
 __all__ = ["RabbitDelayDataSource"]
@@ -42,7 +37,13 @@ class RabbitDelayDataSource(DataSource):
         options = ReadOptions.of(self.options)
         if options.what == "levels":
             return LevelsReader(options)
-        return FilteringReader(options) if options.takes_filters else PendingReader(options)
+        if not options.takes_filters:
+            return PendingReader(options)
+        if not HAS_FILTERS:
+            raise InvalidOption("filterPushdown", "true", "takes PySpark 4.1 or newer")
+        from celery_rabbitdelay.spark.filters import FilteringReader  # cannot be imported in 4.0
+
+        return FilteringReader(options)
 
     def writer(self, schema: StructType, overwrite: bool) -> Any:
         """Return what writes a DataFrame.

@@ -93,14 +93,13 @@ class PartitionSender:
         self._sent = Sent(partition)
         self._refused_lines: list[str] = []
 
-    def send(self, batches: Iterable[Any]) -> Sent:
-        """Send the rows of Arrow batches; the broker has confirmed all of them on return.
+    def send(self, taken: Iterator[Taken]) -> Sent:
+        """Send rows; the broker has confirmed all of them on return.
 
         Raises:
             RowsNotConfirmed: Rows were not confirmed, and are not collected.
             InvalidRow: A row is invalid, likewise.
         """
-        taken = chain.from_iterable(self._columns.rows(batch) for batch in batches)
         if self._columns.are_shared and not self._options.collects:
             self._send_all(taken)
         else:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
 
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    EqualTo,
-    Filter,
-    GreaterThanOrEqual,
-    InputPartition,
-    LessThan,
-)
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.index import Filter as Wanted
@@ -22,7 +15,7 @@ from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.spark.application import application_of
 from celery_rabbitdelay.spark.options import ReadOptions
 
-__all__ = ["LEVELS", "PENDING", "FilteringReader", "LevelsReader", "PendingReader"]
+__all__ = ["LEVELS", "PENDING", "LevelsReader", "PendingReader", "to_ms"]
 
 #: The columns of the tasks that wait.
 PENDING: Final = "task_id string, task string, due timestamp, key string, job string"
@@ -51,23 +44,26 @@ class PendingReader(DataSourceReader):
 
     Args:
         options: The options.
+
+    Attributes:
+        wanted: Which tasks.
     """
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._wanted = Wanted(options.task, options.key, options.job)
+        self.wanted = Wanted(options.task, options.key, options.job)
 
     def partitions(self) -> Sequence[InputPartition]:
         """Divide the tasks by their due times into parts of about the same number."""
         app = application_of(self._options.application)
         index: Index = app.rabbitdelay.registry.index
         try:
-            bounds = _bounds(index, self._wanted, self._options.partitions)
+            bounds = _bounds(index, self.wanted, self._options.partitions)
         finally:
             app.rabbitdelay.close()
-        edges = [self._wanted.due_after_ms, *bounds, self._wanted.due_before_ms]
+        edges = [self.wanted.due_after_ms, *bounds, self.wanted.due_before_ms]
         return [
-            Between(self._wanted._replace(due_after_ms=after, due_before_ms=before))
+            Between(self.wanted._replace(due_after_ms=after, due_before_ms=before))
             for after, before in pairwise(edges)
         ]
 
@@ -80,37 +76,6 @@ class PendingReader(DataSourceReader):
                 yield (each.task_id, each.task, each.due, each.key, each.job)
         finally:
             app.rabbitdelay.close()
-
-
-class FilteringReader(PendingReader):
-    """Reads the tracked tasks that a query's filters let through.
-
-    Args:
-        options: The options.
-    """
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Take the filters that the registry has an index for; return the others to Spark."""
-        for each in filters:
-            if not self._takes(each):
-                yield each
-
-    def _takes(self, given: Filter) -> bool:
-        match given:
-            case EqualTo(attribute=("task" | "key" | "job" as name,), value=str() as value):
-                if getattr(self._wanted, name) is not None:
-                    return False
-                named: dict[str, Any] = {name: value}
-                self._wanted = self._wanted._replace(**named)
-            case GreaterThanOrEqual(attribute=("due",), value=datetime() as instant):
-                after = max(_ms(instant), self._wanted.due_after_ms or 0)
-                self._wanted = self._wanted._replace(due_after_ms=after)
-            case LessThan(attribute=("due",), value=datetime() as instant):
-                before = min(_ms(instant), self._wanted.due_before_ms or _ms(instant))
-                self._wanted = self._wanted._replace(due_before_ms=before)
-            case _:
-                return False
-        return True
 
 
 class LevelsReader(DataSourceReader):
@@ -143,7 +108,7 @@ def _bounds(index: Index, wanted: Wanted, parts: int) -> list[int]:
         return []
     first = wanted.due_after_ms
     if first is None:
-        first = _ms(next(index.pending(wanted)).due)
+        first = to_ms(next(index.pending(wanted)).due)
     last = wanted.due_before_ms or _last(index, wanted, first, total)
     bounds: list[int] = []
     for part in range(1, parts):
@@ -169,6 +134,7 @@ def _last(index: Index, wanted: Wanted, first: int, total: int) -> int:
     return first + step
 
 
-def _ms(instant: datetime) -> int:
+def to_ms(instant: datetime) -> int:
+    """Return the milliseconds since 1970-01-01 UTC of an instant; a naive one is UTC."""
     aware = instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC)
     return int(aware.timestamp() * 1000)

@@ -13,11 +13,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from pyspark import TaskContext
-from pyspark.sql.datasource import (
-    DataSourceArrowWriter,
-    DataSourceStreamArrowWriter,
-    WriterCommitMessage,
-)
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay.exceptions import InvalidColumn, JobClosed
@@ -28,6 +24,7 @@ from celery_rabbitdelay.spark.columns import Columns
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.partition import PartitionSender, Sent
 from celery_rabbitdelay.spark.task_ids import TaskIds
+from celery_rabbitdelay.spark.versions import STREAMS_BATCHES, StreamWriterBase
 
 __all__ = ["BatchWriter", "StreamWriter"]
 
@@ -59,8 +56,15 @@ class _Write:
             takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
             raise InvalidColumn("key", schema["key"].dataType.simpleString(), takes)
 
-    def send(self, batches: Iterator[Any], ids: TaskIds, job: str) -> Sent:
-        """Send the rows of one partition; runs in an executor."""
+    def send(self, given: Iterator[Any], ids: TaskIds, job: str, in_batches: bool = True) -> Sent:
+        """Send the rows of one partition; runs in an executor.
+
+        Args:
+            given: Arrow batches, or Spark's rows.
+            ids: Derives the tasks' ids.
+            job: The job of the registry, if there is one.
+            in_batches: Which of them.
+        """
         app = application_of(self._options.application)
         context = TaskContext.get()
         partition = 0 if context is None else context.partitionId()
@@ -70,9 +74,8 @@ class _Write:
                 self._open(app, job)
             else:
                 job = ""
-            return PartitionSender(app, columns, self._options, ids, job or None, partition).send(
-                batches
-            )
+            sender = PartitionSender(app, columns, self._options, ids, job or None, partition)
+            return sender.send(columns.taken(given, in_batches))
         finally:
             # In order: Spark ends its Python processes without a word.
             app.rabbitdelay.close()
@@ -139,7 +142,7 @@ class BatchWriter(DataSourceArrowWriter):
         self._write.end(messages, self._job, commits=False)
 
 
-class StreamWriter(DataSourceStreamArrowWriter):
+class StreamWriter(StreamWriterBase):
     """Writes the micro-batches of a query; each is a job.
 
     Args:
@@ -159,7 +162,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         batch_of_query = f"{self._options.job_id or query}:{batch}"
         # A batch whose run was killed is written again by the next run, as another job.
         job = f"spark:{batch_of_query}:{run}"
-        sent = self._write.send(iterator, TaskIds(batch_of_query), job)
+        sent = self._write.send(iterator, TaskIds(batch_of_query), job, STREAMS_BATCHES)
         return _OfJob(job, sent)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803

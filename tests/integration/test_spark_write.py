@@ -19,6 +19,7 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
+from celery_rabbitdelay.spark.versions import HAS_FILTERS
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.arrivals import count
 from tests.integration.conftest import small_configuration
@@ -299,15 +300,35 @@ def test_tracked_tasks_that_wait_are_read_with_filters_and_in_partitions(
     taken = found.orderBy("due").collect()
     assert [row.key for row in taken] == [f"{job}:{number}" for number in range(40)]
     assert {row.task for row in taken} == {"at"}
-    (one,) = found.where(f"key = '{job}:7'").collect()
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-    later = pending(filterPushdown="true").where(f"job = '{job}'").where(F.col("due") >= one.due)
-    try:
-        assert later.count() == 33
-        assert later.where("key is not null and task = 'no'").count() == 0
-    finally:
-        spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
+    (one,) = pending(key=f"{job}:7").collect()
+    assert one == taken[7]
     shop.rabbitdelay.abort_job(job)
+
+
+@pytest.mark.parametrize("takes_filters", [True, False], ids=["by Redis", "by Spark"])
+def test_tasks_that_wait_are_filtered_by_a_query(
+    spark: SparkSession, shop: Any, takes_filters: bool
+) -> None:
+    job = f"job-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=600)
+    rows = [{"delay": 100 + number, "key": f"{job}:{number}"} for number in range(40)]
+    shop.rabbitdelay.send_many(shop.tasks["at"], rows, job=job, track=True)
+    taken = takes_filters and HAS_FILTERS
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", str(taken).lower())
+    pending = spark.read.format("rabbitdelay").options(app=APP, filterPushdown=str(takes_filters))
+    try:
+        if takes_filters and not HAS_FILTERS:
+            with pytest.raises(AnalysisException, match="takes PySpark"):
+                pending.load().collect()
+            return
+        of_job = pending.load().where(F.col("job") == job)
+        (one,) = of_job.where(F.col("key") == f"{job}:7").collect()
+        assert of_job.where(F.col("due") >= one.due).count() == 33
+        assert of_job.where(F.col("due") < one.due).count() == 7
+        assert of_job.where("key is not null and task = 'no'").count() == 0
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+        shop.rabbitdelay.abort_job(job)
 
 
 def test_the_levels_are_read_with_what_waits_in_each_queue(spark: SparkSession, shop: Any) -> None:

@@ -33,7 +33,7 @@ def taken(columns: Mapping[str, tuple[T.DataType, list[Any]]], **more: str) -> l
     """Return the rows of columns: for each its type in Spark, and its values."""
     read = Columns(schema(**{name: kind for name, (kind, _) in columns.items()}), options(**more))
     batch = pa.RecordBatch.from_pydict({name: values for name, (_, values) in columns.items()})
-    return list(read.rows(batch))
+    return list(read.taken([batch]))
 
 
 def rows(columns: Mapping[str, tuple[T.DataType, list[Any]]], **more: str) -> list[Row | None]:
@@ -103,7 +103,7 @@ def test_maps_become_mappings_wherever_they_are() -> None:
     )
     read = Columns(schema(args=nested, delay=T.DoubleType()), options())
     batch = pa.RecordBatch.from_arrays([column, pa.array([1.0])], ["args", "delay"])
-    (found,) = read.rows(batch)
+    (found,) = read.taken([batch])
     assert found.row is not None
     assert found.row.args == [{"m": {"a": 1}}, {"m": None}]
 
@@ -152,7 +152,7 @@ def test_a_row_without_a_task_is_an_error_of_its_own() -> None:
         schema(delay=T.DoubleType(), task=T.StringType()), WriteOptions.of({"app": "shop"})
     )
     batch = pa.RecordBatch.from_pydict({"delay": [1.0, 1.0], "task": ["remind", None]})
-    good, bad = read.rows(batch)
+    good, bad = read.taken([batch])
     assert good.shared == Shared("remind")
     assert "its task is null" in str(bad.error)
 
@@ -287,3 +287,23 @@ def test_the_identity_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_n
     assert every.identity == ["[1]", 1.5, "k"]
     (some,) = taken(columns, idColumn="key, args")
     assert some.identity == ["[1]", "k"]
+
+
+def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
+    kind = T.StructType(
+        [
+            T.StructField("args", T.ArrayType(T.MapType(T.StringType(), T.LongType()))),
+            T.StructField("eta", T.TimestampType()),
+            T.StructField("n", T.LongType()),
+        ]
+    )
+    instant = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+    # Spark's rows have naive timestamps, in local time.
+    local = instant.astimezone().replace(tzinfo=None)
+    spark_rows = [T.Row(args=[{"a": 1}], eta=local, n=7), T.Row(args=None, eta=local, n=None)]
+    read = Columns(kind, options(kwargsFromColumns="true"))
+    found = [each.row for each in read.taken(spark_rows, in_batches=False)]
+    assert found == [
+        Row([{"a": 1}], {"n": 7}, eta=instant),
+        Row((), {"n": None}, eta=instant),
+    ]
