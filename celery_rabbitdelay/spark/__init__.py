@@ -6,5 +6,12 @@ pickles what that returns for the executors. Read ``options`` (what a user may s
 (the schema, and rows of Arrow batches), ``task_ids``, ``partition`` (one partition goes through
 ``send_many``), ``write`` (a whole write, which is one job of the registry), and ``pending``
 (reading what waits). ``application`` gives each Python process its Celery application, ``filters``
-takes the filters of a query, and ``versions`` knows what PySpark 4.0 lacks.
+takes the filters of a query, ``versions`` knows what PySpark 4.0 lacks, and ``dispatch`` sends from
+a driver.
 """
+
+from __future__ import annotations
+
+from celery_rabbitdelay.spark.dispatch import Dispatched, dispatch
+
+__all__ = ["Dispatched", "dispatch"]

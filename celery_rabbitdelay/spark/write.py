@@ -26,7 +26,7 @@ from celery_rabbitdelay.spark.partition import PartitionSender, Sent
 from celery_rabbitdelay.spark.task_ids import TaskIds
 from celery_rabbitdelay.spark.versions import STREAMS_BATCHES, StreamWriterBase
 
-__all__ = ["BatchWriter", "StreamWriter"]
+__all__ = ["BatchWriter", "StreamWriter", "Write"]
 
 #: The properties that Spark sets for the tasks of a stream: which batch, of which query, in which
 #: run of it.
@@ -35,12 +35,15 @@ QUERY_ID: Final = "sql.streaming.queryId"
 RUN_ID: Final = "spark.jobGroup.id"
 
 
-class _Write:
+class Write:
     """What a batch and a stream have in common; it is pickled for the executors.
 
     Args:
         schema: The schema of the rows.
         options: The options.
+
+    Attributes:
+        has_registry: Whether a write is a job.
 
     Raises:
         InvalidColumn: The schema does not fit.
@@ -51,8 +54,8 @@ class _Write:
         self._schema = schema
         self._options = options
         Columns(schema, options)
-        delays = application_of(options.application).rabbitdelay
-        if "key" in schema.names and not delays.has_registry:
+        self.has_registry = bool(application_of(options.application).rabbitdelay.has_registry)
+        if "key" in schema.names and not self.has_registry:
             takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
             raise InvalidColumn("key", schema["key"].dataType.simpleString(), takes)
 
@@ -70,7 +73,7 @@ class _Write:
         partition = 0 if context is None else context.partitionId()
         columns = Columns(self._schema, self._options)
         try:
-            if app.rabbitdelay.has_registry:
+            if self.has_registry:
                 self._open(app, job)
             else:
                 job = ""
@@ -88,7 +91,7 @@ class _Write:
             RegistryUnavailable: Redis does not answer; the job expires.
         """
         app = application_of(self._options.application)
-        if not app.rabbitdelay.has_registry:
+        if not self.has_registry:
             return
         try:
             if not commits:
@@ -123,7 +126,7 @@ class BatchWriter(DataSourceArrowWriter):
     """
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
-        self._write = _Write(schema, options)
+        self._write = Write(schema, options)
         job_id = options.job_id or str(uuid4())
         self._ids = TaskIds(job_id)
         # A job that was written before may be written again.
@@ -151,7 +154,7 @@ class StreamWriter(StreamWriterBase):
     """
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
-        self._write = _Write(schema, options)
+        self._write = Write(schema, options)
         self._options = options
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:

@@ -19,6 +19,7 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
+from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.spark.versions import HAS_FILTERS
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.arrivals import count
@@ -191,6 +192,38 @@ def test_refused_rows_are_collected_and_the_others_are_sent(
     lines = [line for path in tmp_path.glob("*.json") for line in path.read_text().splitlines()]
     refused = sorted(json.loads(line)["error"] for line in lines)
     assert refused == ["InvalidDelay", "InvalidRow", "InvalidRow"]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
+    """This process is a driver, which finds the application where the executors do."""
+    monkeypatch.setattr("tests.integration.shop.app", shop, raising=False)
+    monkeypatch.setattr("celery_rabbitdelay.spark.application._applications", {})
+
+
+def test_a_driver_gets_a_report_on_what_it_has_sent(
+    spark: SparkSession, driver: None, noted: Any
+) -> None:
+    began = time.time()
+    report = dispatch(notes(spark, noted, 40).repartition(2), "note", app=APP, envelopes=False)
+    assert (report.rows, report.confirmed, report.messages) == (40, 40, 40)
+    assert [each.partition for each in report.partitions] == [0, 1]
+    assert "40 of 40 rows confirmed, in 40 messages" in str(report)
+    assert report.job is not None
+    wait_for(lambda: len(noted()) >= 40, "all tasks", PATIENCE)
+    assert time.time() - began >= DELAY
+    assert sorted(noted()) == [*range(40)]
+
+
+def test_no_task_of_a_dispatch_that_fails_runs(
+    spark: SparkSession, driver: None, noted: Any
+) -> None:
+    bad = notes(spark, noted, 20).withColumn("delay", F.when(F.col("args")[0] < 19, 1.0))
+    with pytest.raises(PySparkException, match="its delay is null"):
+        dispatch(bad, "note", app=APP)
+    write(notes(spark, noted, 1))
+    wait_for(lambda: noted(), "a later task", PATIENCE)
+    assert noted() == [0]
 
 
 def test_insert_into_a_table_sends_tasks(spark: SparkSession, shop: Any, noted: Any) -> None:

@@ -1,0 +1,121 @@
+"""Sending a DataFrame's rows from a driver, which gets a report: the format cannot return one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+from uuid import uuid4
+
+from pyspark.sql import DataFrame
+
+from celery_rabbitdelay.spark.options import WriteOptions
+from celery_rabbitdelay.spark.partition import Sent
+from celery_rabbitdelay.spark.task_ids import TaskIds
+from celery_rabbitdelay.spark.write import Write
+
+__all__ = ["Dispatched", "dispatch"]
+
+#: The row that each partition returns: its :class:`.Sent`, as JSON.
+SCHEMA: Final = "sent string"
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What was sent.
+
+    Attributes:
+        partitions: What became of each partition, in the order of their numbers.
+        job: The job of the registry; None without one.
+    """
+
+    partitions: tuple[Sent, ...]
+    job: str | None
+
+    @property
+    def rows(self) -> int:
+        """How many rows there were."""
+        return sum(each.rows for each in self.partitions)
+
+    @property
+    def confirmed(self) -> int:
+        """How many rows RabbitMQ has confirmed."""
+        return sum(each.confirmed for each in self.partitions)
+
+    @property
+    def messages(self) -> int:
+        """In how many messages."""
+        return sum(each.messages for each in self.partitions)
+
+    @property
+    def envelopes(self) -> int:
+        """How many of these hold several rows."""
+        return sum(each.envelopes for each in self.partitions)
+
+    @property
+    def resent(self) -> int:
+        """How often a message was published again."""
+        return sum(each.resent for each in self.partitions)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many rows were refused, by the name of the error."""
+        return sum((each.refused for each in self.partitions), Counter())
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.confirmed:,} of {self.rows:,} rows confirmed, in {self.messages:,} messages",
+            f"{self.envelopes:,} of these are envelopes; {self.resent:,} resent",
+            *(f"{number:,} refused: {name}" for name, number in self.refused.most_common()),
+            f"{'partition':>9} {'rows':>12} {'confirmed':>12} {'messages':>12} {'rows/s':>10}",
+        ]
+        for each in self.partitions:
+            rate = each.confirmed / each.seconds if each.seconds else 0.0
+            lines.append(
+                f"{each.partition:9} {each.rows:12,} {each.confirmed:12,} {each.messages:12,} "
+                f"{rate:10,.0f}"
+            )
+        return "\n".join(lines)
+
+
+def dispatch(frame: DataFrame, task: str | None = None, **options: Any) -> Dispatched:
+    """Send a task for each row of a DataFrame, as the format ``rabbitdelay`` does.
+
+    Args:
+        frame: The rows; see the guide for its columns.
+        task: The task's name, if there is no such column.
+        **options: The options of a write.
+
+    Returns:
+        The report. With a registry, the tasks run from now on; without one, they do as soon as they
+        are sent.
+
+    Raises:
+        InvalidOption: An option is wrong.
+        InvalidColumn: The schema does not fit.
+        pyspark.errors.PySparkException: A partition failed. With a registry, no task runs.
+    """
+    told = {name: str(value) for name, value in options.items() if value is not None}
+    checked = WriteOptions.of({**told, **({} if task is None else {"task": task})})
+    write = Write(frame.schema, checked)
+    job_id = checked.job_id or str(uuid4())
+    ids, job = TaskIds(job_id), f"spark:{job_id}:{uuid4().hex}"
+
+    def send(batches: Iterator[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+
+        sent = write.send(batches, ids, job)
+        yield pa.RecordBatch.from_pydict({"sent": [json.dumps(asdict(sent))]})
+
+    try:
+        found = [Sent(**json.loads(row.sent)) for row in frame.mapInArrow(send, SCHEMA).collect()]
+    except BaseException:
+        write.end([], job, commits=False)
+        raise
+    write.end(found, job, commits=True)
+    for each in found:
+        each.refused = Counter(each.refused)
+    partitions = sorted(found, key=lambda each: each.partition)
+    return Dispatched(tuple(partitions), job if write.has_registry else None)
