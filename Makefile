@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test unit integration acceptance test-brokers test-valkey mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
-        bench-burst bench-pending bench-growth bench-memory bench-modules bench-registry lint types docs pictures tox coverage clean
+        bench-burst bench-pending bench-growth bench-memory bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -67,6 +67,9 @@ bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confir
 
 bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends with keys, bytes, listing a million
 	$(BIN)/python -m tests.benchmarks.registry
+
+bench-spark: $(VENV)/test.done  ## Rows a second from Spark, beside two processes of send_many
+	$(BIN)/python -m tests.benchmarks.spark
 
 bench-sends: $(VENV)/test.done  ## Confirmed delayed sends, beside Celery's own and raw py-amqp
 	$(BIN)/python -m tests.benchmarks.sends
