@@ -7,11 +7,23 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
+
+
+def _end_java() -> None:
+    """End the Java process, which PySpark keeps, with the environment that it was started with."""
+    context: Any = SparkContext
+    gateway = context._gateway
+    gateway.shutdown()
+    # Java ends with its standard input.
+    gateway.proc.stdin.close()
+    gateway.proc.wait(60)
+    context._gateway = context._jvm = None
 
 
 @contextmanager
@@ -20,9 +32,7 @@ def spark_session(
     settings: Mapping[str, str] | None = None,
     master: str = "local[2]",
 ) -> Iterator[SparkSession]:
-    """Start Spark; its Python processes have these environment variables.
-
-    One session runs at a time in a process; Java takes the variables when it starts.
+    """Start Spark in a Java process of its own; its Python processes have these variables.
 
     Args:
         environment: The variables.
@@ -49,6 +59,7 @@ def spark_session(
             yield session
         finally:
             session.stop()
+            _end_java()
     finally:
         for name, former in before.items():
             if former is None:

@@ -189,11 +189,11 @@ def test_the_tasks_of_an_aborted_job_do_not_run(shop: Any, noted: Any) -> None:
 def test_rows_with_keys_supersede_each_other(shop: Any, noted: Any, envelopes: bool) -> None:
     key = f"order:{uuid4().hex}"
     rows = [
-        Row(args=(number,), kwargs={"key": noted.key}, delay=1, key=f"{key}:{number % 3}")
+        Row(args=(number,), kwargs={"key": noted.key}, delay=5, key=f"{key}:{number % 3}")
         for number in range(9)
     ]
     shop.rabbitdelay.send_many(shop.tasks["note"], rows, envelopes=envelopes)
-    wait_until_passed(shop, noted, 1)
+    wait_until_passed(shop, noted, 5)
     assert sorted(ran(noted)) == [6, 7, 8]
 
 
