@@ -8,8 +8,9 @@ dead-letters to the next digit's exchange::
     app = Celery("shop", broker="amqp://")
     remind.apply_async((order,), countdown=3 * 86_400)
 
-Users import from here, kombu programs from :mod:`celery_rabbitdelay.kombu` and tests from
-:mod:`celery_rabbitdelay.testing`. All other modules are private.
+Users import from here, kombu programs from :mod:`celery_rabbitdelay.kombu`, Spark's drivers from
+:mod:`celery_rabbitdelay.spark` and tests from :mod:`celery_rabbitdelay.testing`. All other modules
+are private.
 """
 
 from __future__ import annotations

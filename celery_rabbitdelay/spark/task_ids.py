@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID, uuid5
 
-from kombu.utils.json import dumps
+from kombu.utils.json import JSONEncoder
 
 __all__ = ["TaskIds"]
 
@@ -29,6 +29,8 @@ class TaskIds:
 
     def __init__(self, job_id: str) -> None:
         self._of_job = uuid5(NAMESPACE, job_id)
+        # kombu's dumps makes an encoder for each call.
+        self._encode = JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
     def of(self, values: Sequence[Any]) -> str:
         """Return the id of the row with these values, in the order of the columns' names.
@@ -38,4 +40,4 @@ class TaskIds:
         """
         # JSON has no lengths of time.
         told = [str(each) if isinstance(each, timedelta) else each for each in values]
-        return str(uuid5(self._of_job, dumps(told, sort_keys=True, separators=(",", ":"))))
+        return str(uuid5(self._of_job, self._encode(told)))
