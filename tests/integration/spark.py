@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from pyspark import SparkContext
@@ -39,18 +40,26 @@ def spark_session(
         settings: Further settings of Spark.
         master: Where it runs.
     """
-    wanted = {
-        "PYSPARK_PYTHON": sys.executable,
-        "PYTHONPATH": str(REPOSITORY),
-        **(environment or {}),
-    }
+    with TemporaryDirectory() as folder:
+        # Java leaves files behind if it is killed.
+        java = {"spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={folder}"}
+        places = {"spark.local.dir": folder, "spark.sql.warehouse.dir": f"{folder}/warehouse"}
+        with _session(environment or {}, {**java, **places, **(settings or {})}, master) as spark:
+            yield spark
+
+
+@contextmanager
+def _session(
+    environment: Mapping[str, str], settings: Mapping[str, str], master: str
+) -> Iterator[SparkSession]:
+    wanted = {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), **environment}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     builder = SparkSession.builder.master(master).appName("test")
     builder = builder.config("spark.ui.enabled", "false")
     builder = builder.config("spark.sql.shuffle.partitions", "2")
     builder = builder.config("spark.driver.host", "127.0.0.1")
-    for name, value in (settings or {}).items():
+    for name, value in settings.items():
         builder = builder.config(name, value)
     try:
         session = builder.getOrCreate()

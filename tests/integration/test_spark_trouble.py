@@ -141,6 +141,7 @@ def test_a_driver_that_is_killed_before_the_commit_sends_no_row_and_the_next_run
 ) -> None:
     counts = tmp_path / "counts"
     environment = {**os.environ, **ShopProcess.environment(settings), COUNTED_IN: str(counts)}
+    environment["TMPDIR"] = str(tmp_path)
     arguments = [noted.key, str(ROWS), str(DELAY)]
     program = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.spark_program", *arguments],
