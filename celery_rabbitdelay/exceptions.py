@@ -423,7 +423,7 @@ class InvalidOption(RabbitDelayError, ValueError):
     Attributes:
         name: The option's name.
         value: Its value; None if it is missing, or secret.
-        takes: What it takes.
+        takes: The values that are accepted.
     """
 
     def __init__(self, name: str, value: str | None, takes: str) -> None:
@@ -443,7 +443,7 @@ class InvalidColumn(RabbitDelayError, TypeError):
     Attributes:
         name: The column's name.
         type: Its type, as Spark writes it; None if it is missing.
-        takes: What is taken.
+        takes: The types or columns that are accepted.
     """
 
     def __init__(self, name: str, type: str | None, takes: str) -> None:  # noqa: A002 - Spark's word

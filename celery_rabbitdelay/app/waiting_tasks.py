@@ -131,16 +131,18 @@ class WaitingTasks(ABC):
 
         Their results become ``REVOKED`` when they would have been due.
         """
-        left = cancelled = self.registry.index.count(Filter())
         # Senders may send more of them meanwhile.
-        while left > 0 and (ids := [each.task_id for each in islice(self.pending(), CHUNK)]):
-            outcomes = self.registry.cancel(ids)
-            for task_id in ids:
-                signals.send(signals.cancelled, self.app, task_id, None)
-            if Outcome.DONE not in outcomes:
+        cancelled, most = 0, self.registry.index.count(Filter())
+        while cancelled < most:
+            ids = [each.task_id for each in islice(self.pending(), CHUNK)]
+            outcomes = zip(ids, self.registry.cancel(ids), strict=True)
+            done = [task_id for task_id, outcome in outcomes if outcome is Outcome.DONE]
+            if not done:
                 break
-            left -= len(ids)
-        return cancelled - max(left, 0)
+            for task_id in done:
+                signals.send(signals.cancelled, self.app, task_id, None)
+            cancelled += len(done)
+        return cancelled
 
     def cancel_stamped(self, headers: Mapping[str, Any] | list[str]) -> Outcome:
         """Cancel the tracked tasks that wait and have one of these stamps.
@@ -159,7 +161,7 @@ class WaitingTasks(ABC):
             found += [
                 task_id
                 for task_id, message in zip(page, messages, strict=True)
-                if message is not None and _is_stamped(message, wanted)
+                if message and _is_stamped(message, wanted)
             ]
         return self._cancel(found)
 

@@ -118,7 +118,10 @@ class Index:
         return found
 
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
-        """Return what it takes to send tasks anew; None for those that do not wait any more."""
+        """Return what it takes to send tasks anew.
+
+        None for those that do not wait any more, empty if it is not known.
+        """
 
         def ask(pipeline: Any) -> None:
             for task_id in task_ids:

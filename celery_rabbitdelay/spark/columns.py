@@ -20,7 +20,7 @@ from celery_rabbitdelay.spark.options import WriteOptions
 
 __all__ = ["Columns", "Shared", "Taken"]
 
-#: What makes a Python value of the one that PyArrow gives.
+#: Converts a value of PyArrow into one that Celery's JSON can express.
 Convert: TypeAlias = Callable[[Any], Any]
 
 LENGTHS: Final = "a number of seconds, or an interval of days to seconds"
@@ -74,9 +74,9 @@ class Taken(NamedTuple):
     """A row of the DataFrame.
 
     Attributes:
-        shared: What it has in common with others.
+        shared: The options that it shares with other rows.
         row: The row of ``send_many``; None if the row is invalid.
-        error: What is wrong with it.
+        error: Why it is invalid; None if it is valid.
         identity: The values that the task's id is derived from.
     """
 

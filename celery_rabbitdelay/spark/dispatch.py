@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
-from uuid import uuid4
 
 from pyspark.sql import DataFrame
 
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.partition import Sent
-from celery_rabbitdelay.spark.task_ids import TaskIds
-from celery_rabbitdelay.spark.write import Write
+from celery_rabbitdelay.spark.write import BatchWriter
 
 __all__ = ["Dispatched", "dispatch"]
 
-#: The row that each partition returns: its :class:`.Sent`, as JSON.
-SCHEMA: Final = "sent string"
+#: The row that each partition returns: its :class:`.Sent`, pickled.
+SCHEMA: Final = "sent binary"
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What was sent.
+    """The report of :func:`dispatch`.
 
     Attributes:
-        partitions: What became of each partition, in the order of their numbers.
+        partitions: The reports of the partitions, in the order of their numbers.
         job: The job of the registry; None without one.
     """
 
@@ -99,23 +97,19 @@ def dispatch(frame: DataFrame, task: str | None = None, **options: Any) -> Dispa
     """
     told = {name: str(value) for name, value in options.items() if value is not None}
     checked = WriteOptions.of({**told, **({} if task is None else {"task": task})})
-    write = Write(frame.schema, checked)
-    job_id = checked.job_id or str(uuid4())
-    ids, job = TaskIds(job_id), f"spark:{job_id}:{uuid4().hex}"
+    writer = BatchWriter(frame.schema, checked)
 
     def send(batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow as pa
 
-        sent = write.send(batches, ids, job)
-        yield pa.RecordBatch.from_pydict({"sent": [json.dumps(asdict(sent))]})
+        yield pa.RecordBatch.from_pydict({"sent": [pickle.dumps(writer.write(batches))]})
 
     try:
-        found = [Sent(**json.loads(row.sent)) for row in frame.mapInArrow(send, SCHEMA).collect()]
-    except BaseException:
-        write.end([], job, commits=False)
+        found: list[Sent] = [
+            pickle.loads(row.sent) for row in frame.mapInArrow(send, SCHEMA).collect()
+        ]
+    except BaseException:  # an interrupt as well: no task of an aborted job runs
+        writer.abort([])
         raise
-    write.end(found, job, commits=True)
-    for each in found:
-        each.refused = Counter(each.refused)
-    partitions = sorted(found, key=lambda each: each.partition)
-    return Dispatched(tuple(partitions), job if write.has_registry else None)
+    writer.commit(found)
+    return Dispatched(tuple(sorted(found, key=lambda each: each.partition)), writer.job)

@@ -108,7 +108,7 @@ class ApplicationOptions(NamedTuple):
 
 
 class WriteOptions(NamedTuple):
-    """What a write does.
+    """The options of a write.
 
     Attributes:
         application: Which application sends.
@@ -117,8 +117,8 @@ class WriteOptions(NamedTuple):
         tolerance: Seconds that a task may start later.
         envelopes: Whether tasks that are due together share a message; None for what ``send_many``
             does by default.
-        job_id: What the ids of the tasks are derived from, beside the columns; None for a random
-            one, or for a stream its query.
+        job_id: The tasks' ids are derived from it and from the columns. None for a random one, or
+            for a stream the id of its query.
         id_column: The columns that tell the rows apart; None for all.
         job_expires: Seconds after which the tasks of a write that did not end are dropped.
         kwargs_from_columns: Whether the columns without a meaning of their own are keyword
@@ -169,7 +169,7 @@ class WriteOptions(NamedTuple):
 
 
 class ReadOptions(NamedTuple):
-    """What a read shows.
+    """The options of a read.
 
     Attributes:
         application: Which application's levels and registry.

@@ -33,10 +33,11 @@ ROW_ERRORS: Final = (TypeError, ValueError, EncodeError, MessageRefused, Invalid
 
 @dataclass
 class Sent(WriterCommitMessage):
-    """What became of a partition.
+    """The report of one partition.
 
     Attributes:
         partition: Its number.
+        job: The job of the registry; empty without one.
         rows: How many rows it had.
         confirmed: How many of these the broker has confirmed.
         messages: In how many messages.
@@ -46,7 +47,8 @@ class Sent(WriterCommitMessage):
         refused: How many rows were refused, by reason.
     """
 
-    partition: int = 0
+    partition: int
+    job: str
     rows: int = 0
     confirmed: int = 0
     messages: int = 0
@@ -72,7 +74,7 @@ class PartitionSender:
         columns: Reads the rows.
         options: The options of the write.
         ids: Derives the tasks' ids.
-        job: The job of the registry that all tasks belong to; None without a registry.
+        job: The job of the registry that all tasks belong to; empty without a registry.
         partition: The partition's number.
     """
 
@@ -82,15 +84,15 @@ class PartitionSender:
         columns: Columns,
         options: WriteOptions,
         ids: TaskIds,
-        job: str | None,
+        job: str,
         partition: int,
     ) -> None:
         self._app = app
         self._columns = columns
         self._options = options
         self._ids = ids
-        self._registered = {} if job is None else {"job": job, "once": True}
-        self._sent = Sent(partition)
+        self._registered = {"job": job, "once": True} if job else {}
+        self._sent = Sent(partition, job)
         self._refused_lines: list[str] = []
 
     def send(self, taken: Iterator[Taken]) -> Sent:

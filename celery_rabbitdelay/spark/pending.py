@@ -1,4 +1,4 @@
-"""What waits becomes rows: the tracked tasks of the registry, and the levels' queues."""
+"""Reads the registry's tracked tasks, and the levels' queues, as rows."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class TaskIds:
     """Derives ids.
 
     Args:
-        job_id: What is common to all of them: the same rows under another job have other ids.
+        job_id: Part of every id: the same row has another id under another job.
     """
 
     def __init__(self, job_id: str) -> None:

@@ -7,7 +7,6 @@ Without a registry, each task is sent at least once.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 from uuid import uuid4
@@ -26,7 +25,7 @@ from celery_rabbitdelay.spark.partition import PartitionSender, Sent
 from celery_rabbitdelay.spark.task_ids import TaskIds
 from celery_rabbitdelay.spark.versions import STREAMS_BATCHES, StreamWriterBase
 
-__all__ = ["BatchWriter", "StreamWriter", "Write"]
+__all__ = ["BatchWriter", "StreamWriter"]
 
 #: The properties that Spark sets for the tasks of a stream: which batch, of which query, in which
 #: run of it.
@@ -35,8 +34,8 @@ QUERY_ID: Final = "sql.streaming.queryId"
 RUN_ID: Final = "spark.jobGroup.id"
 
 
-class Write:
-    """What a batch and a stream have in common; it is pickled for the executors.
+class _Write:
+    """The part that the writers of a batch and of a stream share; pickled for the executors.
 
     Args:
         schema: The schema of the rows.
@@ -77,7 +76,7 @@ class Write:
                 self._open(app, job)
             else:
                 job = ""
-            sender = PartitionSender(app, columns, self._options, ids, job or None, partition)
+            sender = PartitionSender(app, columns, self._options, ids, job, partition)
             return sender.send(columns.taken(given, in_batches))
         finally:
             # In order: Spark ends its Python processes without a word.
@@ -123,24 +122,28 @@ class BatchWriter(DataSourceArrowWriter):
     Args:
         schema: The schema of the rows.
         options: The options.
+
+    Attributes:
+        job: The job of the registry; None without one.
     """
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
-        self._write = Write(schema, options)
+        self._write = _Write(schema, options)
         job_id = options.job_id or str(uuid4())
         self._ids = TaskIds(job_id)
         # A job that was written before may be written again.
         self._job = f"spark:{job_id}:{uuid4().hex}"
+        self.job = self._job if self._write.has_registry else None
 
-    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+    def write(self, iterator: Iterator[Any]) -> Sent:
         """Send the rows of one partition."""
         return self._write.send(iterator, self._ids, self._job)
 
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Let the tasks run: all partitions are sent."""
         self._write.end(messages, self._job, commits=True)
 
-    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Let no task run: a partition has failed."""
         self._write.end(messages, self._job, commits=False)
 
@@ -154,10 +157,10 @@ class StreamWriter(StreamWriterBase):
     """
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
-        self._write = Write(schema, options)
+        self._write = _Write(schema, options)
         self._options = options
 
-    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+    def write(self, iterator: Iterator[Any]) -> Sent:
         """Send the rows of one partition of a batch."""
         context = TaskContext.get()
         assert context is not None, "a stream is written by Spark's tasks"
@@ -165,8 +168,7 @@ class StreamWriter(StreamWriterBase):
         batch_of_query = f"{self._options.job_id or query}:{batch}"
         # A batch whose run was killed is written again by the next run, as another job.
         job = f"spark:{batch_of_query}:{run}"
-        sent = self._write.send(iterator, TaskIds(batch_of_query), job, STREAMS_BATCHES)
-        return _OfJob(job, sent)
+        return self._write.send(iterator, TaskIds(batch_of_query), job, STREAMS_BATCHES)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Let the tasks of a batch run."""
@@ -177,15 +179,6 @@ class StreamWriter(StreamWriterBase):
         self._end(messages, commits=False)
 
     def _end(self, messages: list[WriterCommitMessage | None], commits: bool) -> None:
-        found = [each for each in messages if isinstance(each, _OfJob)]
-        for job in Counter(each.job for each in found):
-            sent = [each.sent for each in found if each.job == job]
-            self._write.end(sent, job, commits)
-
-
-class _OfJob(WriterCommitMessage):
-    """What became of a partition of a micro-batch, and the batch's job."""
-
-    def __init__(self, job: str, sent: Sent) -> None:
-        self.job = job
-        self.sent = sent
+        # Only the executors know the batch's job, which is the same for all of them.
+        for job in {each.job for each in messages if isinstance(each, Sent)}:
+            self._write.end(messages, job, commits)

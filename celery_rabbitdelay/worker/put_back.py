@@ -73,7 +73,7 @@ class Early:
         due_ms: Its due time, which its header tells; in milliseconds since 1970-01-01 UTC.
         waited: Its delay in the levels; None if it has an ``eta`` and was never in the levels.
         acknowledge: Acknowledges it.
-        hold: What to do if the levels do not take it: passes the task to Celery, which holds it.
+        hold: Called if the levels do not take it: passes the task to Celery, which holds it.
         again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
             failure.
     """
@@ -108,7 +108,7 @@ class PutBackThread(BatchThread[Early]):
         self._failed: deque[Early] = deque()
 
     def own_work_in(self) -> float | None:
-        """Return in how many seconds a message is to be tried again."""
+        """Return the seconds until a failed message is tried again; None if none has failed."""
         if not self._failed:
             return None
         return (self._failed[0].again_at or 0.0) - time.monotonic()

@@ -19,6 +19,7 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.registry import Registry
 from tests.integration.arrivals import count
 from tests.integration.modules import OPEN
+from tests.integration.notes import Notes
 from tests.integration.publishing import posting
 from tests.integration.registering import (
     KINDS,
@@ -237,3 +238,11 @@ def registry(redis_setup: RedisSetup, prefix: str) -> Iterator[Registry]:
     yield Registry(store, prefix, MARGIN_MS, LONGEST_MS)
     assert_all_expire(redis_setup, prefix)
     store.close()
+
+
+@pytest.fixture
+def noted(shop: Any) -> Iterator[Notes]:
+    """The notes of the runs of the task ``note`` that one test has sent."""
+    notes = Notes(shop)
+    yield notes
+    notes.forget()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -19,6 +18,7 @@ from celery_rabbitdelay import JobClosed, NotTracked, Row
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.conftest import small_configuration
+from tests.integration.notes import Notes
 from tests.integration.registering import RedisSetup
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Worker
@@ -48,36 +48,23 @@ def shop(module_settings: dict[str, Any]) -> Iterator[Any]:
     app.close()
 
 
-@pytest.fixture
-def noted(shop: Any) -> Iterator[Callable[[], list[list[Any]]]]:
-    """Returns what the tasks sent with ``note`` were given, in the order of their runs."""
-    key = f"noted-{uuid4().hex}"
-
-    def note() -> list[list[Any]]:
-        return [json.loads(each)["given"] for each in shop.backend.client.lrange(key, 0, -1)]
-
-    note.key = key  # type: ignore[attr-defined]
-    yield note
-    shop.backend.client.delete(key)
-
-
-def send(shop: Any, noted: Any, *given: Any, **options: Any) -> Any:
+def send(shop: Any, noted: Notes, *given: Any, **options: Any) -> Any:
     return shop.tasks["note"].apply_async(given, {"key": noted.key}, **options)
 
 
-def wait_until_passed(shop: Any, noted: Any, delay: float = DELAY) -> None:
+def wait_until_passed(shop: Any, noted: Notes, delay: float = DELAY) -> None:
     """Wait until a task that is sent now, due later than those before it, has run."""
     word = uuid4().hex
     send(shop, noted, word, delay=delay + 0.5)
-    wait_for(lambda: [word] in noted(), "a later task", PATIENCE)
+    wait_for(lambda: [word] in noted.given(), "a later task", PATIENCE)
 
 
-def ran(noted: Any) -> list[Any]:
-    return [given[0] for given in noted() if len(str(given[0])) < 30]
+def ran(noted: Notes) -> list[Any]:
+    return [given[0] for given in noted.given() if len(str(given[0])) < 30]
 
 
 def test_a_cancelled_task_never_runs_and_is_revoked_when_it_would_have_been_due(
-    shop: Any, noted: Any
+    shop: Any, noted: Notes
 ) -> None:
     result = send(shop, noted, "cancelled", delay=DELAY)
     assert shop.rabbitdelay.cancel(result) is Outcome.UNKNOWN
@@ -87,7 +74,7 @@ def test_a_cancelled_task_never_runs_and_is_revoked_when_it_would_have_been_due(
         result.get(timeout=PATIENCE)
 
 
-def test_a_tracked_task_is_revoked_at_once_when_it_is_cancelled(shop: Any, noted: Any) -> None:
+def test_a_tracked_task_is_revoked_at_once_when_it_is_cancelled(shop: Any, noted: Notes) -> None:
     result = send(shop, noted, "cancelled", delay=DELAY, track=True)
     assert shop.rabbitdelay.cancel(result.id) is Outcome.DONE
     assert result.state == REVOKED
@@ -96,7 +83,7 @@ def test_a_tracked_task_is_revoked_at_once_when_it_is_cancelled(shop: Any, noted
     assert ran(noted) == []
 
 
-def test_a_task_that_has_arrived_is_released(shop: Any, noted: Any) -> None:
+def test_a_task_that_has_arrived_is_released(shop: Any, noted: Notes) -> None:
     result = send(shop, noted, "runs", delay=0.2, track=True)
     wait_for(lambda: ran(noted) == ["runs"], "the task")
     assert shop.rabbitdelay.cancel(result.id) is Outcome.RELEASED
@@ -104,7 +91,7 @@ def test_a_task_that_has_arrived_is_released(shop: Any, noted: Any) -> None:
 
 
 @pytest.mark.parametrize("track", [True, False])
-def test_a_postponed_task_runs_later_and_once(shop: Any, noted: Any, track: bool) -> None:
+def test_a_postponed_task_runs_later_and_once(shop: Any, noted: Notes, track: bool) -> None:
     result = send(shop, noted, "postponed", delay=0.8, track=track)
     due = time.time() + 3
     outcome = shop.rabbitdelay.postpone(result, delay=3)
@@ -115,7 +102,7 @@ def test_a_postponed_task_runs_later_and_once(shop: Any, noted: Any, track: bool
     assert ran(noted) == ["postponed"]
 
 
-def test_a_tracked_task_runs_earlier_if_it_is_postponed_to_earlier(shop: Any, noted: Any) -> None:
+def test_a_tracked_task_runs_earlier_if_it_is_postponed_to_earlier(shop: Any, noted: Notes) -> None:
     result = send(shop, noted, "earlier", delay=4, track=True)
     late = time.time() + 4
     assert shop.rabbitdelay.postpone(result, delay=0.5) is Outcome.DONE
@@ -125,7 +112,7 @@ def test_a_tracked_task_runs_earlier_if_it_is_postponed_to_earlier(shop: Any, no
     assert ran(noted) == ["earlier"]
 
 
-def test_a_task_with_a_key_cannot_run_earlier_unless_it_is_tracked(shop: Any, noted: Any) -> None:
+def test_a_task_with_a_key_cannot_run_earlier_unless_it_is_tracked(shop: Any, noted: Notes) -> None:
     key = f"order:{uuid4().hex}"
     result = send(shop, noted, "keyed", delay=60, key=key)
     with pytest.raises(NotTracked, match=result.id):
@@ -133,7 +120,7 @@ def test_a_task_with_a_key_cannot_run_earlier_unless_it_is_tracked(shop: Any, no
     assert shop.rabbitdelay.cancel(key=key) is Outcome.DONE
 
 
-def test_the_newest_task_under_a_key_runs(shop: Any, noted: Any) -> None:
+def test_the_newest_task_under_a_key_runs(shop: Any, noted: Notes) -> None:
     key = f"order:{uuid4().hex}"
     for number in range(5):
         send(shop, noted, number, delay=1.0 - 0.1 * number, key=key)
@@ -141,7 +128,7 @@ def test_the_newest_task_under_a_key_runs(shop: Any, noted: Any) -> None:
     assert ran(noted) == [4]
 
 
-def test_a_task_without_a_delay_supersedes_what_waits_and_runs_now(shop: Any, noted: Any) -> None:
+def test_a_task_without_a_delay_supersedes_what_waits_and_runs_now(shop: Any, noted: Notes) -> None:
     key = f"order:{uuid4().hex}"
     send(shop, noted, "waits", delay=1, key=key)
     send(shop, noted, "now", key=key)
@@ -149,7 +136,7 @@ def test_a_task_without_a_delay_supersedes_what_waits_and_runs_now(shop: Any, no
     assert ran(noted) == ["now"]
 
 
-def test_a_task_that_was_sent_twice_with_once_runs_once(shop: Any, noted: Any) -> None:
+def test_a_task_that_was_sent_twice_with_once_runs_once(shop: Any, noted: Notes) -> None:
     task_id = uuid4().hex
     for _ in range(3):
         send(shop, noted, "once", delay=0.5, task_id=task_id, once=True)
@@ -157,7 +144,7 @@ def test_a_task_that_was_sent_twice_with_once_runs_once(shop: Any, noted: Any) -
     assert ran(noted) == ["once"]
 
 
-def test_the_tasks_of_a_job_wait_until_it_is_committed(shop: Any, noted: Any) -> None:
+def test_the_tasks_of_a_job_wait_until_it_is_committed(shop: Any, noted: Notes) -> None:
     job = f"import-{uuid4().hex}"
     with shop.rabbitdelay.job(job, expires=60):
         for number in range(3):
@@ -170,7 +157,7 @@ def test_the_tasks_of_a_job_wait_until_it_is_committed(shop: Any, noted: Any) ->
         send(shop, noted, 4, delay=1, job=job)
 
 
-def test_the_tasks_of_an_aborted_job_do_not_run(shop: Any, noted: Any) -> None:
+def test_the_tasks_of_an_aborted_job_do_not_run(shop: Any, noted: Notes) -> None:
     job = f"import-{uuid4().hex}"
     rows = [Row(args=("aborted",), kwargs={"key": noted.key}, delay=0.5)] * 20
 
@@ -186,7 +173,7 @@ def test_the_tasks_of_an_aborted_job_do_not_run(shop: Any, noted: Any) -> None:
 
 
 @pytest.mark.parametrize("envelopes", [True, False])
-def test_rows_with_keys_supersede_each_other(shop: Any, noted: Any, envelopes: bool) -> None:
+def test_rows_with_keys_supersede_each_other(shop: Any, noted: Notes, envelopes: bool) -> None:
     key = f"order:{uuid4().hex}"
     rows = [
         Row(args=(number,), kwargs={"key": noted.key}, delay=5, key=f"{key}:{number % 3}")
@@ -199,7 +186,7 @@ def test_rows_with_keys_supersede_each_other(shop: Any, noted: Any, envelopes: b
 
 @pytest.mark.parametrize("envelopes", [True, False])
 def test_tracked_rows_are_listed_and_can_be_cancelled_and_run_earlier(
-    shop: Any, noted: Any, envelopes: bool
+    shop: Any, noted: Notes, envelopes: bool
 ) -> None:
     job = f"import-{uuid4().hex}"
     ids = [uuid4().hex for _ in range(4)]
@@ -224,7 +211,7 @@ def test_tracked_rows_are_listed_and_can_be_cancelled_and_run_earlier(
     assert [each.task_id for each in shop.rabbitdelay.pending(job=job)] == ids[2:]
 
 
-def test_the_result_of_a_group_or_a_chain_stands_for_all_its_tasks(shop: Any, noted: Any) -> None:
+def test_the_result_of_a_group_or_a_chain_stands_for_all_its_tasks(shop: Any, noted: Notes) -> None:
     note = shop.tasks["note"]
     both = group(note.si("a", key=noted.key), note.si("b", key=noted.key)).apply_async(delay=DELAY)
     last = chain(note.si("c", key=noted.key), note.si("d", key=noted.key)).apply_async(delay=DELAY)
@@ -234,7 +221,7 @@ def test_the_result_of_a_group_or_a_chain_stands_for_all_its_tasks(shop: Any, no
     assert ran(noted) == []
 
 
-def test_a_cancelled_task_of_a_fanout_exchange_runs_at_no_queue(shop: Any, noted: Any) -> None:
+def test_a_cancelled_task_of_a_fanout_exchange_runs_at_no_queue(shop: Any, noted: Notes) -> None:
     result = send(
         shop, noted, "fanout", delay=DELAY, exchange=named(shop, "fanout"), routing_key="any"
     )
@@ -252,7 +239,7 @@ def test_a_retry_that_waits_can_be_cancelled(shop: Any) -> None:
         result.get(timeout=PATIENCE)
 
 
-def test_celery_inspect_shows_tracked_tasks_that_wait(shop: Any, noted: Any) -> None:
+def test_celery_inspect_shows_tracked_tasks_that_wait(shop: Any, noted: Notes) -> None:
     first = send(shop, noted, "first", delay=60, track=True)
     untracked = send(shop, noted, "untracked", delay=50)
     inspect = shop.control.inspect(timeout=PATIENCE, limit=1)
@@ -269,7 +256,7 @@ def test_celery_inspect_shows_tracked_tasks_that_wait(shop: Any, noted: Any) -> 
     assert (state, request["name"]) == ("scheduled", "note")
 
 
-def test_the_state_of_a_tracked_task_that_waits_is_delayed(shop: Any, noted: Any) -> None:
+def test_the_state_of_a_tracked_task_that_waits_is_delayed(shop: Any, noted: Notes) -> None:
     tracked = send(shop, noted, "tracked", delay=DELAY, track=True)
     untracked = send(shop, noted, "untracked", delay=DELAY)
     assert (tracked.state, untracked.state) == ("DELAYED", "PENDING")
@@ -290,7 +277,7 @@ class Stamps(StampingVisitor):  # type: ignore[misc]
         return {"import": self._name}
 
 
-def test_tracked_tasks_with_a_stamp_are_cancelled(shop: Any, noted: Any) -> None:
+def test_tracked_tasks_with_a_stamp_are_cancelled(shop: Any, noted: Notes) -> None:
     def stamped(word: str, name: str) -> Any:
         signature = shop.tasks["note"].s(word)
         signature.stamp(Stamps(name))
@@ -305,7 +292,7 @@ def test_tracked_tasks_with_a_stamp_are_cancelled(shop: Any, noted: Any) -> None
     assert ran(noted) == ["other"]
 
 
-def test_celerys_revoke_by_stamps_cancels_tracked_tasks(shop: Any, noted: Any) -> None:
+def test_celerys_revoke_by_stamps_cancels_tracked_tasks(shop: Any, noted: Notes) -> None:
     signature = shop.tasks["note"].s("stamped")
     signature.stamp(Stamps("wednesday"))
     result = signature.apply_async(kwargs={"key": noted.key}, delay=DELAY, track=True)
@@ -313,7 +300,7 @@ def test_celerys_revoke_by_stamps_cancels_tracked_tasks(shop: Any, noted: Any) -
     assert result.state == REVOKED
 
 
-def test_a_purge_cancels_the_tracked_tasks_that_wait(shop: Any, noted: Any) -> None:
+def test_a_purge_cancels_the_tracked_tasks_that_wait(shop: Any, noted: Notes) -> None:
     tracked = [send(shop, noted, number, delay=DELAY, track=True) for number in range(3)]
     send(shop, noted, "untracked", delay=DELAY)
     assert shop.control.purge() >= 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from celery_rabbitdelay.app.rows import Report, Row
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
+from tests.integration.notes import Notes
 from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import Worker
@@ -30,33 +30,11 @@ GRACE = 20.0
 both_ways = pytest.mark.parametrize("envelopes", [True, False], ids=["envelopes", "one-by-one"])
 
 
-class Notes:
-    """What tasks have noted in Redis, under a key of the test's own.
-
-    Args:
-        shop: The application.
-    """
-
-    def __init__(self, shop: Any) -> None:
-        self.shop = shop
-        self.key = f"notes-{uuid4()}"
-        self.redis = shop.backend.client
-
-    def row(self, number: int, **more: Any) -> dict[str, Any]:
-        return {"args": (number,), "kwargs": {"key": self.key}, **more}
-
-    def wait(self, number: int, timeout: float = 40.0) -> list[dict[str, Any]]:
-        """Wait for so many notes, and until the worker has nothing left to run."""
-        wait_for(lambda: self.redis.llen(self.key) >= number, f"{number} notes", timeout)
-        self.shop.tasks["look"].apply_async().get(timeout=PATIENCE)
-        return [json.loads(note) for note in self.redis.lrange(self.key, 0, -1)]
-
-
 @pytest.fixture
 def notes(served_shop: Any) -> Iterator[Notes]:
     notes = Notes(served_shop)
     yield notes
-    notes.redis.delete(notes.key)
+    notes.forget()
 
 
 def numbers(noted: list[dict[str, Any]]) -> list[int]:

@@ -27,9 +27,10 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.publishing.declaration import declare
 from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import take
+from tests.integration.notes import Notes
 from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, make_app, named
-from tests.integration.test_send_many import Notes, both_ways, notes, numbers
+from tests.integration.test_send_many import both_ways, notes, numbers
 
 __all__ = ["notes"]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.conftest import small_configuration
+from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.spark import REPOSITORY, spark_session
 from tests.integration.spark_program import COUNTED_IN
@@ -69,21 +69,7 @@ def shop(settings: dict[str, Any]) -> Iterator[Any]:
     app.close()
 
 
-@pytest.fixture
-def noted(shop: Any) -> Iterator[Callable[[], list[Any]]]:
-    """Returns what the tasks sent with ``note`` were given first, in the order of their runs."""
-    key = f"noted-{uuid4().hex}"
-
-    def note() -> list[Any]:
-        found = shop.backend.client.lrange(key, 0, -1)
-        return [json.loads(each)["given"][0] for each in found]
-
-    note.key = key  # type: ignore[attr-defined]
-    yield note
-    shop.backend.client.delete(key)
-
-
-def rows(spark: SparkSession, noted: Any) -> DataFrame:
+def rows(spark: SparkSession, noted: Notes) -> DataFrame:
     return spark.sql(
         f"select array(id) args, named_struct('key', '{noted.key}') kwargs, {DELAY}D delay "
         f"from range(0, {ROWS}, 1, 2)"
@@ -112,13 +98,13 @@ def write(frame: DataFrame, **options: str) -> None:
     frame.write.format("rabbitdelay").mode("append").options(**given).save()
 
 
-def wait_for_a_later_task(shop: Any, noted: Any) -> None:
+def wait_for_a_later_task(shop: Any, noted: Notes) -> None:
     shop.tasks["note"].apply_async((-1,), {"key": noted.key}, delay=DELAY + 1)
     wait_for(lambda: -1 in noted(), "a later task", PATIENCE)
 
 
 def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
-    spark: SparkSession, shop: Any, noted: Any
+    spark: SparkSession, shop: Any, noted: Notes
 ) -> None:
     write(fails_half_way(rows(spark, noted), attempts=1))
     wait_for(lambda: len(set(noted())) >= ROWS, "all tasks", PATIENCE)
@@ -127,7 +113,7 @@ def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
 
 
 def test_a_write_that_fails_in_the_end_sends_no_row(
-    spark: SparkSession, shop: Any, noted: Any
+    spark: SparkSession, shop: Any, noted: Notes
 ) -> None:
     with pytest.raises(PySparkException, match="made to fail"):
         write(fails_half_way(rows(spark, noted), attempts=2))
@@ -137,7 +123,7 @@ def test_a_write_that_fails_in_the_end_sends_no_row(
 
 @pytest.mark.timeout(300)
 def test_a_driver_that_is_killed_before_the_commit_sends_no_row_and_the_next_run_sends_each_once(
-    spark: SparkSession, settings: dict[str, Any], shop: Any, noted: Any, tmp_path: Path
+    spark: SparkSession, settings: dict[str, Any], shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
     counts = tmp_path / "counts"
     environment = {**os.environ, **ShopProcess.environment(settings), COUNTED_IN: str(counts)}
@@ -164,7 +150,7 @@ def test_a_driver_that_is_killed_before_the_commit_sends_no_row_and_the_next_run
 
 
 def test_without_a_registry_rows_that_were_sent_before_the_failure_are_sent_again(
-    spark: SparkSession, without_registry: dict[str, Any], noted: Any
+    spark: SparkSession, without_registry: dict[str, Any], noted: Notes
 ) -> None:
     """At least once: the tasks have the same ids."""
     broker = without_registry["broker_url"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -24,6 +24,7 @@ from celery_rabbitdelay.spark.versions import HAS_FILTERS
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.arrivals import count
 from tests.integration.conftest import small_configuration
+from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.spark import spark_session
 from tests.integration.worker import ShopProcess, Worker
@@ -68,21 +69,7 @@ def shop(settings: dict[str, Any], worker: Worker) -> Iterator[Any]:
     app.close()
 
 
-@pytest.fixture
-def noted(shop: Any) -> Iterator[Callable[[], list[Any]]]:
-    """Returns what the tasks sent with ``note`` were given first, in the order of their runs."""
-    key = f"noted-{uuid4().hex}"
-
-    def note() -> list[Any]:
-        found = shop.backend.client.lrange(key, 0, -1)
-        return [json.loads(each)["given"][0] for each in found]
-
-    note.key = key  # type: ignore[attr-defined]
-    yield note
-    shop.backend.client.delete(key)
-
-
-def notes(spark: SparkSession, noted: Any, number: int, delay: str = f"{DELAY}D") -> DataFrame:
+def notes(spark: SparkSession, noted: Notes, number: int, delay: str = f"{DELAY}D") -> DataFrame:
     """Rows for the task ``note``, which is given their numbers."""
     return spark.sql(
         f"select array(id) args, named_struct('key', '{noted.key}') kwargs, {delay} delay, "
@@ -96,7 +83,7 @@ def write(frame: DataFrame, **options: Any) -> None:
 
 
 def test_each_row_becomes_a_task_that_runs_when_it_is_due(
-    spark: SparkSession, shop: Any, noted: Any
+    spark: SparkSession, shop: Any, noted: Notes
 ) -> None:
     began = time.time()
     write(notes(spark, noted, 50))
@@ -118,7 +105,7 @@ def test_each_row_becomes_a_task_that_runs_when_it_is_due(
     ids=["maps", "structs", "decimals", "eta", "task", "headers"],
 )
 def test_columns_may_have_several_types(
-    spark: SparkSession, shop: Any, noted: Any, columns: str
+    spark: SparkSession, shop: Any, noted: Notes, columns: str
 ) -> None:
     frame = spark.sql(f"select {columns.format(key=noted.key)} from range(3)")
     write(frame)
@@ -145,7 +132,7 @@ def test_further_columns_may_be_keyword_arguments(spark: SparkSession, shop: Any
 
 
 def test_a_job_that_is_run_twice_runs_each_task_once(
-    spark: SparkSession, shop: Any, noted: Any
+    spark: SparkSession, shop: Any, noted: Notes
 ) -> None:
     for _ in range(2):
         write(notes(spark, noted, 20), jobId=f"job-{noted.key}")
@@ -155,7 +142,7 @@ def test_a_job_that_is_run_twice_runs_each_task_once(
 
 
 def test_rows_with_the_same_id_column_are_one_task(
-    spark: SparkSession, shop: Any, noted: Any
+    spark: SparkSession, shop: Any, noted: Notes
 ) -> None:
     job = f"job-{noted.key}"
     for length in ("2D", "3D"):
@@ -166,7 +153,7 @@ def test_rows_with_the_same_id_column_are_one_task(
     assert Counter(noted()) == Counter([*range(5), 0])
 
 
-def test_no_task_of_a_write_that_fails_runs(spark: SparkSession, shop: Any, noted: Any) -> None:
+def test_no_task_of_a_write_that_fails_runs(spark: SparkSession, shop: Any, noted: Notes) -> None:
     rows = notes(spark, noted, 40).repartition(2)
     bad = spark.sql(
         f"select array(99L) args, named_struct('key', '{noted.key}') kwargs, double('nan') delay"
@@ -179,7 +166,7 @@ def test_no_task_of_a_write_that_fails_runs(spark: SparkSession, shop: Any, note
 
 
 def test_refused_rows_are_collected_and_the_others_are_sent(
-    spark: SparkSession, shop: Any, noted: Any, tmp_path: Path
+    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
     frame = spark.sql(
         f"select array(id) args, named_struct('key', '{noted.key}') kwargs, "
@@ -202,7 +189,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
 
 
 def test_a_driver_gets_a_report_on_what_it_has_sent(
-    spark: SparkSession, driver: None, noted: Any
+    spark: SparkSession, driver: None, noted: Notes
 ) -> None:
     began = time.time()
     report = dispatch(notes(spark, noted, 40).repartition(2), "note", app=APP, envelopes=False)
@@ -216,7 +203,7 @@ def test_a_driver_gets_a_report_on_what_it_has_sent(
 
 
 def test_no_task_of_a_dispatch_that_fails_runs(
-    spark: SparkSession, driver: None, noted: Any
+    spark: SparkSession, driver: None, noted: Notes
 ) -> None:
     bad = notes(spark, noted, 20).withColumn("delay", F.when(F.col("args")[0] < 19, 1.0))
     with pytest.raises(PySparkException, match="its delay is null"):
@@ -226,7 +213,7 @@ def test_no_task_of_a_dispatch_that_fails_runs(
     assert noted() == [0]
 
 
-def test_insert_into_a_table_sends_tasks(spark: SparkSession, shop: Any, noted: Any) -> None:
+def test_insert_into_a_table_sends_tasks(spark: SparkSession, shop: Any, noted: Notes) -> None:
     table = f"notes_{uuid4().hex}"
     columns = "args array<bigint>, kwargs struct<key: string>, delay double"
     spark.sql(f"create temporary view {table}_rows as select 1")
@@ -242,7 +229,7 @@ def test_insert_into_a_table_sends_tasks(spark: SparkSession, shop: Any, noted: 
 
 
 def test_a_stream_sends_each_row_once_although_its_batch_is_written_again(
-    spark: SparkSession, shop: Any, noted: Any, tmp_path: Path
+    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
     source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
     source.mkdir()

@@ -39,7 +39,7 @@ A_DAY = 86_400.0
 TIMEOUT = 60.0
 FRAME_MAX = 131_072
 
-#: What the broker, or the publish loop, says of a message.
+#: The answer of the broker, or of the publish loop, about a message.
 NACKED = MessageNacked("", "", "nacked")
 TIMED_OUT = ConfirmTimeout("", "", "too late")
 REFUSED = MessageRefused("", "", "too large")

@@ -1,4 +1,4 @@
-"""What becomes of a message that its destination, the levels or ``undeliverable`` do not take."""
+"""Messages that their destination, the levels or ``undeliverable`` refuse."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_refused_message_goes_back_into_the_levels_with_its_attempts_counted(
     # The levels have as long as the destination had, and are tried until they take it.
     assert later.deadline == 5.0 + TIMEOUT
     assert not later.single_attempt
-    # What was received is acknowledged once the levels have it.
+    # The received message is acknowledged once the levels have it.
     assert pending(later) == 1
     consumer.confirm(later)
     assert pending(later) == 0

@@ -1,0 +1,54 @@
+"""What the runs of the task ``note`` have noted in Redis."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from uuid import uuid4
+
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.shop import PATIENCE
+
+
+class Notes:
+    """The notes of a test, in the order of the runs.
+
+    Args:
+        shop: The application.
+
+    Attributes:
+        shop: The application.
+        redis: A client of the Redis that the task writes to.
+        key: The keyword argument that the task is sent with.
+    """
+
+    def __init__(self, shop: Any) -> None:
+        self.shop = shop
+        self.redis = shop.backend.client
+        self.key = f"notes-{uuid4()}"
+
+    def row(self, number: int, **more: Any) -> dict[str, Any]:
+        """Return a row of ``send_many``."""
+        return {"args": (number,), "kwargs": {"key": self.key}, **more}
+
+    def found(self) -> list[dict[str, Any]]:
+        """Return the notes."""
+        return [json.loads(note) for note in self.redis.lrange(self.key, 0, -1)]
+
+    def given(self) -> list[list[Any]]:
+        """Return the positional arguments of each run."""
+        return [note["given"] for note in self.found()]
+
+    def __call__(self) -> list[Any]:
+        """Return the first positional argument of each run."""
+        return [given[0] for given in self.given()]
+
+    def wait(self, number: int, timeout: float = 40.0) -> list[dict[str, Any]]:
+        """Wait for so many notes, and until the worker has nothing left to run."""
+        wait_for(lambda: self.redis.llen(self.key) >= number, f"{number} notes", timeout)
+        self.shop.tasks["look"].apply_async().get(timeout=PATIENCE)
+        return self.found()
+
+    def forget(self) -> None:
+        """Delete the notes."""
+        self.redis.delete(self.key)
