@@ -20,6 +20,7 @@ from celery_rabbitdelay.app.send_many import RowSender
 from celery_rabbitdelay.app.send_one_by_one import send_one_by_one
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
+from celery_rabbitdelay.app.written_rows import WrittenRows, one_by_one
 from celery_rabbitdelay.exceptions import (
     InvalidDelay,
     InvalidDelayType,
@@ -172,7 +173,7 @@ class RabbitDelay(WaitingTasks):
     def send_many(
         self,
         task: celery.Task[Any, Any] | str,
-        rows: Iterable[Row | Mapping[str, Any]],
+        rows: Iterable[Row | Mapping[str, Any] | WrittenRows],
         *,
         tolerance: Delay = 0,
         envelopes: bool | None = None,
@@ -226,7 +227,7 @@ class RabbitDelay(WaitingTasks):
             if connection is not None:
                 options["connection"] = connection
             return send_one_by_one(
-                self.app, task, rows, progress, {**options, "tolerance": tolerance}
+                self.app, task, one_by_one(rows), progress, {**options, "tolerance": tolerance}
             )
 
         def due_of(row: Row) -> Due:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
@@ -39,7 +39,7 @@ WAIT_DIVISOR: Final = 10
 class Group:
     """Messages that are due in the same tick.
 
-    Attributes:
+    Args:
         due: When all of them are due.
         first: The first message, as it was added.
         items: The bytes of all messages, as they stand in an envelope.
@@ -48,10 +48,10 @@ class Group:
 
     __slots__ = ("due", "first", "items", "rows")
 
-    def __init__(self, due: Due, first: Any) -> None:
+    def __init__(self, due: Due, first: Any, items: bytes = b"", rows: Iterable[int] = ()) -> None:
         self.first = first
-        self.items = bytearray()
-        self.rows = array("Q")
+        self.items = bytearray(items)
+        self.rows = array("Q", rows)
         self.due = due
 
 

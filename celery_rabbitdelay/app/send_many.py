@@ -32,6 +32,7 @@ from celery_rabbitdelay.app.task_messages import (
     capture_message,
     writer_for,
 )
+from celery_rabbitdelay.app.written_rows import WrittenRow, WrittenRows
 from celery_rabbitdelay.exceptions import (
     InvalidEnvelope,
     InvalidRow,
@@ -49,6 +50,12 @@ __all__ = ["RowSender"]
 
 #: Returns when a row is due.
 DueOf: TypeAlias = Callable[[Row], Due]
+
+#: What the caller gives: a row, or many that are written already.
+Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"
+
+#: What is sent for it.
+Work: TypeAlias = "Call | WrittenRows"
 
 
 class RowSender:
@@ -115,7 +122,7 @@ class RowSender:
         self._error_of_progress: PublishError | None = None
         self._began = self._last_progress = time.monotonic()
 
-    def send(self, rows: Iterable[Row | Mapping[str, Any]]) -> Report:
+    def send(self, rows: Iterable[Given]) -> Report:
         """Send the task for each row.
 
         Raises:
@@ -133,7 +140,7 @@ class RowSender:
             raise not_confirmed
         return self._report
 
-    def _send(self, calls: Iterator[tuple[int, Call]]) -> None:
+    def _send(self, work: Iterator[tuple[int, Work]]) -> None:
         capture = partial(
             capture_message,
             self._app,
@@ -143,7 +150,8 @@ class RowSender:
             options=self._options,
             headers=self._registration.shared_headers,
         )
-        for number, first in calls:
+        for number, given in work:
+            first = self._first_call(given)
             try:
                 producer = capture(first)
             except EncodeError as error:
@@ -159,8 +167,8 @@ class RowSender:
             except InvalidEnvelope:
                 # JSON cannot express a shared header: send each row as a message of its own.
                 self._envelopes = False
-        calls = chain([(number, first)], calls)
-        publications = self._publications(producer, writer, calls)
+        work = chain([(number, given)], work)
+        publications = self._publications(producer, writer, work)
         policy = producer.policy._replace(window=self._settings.window)
         try:
             self._publisher.publish_all(publications, policy, done=self._done, **producer.declares)
@@ -173,8 +181,8 @@ class RowSender:
                 self._report.sent -= len(publication.subject)
                 self._fail(publication.subject, error.copy(may_have_arrived=False))
 
-    def _calls(self, rows: Iterable[Row | Mapping[str, Any]]) -> Iterator[tuple[int, Call]]:
-        """Yield the calls of the rows that can be sent, with the rows' numbers."""
+    def _calls(self, rows: Iterable[Given]) -> Iterator[tuple[int, Work]]:
+        """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""
         source = iter(rows)
         while True:
             try:
@@ -188,13 +196,35 @@ class RowSender:
                 # Not sent: its existence shows that not all rows were taken.
                 self._rest = self._taken
                 return
-            number, self._taken = self._taken, self._taken + 1
+            number = self._taken
+            self._taken += given.count if isinstance(given, WrittenRows) else 1
             try:
-                call = self._call(checked_row(given))
+                if isinstance(given, WrittenRows):
+                    work: Work = self._checked(given)
+                else:
+                    work = self._call(checked_row(given))
             except Exception as error:  # noqa: BLE001 - a row may run code of the user's
-                self._fail([number], error)
+                self._fail(range(number, self._taken), error)
             else:
-                yield number, call
+                yield number, work
+
+    def _checked(self, written: WrittenRows) -> WrittenRows:
+        """Note that rows are due; who has written them has checked each."""
+        due = written.due
+        if "check-in" not in self._settings.modules:
+            self._settings.topology.layout.check_capacity(due.delay_ms)
+        self._registration.join_job(due)
+        return written
+
+    def _first_call(self, work: Work) -> Call:
+        return next(self._read(work))[0] if isinstance(work, WrittenRows) else work
+
+    def _read(self, written: WrittenRows) -> Iterator[tuple[Call, WrittenRow]]:
+        """Yield the calls of rows that are written already."""
+        due = written.due
+        for each in written.read():
+            headers = self._registration.headers(None)
+            yield Call(each.task_id, each.args, each.kwargs, due, headers), each
 
     def _call(self, row: Row) -> Call:
         due = self._due_of(row)
@@ -216,27 +246,51 @@ class RowSender:
         return Call(row.task_id or next(self._ids), args, kwargs, due, headers)
 
     def _publications(
-        self, producer: CapturingProducer, writer: Writer, calls: Iterator[tuple[int, Call]]
+        self, producer: CapturingProducer, writer: Writer, work: Iterator[tuple[int, Work]]
     ) -> Iterator[Publication]:
-        if not self._envelopes:
-            for number, call in calls:
-                yield from self._row_publication(producer, writer, [number], call)
-            return
         grouper = Grouper(self._settings.topology.layout, writer.item)
-        for number, call in calls:
-            try:
-                groups = grouper.add(number, call, call.due)
-            except InvalidEnvelope:
-                yield from self._row_publication(producer, writer, [number], call)
-                continue
-            except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
-                self._fail([number], error)
-                continue
-            content = partial(writer.content, call) if writer.can_write_again else None
-            self._registration.sent([number], call, content, producer.delayed)
-            for group in groups:
+        for first_number, given in work:
+            if isinstance(given, WrittenRows) and self._are_as_written_here(given, writer):
+                due, rows = given.due, range(first_number, first_number + given.count)
+                group = Group(due, self._first_call(given), given.items, rows)
                 yield from self._group_publication(producer, writer, group)
+                continue
+            calls = [given] if isinstance(given, Call) else [call for call, _ in self._read(given)]
+            for number, call in enumerate(calls, first_number):
+                if not self._envelopes:
+                    yield from self._row_publication(producer, writer, [number], call)
+                else:
+                    yield from self._grouped(producer, writer, grouper, number, call)
         for group in grouper.flush():
+            yield from self._group_publication(producer, writer, group)
+
+    def _are_as_written_here(self, written: WrittenRows, writer: Writer) -> bool:
+        """Whether rows that are written already stand in an envelope as this application's do."""
+        if not self._envelopes or not writer.can_write_again:
+            return False
+        call, row = next(self._read(written))
+        return writer.item(call) == row.item
+
+    def _grouped(
+        self,
+        producer: CapturingProducer,
+        writer: Writer,
+        grouper: Grouper,
+        number: int,
+        call: Call,
+    ) -> Iterator[Publication]:
+        """Put a call into a group; yield what waits no longer."""
+        try:
+            groups = grouper.add(number, call, call.due)
+        except InvalidEnvelope:
+            yield from self._row_publication(producer, writer, [number], call)
+            return
+        except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
+            self._fail([number], error)
+            return
+        content = partial(writer.content, call) if writer.can_write_again else None
+        self._registration.sent([number], call, content, producer.delayed)
+        for group in groups:
             yield from self._group_publication(producer, writer, group)
 
     def _row_publication(

@@ -30,6 +30,7 @@ __all__ = [
     "MAX_ENVELOPE_MESSAGES",
     "Envelope",
     "Item",
+    "blocks_of",
     "compressed",
     "length_prefixed",
     "shared_block",
@@ -123,7 +124,7 @@ class Envelope(NamedTuple):
         Raises:
             InvalidEnvelope: It cannot be read, or exceeds a limit.
         """
-        blocks = _blocks_of(_decompressed(body))
+        blocks = blocks_of(_decompressed(body))
         shared = next(blocks, None)
         if shared is None:
             raise InvalidEnvelope("it is empty")
@@ -186,7 +187,12 @@ def compressed(blocks: bytes, level: int) -> bytes:
     return stream.compress(blocks) + stream.flush()
 
 
-def _blocks_of(data: bytes) -> Iterator[memoryview]:
+def blocks_of(data: bytes) -> Iterator[memoryview]:
+    """Yield the blocks of an envelope, without their lengths.
+
+    Raises:
+        InvalidEnvelope: It ends in the middle of a block.
+    """
     view, at = memoryview(data), 0
     while at < len(view):
         begin = at + _LENGTH.size

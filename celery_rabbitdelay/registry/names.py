@@ -42,6 +42,10 @@ class Names(NamedTuple):
         """Return the key of a job."""
         return f"{self._tagged(job)}:job:{job}"
 
+    def rate(self, name: str) -> str:
+        """Return the key of a rate that several senders share."""
+        return f"{self._tagged(name)}:rate:{name}"
+
     def due(self, shard: int, task: str | None = None, job: str | None = None) -> str:
         """Return the key of one shard's index by due time: of all tasks, of a task's, of a job's.
 

@@ -113,6 +113,20 @@ class Registry:
         """Return a name for a message."""
         return uuid4().hex[:16]
 
+    def reserve(self, name: str, number: int, per_second: float) -> float:
+        """Reserve room for tasks at a rate that several senders share.
+
+        Args:
+            name: The name that the senders have agreed on.
+            number: How many tasks.
+            per_second: How many a second all senders together may send.
+
+        Returns:
+            After how many seconds the tasks may be sent.
+        """
+        wait_ms: int = self.store.call("reserve", [self.names.rate(name)], number, str(per_second))
+        return wait_ms / 1000
+
     def look(self, arrivals: Sequence[Arrival]) -> list[Decision]:
         """Return what :meth:`decide` would decide, and note nothing: the tasks go on waiting."""
         return self._decide(arrivals, [""] * len(arrivals), False)

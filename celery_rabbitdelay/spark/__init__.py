@@ -13,5 +13,6 @@ a driver.
 from __future__ import annotations
 
 from celery_rabbitdelay.spark.dispatch import Dispatched, dispatch
+from celery_rabbitdelay.spark.grouped import grouped
 
-__all__ = ["Dispatched", "dispatch"]
+__all__ = ["Dispatched", "dispatch", "grouped"]

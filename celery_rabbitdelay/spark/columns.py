@@ -95,6 +95,7 @@ class Columns:
 
     Attributes:
         are_shared: Whether all rows have the same :class:`Shared`.
+        shared: What they have in common then.
 
     Raises:
         InvalidColumn: A column is missing, unknown, or of a wrong type.
@@ -110,7 +111,7 @@ class Columns:
         self._kwargs = [name for name in self._names if name not in TYPES]
         self._identity = sorted(options.id_column or self._names)
         self.are_shared = not any(name in self._types for name in SHARED)
-        self._shared = Shared(options.task or "", options.queue, options.tolerance)
+        self.shared = Shared(options.task or "", options.queue, options.tolerance)
 
     def taken(self, given: Iterable[Any], in_batches: bool = True) -> Iterator[Taken]:
         """Yield the rows.
@@ -137,10 +138,10 @@ class Columns:
     def _taken(self, given: Mapping[str, Any]) -> Taken:
         identity = [given[name] for name in self._identity]
         try:
-            shared = self._shared if self.are_shared else self._shared_of(given)
+            shared = self.shared if self.are_shared else self._shared_of(given)
             return Taken(shared, self._row(given), None, identity)
         except (TypeError, ValueError) as wrong:
-            return Taken(self._shared, None, wrong, identity)
+            return Taken(self.shared, None, wrong, identity)
 
     def _row(self, given: Mapping[str, Any]) -> Row:
         delay, eta = given.get("delay"), given.get("eta")

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
+from uuid import uuid4
 
 from pyspark.sql import DataFrame
 
+from celery_rabbitdelay.spark.grouped import Grouping
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.partition import Sent
 from celery_rabbitdelay.spark.write import BatchWriter
@@ -78,12 +80,16 @@ class Dispatched:
         return "\n".join(lines)
 
 
-def dispatch(frame: DataFrame, task: str | None = None, **options: Any) -> Dispatched:
+def dispatch(
+    frame: DataFrame, task: str | None = None, *, group: bool | None = None, **options: Any
+) -> Dispatched:
     """Send a task for each row of a DataFrame, as the format ``rabbitdelay`` does.
 
     Args:
         frame: The rows; see the guide for its columns.
         task: The task's name, if there is no such column.
+        group: Whether Spark brings together what is due together, as :func:`.grouped` does. None:
+            if there is a tolerance, and the columns can be grouped.
         **options: The options of a write.
 
     Returns:
@@ -91,12 +97,20 @@ def dispatch(frame: DataFrame, task: str | None = None, **options: Any) -> Dispa
         are sent.
 
     Raises:
-        InvalidOption: An option is wrong.
-        InvalidColumn: The schema does not fit.
+        InvalidOption: An option is wrong, or tasks cannot be grouped.
+        InvalidColumn: The schema does not fit, or cannot be grouped.
         pyspark.errors.PySparkException: A partition failed. With a registry, no task runs.
     """
     told = {name: str(value) for name, value in options.items() if value is not None}
     checked = WriteOptions.of({**told, **({} if task is None else {"task": task})})
+    # The rows that Spark writes have ids of the same job as the others.
+    checked = checked._replace(job_id=checked.job_id or str(uuid4()))
+    if group or (group is None and checked.tolerance > 0):
+        grouping = Grouping(frame.schema, checked)
+        if grouping.refusal is None:
+            frame = grouping.of(frame)
+        elif group:
+            raise grouping.refusal
     writer = BatchWriter(frame.schema, checked)
 
     def send(batches: Iterator[Any]) -> Iterator[Any]:

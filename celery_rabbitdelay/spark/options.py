@@ -30,7 +30,9 @@ WRITE: Final = (
     "envelopes",
     "jobId",
     "idColumn",
+    "job",
     "jobExpires",
+    "maxRate",
     "kwargsFromColumns",
     "onError",
     "errorsPath",
@@ -120,7 +122,10 @@ class WriteOptions(NamedTuple):
         job_id: The tasks' ids are derived from it and from the columns. None for a random one, or
             for a stream the id of its query.
         id_column: The columns that tell the rows apart; None for all.
+        job: A job that the caller has opened, and commits or aborts; None if the write is a job of
+            its own.
         job_expires: Seconds after which the tasks of a write that did not end are dropped.
+        max_rate: How many tasks a second all partitions together send at most; None for no limit.
         kwargs_from_columns: Whether the columns without a meaning of their own are keyword
             arguments.
         collects: Whether refused rows are written to ``errors_path`` and the others are sent.
@@ -134,7 +139,9 @@ class WriteOptions(NamedTuple):
     envelopes: bool | None
     job_id: str | None
     id_column: tuple[str, ...] | None
+    job: str | None
     job_expires: float
+    max_rate: float | None
     kwargs_from_columns: bool
     collects: bool
     errors_path: str | None
@@ -161,7 +168,9 @@ class WriteOptions(NamedTuple):
             _flag(given, "envelopes"),
             given.get("jobid"),
             None if columns is None else tuple(each.strip() for each in columns.split(",")),
+            given.get("job"),
             _number(given, "jobExpires", JOB_EXPIRES),
+            _rate(given),
             bool(_flag(given, "kwargsFromColumns")),
             collects,
             path,
@@ -251,6 +260,13 @@ def _number(given: Mapping[str, str], name: str, default: float) -> float:
 
     found = _read(given, name, seconds, "takes a number that is not negative")
     return default if found is None else found
+
+
+def _rate(given: Mapping[str, str]) -> float | None:
+    rate = _number(given, "maxRate", 0.0)
+    if rate == 0 and "maxrate" in given:
+        raise InvalidOption("maxRate", given["maxrate"], "takes a number of tasks a second above 0")
+    return rate or None
 
 
 def _flag(given: Mapping[str, str], name: str) -> bool | None:

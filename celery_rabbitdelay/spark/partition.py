@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
-from typing import Any, Final
+from itertools import accumulate, chain, islice
+from typing import Any, Final, TypeAlias
 from uuid import uuid4
 
 from kombu.exceptions import EncodeError
@@ -15,9 +17,11 @@ from kombu.utils.json import dumps
 from pyspark.sql.datasource import WriterCommitMessage
 
 from celery_rabbitdelay.app.rows import Report, Row
+from celery_rabbitdelay.app.written_rows import WrittenRows, one_by_one
 from celery_rabbitdelay.exceptions import InvalidEnvelope, MessageRefused, RowsNotConfirmed
 from celery_rabbitdelay.spark.application import know_queue
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken
+from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.task_ids import TaskIds
 
@@ -26,6 +30,12 @@ __all__ = ["PartitionSender", "Sent"]
 #: Rows that are kept in memory, where rows differ in their task or queue, or refused ones are
 #: collected. Only these share envelopes.
 CHUNK_ROWS: Final = 200_000
+
+#: A partition reserves its part of the rate that all share for so many seconds.
+RESERVED_FOR: Final = 0.25
+
+#: What was taken, and what is sent for it.
+Member: TypeAlias = "tuple[Taken | WrittenRows, Row | WrittenRows]"
 
 #: The errors of one row, which say nothing about the others.
 ROW_ERRORS: Final = (TypeError, ValueError, EncodeError, MessageRefused, InvalidEnvelope)
@@ -81,7 +91,7 @@ class PartitionSender:
     def __init__(
         self,
         app: Any,
-        columns: Columns,
+        columns: Columns | GroupedColumns,
         options: WriteOptions,
         ids: TaskIds,
         job: str,
@@ -95,7 +105,7 @@ class PartitionSender:
         self._sent = Sent(partition, job)
         self._refused_lines: list[str] = []
 
-    def send(self, taken: Iterator[Taken]) -> Sent:
+    def send(self, taken: Iterator[Taken | WrittenRows]) -> Sent:
         """Send rows; the broker has confirmed all of them on return.
 
         Raises:
@@ -105,19 +115,21 @@ class PartitionSender:
         if self._columns.are_shared and not self._options.collects:
             self._send_all(taken)
         else:
-            while chunk := list(islice(taken, CHUNK_ROWS)):
+            for chunk in _chunks(taken):
                 self._send_chunk(chunk)
         self._write_refused()
         return self._sent
 
-    def _send_all(self, taken: Iterator[Taken]) -> None:
+    def _send_all(self, taken: Iterator[Taken | WrittenRows]) -> None:
         """Send rows that need not be kept."""
         first = next(taken, None)
         if first is not None:
-            self._send_many(first.shared, map(self._row, chain([first], taken)))
+            self._send_many(self._columns.shared, map(self._row, chain([first], taken)))
 
-    def _row(self, taken: Taken) -> Row:
-        self._sent.rows += 1
+    def _row(self, taken: Taken | WrittenRows) -> Row | WrittenRows:
+        self._sent.rows += _count(taken)
+        if isinstance(taken, WrittenRows):
+            return taken
         if taken.row is None:
             assert taken.error is not None
             raise taken.error
@@ -125,34 +137,42 @@ class PartitionSender:
             return taken.row
         return taken.row._replace(task_id=self._ids.of(taken.identity))
 
-    def _send_chunk(self, chunk: list[Taken]) -> None:
-        groups: dict[Shared, list[tuple[Taken, Row]]] = defaultdict(list)
+    def _send_chunk(self, chunk: list[Taken | WrittenRows]) -> None:
+        groups: dict[Shared, list[Member]] = defaultdict(list)
         for each in chunk:
             try:
                 row = self._row(each)
             except ROW_ERRORS as error:
-                self._refuse(each, error)
+                assert isinstance(each, Taken), "written rows are valid"
+                self._refuse(each.identity, each.row, error)
             else:
-                groups[each.shared].append((each, row))
+                shared = self._columns.shared if isinstance(each, WrittenRows) else each.shared
+                groups[shared].append((each, row))
         for shared, members in groups.items():
             while members:
                 members = self._send_group(shared, members)
 
-    def _send_group(
-        self, shared: Shared, members: list[tuple[Taken, Row]]
-    ) -> list[tuple[Taken, Row]]:
+    def _send_group(self, shared: Shared, members: list[Member]) -> list[Member]:
         """Send rows; return those that were not taken because many before them were refused."""
         try:
             self._send_many(shared, (row for _, row in members))
         except RowsNotConfirmed as failed:
+            # The number of each member's first row.
+            numbers = list(accumulate((_count(row) for _, row in members), initial=0))
             for number, error in failed.errors.items():
                 if not self._options.collects or not isinstance(error, ROW_ERRORS):
                     raise
-                self._refuse(members[number][0], error)
-            return [] if failed.rest is None else members[failed.rest :]
+                member = bisect_right(numbers, number) - 1
+                taken, row = members[member]
+                if isinstance(taken, Taken):
+                    self._refuse(taken.identity, taken.row, error)
+                else:
+                    nth = next(islice(one_by_one([row]), number - numbers[member], None))
+                    self._refuse([], nth, error)
+            return [] if failed.rest is None else members[numbers.index(failed.rest) :]
         return []
 
-    def _send_many(self, shared: Shared, rows: Iterable[Row]) -> None:
+    def _send_many(self, shared: Shared, rows: Iterable[Row | WrittenRows]) -> None:
         delays = self._app.rabbitdelay
         know_queue(self._app, shared.queue)
         task = self._app.tasks.get(shared.task, shared.task)
@@ -160,7 +180,7 @@ class PartitionSender:
         try:
             report = delays.send_many(
                 task,
-                rows,
+                self._paced(rows),
                 tolerance=shared.tolerance,
                 envelopes=self._options.envelopes,
                 **options,
@@ -170,15 +190,30 @@ class PartitionSender:
             raise
         self._sent.add(report)
 
-    def _refuse(self, taken: Taken, error: Exception) -> None:
+    def _paced(self, rows: Iterable[Row | WrittenRows]) -> Iterator[Row | WrittenRows]:
+        """Yield rows when their time has come, if there is a rate that all partitions share."""
+        rate = self._options.max_rate
+        if rate is None:
+            yield from rows
+            return
+        registry, reserved = self._app.rabbitdelay.registry, 0
+        for row in rows:
+            if reserved < _count(row):
+                number = max(_count(row), int(rate * RESERVED_FOR))
+                time.sleep(registry.reserve(self._sent.job, number, rate))
+                reserved += number
+            reserved -= _count(row)
+            yield row
+
+    def _refuse(self, identity: Sequence[Any], row: Any, error: Exception) -> None:
         if not self._options.collects:
             raise error
         self._sent.refused[type(error).__name__] += 1
         line = {
             "error": type(error).__name__,
             "reason": str(error),
-            "identity": taken.identity,
-            "row": None if taken.row is None else taken.row._asdict(),
+            "identity": identity,
+            "row": row._asdict() if isinstance(row, Row) else row,
         }
         self._refused_lines.append(_json_line(line))
 
@@ -194,6 +229,23 @@ class PartitionSender:
         name = f"part-{self._sent.partition:05}-{uuid4()}.json"
         with filesystem.open_output_stream(f"{folder}/{name}") as file:
             file.write("".join(self._refused_lines).encode())
+
+
+def _count(row: Row | Taken | WrittenRows) -> int:
+    return row.count if isinstance(row, WrittenRows) else 1
+
+
+def _chunks(taken: Iterator[Taken | WrittenRows]) -> Iterator[list[Taken | WrittenRows]]:
+    chunk: list[Taken | WrittenRows] = []
+    left = CHUNK_ROWS
+    for each in taken:
+        chunk.append(each)
+        left -= _count(each)
+        if left <= 0:
+            yield chunk
+            chunk, left = [], CHUNK_ROWS
+    if chunk:
+        yield chunk
 
 
 def _json_line(fields: Mapping[str, Any]) -> str:

@@ -25,10 +25,13 @@ class TaskIds:
 
     Args:
         job_id: Part of every id: the same row has another id under another job.
+
+    Attributes:
+        namespace: The namespace of the ids.
     """
 
     def __init__(self, job_id: str) -> None:
-        self._of_job = uuid5(NAMESPACE, job_id)
+        self.namespace = uuid5(NAMESPACE, job_id)
         # kombu's dumps makes an encoder for each call.
         self._encode = JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
@@ -40,4 +43,4 @@ class TaskIds:
         """
         # JSON has no lengths of time.
         told = [str(each) if isinstance(each, timedelta) else each for each in values]
-        return str(uuid5(self._of_job, self._encode(told)))
+        return str(uuid5(self.namespace, self._encode(told)))

@@ -15,11 +15,13 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from celery_rabbitdelay.exceptions import InvalidColumn, JobClosed
+from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, JobClosed
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.spark.application import application_of
 from celery_rabbitdelay.spark.columns import Columns
+from celery_rabbitdelay.spark.grouped import is_grouped
+from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.partition import PartitionSender, Sent
 from celery_rabbitdelay.spark.task_ids import TaskIds
@@ -52,11 +54,16 @@ class _Write:
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
         self._schema = schema
         self._options = options
-        Columns(schema, options)
+        self._columns()
         self.has_registry = bool(application_of(options.application).rabbitdelay.has_registry)
-        if "key" in schema.names and not self.has_registry:
-            takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
+        if self.has_registry:
+            return
+        takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
+        if "key" in schema.names:
             raise InvalidColumn("key", schema["key"].dataType.simpleString(), takes)
+        for name, value in (("job", options.job), ("maxRate", options.max_rate)):
+            if value is not None:
+                raise InvalidOption(name, str(value), takes)
 
     def send(self, given: Iterator[Any], ids: TaskIds, job: str, in_batches: bool = True) -> Sent:
         """Send the rows of one partition; runs in an executor.
@@ -70,17 +77,22 @@ class _Write:
         app = application_of(self._options.application)
         context = TaskContext.get()
         partition = 0 if context is None else context.partitionId()
-        columns = Columns(self._schema, self._options)
+        columns = self._columns()
         try:
-            if self.has_registry:
-                self._open(app, job)
-            else:
+            if not self.has_registry:
                 job = ""
+            elif self._options.job is None:
+                self._open(app, job)
             sender = PartitionSender(app, columns, self._options, ids, job, partition)
             return sender.send(columns.taken(given, in_batches))
         finally:
             # In order: Spark ends its Python processes without a word.
             app.rabbitdelay.close()
+
+    def _columns(self) -> Columns | GroupedColumns:
+        if is_grouped(self._schema):
+            return GroupedColumns(self._schema, self._options)
+        return Columns(self._schema, self._options)
 
     def end(self, messages: Sequence[WriterCommitMessage | None], job: str, commits: bool) -> None:
         """Commit or abort the job; runs in the driver.
@@ -90,7 +102,7 @@ class _Write:
             RegistryUnavailable: Redis does not answer; the job expires.
         """
         app = application_of(self._options.application)
-        if not self.has_registry:
+        if not self.has_registry or self._options.job is not None:
             return
         try:
             if not commits:
@@ -132,7 +144,7 @@ class BatchWriter(DataSourceArrowWriter):
         job_id = options.job_id or str(uuid4())
         self._ids = TaskIds(job_id)
         # A job that was written before may be written again.
-        self._job = f"spark:{job_id}:{uuid4().hex}"
+        self._job = options.job or f"spark:{job_id}:{uuid4().hex}"
         self.job = self._job if self._write.has_registry else None
 
     def write(self, iterator: Iterator[Any]) -> Sent:
@@ -167,7 +179,7 @@ class StreamWriter(StreamWriterBase):
         batch, query, run = map(context.getLocalProperty, (BATCH_ID, QUERY_ID, RUN_ID))
         batch_of_query = f"{self._options.job_id or query}:{batch}"
         # A batch whose run was killed is written again by the next run, as another job.
-        job = f"spark:{batch_of_query}:{run}"
+        job = self._options.job or f"spark:{batch_of_query}:{run}"
         return self._write.send(iterator, TaskIds(batch_of_query), job, STREAMS_BATCHES)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803

@@ -132,6 +132,12 @@ def _add_tasks(app: Celery) -> None:
         redis: Any = app.backend.client  # type: ignore[attr-defined]
         redis.rpush(key, json.dumps(seen(self, *given)))
 
+    @app.task(bind=True, name="compressed-note", shared=False, compression="gzip")
+    def compressed_note(self: Any, *given: Any, key: str) -> None:
+        """Do the same; its messages are compressed."""
+        redis: Any = app.backend.client  # type: ignore[attr-defined]
+        redis.rpush(key, json.dumps(seen(self, *given)))
+
     @app.task(name="celery-own", shared=False, rabbitdelay=False)
     def celery_own() -> None: ...
 

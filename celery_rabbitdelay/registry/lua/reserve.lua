@@ -1,0 +1,11 @@
+-- Reserve room for a number of tasks at a rate that several senders share.
+--
+-- KEYS  the rate: the instant from which on the next tasks may be sent, in milliseconds
+-- ARGV  how many tasks; how many a second
+-- Returns after how many milliseconds they may be sent.
+
+local rate, now_ms = KEYS[1], clock()
+local free_ms = math.max(tonumber(redis.call('GET', rate) or now_ms), now_ms)
+local next_ms = free_ms + ARGV[1] * 1000 / ARGV[2]
+redis.call('SET', rate, string.format('%.3f', next_ms), 'PX', math.ceil(next_ms - now_ms) + 1000)
+return math.ceil(free_ms - now_ms)

@@ -1,0 +1,327 @@
+"""Grouping in Spark: its own engine writes the rows, and brings together what is due together.
+
+A grouped DataFrame has a row for each task, as it stands in an envelope, sorted by due time within
+each partition. Python then cuts the column into envelopes, without touching a row. Rows that Spark
+cannot write as Python would stay as they are, and Python writes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+from uuid import uuid4
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
+from pyspark.sql import types as T  # noqa: N812 - likewise
+
+from celery_rabbitdelay.app.celery_internals import argument_check, repr_sizes
+from celery_rabbitdelay.app.options import RegistryOptions
+from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, RabbitDelayError
+from celery_rabbitdelay.levels.delay import NS_PER_MS, milliseconds
+from celery_rabbitdelay.levels.layout import Layout
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
+from celery_rabbitdelay.spark.application import application_of
+from celery_rabbitdelay.spark.columns import SHARED, TYPES, Columns
+from celery_rabbitdelay.spark.expressions import (
+    PLAIN,
+    Written,
+    all_of,
+    block,
+    can_be_shown,
+    interval_micros,
+    joined,
+    written,
+    written_members,
+    written_object,
+)
+from celery_rabbitdelay.spark.options import WriteOptions
+from celery_rabbitdelay.spark.task_ids import TaskIds
+
+__all__ = ["DUE", "ITEM", "ROW", "Grouping", "grouped", "is_grouped"]
+
+#: The columns of a grouped DataFrame: when a task is due, in milliseconds since 1970-01-01 UTC; its
+#: bytes in an envelope; and its row, if Python has to write it.
+DUE: Final = "rabbitdelay_due_ms"
+ITEM: Final = "rabbitdelay_item"
+ROW: Final = "rabbitdelay_row"
+
+#: The third part of a task's body: it has no callbacks, and is in no chain or chord.
+EMBEDDED: Final = '{"callbacks": null, "errbacks": null, "chain": null, "chord": null}'
+
+#: The headers that show the arguments.
+REPRS: Final = ("argsrepr", "kwargsrepr")
+
+#: The types of columns with arguments.
+CONTAINERS: Final[Mapping[str, Any]] = {
+    "args": T.ArrayType | T.StructType,
+    "kwargs": T.StructType,
+}
+
+#: Rows with a longer delay are written by Python, in seconds; longer than any layout's capacity.
+MAX_DELAY: Final = 10**11
+
+#: Tasks with more positional arguments are written by Python.
+MAX_ARGUMENTS: Final = 100
+
+
+def grouped(frame: DataFrame, **options: Any) -> DataFrame:
+    """Return a DataFrame that is written much faster, if many tasks share a message.
+
+    Spark writes the messages' parts itself, and shuffles them, so that tasks that are due together
+    come together. Write the result with the same options::
+
+        options = {"app": "shop:app", "task": "shop.remind", "tolerance": 60}
+        grouped(frame, **options).write.format("rabbitdelay").mode("append").options(**options)
+
+    A delay counts from this call, so that it is the same however often Spark runs a partition.
+
+    Args:
+        frame: The rows, with the columns that the format takes, except ``key``, ``task``,
+            ``queue``, ``tolerance``, ``priority`` and ``headers``. It must not be a stream.
+        **options: The options of the write.
+
+    Raises:
+        InvalidColumn: The schema does not fit, or has a column of a type that only Python writes.
+        InvalidOption: An option is wrong, or tasks cannot share messages.
+    """
+    told = {name: str(value) for name, value in options.items() if value is not None}
+    grouping = Grouping(frame.schema, WriteOptions.of(told))
+    if grouping.refusal is not None:
+        raise grouping.refusal
+    if frame.isStreaming:
+        takes = "takes no stream; group each batch in foreachBatch"
+        raise InvalidOption("grouped", "stream", takes)
+    return grouping.of(frame)
+
+
+def is_grouped(schema: T.StructType) -> bool:
+    """Whether this is the schema of a grouped DataFrame."""
+    return schema.names == [DUE, ITEM, ROW]
+
+
+class Grouping:
+    """Groups DataFrames of one schema.
+
+    Args:
+        schema: The schema.
+        options: The options of the write.
+
+    Attributes:
+        refusal: Why these cannot be grouped; None if they can.
+
+    Raises:
+        InvalidColumn: The schema does not fit.
+    """
+
+    def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
+        Columns(schema, options)
+        self._names = schema.names
+        self._types = {field.name: field.dataType for field in schema.fields}
+        self._options = options
+        self._app = application_of(options.application)
+        self.refusal = self._refusal()
+
+    def of(self, frame: DataFrame) -> DataFrame:
+        """Return a DataFrame, grouped."""
+        layout: Layout = self._app.rabbitdelay.topology.layout
+        now_ms = time.time_ns() // NS_PER_MS
+        delay_ms = self._delay_ms(now_ms)
+        shared_ms = _shared_ms(layout, delay_ms, milliseconds(self._options.tolerance))
+        item = self._item(delay_ms.between(0, layout.capacity_ms))
+        row = F.struct(*map(_column, self._names))
+        written_rows = frame.select(
+            (now_ms + shared_ms).alias(DUE), item.alias(ITEM), row.alias(ROW)
+        )
+        left = F.when(F.col(ITEM).isNull(), F.col(ROW)).alias(ROW)
+        # Parts of about the same size, also if very many tasks are due together.
+        return written_rows.select(DUE, ITEM, left).hint("rebalance", DUE).sortWithinPartitions(DUE)
+
+    def _refusal(self) -> RabbitDelayError | None:
+        settings, options = self._app.rabbitdelay.settings, self._options
+        if options.envelopes is False or "distribution" not in settings.modules:
+            takes = "takes true, and workers that serve distribution, if rows are grouped"
+            return InvalidOption("envelopes", str(options.envelopes).lower(), takes)
+        if RegistryOptions.of(settings, self._app.tasks.get(options.task), {}, {}).track:
+            takes = "takes no task that is tracked if rows are grouped: each is noted by itself"
+            return InvalidOption("task", options.task, takes)
+        for name in ("key", *SHARED):
+            if name in self._names:
+                kind = self._types[name].simpleString()
+                return InvalidColumn(name, kind, "is not written by Spark; leave grouped out")
+        for name in {*self._arguments, *self._identity}:
+            column = self._types[name]
+            is_written = isinstance(column, CONTAINERS.get(name, T.DataType))
+            if name in self._arguments:
+                is_written = is_written and can_be_shown(column)
+            if not is_written or _member(name, column) is None:
+                takes = "has a type that Spark does not write as Celery does; leave grouped out"
+                return InvalidColumn(name, column.simpleString(), takes)
+        return None
+
+    @property
+    def _identity(self) -> Sequence[str]:
+        """The columns that the ids are derived from."""
+        return sorted(self._options.id_column or self._names)
+
+    @property
+    def _arguments(self) -> Sequence[str]:
+        """The columns that become arguments."""
+        if self._options.kwargs_from_columns:
+            return [name for name in self._names if name not in TYPES or name == "args"]
+        return [name for name in ("args", "kwargs") if name in self._names]
+
+    def _delay_ms(self, now_ms: int) -> Column:
+        """The milliseconds from now until a row is due; null if it has no valid due time."""
+        if "eta" in self._types:
+            ahead_us = F.unix_micros(F.col("eta")) - F.lit(now_ms * 1000)
+            return F.greatest(F.ceil(ahead_us / 1000), F.lit(0))
+        delay, kind = F.col("delay"), self._types["delay"]
+        if isinstance(kind, T.DayTimeIntervalType):
+            return F.ceil(interval_micros(delay) / 1000)
+        # Spark raises an error if a number is not a number, or too large for the next step.
+        delay = F.when(delay.between(0, MAX_DELAY), delay)
+        if isinstance(kind, T.IntegralType):
+            return delay.cast("long") * 1000
+        if isinstance(kind, T.DecimalType):
+            return F.ceil(delay * 1000).cast("long")
+        # A float is read as its shortest decimal, so 1.1 is 1,100 ms and not 1,101.
+        ms = delay.cast("double") * 1000
+        near = F.rint(ms)
+        return F.when(F.abs(ms - near) < 1e-6, near).otherwise(F.ceil(ms)).cast("long")
+
+    def _item(self, is_due: Column) -> Column:
+        """A row as it stands in an envelope; null if Python has to write it."""
+        task_id, id_is_exact = self._task_id()
+        args, args_are_taken = self._args()
+        kwargs = self._kwargs()
+        body = joined("[", args.json, ", ", kwargs.json, f", {EMBEDDED}]")
+        headers = joined('{"headers":{"id":"', task_id)
+        sizes = zip(
+            ("argsrepr", "kwargsrepr"), repr_sizes(self._app.amqp), (args, kwargs), strict=True
+        )
+        conditions = [is_due, id_is_exact, args_are_taken, args.is_exact, kwargs.is_exact]
+        for name, size, given in sizes:
+            headers = joined(headers, f'","{name}":"', given.shown)
+            conditions.append(F.octet_length(given.shown) <= size)
+        return F.when(all_of(conditions), F.concat(block(joined(headers, '"}}')), block(body)))
+
+    def _task_id(self) -> tuple[Column, Column]:
+        """The tasks' ids, and whether they are those that Python derives."""
+        told: list[Written] = []
+        for name in self._identity:
+            text = _member(name, self._types[name])
+            assert text is not None, "is refused"
+            told.append(text)
+        parts = [each.compact for each in told]
+        name_of_row = joined("[", F.concat_ws(",", *parts), "]").cast("binary")
+        namespace = F.lit(bytearray(TaskIds(self._options.job_id or str(uuid4())).namespace.bytes))
+        derived = _uuid(F.sha1(F.concat(namespace, name_of_row)))
+        is_exact = all_of([each.is_exact for each in told])
+        if "task_id" not in self._types:
+            return derived, is_exact
+        given = F.col("task_id")
+        is_plain = given.rlike(PLAIN) & (F.octet_length(given) <= MAX_SHORTSTR_BYTES)
+        return F.coalesce(given, derived), F.when(given.isNull(), is_exact).otherwise(is_plain)
+
+    def _args(self) -> tuple[Written, Column]:
+        """The positional arguments, and whether the task takes as many."""
+        if "args" not in self._types:
+            return _constant("[]", "()"), F.lit(0 in self._numbers_taken())
+        args, kind = F.col("args"), self._types["args"]
+        text = written(args, kind)
+        assert text is not None, "is refused"
+        if isinstance(kind, T.StructType):
+            members = written_members(args, kind)
+            assert members is not None, "is refused"
+            texts = [each for _, each in members]
+            comma = "," if len(texts) == 1 else ""
+            listed = joined("[", F.concat_ws(", ", *(each.json for each in texts)), "]")
+            shown = joined("(", F.concat_ws(", ", *(each.shown for each in texts)), f"{comma})")
+            is_taken = F.lit(len(texts) in self._numbers_taken()) & args.isNotNull()
+            return text._replace(json=listed, shown=shown), is_taken
+        # No arguments are a tuple, whatever they came from.
+        shown = F.when(F.size(args) == 0, "()").otherwise(text.shown)
+        return text._replace(shown=shown), F.size(args).isin(*self._numbers_taken(), -1)
+
+    def _kwargs(self) -> Written:
+        """The keyword arguments."""
+        if "kwargs" in self._types:
+            text = written(F.col("kwargs"), self._types["kwargs"])
+            assert text is not None, "is refused"
+            return text
+        members = []
+        for name in self._arguments:
+            if name != "args":
+                text = _member(name, self._types[name])
+                assert text is not None, "is refused"
+                members.append((name, text))
+        if not members:
+            return _constant("{}", "{}")
+        return written_object(members, F.lit(True))
+
+    def _numbers_taken(self) -> Sequence[int]:
+        """How many positional arguments the task takes, besides its keyword arguments."""
+        task = self._app.tasks.get(self._options.task)
+        check = None if task is None else argument_check(task)
+        if check is None:
+            return range(MAX_ARGUMENTS)
+        kind = self._types.get("kwargs")
+        names = kind.names if isinstance(kind, T.StructType) else self._arguments
+        kwargs = dict.fromkeys(name for name in names if name != "args")
+        return [number for number in range(MAX_ARGUMENTS) if _takes(check, number, kwargs)]
+
+
+def _takes(check: Callable[..., Any], number: int, kwargs: Mapping[str, Any]) -> bool:
+    try:
+        check(*[None] * number, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _constant(json: str, shown: str) -> Written:
+    return Written(F.lit(json), F.lit(json), F.lit(shown), F.lit(True))
+
+
+def _column(name: str) -> Column:
+    return F.col(f"`{name}`")
+
+
+def _member(name: str, kind: T.DataType) -> Written | None:
+    """Return a column as text; None if Spark does not write it as Python does."""
+    members = written_members(None, T.StructType([T.StructField(name, kind)]))
+    return None if members is None else members[0][1]
+
+
+def _uuid(digest: Column) -> Column:
+    """Return the UUID of version 5 of a SHA-1 digest in hexadecimal (RFC 9562, section 5.5)."""
+    variant = F.translate(F.substring(digest, 17, 1), "0123456789abcdef", "89ab89ab89ab89ab")
+    return joined(
+        F.substring(digest, 1, 8),
+        "-",
+        F.substring(digest, 9, 4),
+        "-5",
+        F.substring(digest, 14, 3),
+        "-",
+        variant,
+        F.substring(digest, 18, 3),
+        "-",
+        F.substring(digest, 21, 12),
+    )
+
+
+def _shared_ms(layout: Layout, delay_ms: Column, tolerance_ms: int) -> Column:
+    """Return delays as :meth:`.Layout.round_to_fewest_stops` rounds them, and up to ticks."""
+
+    def rounded_up(unit: int) -> Column:
+        return F.ceil(delay_ms / unit) * unit
+
+    longest_ms = F.least(delay_ms + tolerance_ms, F.lit(layout.capacity_ms))
+    multiples = [
+        F.when((rounded_up(place) > 0) & (rounded_up(place) <= longest_ms), rounded_up(place))
+        for place in layout.places_ms
+        if place > layout.tick_ms
+    ]
+    return F.coalesce(*multiples, rounded_up(layout.tick_ms))

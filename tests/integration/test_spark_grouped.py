@@ -1,0 +1,227 @@
+"""Rows that Spark writes are those that Python would have written, byte by byte."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from kombu import Connection
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
+
+from celery_rabbitdelay import InvalidColumn, InvalidOption
+from celery_rabbitdelay.app.task_messages import Call, Writer, capture_message, writer_for
+from celery_rabbitdelay.app.written_rows import WrittenRows
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.spark import grouped
+from celery_rabbitdelay.spark.application import application_of
+from celery_rabbitdelay.spark.columns import Columns
+from celery_rabbitdelay.spark.grouped import DUE, ITEM, ROW
+from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
+from celery_rabbitdelay.spark.options import WriteOptions
+from celery_rabbitdelay.spark.task_ids import TaskIds
+from tests.integration.spark import spark_session
+
+#: A port that nothing listens on: grouping opens no connection.
+NOWHERE = "amqp://guest@127.0.0.1:1//"
+GIVEN = {"broker": NOWHERE, "task": "remind", "jobId": "the job"}
+
+#: Strings that Spark writes, and those that it leaves to Python.
+PLAIN = ("a", "B c", "7", "", "order-1_2.3:4/5;6,7!?*+~@#$%^&=|`>)]}", "long " * 50)
+NOT_PLAIN = (
+    "it's",
+    'a "quotation"',
+    "a\\b",
+    "Umlaut \u00e4",
+    "(1)",
+    "[1",
+    "{1",
+    "<1",
+    "a\n",
+    "\x7f",
+)
+
+#: Doubles, likewise.
+EXACT_DOUBLES = (0.0, 1.5, -3.0, 0.25, -0.125, 1234567.001, 999_999_999_999.0, 600.0, 0.1)
+OTHER_DOUBLES = (0.1234, 1e15, float("inf"), -0.0, 1e-7, 1e300)
+
+#: The other values of a row, by column: for each the type, and values that Spark writes.
+EXACT: Mapping[str, tuple[T.DataType, Sequence[Any]]] = {
+    "whole": (T.LongType(), [0, -1, 2**63 - 1]),
+    "byte": (T.ByteType(), [7, -128]),
+    "flag": (T.BooleanType(), [True, False]),
+    "price": (T.DecimalType(8, 2), [Decimal("12.50"), Decimal("-0.01"), Decimal("0.00")]),
+    "small": (T.DecimalType(7, 6), [Decimal("0.000001"), Decimal("0.000000")]),
+    "day": (T.DateType(), [date(1997, 1, 5), date(1, 1, 1), date(9999, 12, 31)]),
+    "tags": (T.ArrayType(T.StringType()), [["a", None, "b"], []]),
+    "numbers": (T.ArrayType(T.DoubleType()), [[0.5, -2.0], [None]]),
+    "inner": (
+        T.StructType([T.StructField("b", T.StringType()), T.StructField("a", T.LongType())]),
+        [("x", 1), (None, None)],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    with spark_session() as session:
+        yield session
+
+
+def options(**more: str) -> WriteOptions:
+    return WriteOptions.of({name.lower(): value for name, value in {**GIVEN, **more}.items()})
+
+
+def writer(given: WriteOptions) -> Writer:
+    """What writes the items of this application."""
+    app = application_of(given.application)
+    publisher = Publisher(Connection(NOWHERE))
+
+    def capture(call: Call) -> Any:
+        return capture_message(app, app.rabbitdelay.settings, publisher, "remind", call, {})
+
+    first = Call("first", (), {}, Due.after(60))
+    return writer_for(capture(first), first, {}, capture)
+
+
+def by_python(frame: DataFrame, given: WriteOptions) -> dict[str, bytes]:
+    """The rows as Python writes them, by their ids."""
+    ids, write = TaskIds(given.job_id or ""), writer(given)
+    found = {}
+    for each in Columns(frame.schema, given).taken(frame.toArrow().to_batches()):
+        assert each.row is not None, each.error
+        task_id = each.row.task_id or ids.of(each.identity)
+        call = Call(task_id, each.row.args, each.row.kwargs, Due.after(60))
+        found[task_id] = write.item(call)
+    return found
+
+
+def id_of(item: bytes) -> str:
+    return item.partition(b'"id":"')[2].partition(b'"')[0].decode()
+
+
+def written(frame: DataFrame, **more: str) -> tuple[dict[str, bytes], list[Any]]:
+    """The rows that Spark has written, by their ids, and those that it has left to Python."""
+    rows = grouped(frame, **{**GIVEN, **more}).collect()
+    items = [bytes(row[ITEM]) for row in rows if row[ITEM] is not None]
+    return {id_of(item): item for item in items}, [row[ROW] for row in rows if row[ITEM] is None]
+
+
+def test_spark_writes_plain_strings_as_python_does_and_leaves_the_others_to_it(
+    spark: SparkSession,
+) -> None:
+    given: list[Any] = [[each] for each in (*PLAIN, *NOT_PLAIN)]
+    given += [list(PLAIN[:3]), [], [None], ["x" * 600, "y" * 600]]
+    frame = spark.createDataFrame(
+        [(args, float(600 + number)) for number, args in enumerate([*given, None])],
+        "args array<string>, delay double",
+    )
+    items, left = written(frame)
+    python = by_python(frame, options())
+    assert items == {task_id: item for task_id, item in python.items() if task_id in items}
+    assert len(items) == len(PLAIN) + 3
+    assert [row.args for row in left] == [
+        *([each] for each in NOT_PLAIN),
+        ["x" * 600, "y" * 600],
+        None,
+    ]
+
+
+def test_spark_writes_values_of_each_type_as_python_does(spark: SparkSession) -> None:
+    names = ["amount", *EXACT]
+    kinds = [T.DoubleType(), *(kind for kind, _ in EXACT.values())]
+    fields = [T.StructField(name, kind) for name, kind in zip(names, kinds, strict=True)]
+    fields.append(T.StructField("eta", T.TimestampType()))
+    rows: list[tuple[Any, ...]] = [(None,) * len(names)]
+    rows += [(each, *(None for _ in EXACT)) for each in (*EXACT_DOUBLES, *OTHER_DOUBLES)]
+    for name, (_, values) in EXACT.items():
+        rows += [tuple(value if each == name else None for each in names) for value in values]
+    rows += [(1.5, *(values[0] for _, values in EXACT.values()))]
+    soon = datetime.now().astimezone() + timedelta(days=30)
+    etas = [soon.replace(microsecond=1000 * number) for number in range(len(rows))]
+    frame = spark.createDataFrame(
+        [(*row, eta) for row, eta in zip(rows, etas, strict=True)], T.StructType(fields)
+    )
+    items, left = written(frame, kwargsFromColumns="true")
+    python = by_python(frame, options(kwargsFromColumns="true"))
+    assert items == {task_id: item for task_id, item in python.items() if task_id in items}
+    assert [row.amount for row in left] == list(OTHER_DOUBLES)
+    assert len(items) == len(rows) - len(OTHER_DOUBLES)
+
+
+def test_ids_are_derived_from_the_same_columns_and_delays(spark: SparkSession) -> None:
+    frame = spark.sql(
+        """
+        select struct(id, concat('order-', id)) args,
+            make_dt_interval(id % 3, id, 0, id / 1000) delay,
+            if(id = 4, 'given-4', null) task_id
+        from range(40)
+        """
+    )
+    items, left = written(frame)
+    assert items == by_python(frame, options())
+    assert len(items) == 40
+    assert "given-4" in items
+    assert left == []
+    one, _ = written(frame.drop("task_id"), idColumn="args")
+    assert one == by_python(frame.drop("task_id"), options(idColumn="args"))
+
+
+def test_tasks_that_are_due_in_the_same_tick_come_together(spark: SparkSession) -> None:
+    frame = spark.sql("select array(id) args, 3600 + id % 100 delay from range(0, 10000, 1, 4)")
+    given = {**GIVEN, "tolerance": "60"}
+    began_ms = time.time_ns() // 1_000_000
+    rows = grouped(frame, **given)
+    batches = rows.select(DUE, ITEM).toArrow().to_batches()
+    found = list(GroupedColumns(rows.schema, options(tolerance="60")).taken(batches))
+    groups = [each for each in found if isinstance(each, WrittenRows)]
+    assert found == groups
+    # Whole minutes from 60 to 62.
+    assert len({each.due_ms for each in groups}) == 3
+    assert max(each.count for each in groups) == 1000
+    numbers = [row.args[0] for each in groups for row in each.read()]
+    assert sorted(numbers) == list(range(10_000))
+    for each in groups:
+        for row in each.read():
+            late_ms = each.due_ms - began_ms - (3600 + row.args[0] % 100) * 1000
+            # Never early; it may have begun later.
+            assert late_ms >= 0
+
+
+def test_rows_without_a_valid_delay_are_left_to_python(spark: SparkSession) -> None:
+    frame = spark.sql(
+        """
+        select array('a') args, delay from values
+            (-1D), (double('nan')), (null), (double('inf')), (1e300D), (0D), (5D) as delays(delay)
+        """
+    )
+    items, left = written(frame)
+    assert len(items) == 2
+    assert len(left) == 5
+
+
+def test_what_cannot_be_grouped_says_what_to_do(spark: SparkSession) -> None:
+    for columns, name in (
+        ("'{}' kwargs, 1 delay", "kwargs"),
+        ("map('a', 1) kwargs, 1 delay", "kwargs"),
+        ("array(1F) args, 1 delay", "args"),
+        ("struct(current_timestamp()) args, 1 delay", "args"),
+        ("array(1) args, interval 1 day kwarg, 1 delay", "kwarg"),
+        ("array(1) args, 1 delay, 5 priority", "priority"),
+        ("array(1) args, 1 delay, 'q' queue", "queue"),
+    ):
+        more = {"kwargsFromColumns": "true"} if name == "kwarg" else {}
+        with pytest.raises(InvalidColumn, match="leave grouped out") as caught:
+            grouped(spark.sql(f"select {columns}"), **GIVEN, **more)
+        assert caught.value.name == name
+    frame = spark.sql("select array(1) args, 1 delay")
+    with pytest.raises(InvalidOption, match="envelopes"):
+        grouped(frame, **GIVEN, envelopes=False)
+    stream = spark.readStream.format("rate").load().selectExpr("array(value) args", "1 delay")
+    with pytest.raises(InvalidOption, match="foreachBatch"):
+        grouped(stream, **GIVEN)
