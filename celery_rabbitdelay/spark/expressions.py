@@ -239,6 +239,8 @@ def _array(value: Column, kind: T.DataType) -> Written | None:
     nested = isinstance(kind, T.ArrayType | T.StructType)
     if nested or _is_interval(kind) or written(F.lit(None), kind) is None:
         return None
+    if isinstance(kind, T.StringType | T.IntegralType):
+        return _simple_array(value, kind)
 
     def texts(part: Callable[[Written], Column], separator: str) -> Column:
         def of(element: Column) -> Column:
@@ -259,6 +261,22 @@ def _array(value: Column, kind: T.DataType) -> Written | None:
         joined("[", texts(lambda text: text.shown, ", "), "]"),
         F.forall(value, is_exact),
     )
+
+
+def _simple_array(value: Column, kind: T.DataType) -> Written:
+    """Return an array of strings or whole numbers, in a faster way; Python writes nulls in them."""
+    texts = value.cast("array<string>")
+    is_text = isinstance(kind, T.StringType)
+
+    def listed(quote: str, separator: str) -> Column:
+        members = F.array_join(texts, f"{quote}{separator}{quote}")
+        return F.when(F.size(value) == 0, "[]").otherwise(joined(f"[{quote}", members, f"{quote}]"))
+
+    double, single = ('"', "'") if is_text else ("", "")
+    is_exact = F.size(F.array_compact(value)) == F.size(value)
+    if is_text:
+        is_exact = is_exact & F.array_join(texts, " ").rlike(PLAIN)
+    return Written(listed(double, ", "), listed(double, ","), listed(single, ", "), is_exact)
 
 
 def _struct(value: Column, kind: T.StructType) -> Written | None:

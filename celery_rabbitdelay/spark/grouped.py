@@ -50,6 +50,14 @@ ROW: Final = "rabbitdelay_row"
 #: The third part of a task's body: it has no callbacks, and is in no chain or chord.
 EMBEDDED: Final = '{"callbacks": null, "errbacks": null, "chain": null, "chord": null}'
 
+#: The columns on the way to it.
+DELAY: Final = "delay_ms"
+IDENTITY: Final = "identity"
+DIGEST: Final = "digest"
+HEADERS: Final = "headers"
+BODY: Final = "body"
+EXACT: Final = "is_exact"
+
 #: The headers that show the arguments.
 REPRS: Final = ("argsrepr", "kwargsrepr")
 
@@ -127,16 +135,19 @@ class Grouping:
         """Return a DataFrame, grouped."""
         layout: Layout = self._app.rabbitdelay.topology.layout
         now_ms = time.time_ns() // NS_PER_MS
-        delay_ms = self._delay_ms(now_ms)
-        shared_ms = _shared_ms(layout, delay_ms, milliseconds(self._options.tolerance))
-        item = self._item(delay_ms.between(0, layout.capacity_ms))
-        row = F.struct(*map(_column, self._names))
-        written_rows = frame.select(
-            (now_ms + shared_ms).alias(DUE), item.alias(ITEM), row.alias(ROW)
-        )
+        # Spark computes a column once if it has a name and others need it more than once.
+        row = F.struct(*map(_column, self._names)).alias(ROW)
+        frame = frame.select(row, self._delay_ms(now_ms).alias(DELAY), *self._texts())
+        digest = F.sha1(F.concat(self._namespace, F.col(IDENTITY).cast("binary")))
+        frame = frame.select("*", digest.alias(DIGEST))
+        frame = frame.select(ROW, DELAY, *self._blocks())
+        is_written = all_of([F.col(EXACT), F.col(DELAY).between(0, layout.capacity_ms)])
+        item = F.when(is_written, F.concat(block(F.col(HEADERS)), block(F.col(BODY))))
+        shared_ms = _shared_ms(layout, F.col(DELAY), milliseconds(self._options.tolerance))
+        frame = frame.select(ROW, (now_ms + shared_ms).alias(DUE), item.alias(ITEM))
         left = F.when(F.col(ITEM).isNull(), F.col(ROW)).alias(ROW)
         # Parts of about the same size, also if very many tasks are due together.
-        return written_rows.select(DUE, ITEM, left).hint("rebalance", DUE).sortWithinPartitions(DUE)
+        return frame.select(DUE, ITEM, left).hint("rebalance", DUE).sortWithinPartitions(DUE)
 
     def _refusal(self) -> RabbitDelayError | None:
         settings, options = self._app.rabbitdelay.settings, self._options
@@ -191,39 +202,49 @@ class Grouping:
         near = F.rint(ms)
         return F.when(F.abs(ms - near) < 1e-6, near).otherwise(F.ceil(ms)).cast("long")
 
-    def _item(self, is_due: Column) -> Column:
-        """A row as it stands in an envelope; null if Python has to write it."""
-        task_id, id_is_exact = self._task_id()
+    def _texts(self) -> list[Column]:
+        """The parts of a row as text, and whether they are those that Python writes."""
         args, args_are_taken = self._args()
         kwargs = self._kwargs()
-        body = joined("[", args.json, ", ", kwargs.json, f", {EMBEDDED}]")
-        headers = joined('{"headers":{"id":"', task_id)
-        sizes = zip(
-            ("argsrepr", "kwargsrepr"), repr_sizes(self._app.amqp), (args, kwargs), strict=True
-        )
-        conditions = [is_due, id_is_exact, args_are_taken, args.is_exact, kwargs.is_exact]
-        for name, size, given in sizes:
-            headers = joined(headers, f'","{name}":"', given.shown)
-            conditions.append(F.octet_length(given.shown) <= size)
-        return F.when(all_of(conditions), F.concat(block(joined(headers, '"}}')), block(body)))
+        told = [_member(name, self._types[name]) for name in self._identity]
+        names = [each for each in told if each is not None]
+        identity = joined("[", F.concat_ws(",", *(each.compact for each in names)), "]")
+        id_is_exact = all_of([each.is_exact for each in names])
+        given = F.lit(None).cast("string")
+        if "task_id" in self._types:
+            given = F.col("task_id")
+            is_plain = given.rlike(PLAIN) & (F.octet_length(given) <= MAX_SHORTSTR_BYTES)
+            id_is_exact = F.when(given.isNull(), id_is_exact).otherwise(is_plain)
+        exact = all_of([id_is_exact, args_are_taken, args.is_exact, kwargs.is_exact])
+        return [
+            args.json.alias("args"),
+            args.shown.alias(REPRS[0]),
+            kwargs.json.alias("kwargs"),
+            kwargs.shown.alias(REPRS[1]),
+            identity.alias(IDENTITY),
+            given.alias("task_id"),
+            exact.alias(EXACT),
+        ]
 
-    def _task_id(self) -> tuple[Column, Column]:
-        """The tasks' ids, and whether they are those that Python derives."""
-        told: list[Written] = []
-        for name in self._identity:
-            text = _member(name, self._types[name])
-            assert text is not None, "is refused"
-            told.append(text)
-        parts = [each.compact for each in told]
-        name_of_row = joined("[", F.concat_ws(",", *parts), "]").cast("binary")
-        namespace = F.lit(bytearray(TaskIds(self._options.job_id or str(uuid4())).namespace.bytes))
-        derived = _uuid(F.sha1(F.concat(namespace, name_of_row)))
-        is_exact = all_of([each.is_exact for each in told])
-        if "task_id" not in self._types:
-            return derived, is_exact
-        given = F.col("task_id")
-        is_plain = given.rlike(PLAIN) & (F.octet_length(given) <= MAX_SHORTSTR_BYTES)
-        return F.coalesce(given, derived), F.when(given.isNull(), is_exact).otherwise(is_plain)
+    def _blocks(self) -> list[Column]:
+        """The two blocks of a row, and whether they are those that Python writes."""
+        task_id = F.coalesce(F.col("task_id"), _uuid(F.col(DIGEST)))
+        headers = joined('{"headers":{"id":"', task_id)
+        conditions = [F.col(EXACT)]
+        for name, size in zip(REPRS, repr_sizes(self._app.amqp), strict=True):
+            headers = joined(headers, f'","{name}":"', F.col(name))
+            conditions.append(F.octet_length(F.col(name)) <= size)
+        body = joined("[", F.col("args"), ", ", F.col("kwargs"), f", {EMBEDDED}]")
+        return [
+            joined(headers, '"}}').alias(HEADERS),
+            body.alias(BODY),
+            all_of(conditions).alias(EXACT),
+        ]
+
+    @property
+    def _namespace(self) -> Column:
+        ids = TaskIds(self._options.job_id or str(uuid4()))
+        return F.lit(bytearray(ids.namespace.bytes))
 
     def _args(self) -> tuple[Written, Column]:
         """The positional arguments, and whether the task takes as many."""

@@ -58,7 +58,9 @@ EXACT: Mapping[str, tuple[T.DataType, Sequence[Any]]] = {
     "price": (T.DecimalType(8, 2), [Decimal("12.50"), Decimal("-0.01"), Decimal("0.00")]),
     "small": (T.DecimalType(7, 6), [Decimal("0.000001"), Decimal("0.000000")]),
     "day": (T.DateType(), [date(1997, 1, 5), date(1, 1, 1), date(9999, 12, 31)]),
-    "tags": (T.ArrayType(T.StringType()), [["a", None, "b"], []]),
+    "tags": (T.ArrayType(T.StringType()), [["a", "b"], []]),
+    "ranks": (T.ArrayType(T.IntegerType()), [[1, -2], [3], []]),
+    "flags": (T.ArrayType(T.BooleanType()), [[True, None]]),
     "numbers": (T.ArrayType(T.DoubleType()), [[0.5, -2.0], [None]]),
     "inner": (
         T.StructType([T.StructField("b", T.StringType()), T.StructField("a", T.LongType())]),
@@ -116,7 +118,7 @@ def test_spark_writes_plain_strings_as_python_does_and_leaves_the_others_to_it(
     spark: SparkSession,
 ) -> None:
     given: list[Any] = [[each] for each in (*PLAIN, *NOT_PLAIN)]
-    given += [list(PLAIN[:3]), [], [None], ["x" * 600, "y" * 600]]
+    given += [list(PLAIN[:3]), [], [None, "a"], ["x" * 600, "y" * 600]]
     frame = spark.createDataFrame(
         [(args, float(600 + number)) for number, args in enumerate([*given, None])],
         "args array<string>, delay double",
@@ -124,9 +126,10 @@ def test_spark_writes_plain_strings_as_python_does_and_leaves_the_others_to_it(
     items, left = written(frame)
     python = by_python(frame, options())
     assert items == {task_id: item for task_id, item in python.items() if task_id in items}
-    assert len(items) == len(PLAIN) + 3
+    assert len(items) == len(PLAIN) + 2
     assert [row.args for row in left] == [
         *([each] for each in NOT_PLAIN),
+        [None, "a"],
         ["x" * 600, "y" * 600],
         None,
     ]
