@@ -1,9 +1,9 @@
-"""A clock is off by an hour: the producer's, the worker's, or that of one node or all."""
+"""A clock is wrong: the producer's, the worker's, or that of one node or all."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
@@ -16,6 +16,10 @@ from tests.chaos.stage import Stage
 
 #: Seconds.
 HOUR: Final = 3600
+MINUTE: Final = 60
+
+#: Whose clock has to be off in which direction so that tasks seem to be early to the worker.
+PUT_BACK: Final = {("producer", "ahead"), ("worker", "behind")}
 
 
 class CrookedCluster(Cluster):
@@ -48,6 +52,9 @@ class CrookedCluster(Cluster):
 class ClocksOff(Scenario):
     """The clock of a producer, a worker, all nodes or one node of three is off by an hour.
 
+    If the worker's clock is behind the producer's, each task is late by the difference, once. The
+    cases take a minute for that, and not an hour.
+
     ``one-node``: the node is also killed and started again, so that queues change their leader
     from a clock to another.
     """
@@ -60,15 +67,20 @@ class ClocksOff(Scenario):
     tasks: int = 300
     minutes: float = 0.5
     whose: str = choice("producer", "worker", "broker", "one-node", help="whose clock it is")
-    off: str = choice("ahead", "behind", help="by an hour")
+    off: str = choice("ahead", "behind", help="in which direction")
+    seconds: int = choice(HOUR, MINUTE, help="by how many seconds", varied=False)
 
     def cluster(self, version: str) -> Cluster:
         wrong = {"broker": (0, 1, 2), "one-node": (self._victim,)}.get(self.whose, ())
         return CrookedCluster(version, self.nodes, wrong, self._seconds)
 
+    def allowed_late(self) -> Mapping[str, float]:
+        late = self.seconds if (self.whose, self.off) in PUT_BACK else 0
+        return {group: limit + late for group, limit in self.limits.items()}
+
     @property
     def _seconds(self) -> int:
-        return HOUR if self.off == "ahead" else -HOUR
+        return self.seconds if self.off == "ahead" else -self.seconds
 
     @property
     def _victim(self) -> int:
@@ -96,4 +108,8 @@ class ClocksOff(Scenario):
     def cases(cls) -> list[Scenario]:
         """Return everybody's clock, ahead and behind."""
         whose = ("producer", "worker", "broker", "one-node")
-        return [cls(whose=each, off=off) for each in whose for off in ("ahead", "behind")]
+        return [
+            cls(whose=each, off=off, seconds=MINUTE if (each, off) in PUT_BACK else HOUR)
+            for each in whose
+            for off in ("ahead", "behind")
+        ]
