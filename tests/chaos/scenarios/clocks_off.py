@@ -18,8 +18,11 @@ from tests.chaos.stage import Stage
 HOUR: Final = 3600
 MINUTE: Final = 60
 
-#: Whose clock has to be off in which direction so that tasks seem to be early to the worker.
-PUT_BACK: Final = {("producer", "ahead"), ("worker", "behind")}
+#: Whose clock has to be off in which direction so that tasks are late by the difference.
+LATE: Final = {("producer", "ahead"), ("worker", "behind"), ("one-node", "ahead")}
+
+#: The default of ``rabbitdelay_early``, in seconds.
+TOLERATED: Final = 1.0
 
 
 class CrookedCluster(Cluster):
@@ -52,11 +55,14 @@ class CrookedCluster(Cluster):
 class ClocksOff(Scenario):
     """The clock of a producer, a worker, all nodes or one node of three is off by an hour.
 
-    If the worker's clock is behind the producer's, each task is late by the difference, once. The
-    cases take a minute for that, and not an hour.
+    If the worker's clock is behind the producer's, each task is late by the difference, once.
 
     ``one-node``: the node is also killed and started again, so that queues change their leader
-    from a clock to another.
+    from a clock to another. A message that entered a queue by a clock that is ahead is late by the
+    difference. By a clock that is behind, it leaves early, and the worker puts it back, unless that
+    is by less than ``rabbitdelay_early``.
+
+    The cases take a minute where tasks are late by the difference, and an hour elsewhere.
     """
 
     name: ClassVar[str] = "clock-off"
@@ -75,8 +81,13 @@ class ClocksOff(Scenario):
         return CrookedCluster(version, self.nodes, wrong, self._seconds)
 
     def allowed_late(self) -> Mapping[str, float]:
-        late = self.seconds if (self.whose, self.off) in PUT_BACK else 0
+        if self.whose == "one-node":
+            return {}  # a node is killed
+        late = self.seconds if (self.whose, self.off) in LATE else 0
         return {group: limit + late for group, limit in self.limits.items()}
+
+    def allowed_early(self) -> float:
+        return TOLERATED if self.whose == "one-node" else 0.0
 
     @property
     def _seconds(self) -> int:
@@ -109,7 +120,7 @@ class ClocksOff(Scenario):
         """Return everybody's clock, ahead and behind."""
         whose = ("producer", "worker", "broker", "one-node")
         return [
-            cls(whose=each, off=off, seconds=MINUTE if (each, off) in PUT_BACK else HOUR)
+            cls(whose=each, off=off, seconds=MINUTE if (each, off) in LATE else HOUR)
             for each in whose
             for off in ("ahead", "behind")
         ]
