@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 from uuid import uuid4
 
@@ -65,6 +65,10 @@ class Stream:
     def places(self) -> tuple[str, ...]:
         """The queues at which each task has to arrive."""
         return tuple(self.fanout[1]) if self.fanout else (self.queue,)
+
+    def shortened(self, count: int) -> Stream:
+        """Return a stream of this pace with so many tasks."""
+        return replace(self, count=count, seconds=self.seconds * count / self.count)
 
     def tasks(self) -> Iterator[tuple[Sent, float]]:
         """Yield each task when its time has come, with its delay."""
@@ -131,11 +135,31 @@ def send_tasks(app: Celery, stream: Stream, notes: Notes) -> None:
 
 
 def send_rows(app: Celery, stream: Stream, notes: Notes) -> None:
-    """Send by one ``send_many``; only its end says what is confirmed."""
+    """Send by ``send_many``, again and again until as many rows are confirmed as the stream has.
+
+    Another row, with an id of its own, takes the place of each that is not confirmed. No id is sent
+    twice, so a task that starts although its error says that it cannot have arrived is seen.
+    """
+    missing, tasks = stream.count, stream.tasks()
+    while missing:
+        confirmed, took_all = send_rows_once(app, stream, tasks, notes)
+        missing -= confirmed
+        if took_all:
+            tasks = stream.shortened(missing).tasks()
+
+
+def send_rows_once(
+    app: Celery, stream: Stream, tasks: Iterator[tuple[Sent, float]], notes: Notes
+) -> tuple[int, bool]:
+    """Send by one ``send_many``; only its end says what is confirmed.
+
+    Returns:
+        How many rows are confirmed, and whether it took all of them.
+    """
     ids: list[str] = []
 
     def rows() -> Iterator[Row]:
-        for sent, delay in stream.tasks():
+        for sent, delay in tasks:
             ids.append(sent.id)
             notes.begin(sent)
             yield Row(delay=delay, task_id=sent.id)
@@ -148,17 +172,18 @@ def send_rows(app: Celery, stream: Stream, notes: Notes) -> None:
         )
     except RowsNotConfirmed as failed:
         errors, rest = failed.errors, failed.rest
+    if rest is not None:
+        errors |= {number: NotTaken() for number in range(rest, len(ids))}
     for number, identity in enumerate(ids):
         if number in errors:
             notes.end(identity, "raised", errors[number])
-        elif rest is not None and number >= rest:
-            notes.end(identity, "raised", NotTaken())
         else:
             notes.end(identity, "confirmed")
+    return len(ids) - len(errors), rest is None
 
 
 class NotTaken(Exception):
-    """``send_many`` gave up before it sent this row."""
+    """``send_many`` gave up before it took this row."""
 
     may_have_arrived = False
 

@@ -81,6 +81,14 @@ class Scenario(ABC):
     def play(self, stage: Stage) -> None:
         """Send, make trouble, and end it."""
 
+    def allowed_late(self) -> Mapping[str, float]:
+        """Return :attr:`limits`, or others if the choices make tasks late."""
+        return self.limits
+
+    def allowed_early(self) -> float:
+        """Return :attr:`tolerated_early`, or more if the choices make tasks early."""
+        return self.tolerated_early
+
     @classmethod
     def cases(cls) -> list[Scenario]:
         """Return what ``make chaos`` plays: each choice of each field in turn."""
@@ -184,7 +192,7 @@ def play(scenario: Scenario, version: str) -> Outcome:
         whereabouts = stage.whereabouts()
         # Last, because the workers have gone on until they were ended.
         ledger = stage.ledger()
-    verdict = judge(ledger, whereabouts, scenario.limits, scenario.tolerated_early)
+    verdict = judge(ledger, whereabouts, scenario.allowed_late(), scenario.allowed_early())
     return Outcome(str(scenario), reported, verdict, whereabouts, ledger.ended)
 
 

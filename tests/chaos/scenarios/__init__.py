@@ -12,7 +12,7 @@ from tests.chaos.scenarios.full_destination import FullDestination
 from tests.chaos.scenarios.host_away import HostAway
 from tests.chaos.scenarios.node_crash import NodeCrash
 from tests.chaos.scenarios.partition import Partition
-from tests.chaos.scenarios.policies import Policies
+from tests.chaos.scenarios.policies import GuardedPolicies, Policies
 from tests.chaos.scenarios.processes_killed import ProcessesKilled
 from tests.chaos.scenarios.quorum_lost import QuorumLost
 from tests.chaos.scenarios.redis_away import RedisAway
@@ -28,6 +28,7 @@ SCENARIOS: Final[dict[str, type[Scenario]]] = {
         HostAway,
         QuorumLost,
         Policies,
+        GuardedPolicies,
         Freeze,
         RollingRestart,
         Alarm,

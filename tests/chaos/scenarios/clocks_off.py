@@ -1,9 +1,9 @@
-"""A clock is off by an hour: the producer's, the worker's, or that of one node or all."""
+"""A clock is wrong: the producer's, the worker's, or that of one node or all."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
@@ -16,6 +16,13 @@ from tests.chaos.stage import Stage
 
 #: Seconds.
 HOUR: Final = 3600
+MINUTE: Final = 60
+
+#: Whose clock has to be off in which direction so that tasks are late by the difference.
+LATE: Final = {("producer", "ahead"), ("worker", "behind"), ("one-node", "ahead")}
+
+#: The default of ``rabbitdelay_early``, in seconds.
+TOLERATED: Final = 1.0
 
 
 class CrookedCluster(Cluster):
@@ -48,8 +55,14 @@ class CrookedCluster(Cluster):
 class ClocksOff(Scenario):
     """The clock of a producer, a worker, all nodes or one node of three is off by an hour.
 
+    If the worker's clock is behind the producer's, each task is late by the difference, once.
+
     ``one-node``: the node is also killed and started again, so that queues change their leader
-    from a clock to another.
+    from a clock to another. A message that entered a queue by a clock that is ahead is late by the
+    difference. By a clock that is behind, it leaves early, and the worker puts it back, unless that
+    is by less than ``rabbitdelay_early``.
+
+    The cases take a minute where tasks are late by the difference, and an hour elsewhere.
     """
 
     name: ClassVar[str] = "clock-off"
@@ -60,15 +73,25 @@ class ClocksOff(Scenario):
     tasks: int = 300
     minutes: float = 0.5
     whose: str = choice("producer", "worker", "broker", "one-node", help="whose clock it is")
-    off: str = choice("ahead", "behind", help="by an hour")
+    off: str = choice("ahead", "behind", help="in which direction")
+    seconds: int = choice(HOUR, MINUTE, help="by how many seconds", varied=False)
 
     def cluster(self, version: str) -> Cluster:
         wrong = {"broker": (0, 1, 2), "one-node": (self._victim,)}.get(self.whose, ())
         return CrookedCluster(version, self.nodes, wrong, self._seconds)
 
+    def allowed_late(self) -> Mapping[str, float]:
+        if self.whose == "one-node":
+            return {}  # a node is killed
+        late = self.seconds if (self.whose, self.off) in LATE else 0
+        return {group: limit + late for group, limit in self.limits.items()}
+
+    def allowed_early(self) -> float:
+        return TOLERATED if self.whose == "one-node" else 0.0
+
     @property
     def _seconds(self) -> int:
-        return HOUR if self.off == "ahead" else -HOUR
+        return self.seconds if self.off == "ahead" else -self.seconds
 
     @property
     def _victim(self) -> int:
@@ -96,4 +119,8 @@ class ClocksOff(Scenario):
     def cases(cls) -> list[Scenario]:
         """Return everybody's clock, ahead and behind."""
         whose = ("producer", "worker", "broker", "one-node")
-        return [cls(whose=each, off=off) for each in whose for off in ("ahead", "behind")]
+        return [
+            cls(whose=each, off=off, seconds=MINUTE if (each, off) in LATE else HOUR)
+            for each in whose
+            for off in ("ahead", "behind")
+        ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from tests.chaos.application import PREFIX
 from tests.chaos.producing import Stream
 from tests.chaos.scenario import SOUND, Scenario, choice
 from tests.chaos.stage import Stage
@@ -16,6 +17,9 @@ POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "max-length": {"max-length": 10},
     "expires": {"expires": 5000},
 }
+
+#: The policy for the levels in docs/how-to/broker_settings.md, which leaves no room for another.
+GUARD: Final = ("--priority", "1000", "guard", rf"^{PREFIX}\.", '{"overflow": "reject-publish"}')
 
 #: Seconds that the policy stays.
 FOR: Final = 40.0
@@ -41,8 +45,12 @@ class Policies(Scenario):
     tasks: int = 120
     policy: str = choice(*POLICIES, help="what the policy says")
 
+    def prepare(self, stage: Stage) -> None:
+        """Called before anything is declared or sent."""
+
     def play(self, stage: Stage) -> None:
         ctl = stage.cluster.running.ctl
+        self.prepare(stage)
         stage.worker(SOUND)
         definition = json.dumps(POLICIES[self.policy])
         with stage.trouble(f"policy {definition}"):
@@ -51,3 +59,15 @@ class Policies(Scenario):
             stage.pause(FOR)
             ctl("clear_policy", "chaos")
         stage.send(Stream("after", SOUND, 20, delays=(3.0, 6.0)), wait=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardedPolicies(Policies):
+    """The same, but a policy of a higher priority keeps it away from the levels: nobody notices."""
+
+    name: ClassVar[str] = "policies-guarded"
+    limits: ClassVar[Mapping[str, float]] = {SOUND: 2.0, "after": 2.0}
+    tolerated_early: ClassVar[float] = 0.0
+
+    def prepare(self, stage: Stage) -> None:
+        stage.cluster.running.ctl("set_policy", *GUARD, "--apply-to", "queues")
