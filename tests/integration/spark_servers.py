@@ -17,10 +17,26 @@ from tests.integration.worker import ShopProcess
 
 DEPLOY: Final = "org.apache.spark.deploy"
 
+#: What Spark's log of events leaves out of the commands of clients of Spark Connect.
+CONNECT_PASSWORDS: Final = r'(?i)key: "\w*password"\s+value: "[^"]*"'
+
 
 def spark_program(name: str) -> str:
     """Return the path of a program of Spark, such as ``spark-submit``."""
     return str(Path(pyspark.__file__).parent / "bin" / name)
+
+
+def _spark_home(folder: Path) -> Path:
+    """Return a home of Spark whose files are those of PySpark.
+
+    The workers of ``local-cluster`` write into the home, which is the folder of PySpark by default.
+    """
+    home = folder / "spark"
+    if not home.exists():
+        home.mkdir()
+        for each in Path(pyspark.__file__).parent.iterdir():
+            (home / each.name).symlink_to(each)
+    return home
 
 
 def spark_environment(folder: Path, settings: dict[str, Any] | None = None) -> dict[str, str]:
@@ -36,11 +52,16 @@ def spark_environment(folder: Path, settings: dict[str, Any] | None = None) -> d
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": str(REPOSITORY),
         "SPARK_LOCAL_DIRS": str(folder),
-        # By default in the folder of PySpark itself.
+        "SPARK_HOME": str(_spark_home(folder)),
         "SPARK_WORKER_DIR": str(folder / "work"),
         "TMPDIR": str(folder),
         "JAVA_TOOL_OPTIONS": java_options(folder),
     }
+
+
+def configured(settings: Mapping[str, str]) -> list[str]:
+    """Return the arguments that give settings to ``spark-submit``."""
+    return [each for name, value in settings.items() for each in ("--conf", f"{name}={value}")]
 
 
 class SparkServer(Server):
@@ -116,7 +137,12 @@ class ConnectServer(SparkServer):
 
     Args:
         settings: Those of the application.
+        spark: Those of Spark.
     """
+
+    def __init__(self, settings: dict[str, Any], spark: Mapping[str, str]) -> None:
+        super().__init__(settings)
+        self._spark = spark
 
     @property
     def url(self) -> str:
@@ -124,16 +150,19 @@ class ConnectServer(SparkServer):
         return f"sc://127.0.0.1:{self.port}"
 
     def _command(self) -> list[str]:
-        settings: Mapping[str, str] = {
+        settings = {
             "spark.connect.grpc.binding.address": "127.0.0.1",
             "spark.connect.grpc.binding.port": str(self.port),
             "spark.driver.host": "127.0.0.1",
             "spark.sql.warehouse.dir": str(self.folder / "warehouse"),
             "spark.ui.enabled": "false",
+            # Spark would show the text of each command, with the values of all options.
+            "spark.sql.redaction.string.regex": CONNECT_PASSWORDS,
+            **self._spark,
         }
         return [
             *(spark_program("spark-submit"), "--master", "local[2]"),
-            *(each for name, value in settings.items() for each in ("--conf", f"{name}={value}")),
+            *configured(settings),
             *("--class", "org.apache.spark.sql.connect.service.SparkConnectServer"),
             "spark-internal",
         ]
