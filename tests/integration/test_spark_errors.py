@@ -47,7 +47,7 @@ def spark(settings: dict[str, dict[str, Any]]) -> Iterator[SparkSession]:
 @pytest.fixture(scope="module")
 def declared(settings: dict[str, dict[str, Any]]) -> None:
     """The levels and the queues of all applications but one are there."""
-    app = make_app(settings["good"])
+    app: Any = make_app(settings["good"])
     app.tasks["look"].apply_async(delay=0.1)
     app.close()
 
