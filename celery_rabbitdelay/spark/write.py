@@ -85,6 +85,10 @@ class _Write:
                 self._open(app, job)
             sender = PartitionSender(app, columns, self._options, ids, job, partition)
             return sender.send(columns.taken(given, in_batches))
+        except Exception as error:
+            # Spark shows the text of the Python error, which says nothing about the partition.
+            error.add_note(f"This was partition {partition} of the write.")
+            raise
         finally:
             # In order: Spark ends its Python processes without a word.
             app.rabbitdelay.close()

@@ -1,8 +1,8 @@
-"""A Spark program that writes tasks and is killed before Spark commits.
+"""A Spark program that writes tasks and is killed before it commits.
 
-``python -m tests.integration.spark_program KEY ROWS DELAY``. Its application, which Spark's Python
-processes import from here, stops for good where Spark is about to commit: it is imported for the
-second time then by a process that runs no task of Spark's.
+``python -m tests.integration.spark_program KEY ROWS DELAY``. Spark's Python processes import its
+application from here. It pauses for good where Spark has just asked for the commit, which it does
+when all its tasks have ended, and before the registry hears of it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import os
 import signal
 import sys
 from pathlib import Path
-
-from pyspark import TaskContext
+from typing import Any
 
 from tests.integration.shop import make_app
 
-#: Names the file that counts the processes.
-COUNTED_IN = "SPARK_PROGRAM_COUNTS"
+#: The environment variable that names the file which says that it pauses.
+COMMITS = "SPARK_PROGRAM_COMMITS"
 
-if __name__ != "__main__" and COUNTED_IN in os.environ:
-    if TaskContext.get() is None:
-        counted = Path(os.environ[COUNTED_IN])
-        with counted.open("a") as file:
-            file.write("x")
-        if counted.stat().st_size >= 2:
-            signal.pause()
+if __name__ != "__main__" and COMMITS in os.environ:
     app = make_app(json.loads(os.environ["SHOP"]))
+
+    def _pause(job: str) -> None:
+        Path(os.environ[COMMITS]).touch()
+        signal.pause()
+
+    delays: Any = app.rabbitdelay
+    delays.commit_job = _pause
 
 
 def main() -> None:

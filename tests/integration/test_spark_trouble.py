@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -17,12 +13,14 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
+from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
-from tests.integration.spark import REPOSITORY, spark_session
-from tests.integration.spark_program import COUNTED_IN
+from tests.integration.spark import spark_session
+from tests.integration.spark_killing import kill_when, start
+from tests.integration.spark_program import COMMITS
 from tests.integration.worker import ShopProcess, Worker
 
 APP = "tests.integration.shop:app"
@@ -93,6 +91,25 @@ def fails_half_way(frame: DataFrame, attempts: int) -> DataFrame:
     return frame.mapInArrow(failing, frame.schema)
 
 
+def waits_half_way(frame: DataFrame, waits: Path) -> DataFrame:
+    """The same rows; the first partition waits for good after most of them, and makes a file."""
+
+    def waiting(batches: Iterator[Any]) -> Iterator[Any]:
+        import signal
+
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        for number, batch in enumerate(batches):
+            if context.partitionId() == 0 and number * 10 == FAILS_AFTER:
+                waits.touch()
+                signal.pause()
+            yield batch
+
+    return frame.mapInArrow(waiting, frame.schema)
+
+
 def write(frame: DataFrame, **options: str) -> None:
     given = {"app": APP, "task": "note", **options}
     frame.write.format("rabbitdelay").mode("append").options(**given).save()
@@ -121,28 +138,71 @@ def test_a_write_that_fails_in_the_end_sends_no_row(
     assert noted() == [-1]
 
 
-@pytest.mark.timeout(300)
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
+    """This process is a driver, which finds the application where the executors do."""
+    monkeypatch.setattr("tests.integration.shop.app", shop, raising=False)
+    monkeypatch.setattr("celery_rabbitdelay.spark.application._applications", {})
+
+
+def send_with_dispatch(frame: DataFrame) -> None:
+    dispatch(frame, "note", app=APP)
+
+
+@pytest.mark.parametrize(
+    ("send", "cancel"),
+    [
+        (write, lambda spark: spark.sparkContext.cancelJobGroup("reminders")),
+        (write, lambda spark: spark.sparkContext.cancelAllJobs()),
+        (send_with_dispatch, lambda spark: spark.interruptAll()),
+    ],
+    ids=["a group", "all", "dispatch"],
+)
+def test_no_row_of_a_write_that_is_cancelled_runs(
+    spark: SparkSession,
+    shop: Any,
+    driver: None,
+    noted: Notes,
+    tmp_path: Path,
+    send: Callable[[DataFrame], None],
+    cancel: Callable[[SparkSession], None],
+) -> None:
+    waits = tmp_path / "waits"
+    frame = waits_half_way(rows(spark, noted), waits)
+
+    def cancel_half_way() -> None:
+        wait_for(waits.exists, "half of the rows", PATIENCE)
+        cancel(spark)
+
+    # In a thread of its own, PySpark does not find a format that is written in Python.
+    user = Thread(target=cancel_half_way)
+    spark.sparkContext.setJobGroup("reminders", "tasks", interruptOnCancel=True)
+    user.start()
+    try:
+        # Of PySpark, or of its bridge to Java.
+        with pytest.raises(Exception, match="cancelled"):
+            send(frame)
+    finally:
+        user.join()
+        of_no_group: Any = None
+        spark.sparkContext.setLocalProperty("spark.jobGroup.id", of_no_group)
+    wait_for_a_later_task(shop, noted)
+    assert noted() == [-1]
+
+
+@pytest.mark.timeout(500)
 def test_a_driver_that_is_killed_before_the_commit_sends_no_row_and_the_next_run_sends_each_once(
     spark: SparkSession, settings: dict[str, Any], shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
-    counts = tmp_path / "counts"
-    environment = {**os.environ, **ShopProcess.environment(settings), COUNTED_IN: str(counts)}
-    environment["TMPDIR"] = str(tmp_path)
-    arguments = [noted.key, str(ROWS), str(DELAY)]
-    program = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.spark_program", *arguments],
-        cwd=REPOSITORY,
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+    commits = tmp_path / "commits"
+    program = start(
+        "tests.integration.spark_program",
+        *(noted.key, str(ROWS), str(DELAY)),
+        settings=settings,
+        folder=tmp_path,
+        **{COMMITS: str(commits)},
     )
-    try:
-        wait_for(lambda: counts.exists() and counts.stat().st_size >= 2, "the commit", 120)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-        program.wait()
+    kill_when(program, commits.exists, "the commit", tmp_path / "program.log")
     write(rows(spark, noted))
     wait_for(lambda: len(set(noted())) >= ROWS, "the tasks of the second run", PATIENCE)
     wait_for_a_later_task(shop, noted)

@@ -1,0 +1,214 @@
+"""Programs that only name the format: by ``spark-submit`` on executors of their own, by Connect."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import pytest
+
+from celery_rabbitdelay.testing import RedisServer, wait_for
+from tests.integration.conftest import small_configuration
+from tests.integration.notes import Notes
+from tests.integration.shop import PATIENCE, make_app
+from tests.integration.spark_killing import STARTED
+from tests.integration.spark_servers import (
+    ConnectServer,
+    configured,
+    spark_environment,
+    spark_program,
+)
+from tests.integration.worker import Worker
+
+ROWS = 200
+
+#: A password that is wrong, and that no log may hold.
+SECRET = "opensesame"
+
+#: Each task is given its row's number, and the id of the process that has read the row. First come
+#: two writes with a wrong password.
+PROGRAM = """
+import os
+import sys
+from pyspark.sql import SparkSession
+
+spark = SparkSession.builder.getOrCreate()
+rows = spark.sql(
+    "select array(string(id), java_method('java.lang.ProcessHandle', 'current')) args, "
+    f"named_struct('key', '{sys.argv[1]}') kwargs, 1D delay from range(0, ROWS, 1, 4)"
+)
+broker, registry, secret = sys.argv[2], sys.argv[3], os.environ["SECRET"]
+for wrong in (
+    {"broker": broker, "brokerPassword": secret},
+    {"broker": broker, "brokerPassword": "guest", "registry": registry, "registryPassword": secret},
+):
+    try:
+        rows.write.format("rabbitdelay").mode("append").options(task="note", **wrong).save()
+    except Exception as error:
+        print("FAILED", error)
+options = {"app": "tests.integration.shop:app", "task": "note", "idColumn": "args"}
+rows.write.format("rabbitdelay").mode("append").options(**options).save()
+spark.stop()
+""".replace("ROWS", str(ROWS))
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> dict[str, Any]:
+    return {
+        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        "rabbitdelay_registry_url": registry.url,
+    }
+
+
+@pytest.fixture(scope="module")
+def shop(settings: dict[str, Any]) -> Iterator[Any]:
+    app = make_app(settings)
+    with Worker(settings):
+        yield app
+    app.close()
+
+
+class Run(NamedTuple):
+    """A program that has run to its end.
+
+    Attributes:
+        process: The id of its process.
+        said: What it has printed.
+        processes: Which processes have read its rows.
+        files: What all files say that Spark has written.
+    """
+
+    process: int
+    said: str
+    processes: set[str]
+    files: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def run(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any], shop: Any
+) -> Callable[..., Run]:
+    """Runs the program, and waits for its tasks, each of which runs once."""
+
+    def run_program(command: list[str], environment: dict[str, str], written: Path) -> Run:
+        noted = Notes(shop)
+        program = tmp_path_factory.mktemp("program") / "remind.py"
+        program.write_text(PROGRAM)
+        broker = settings["broker_url"].replace(":guest@", "@")
+        arguments = [str(program), noted.key, broker, settings["rabbitdelay_registry_url"]]
+        process = subprocess.Popen(
+            [*command, *arguments],
+            env={**environment, "SECRET": SECRET},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        with process:
+            said, _ = process.communicate(timeout=STARTED)
+        assert process.returncode == 0, said
+        files = {
+            str(path): path.read_text(errors="replace")
+            for path in written.rglob("*")
+            if path.is_file()
+        }
+        wait_for(lambda: len(noted()) >= ROWS, "all tasks", PATIENCE)
+        given = noted.given()
+        noted.forget()
+        assert sorted(int(number) for number, _ in given) == [*range(ROWS)]
+        return Run(process.pid, said, {process for _, process in given}, files)
+
+    return run_program
+
+
+def logging(folder: Path) -> dict[str, str]:
+    """Return the settings with which Spark logs much, and writes a log of events."""
+    (folder / "events").mkdir()
+    return {
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": (folder / "events").as_uri(),
+        "spark.eventLog.compress": "false",
+        "spark.log.level": "INFO",
+    }
+
+
+@pytest.fixture(scope="module")
+def submitted(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any], run: Callable[..., Run]
+) -> Run:
+    """The program, by ``spark-submit``, with executors in processes of their own."""
+    folder = tmp_path_factory.mktemp("submitted")
+    wanted = {
+        # No task starts before both executors are there.
+        "spark.cores.max": "2",
+        "spark.scheduler.minRegisteredResourcesRatio": "1",
+        "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",
+        "spark.driver.host": "127.0.0.1",
+        "spark.ui.enabled": "false",
+        **logging(folder),
+    }
+    submit = [spark_program("spark-submit"), "--master", "local-cluster[2,1,1024]"]
+    return run([*submit, *configured(wanted)], spark_environment(folder, settings), folder)
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any], run: Callable[..., Run]
+) -> Iterator[tuple[Run, ConnectServer]]:
+    """The program, as a client of Spark Connect; and the server."""
+    folder = tmp_path_factory.mktemp("served")
+    with ConnectServer(settings, logging(folder)) as server:
+        client = {**spark_environment(folder), "SPARK_REMOTE": server.url}
+        # The client needs neither the application nor this package.
+        del client["PYTHONPATH"]
+        yield run([sys.executable], client, folder), server
+
+
+@pytest.mark.timeout(500)
+def test_a_submitted_file_that_names_the_format_sends_from_executors_of_their_own(
+    submitted: Run,
+) -> None:
+    assert len(submitted.processes) == 2
+    assert str(submitted.process) not in submitted.processes
+
+
+@pytest.mark.timeout(500)
+def test_a_wrong_password_is_in_no_error_and_in_no_log(submitted: Run) -> None:
+    assert "ACCESS_REFUSED" in submitted.said
+    assert submitted.said.count("FAILED") == 2
+    executors = [text for path, text in submitted.files.items() if path.endswith("stderr")]
+    events = [text for path, text in submitted.files.items() if "/events/" in path]
+    assert len(executors) == 2
+    assert "ACCESS_REFUSED" in "".join(executors)
+    assert "ACCESS_REFUSED" in "".join(events)
+    for text in (submitted.said, *submitted.files.values()):
+        assert SECRET not in text
+
+
+@pytest.mark.timeout(500)
+def test_a_client_of_spark_connect_names_the_format_and_the_server_sends(
+    served: tuple[Run, ConnectServer],
+) -> None:
+    program, server = served
+    assert program.processes == {str(server.pid)}
+
+
+@pytest.mark.timeout(500)
+def test_a_wrong_password_from_a_client_of_spark_connect_is_in_no_error_and_in_no_log(
+    served: tuple[Run, ConnectServer],
+) -> None:
+    program, server = served
+    assert "ACCESS_REFUSED" in program.said
+    events = [text for path, text in program.files.items() if "/events/" in path]
+    assert "ACCESS_REFUSED" in "".join(events)
+    for text in (program.said, server.log, *program.files.values()):
+        assert SECRET not in text
