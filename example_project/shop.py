@@ -12,10 +12,20 @@ from celery_rabbitdelay import Celery
 #: Where the mail provider takes mails.
 MAIL_GATEWAY_URL: Final = os.environ.get("MAIL_GATEWAY_URL", "http://127.0.0.1:8025/mails")
 
+#: The Redis that holds the registry (what waits, and what was written as a whole) and the results.
+REDIS_URL: Final = os.environ.get("SHOP_REDIS_URL", "redis://localhost")
+
 app = Celery("record_shop", broker=os.environ.get("CELERY_BROKER_URL", "amqp://"))
 
-# A worker acknowledges a task when it has ended. RabbitMQ redelivers the tasks of a killed worker.
-app.conf.update(task_acks_late=True, task_reject_on_worker_lost=True)
+app.conf.update(
+    # A worker acknowledges a task when it has ended. RabbitMQ redelivers the tasks of a killed one.
+    task_acks_late=True,
+    task_reject_on_worker_lost=True,
+    result_backend=REDIS_URL,
+    rabbitdelay_registry_url=REDIS_URL,
+    # The registry lists every reminder that waits.
+    rabbitdelay_track="all",
+)
 
 
 @app.task(autoretry_for=(OSError,), max_retries=10, retry_backoff=True, retry_jitter=False)

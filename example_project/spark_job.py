@@ -5,19 +5,15 @@ Run it with ``python -m example_project.spark_job``.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from pyspark.sql import DataFrame, Row, SparkSession, Window
+from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
-from celery_rabbitdelay import Report
-
-#: The orders of January 1997. The columns: the first character, counted from 1, and the width.
-ORDERS: Final = Path(__file__).parent / "data" / "cdnow_orders_1997_01.txt"
+#: All orders. The columns: the first character, counted from 1, and the width.
+ORDERS: Final = Path(__file__).parent / "data" / "cdnow_orders.txt.gz"
 COLUMNS: Final = {
     "customer_id": (2, 5),
     "ordered_on": (8, 8),
@@ -27,32 +23,32 @@ COLUMNS: Final = {
 ORDER_LINE: Final = r"^ \d{5} \d{8} "
 FIRST_DAY: Final = date(1997, 1, 1)
 
-#: Customers are asked for a review 14 days after an order of at least 15 dollars.
+#: Customers are asked for a review 14 days after an order.
 REMIND_AFTER: Final = timedelta(days=14)
-LEAST_DOLLARS: Final = 15
 
-#: The job replays January 1997 from now on, and a day lasts one second: 14 days become 14 s.
+#: This job is about the orders of January 1997, of at least 15 dollars.
+CHOSEN: Final = "ordered_on < date '1997-02-01' and dollars >= 15"
+
+#: It replays the month from now on, and a day lasts one second: 14 days become 14 s.
 REPLAYED_DAY: Final = timedelta(seconds=1)
+
+#: The tasks' ids are derived from it and from the orders: sent again, they are the same.
+JOB_ID: Final = "review-reminders"
 
 
 def main() -> None:
     """Run the job."""
     spark = SparkSession.builder.appName("reminders").getOrCreate()
-    orders = read_orders(spark).cache()
+    orders = read_orders(spark).where(CHOSEN).cache()
     print(f"{orders.count():,} reminders to send")
-    begins = datetime.now(UTC)
-
-    def send(partition: Iterable[Row]) -> None:
-        report = send_reminders(partition, begins)
-        print(f"{report.confirmed:,} reminders confirmed, in {report.messages:,} messages")
-
-    orders.foreachPartition(send)
+    send(reminders(orders, begins=datetime.now(UTC)))
+    print("RabbitMQ has confirmed all of them")
     spark.stop()
 
 
-def read_orders(spark: SparkSession) -> DataFrame:
-    """Read the orders that get a reminder, and number each customer's orders of a day."""
-    lines = spark.read.text(str(ORDERS)).where(F.col("value").rlike(ORDER_LINE))
+def read_orders(spark: SparkSession, path: Path = ORDERS) -> DataFrame:
+    """Read orders, and number each customer's orders of a day."""
+    lines = spark.read.text(str(path)).where(F.col("value").rlike(ORDER_LINE))
     fields = {name: F.trim(F.substring("value", *columns)) for name, columns in COLUMNS.items()}
     texts = lines.select(*(text.alias(name) for name, text in fields.items()))
     days = Window.partitionBy("customer_id", "ordered_on").orderBy("number_of_cds", "dollars")
@@ -62,33 +58,38 @@ def read_orders(spark: SparkSession) -> DataFrame:
         F.to_date("ordered_on", "yyyyMMdd").alias("ordered_on"),
         F.col("number_of_cds").cast("int").alias("number_of_cds"),
         F.col("dollars").cast("decimal(8,2)").alias("dollars"),
-    ).where(F.col("dollars") >= LEAST_DOLLARS)
+    )
 
 
-def send_reminders(orders: Iterable[Row], begins: datetime) -> Report:
-    """Send the reminders of one partition; RabbitMQ has confirmed all of them on return."""
-    # Executors import the application, which then has a connection of its own in each of them.
-    from example_project.shop import app, remind
+def reminders(orders: DataFrame, begins: datetime, day: timedelta = REPLAYED_DAY) -> DataFrame:
+    """Return a row for each order: the arguments of its task, and the instant at which it is due.
 
-    return app.rabbitdelay.send_many(remind, reminders(orders, begins))
-
-
-def reminders(orders: Iterable[Row], begins: datetime) -> Iterator[dict[str, Any]]:
-    """Yield a row of ``send_many`` for each order; its task id is the same at every attempt."""
-    for order in orders:
-        yield {
-            "args": (order.order_id, order.customer_id, order.number_of_cds),
-            "eta": remind_at(order, begins),
-            "task_id": f"reminder-{order.order_id}",
-        }
-
-
-def remind_at(order: Row, begins: datetime) -> datetime:
-    """Return when to send an order's reminder if January 1997 is replayed from ``begins`` on."""
+    Args:
+        orders: The orders.
+        begins: When the replay of 1 January 1997 begins.
+        day: How long a replayed day lasts.
+    """
     # The data has no time of day, so one is derived from the order's id.
-    time_of_day = timedelta(days=zlib.crc32(order.order_id.encode()) / 2**32)
-    delay: timedelta = order.ordered_on - FIRST_DAY + time_of_day + REMIND_AFTER
-    return begins + delay / timedelta(days=1) * REPLAYED_DAY
+    time_of_day = F.crc32(F.col("order_id").cast("binary")) / 2**32
+    days = F.datediff("ordered_on", F.lit(FIRST_DAY)) + REMIND_AFTER.days + time_of_day
+    microseconds = round(begins.timestamp() * 1e6) + days * (day / timedelta(microseconds=1))
+    eta = F.timestamp_micros(microseconds.cast("long")).alias("eta")
+    return orders.select("order_id", "customer_id", "number_of_cds", eta)
+
+
+def send(reminders: DataFrame, app: str = "example_project.shop:app", tolerance: float = 0) -> None:
+    """Send the reminders; on return, RabbitMQ has confirmed all of them, and they may run."""
+    (
+        reminders.write.format("rabbitdelay")
+        .mode("append")
+        .option("app", app)
+        .option("task", "example_project.shop.remind")
+        .option("kwargsFromColumns", True)
+        .option("jobId", JOB_ID)
+        .option("idColumn", "order_id")
+        .option("tolerance", tolerance)
+        .save()
+    )
 
 
 if __name__ == "__main__":

@@ -34,11 +34,15 @@ class Dispatch(NamedTuple):
 
     Attributes:
         orders: How many orders it read.
-        seconds: How long sending their reminders took.
+        seconds: How long writing their reminders took.
+        listed: How many of these the registry listed as waiting then.
+        messages: In how many messages they waited, as RabbitMQ counted the delay queues.
     """
 
     orders: int
     seconds: float
+    listed: int
+    messages: int
 
 
 class Journal:
@@ -52,20 +56,17 @@ class Journal:
     def __init__(self, redis: Redis, prefix: str) -> None:
         self._redis = redis
         self._sent = f"{prefix}:journal:sent"
-        self._messages = f"{prefix}:journal:messages"
         self._starts = f"{prefix}:journal:starts"
         self._dispatch = f"{prefix}:journal:dispatch"
 
-    def write_sent(self, due_ms: Mapping[str, int], messages: int) -> None:
+    def write_sent(self, due_ms: Mapping[str, int]) -> None:
         """RabbitMQ has confirmed the reminders of some orders.
 
         Args:
             due_ms: When each of them is due, in milliseconds since 1970-01-01 UTC, by order.
-            messages: How many messages hold them.
         """
         if due_ms:
             self._redis.hset(self._sent, mapping={order: str(due) for order, due in due_ms.items()})
-        self._redis.incrby(self._messages, messages)
 
     def write_start(self, start: Start) -> None:
         """A worker has begun."""
@@ -83,10 +84,6 @@ class Journal:
         """The orders whose reminders RabbitMQ has confirmed, and when each is due."""
         sent = self._redis.hgetall(self._sent)
         return {str(order_id): int(due_ms) for order_id, due_ms in sent.items()}
-
-    def messages(self) -> int:
-        """How many messages hold the confirmed reminders."""
-        return int(self._redis.get(self._messages) or 0)
 
     def starts(self) -> list[Start]:
         """Every start, in order."""

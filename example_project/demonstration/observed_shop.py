@@ -6,6 +6,7 @@ The worker and the Spark executors import this module instead of ``example_proje
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from celery import Task
@@ -15,7 +16,7 @@ from example_project.demonstration.journal import Journal, Start
 from example_project.demonstration.run import Run
 from example_project.shop import app, remind
 
-__all__ = ["app", "journal"]
+__all__ = ["app", "journal", "remind", "run"]
 
 run = Run.from_environment()
 
@@ -23,7 +24,6 @@ app.conf.update(
     # Servers that are not ours may hold the queues and keys of others.
     rabbitdelay_prefix=run.prefix,
     task_default_queue=run.queue,
-    result_backend=run.redis_url,
     result_backend_transport_options={"global_keyprefix": f"{run.prefix}:"},
     result_expires=3600,
     # Remote control would leave its exchanges behind.
@@ -34,10 +34,11 @@ journal = Journal(run.connect_redis(), run.prefix)
 
 
 @task_prerun.connect(sender=remind)
-def write_start(task: Task[..., None], args: tuple[str, str, int], **_: Any) -> None:
+def write_start(task: Task[..., None], kwargs: Mapping[str, Any], **_: Any) -> None:
     """Write into the journal that a reminder begins."""
     started_ms = time.time_ns() // 1_000_000
     request = task.request
     is_delayed = "rabbitdelay-due" in (request.headers or {})
     redelivered = bool((request.delivery_info or {}).get("redelivered"))
-    journal.write_start(Start(args[0], request.retries, is_delayed, started_ms, redelivered))
+    order_id = kwargs["order_id"]
+    journal.write_start(Start(order_id, request.retries, is_delayed, started_ms, redelivered))

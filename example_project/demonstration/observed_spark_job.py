@@ -5,38 +5,40 @@ A process of its own, as with ``spark-submit``; its Java process ends with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
 from example_project import spark_job
+from example_project.demonstration import observed_shop
 from example_project.demonstration.journal import Dispatch
+from example_project.demonstration.servers import count_in_levels
 
-__all__ = ["EXECUTORS", "NotAllConfirmed", "main", "send_and_write"]
+__all__ = ["EXECUTORS", "main"]
 
 #: How many executor processes send at the same time.
 EXECUTORS: Final = 2
 
 
-class NotAllConfirmed(Exception):
-    """The report of ``send_many`` has another number of confirmed rows than were given to it."""
-
-
 def main() -> None:
     """Run the job, with all of Spark's files in the current folder."""
-    from example_project.demonstration.observed_shop import journal
-
     spark = start_spark(Path.cwd())
     try:
-        orders = spark_job.read_orders(spark).cache()
+        orders = spark_job.read_orders(spark).where(spark_job.CHOSEN).cache()
         count = orders.count()
         begins = datetime.now(UTC)
-        orders.foreachPartition(lambda partition: send_and_write(partition, begins))
+        reminders = spark_job.reminders(orders, begins)
+        spark_job.send(reminders, app=f"{observed_shop.__name__}:app")
         seconds = (datetime.now(UTC) - begins).total_seconds()
-        journal.write_dispatch(Dispatch(count, seconds))
+        # A format returns nothing, so others say what was sent: the registry, and the broker.
+        listed = observed_shop.app.rabbitdelay.count(task=observed_shop.remind.name)
+        messages = count_in_levels(observed_shop.run)
+        due_ms = reminders.select("order_id", F.unix_millis("eta").alias("due_ms")).collect()
+        observed_shop.journal.write_sent({row.order_id: row.due_ms for row in due_ms})
+        observed_shop.journal.write_dispatch(Dispatch(count, seconds, listed, messages))
     finally:
         spark.stop()
 
@@ -62,32 +64,6 @@ def start_spark(folder: Path) -> SparkSession:
     spark = builder.config(map=settings).getOrCreate()
     spark.sparkContext.setLogLevel("WARN")
     return spark
-
-
-def send_and_write(orders: Iterable[Row], begins: datetime) -> None:
-    """Let the shop send the reminders of a partition, then note them as sent.
-
-    Raises:
-        NotAllConfirmed: The report does not count each reminder as confirmed.
-    """
-    # An executor imports it, and with it the shop; Spark cannot send it an application.
-    from example_project.demonstration.observed_shop import journal
-
-    due_ms: dict[str, int] = {}
-
-    def noted() -> Iterator[Row]:
-        for order in orders:
-            due_ms[order.order_id] = _milliseconds(spark_job.remind_at(order, begins))
-            yield order
-
-    report = spark_job.send_reminders(noted(), begins)
-    if report.confirmed != len(due_ms):
-        raise NotAllConfirmed(f"{report.confirmed:,} confirmed of {len(due_ms):,} reminders")
-    journal.write_sent(due_ms, report.messages)
-
-
-def _milliseconds(instant: datetime) -> int:
-    return int(instant.timestamp() * 1000)
 
 
 if __name__ == "__main__":

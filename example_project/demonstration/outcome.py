@@ -60,7 +60,6 @@ class Outcome:
         dispatch: What the Spark job says.
         sent: The orders whose reminders RabbitMQ has confirmed, and when the shop said that each
             is due, in milliseconds since 1970-01-01 UTC.
-        messages: How many messages held these reminders.
         starts: Every start of a task, in order.
         mails: How many mails went out, by order, as the gateway counts them.
         refused: How many attempts the gateway refused.
@@ -70,7 +69,6 @@ class Outcome:
 
     dispatch: Dispatch
     sent: Mapping[str, int]
-    messages: int
     starts: Sequence[Start]
     mails: Mapping[str, int]
     refused: int

@@ -17,7 +17,8 @@ def _counts(outcome: Outcome) -> str:
     away = (outcome.back_ms - kill.killed_ms) / 1000
     rows: list[tuple[str, int | str, str]] = [
         ("sent", len(outcome.sent), f"of {dispatch.orders:,} orders, in {dispatch.seconds:.1f} s"),
-        ("  in messages", outcome.messages, "a message carries what is due at the same tick"),
+        ("  listed in the registry", dispatch.listed, "as waiting, when Spark had ended"),
+        ("  in messages", dispatch.messages, "a message carries what is due at the same tick"),
         ("due before they could be sent", outcome.overdue, "sent without a delay"),
         ("waiting when the worker was killed", kill.waiting, ""),
         (

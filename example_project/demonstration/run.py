@@ -17,7 +17,7 @@ REDIS_URL: Final = "RABBITDELAY_REDIS_URL"
 
 #: What the processes of a run find in their environment.
 _RUN_NAME: Final = "RECORD_SHOP_RUN"
-_RUN_REDIS_URL: Final = "RECORD_SHOP_REDIS_URL"
+_RUN_REDIS_URL: Final = "SHOP_REDIS_URL"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Run:
     Attributes:
         name: Two runs of different names never meet, not even on the same servers.
         broker_url: RabbitMQ.
-        redis_url: Redis, for the journal and for Celery's results.
+        redis_url: Redis, for the registry, Celery's results and the journal.
         mail_gateway_url: Where the mail gateway takes mails.
     """
 
@@ -48,13 +48,13 @@ class Run:
         return {
             # The shop's own.
             "CELERY_BROKER_URL": self.broker_url,
+            _RUN_REDIS_URL: self.redis_url,
             "MAIL_GATEWAY_URL": self.mail_gateway_url,
             # Celery prefers this variable, which the terminal may have set, to its configuration.
             "CELERY_RESULT_BACKEND": self.redis_url,
             # The mails stay on this machine even where the terminal has set a proxy.
             "no_proxy": "127.0.0.1",
             _RUN_NAME: self.name,
-            _RUN_REDIS_URL: self.redis_url,
         }
 
     def connect_redis(self) -> Redis:

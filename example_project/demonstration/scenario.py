@@ -107,7 +107,6 @@ class Demonstration:
         return Outcome(
             dispatch=dispatch,
             sent=self._journal.sent(),
-            messages=self._journal.messages(),
             starts=self._journal.starts(),
             mails=self._gateway.mails(),
             refused=self._gateway.refused(),

@@ -1,1 +1,1 @@
-"""Tests of the record shop; none needs a server or Java."""
+"""Tests of the record shop; those of the pipelines start Spark, RabbitMQ, Redis and a worker."""

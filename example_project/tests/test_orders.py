@@ -1,30 +1,38 @@
-"""Orders, the rows that are sent for them, and the instants at which they are due."""
+"""Orders, the rows that are written for them, and the instants at which they are due."""
 
 from __future__ import annotations
 
+import gzip
 import re
-from collections.abc import Mapping
-from datetime import UTC, date, datetime, timedelta
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 import pytest
-from pyspark.sql import Row
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
 from example_project import spark_job
+from tests.integration.spark import spark_session
 
 BEGINS = datetime(2026, 1, 1, tzinfo=UTC)
-ORDER = {
-    "order_id": "00002-19970112-1",
-    "customer_id": "00002",
-    "ordered_on": date(1997, 1, 12),
-    "number_of_cds": 5,
-    "dollars": Decimal("77.00"),
-}
+DAY = timedelta(days=1)
 
 
-def order(**fields: object) -> Row:
-    """An order with some fields of its own."""
-    return Row(**{**ORDER, **fields})
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    with spark_session() as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def orders(spark: SparkSession) -> DataFrame:
+    return spark_job.read_orders(spark).cache()
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return gzip.decompress(spark_job.ORDERS.read_bytes()).decode().splitlines()
 
 
 def fields_of(line: str) -> Mapping[str, str]:
@@ -35,48 +43,60 @@ def fields_of(line: str) -> Mapping[str, str]:
     }
 
 
-def test_a_reminder_is_due_at_some_time_of_the_day_a_fortnight_after_the_order() -> None:
-    midnight = BEGINS + (11 + 14) * spark_job.REPLAYED_DAY
-    for number in range(100):
-        due = spark_job.remind_at(order(order_id=f"00002-19970112-{number}"), BEGINS)
-        assert midnight <= due < midnight + spark_job.REPLAYED_DAY
+def due(orders: DataFrame, day: timedelta) -> dict[str, timedelta]:
+    """When the reminders of the first three days are due after the replay's begin, by order."""
+    early = orders.where("ordered_on < date '1997-01-04'")
+    reminders = spark_job.reminders(early, BEGINS, day)
+    rows = reminders.select("order_id", F.unix_micros("eta")).collect()
+    begins = round(BEGINS.timestamp() * 1e6)
+    return {order: timedelta(microseconds=micros - begins) for order, micros in rows}
 
 
-def test_the_time_of_day_is_the_same_in_every_run_and_differs_between_orders() -> None:
-    due = spark_job.remind_at(order(), BEGINS)
-    assert due == spark_job.remind_at(order(), BEGINS)
-    assert due != spark_job.remind_at(order(order_id="00002-19970112-2"), BEGINS)
+def test_a_reminder_is_due_at_some_time_of_the_day_a_fortnight_after_the_order(
+    orders: DataFrame,
+) -> None:
+    found = due(orders, DAY)
+    assert len(found) > 500
+    for order, delay in found.items():
+        days = int(order.split("-")[1]) - 19970101
+        assert timedelta(days=days + 14) <= delay < timedelta(days=days + 15), order
 
 
-def test_a_day_lasts_as_long_as_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    shortly = spark_job.remind_at(order(), BEGINS) - BEGINS
-    monkeypatch.setattr(spark_job, "REPLAYED_DAY", timedelta(days=1))
-    really = spark_job.remind_at(order(), BEGINS) - BEGINS
-    assert timedelta(days=25) <= really < timedelta(days=26)
-    assert shortly / timedelta(seconds=1) == pytest.approx(really / timedelta(days=1))
+def test_the_time_of_day_is_the_same_in_every_run_and_differs_between_orders(
+    orders: DataFrame,
+) -> None:
+    found = due(orders, DAY)
+    assert found == due(orders.repartition(3), DAY)
+    assert len(set(found.values())) == len(found)
 
 
-def test_a_partition_that_spark_repeats_sends_the_same_rows_again() -> None:
-    orders = [order(order_id=f"00002-19970112-{number}") for number in range(10)]
-    sent = list(spark_job.reminders(orders, BEGINS))
-    assert sent == list(spark_job.reminders(orders, BEGINS))
-    assert len({row["task_id"] for row in sent}) == 10
+def test_a_day_lasts_as_long_as_the_caller_says(orders: DataFrame) -> None:
+    really = due(orders, DAY)
+    for order, delay in due(orders, timedelta(seconds=1)).items():
+        assert delay / timedelta(seconds=1) == pytest.approx(really[order] / DAY, abs=1e-6)
 
 
-def test_the_columns_cut_every_line_of_the_file_between_its_words() -> None:
-    _, *lines = spark_job.ORDERS.read_text().splitlines()
-    assert len(lines) == 8_928
-    for line in lines:
+def test_each_order_has_an_id_of_its_own(orders: DataFrame) -> None:
+    assert orders.select("order_id").distinct().count() == 69_659
+
+
+def test_the_columns_cut_every_line_of_the_file_between_its_words(lines: list[str]) -> None:
+    _, *orders = lines
+    assert len(orders) == 69_659
+    for line in orders:
         assert list(fields_of(line).values()) == line.split()
 
 
-def test_only_the_lines_with_an_order_look_like_one() -> None:
-    header, *lines = spark_job.ORDERS.read_text().splitlines()
+def test_only_the_lines_with_an_order_look_like_one(lines: list[str]) -> None:
+    header, *orders = lines
     assert not re.match(spark_job.ORDER_LINE, header)
-    assert all(re.match(spark_job.ORDER_LINE, line) for line in lines)
+    assert all(re.match(spark_job.ORDER_LINE, line) for line in orders)
 
 
-def test_the_orders_worth_a_reminder_are_as_many_as_the_readme_says() -> None:
-    _, *lines = spark_job.ORDERS.read_text().splitlines()
-    least = spark_job.LEAST_DOLLARS
-    assert sum(Decimal(fields_of(line)["dollars"]) >= least for line in lines) == 6_027
+def test_the_job_is_about_as_many_orders_as_the_readme_says(
+    orders: DataFrame, lines: list[str]
+) -> None:
+    january = [fields_of(line) for line in lines[1:] if "199701" in fields_of(line)["ordered_on"]]
+    assert len(january) == 8_928
+    worth = sum(Decimal(order["dollars"]) >= 15 for order in january)
+    assert worth == orders.where(spark_job.CHOSEN).count() == 6_027

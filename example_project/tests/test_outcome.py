@@ -12,9 +12,8 @@ from example_project.demonstration.report import table
 
 #: Order b was refused once; order c was running when the worker was killed, and ran again.
 GOOD = Outcome(
-    dispatch=Dispatch(orders=3, seconds=1.5),
+    dispatch=Dispatch(orders=3, seconds=1.5, listed=3, messages=2),
     sent={"a": 1_000, "b": 2_000, "c": 4_000},
-    messages=2,
     starts=[
         Start("a", 0, True, 1_050, False),
         Start("b", 0, True, 2_080, False),
@@ -58,7 +57,7 @@ def test_a_reminder_without_a_delay_has_no_lateness_and_is_counted() -> None:
     [
         (replace(GOOD, mails={"a": 1, "b": 1}), "1 reminders are lost"),
         (replace(GOOD, mails={"a": 1, "b": 2, "c": 1}), "1 orders were mailed more than once"),
-        (replace(GOOD, dispatch=Dispatch(4, 1.0)), "1 orders were not sent"),
+        (replace(GOOD, dispatch=Dispatch(4, 1.0, 3, 2)), "1 orders were not sent"),
         (
             replace(GOOD, starts=[Start("a", 0, True, 999, False), *GOOD.starts]),
             "a reminder was early",
@@ -66,7 +65,7 @@ def test_a_reminder_without_a_delay_has_no_lateness_and_is_counted() -> None:
         (replace(GOOD, sent={**GOOD.sent, "a": 1_051}), "a reminder was early"),
         (replace(GOOD, starts=GOOD.starts[1:]), "1 orders were mailed, and no start was seen"),
         (
-            replace(GOOD, starts=[], mails={}, sent={}, dispatch=Dispatch(0, 1.0)),
+            replace(GOOD, starts=[], mails={}, sent={}, dispatch=Dispatch(0, 1.0, 0, 0)),
             "no lateness was measured",
         ),
         (replace(GOOD, kill=Kill(4_030, 999, 999)), "only 999 reminders were waiting"),
@@ -85,7 +84,8 @@ def test_a_percentile_is_one_of_the_values() -> None:
 
 def test_the_table_shows_every_figure() -> None:
     shown = table(GOOD)
-    for figure in ("sent", "delivered", "duplicates", "lost", "retried", "redelivered", "p99"):
+    counted = ("sent", "listed", "messages", "delivered", "duplicates", "lost", "retried")
+    for figure in (*counted, "redelivered", "p99"):
         assert figure in shown
 
 

@@ -1,0 +1,7 @@
+"""Pipelines in Spark around the shop's reminders; each is one file and one command.
+
+``reminders`` sends them, ``forecast`` counts what is due when, ``lateness`` reports on what was
+delivered, and ``reconciliation`` finds what is missing and sends it again. ``replay`` has the
+options that they share, ``task_ids`` the ids of the reminders, and ``delivered_log`` is what the
+worker writes for ``lateness``.
+"""

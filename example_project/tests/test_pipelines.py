@@ -1,0 +1,282 @@
+"""The pipelines, on some of the orders: real Spark, a worker, RabbitMQ and Redis.
+
+What waits, waits for half an hour and longer, so that a slow machine changes nothing; what is to
+be delivered is due at once.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from amqp.exceptions import NotFound
+from celery.states import RETRY
+from kombu import Connection
+from pyspark.sql import SparkSession
+
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
+from example_project import shop as record_shop
+from example_project import spark_job
+from example_project.demonstration.gateway import MailGateway
+from example_project.demonstration.processes import ChildProcess
+from example_project.pipelines import forecast, lateness, reconciliation, reminders
+from example_project.pipelines.task_ids import task_id
+from tests.integration.spark import spark_session
+
+#: The tasks' queue: Celery's default.
+TASKS = "celery"
+
+#: Seconds; a machine that is busy with other things needs minutes for what takes seconds.
+PATIENCE = 240.0
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Gateway(MailGateway):
+    """A gateway that refuses the mails about some orders for as long as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unwanted: set[str] = set()
+
+    def send(self, order_id: str, idempotency_key: str) -> bool:
+        return order_id not in self.unwanted and super().send(order_id, idempotency_key)
+
+
+class Shop(NamedTuple):
+    """The shop, with all its servers.
+
+    Attributes:
+        gateway: Where its mails go to.
+        worker: Its worker.
+        log: The folder of the delivered log.
+    """
+
+    gateway: Gateway
+    worker: ChildProcess
+    log: Path
+
+    def delivered(self, orders: Mapping[str, str]) -> Counter[str]:
+        """How often the log says that these orders' reminders were delivered."""
+        lines = "".join(file.read_text() for file in self.log.glob("*.jsonl")).splitlines()
+        return Counter(
+            entry["order_id"]
+            for entry in map(json.loads, lines)
+            if entry["order_id"] in orders and entry["task_id"] == task_id(entry["order_id"])
+        )
+
+    def wait_for(self, orders: Mapping[str, str]) -> None:
+        """Wait until all of these orders' reminders are delivered."""
+        wait_for(lambda: len(self.delivered(orders)) == len(orders), "the reminders", PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    folder = tmp_path_factory.mktemp("shop")
+    log = folder / "delivered"
+    gateway = Gateway()
+    with ExitStack() as stack:
+        broker = stack.enter_context(RabbitMQServer())
+        redis = stack.enter_context(RedisServer())
+        environment = {
+            "CELERY_BROKER_URL": broker.url,
+            "SHOP_REDIS_URL": redis.url,
+            "MAIL_GATEWAY_URL": stack.enter_context(gateway.served()),
+            "SHOP_DELIVERED_LOG": str(log),
+            "no_proxy": "127.0.0.1",
+            "C_FORCE_ROOT": "1",
+        }
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        # The pipelines' own process has imported the shop already.
+        record_shop.app.conf.update(
+            broker_url=broker.url, result_backend=redis.url, rabbitdelay_registry_url=redis.url
+        )
+        stack.callback(record_shop.app.close)
+        celery = ["celery", "-A", "example_project.shop", "worker", "--concurrency", "4"]
+        included = ["-I", "example_project.pipelines.delivered_log", "--loglevel", "WARNING"]
+        worker = ChildProcess("worker", [*celery, *included], folder, environment)
+        yield Shop(gateway, stack.enter_context(worker), log)
+
+
+@pytest.fixture(scope="module")
+def spark(shop: Shop) -> Iterator[SparkSession]:
+    with spark_session({"PYSPARK_PYTHON": sys.executable}) as session:
+        yield session
+
+
+@pytest.fixture
+def orders_of(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Writes orders of some days into ``orders.txt``; each test uses other days."""
+
+    def write(*days: str) -> dict[str, str]:
+        header, *lines = gzip.decompress(spark_job.ORDERS.read_bytes()).decode().splitlines()
+        # One a customer and day: the number within the day is always 1.
+        first = {line[:15]: line for line in lines if line[7:15] in days}
+        (tmp_path / "orders.txt").write_text("\r\n".join([header, *first.values(), ""]))
+        return {f"{line[1:6]}-{line[7:15]}-1": line[7:15] for line in first.values()}
+
+    return write
+
+
+def replay(folder: Path, day: str, due_in: timedelta = timedelta()) -> list[str]:
+    """The options of a replay, a minute a day, in which a day's first reminder is due so soon."""
+    days = datetime.strptime(f"{day}Z", "%Y%m%d%z").date() - spark_job.FIRST_DAY
+    after = (days + spark_job.REMIND_AFTER).days * timedelta(minutes=1)
+    begins = (datetime.now(UTC) - after + due_in).isoformat()
+    return ["--orders", str(folder / "orders.txt"), "--begins", begins]
+
+
+def in_queues() -> dict[str, int]:
+    """How many messages are ready in each queue of the levels, and in the tasks' own."""
+    names = [queue.name for queue in record_shop.app.rabbitdelay.topology.digit_queues]
+    found = {}
+    with Connection(os.environ["CELERY_BROKER_URL"]) as connection:
+        for name in [*names, TASKS]:
+            with connection.channel() as opened, suppress(NotFound):
+                channel: Any = opened
+                found[name] = channel.queue_declare(name, passive=True).message_count
+    return {name: messages for name, messages in found.items() if messages}
+
+
+def lose(queues: list[str]) -> None:
+    """Delete queues of the levels with all that they hold."""
+    with Connection(os.environ["CELERY_BROKER_URL"]) as connection:
+        channel: Any = connection.default_channel
+        for queue in queues:
+            channel.queue_delete(queue)
+
+
+def states(printed: str) -> dict[str, int]:
+    """What the reconciliation has printed about the orders."""
+    counts = {}
+    for line in printed.splitlines():
+        number, _, state = line.strip().partition(" ")
+        if state in reconciliation.STATES:
+            counts[state] = int(number.replace(",", ""))
+    return {state: number for state, number in counts.items() if number}
+
+
+def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
+    spark: SparkSession,
+    shop: Shop,
+    orders_of: Callable[..., dict[str, str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    orders = orders_of("19970301")
+    options = [*replay(tmp_path, "19970301"), "--day", "0.1", "--tolerance", "1"]
+    for _ in range(2):
+        reminders.main(options)
+    shop.wait_for(orders)
+    wait_for(lambda: not in_queues(), "no messages", PATIENCE)
+    shop.worker.stop()  # it ends the tasks that it has received
+    shop.worker.start()
+    assert shop.delivered(orders) == dict.fromkeys(orders, 1)
+    assert shop.gateway.mails() == dict.fromkeys(orders, 1)
+
+    capsys.readouterr()
+    lateness.main(["--log", str(shop.log)])
+    printed = capsys.readouterr().out
+    assert f"{len(orders):,} reminders delivered, of {len(orders):,} different ids" in printed
+    rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("|20")]
+    assert sum(int(row[1]) for row in rows) == len(orders)
+    for _, _, early, p50, p99, latest in rows:
+        assert int(early) == 0
+        assert 0 <= int(p50) <= int(p99) <= int(latest)
+
+
+def test_the_forecast_counts_each_waiting_reminder_in_the_minute_when_it_is_due(
+    spark: SparkSession,
+    shop: Shop,
+    orders_of: Callable[..., dict[str, str]],
+    tmp_path: Path,
+) -> None:
+    orders = orders_of("19980601", "19980604")
+    reminders.main(replay(tmp_path, "19980601", timedelta(hours=3)))
+    forecast.main(["--output", str(tmp_path / "load.png")])
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "load.csv").open() as file:
+        _, *rows = csv.reader(file)
+    load = [(datetime.fromisoformat(due), int(tasks)) for due, tasks in rows]
+    first, last = load[0][0], load[-1][0]
+    days = Counter(orders.values())
+    assert sum(tasks for _, tasks in load) == len(orders)
+    # A replayed day lasts a minute and begins in the middle of one.
+    on_first_day = sum(tasks for due, tasks in load if due - first < timedelta(minutes=2))
+    assert on_first_day == days["19980601"]
+    assert timedelta(minutes=3) <= last - first <= timedelta(minutes=4)
+    assert all(due.second == 0 for due, _ in load)
+    lose(list(in_queues()))
+
+
+def test_what_was_lost_is_found_and_sent_again_and_each_reminder_arrives_once(
+    spark: SparkSession,
+    shop: Shop,
+    orders_of: Callable[..., dict[str, str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    orders = orders_of("19970401", "19970430", "19980315")
+    now, lost, waiting = (
+        {order: day for order, day in orders.items() if day == each}
+        for each in ("19970401", "19970430", "19980315")
+    )
+    refused = next(iter(now))
+    shop.gateway.unwanted.add(refused)
+
+    # They are due now, in half an hour, and in six hours.
+    options = replay(tmp_path, "19970401", due_in=timedelta(minutes=-1))
+    reminders.main(options)
+    shop.wait_for({order: day for order, day in now.items() if order != refused})
+    result = record_shop.app.AsyncResult(task_id(refused))
+    wait_for(lambda: result.state == RETRY, "a retry", PATIENCE)
+    # Without a worker, the retry stands in the tasks' queue as soon as it is due.
+    shop.worker.stop()
+    wait_for(lambda: TASKS in (held := in_queues()) and _is_due(held), "the retry", PATIENCE)
+    reconciliation.main([*options, "--grace", "-7200"])
+    assert "nothing is sent" in capsys.readouterr().out
+
+    lose([name for name in in_queues() if ".minutes." in name])
+    with record_shop.app.connection_for_write() as connection:
+        channel: Any = connection.default_channel
+        assert channel.queue_purge(TASKS) == 1
+    shop.gateway.unwanted.clear()
+    shop.worker.start()
+    # Nobody waits for half an hour: what is due in the next two hours counts as overdue, and what
+    # is sent again is due at once, as if the replay had begun an hour earlier.
+    options = [*replay(tmp_path, "19970401", due_in=timedelta(hours=-1)), "--grace", "-7200"]
+    reconciliation.main(options)
+    printed = capsys.readouterr().out
+    assert states(printed) == {
+        "delivered": len(now) - 1,
+        "waiting": len(waiting),
+        "retry missing": 1,
+        "missing": len(lost),
+    }
+    assert f"{len(lost) + 1} are sent again" in printed
+    arrived = {**now, **lost}
+    shop.wait_for(arrived)
+    assert shop.delivered(orders) == dict.fromkeys(arrived, 1)
+    assert shop.gateway.mails().items() >= dict.fromkeys(arrived, 1).items()
+
+    reconciliation.main(options)
+    printed = capsys.readouterr().out
+    assert states(printed) == {"delivered": len(arrived), "waiting": len(waiting)}
+    assert "\n0 are sent again" in printed
+
+
+def _is_due(held: Mapping[str, int]) -> bool:
+    """Whether no short wait goes on."""
+    return not any(".seconds." in name or ".ms." in name for name in held)
