@@ -37,6 +37,7 @@ __all__ = [
     "NotTracked",
     "PublishError",
     "RabbitDelayError",
+    "ReadTooLong",
     "RegistryRequired",
     "RegistryUnavailable",
     "RowsNotConfirmed",
@@ -455,6 +456,26 @@ class InvalidColumn(RabbitDelayError, TypeError):
     def __str__(self) -> str:
         shown = "" if self.type is None else f" ({self.type})"
         return f"column {self.name}{shown}: {self.takes}"
+
+
+class ReadTooLong(RabbitDelayError, OperationalError):
+    """Reading the undeliverable messages took too long; the broker may have taken some back.
+
+    Attributes:
+        messages: How many messages were read.
+        seconds: How long they were held.
+    """
+
+    def __init__(self, messages: int, seconds: float) -> None:
+        super().__init__(messages, seconds)
+        self.messages = messages
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.messages} undeliverable messages were read in {self.seconds:.0f} s, and the "
+            "broker may have taken them back (consumer_timeout); read fewer, with a limit"
+        )
 
 
 class RegistryRequired(RabbitDelayError, TypeError):

@@ -15,7 +15,7 @@ from celery.exceptions import QueueNotFound
 from celery_rabbitdelay.app.rows import Report
 from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
 from celery_rabbitdelay.command.lines import INTERRUPTED, Lines
-from celery_rabbitdelay.command.progress_bar import progress_bar
+from celery_rabbitdelay.command.progress_bar import progress_of_lines
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 
@@ -83,7 +83,7 @@ def send(
     target = task if by_name else _registered_task(context.app, task)
     given = {name: value for name, value in options.items() if value is not None}
     lines, report, failed = Lines(rows), Report(), None
-    with lines.stopped_by_ctrl_c(), progress_bar(task, rows) as show:
+    with lines.stopped_by_ctrl_c(), progress_of_lines(task, rows) as show:
 
         def progress(current: Report) -> None:
             nonlocal report

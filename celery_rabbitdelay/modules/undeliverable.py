@@ -23,6 +23,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.publishing.destination import topic_matches
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
+from celery_rabbitdelay.publishing.wire import UNREADABLE
 
 __all__ = ["Undeliverable", "examine"]
 
@@ -43,6 +44,7 @@ class Undeliverable:
         due: The instant at which it was to start, aware; None if unknown or after the year 9999.
         reason: Why it could not be delivered, and which of its headers have invalid values.
         last_stop: The last level queue it passed, or None.
+        since: When it could not be delivered for the first time, aware; None if no header says it.
     """
 
     task_id: str | None
@@ -51,6 +53,7 @@ class Undeliverable:
     due: datetime | None
     reason: str
     last_stop: str | None
+    since: datetime | None = None
 
 
 def examine(
@@ -73,11 +76,15 @@ def examine(
     word = key.split(".")[-1] if key else ""
     if queue is None and word not in ("", encode_destination(DISTRIBUTION)):
         queue = decode_destination(word)
-    due = reader.due()
+    due, since = reader.instant(header_names.DUE), reader.since()
     task_id, task = reader.text("id"), reader.text("task")
-    reason = reader.text(module_headers.REASON) or _reason(topology, last_stop, key, queue)
+    reason = (
+        reader.text(module_headers.REASON)
+        or reader.unreadable_properties()
+        or _reason(topology, last_stop, key, queue)
+    )
     return Undeliverable(
-        task_id, task, queue, due, "; ".join([reason, *reader.unreadable]), last_stop
+        task_id, task, queue, due, "; ".join([reason, *reader.unreadable]), last_stop, since
     )
 
 
@@ -100,24 +107,36 @@ class _HeaderReader:
         self._note(name, value, "a text")
         return None
 
-    def due(self) -> datetime | None:
-        """Return the due time; None if it is missing or no datetime."""
-        value = self._headers.get(header_names.DUE)
+    def instant(self, name: str) -> datetime | None:
+        """Return a header in milliseconds since 1970; None if it is missing or no datetime."""
+        value = self._headers.get(name)
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LAST_MS:
-            self._note(header_names.DUE, value, "an instant before the year 10000")
+            self._note(name, value, "an instant before the year 10000")
             return None
         return _EPOCH + timedelta(milliseconds=value)
 
+    def since(self) -> datetime | None:
+        """Return when a module first failed to deliver it, or when it left its last stop."""
+        failed = self.instant(module_headers.FAILED_SINCE)
+        if failed is not None:
+            return failed
+        died = (self._newest_death() or {}).get("time")
+        # py-amqp returns naive datetimes in UTC.
+        return died.replace(tzinfo=UTC) if isinstance(died, datetime) else None
+
+    def unreadable_properties(self) -> str | None:
+        """Return why the message could not be read, if so."""
+        why = self.text(UNREADABLE)
+        return None if why is None else f"its properties cannot be read: {why}"
+
     def death(self) -> tuple[str | None, str | None]:
         """Return the queue that the message was dead-lettered from last, and its routing key."""
-        deaths = self._headers.get("x-death")
-        if not deaths:
-            return None, None
-        newest = deaths[0] if isinstance(deaths, list) else None
-        if not isinstance(newest, Mapping):
-            self._note("x-death", deaths, "a list of tables")
+        deaths, newest = self._headers.get("x-death"), self._newest_death()
+        if newest is None:
+            if deaths:
+                self._note("x-death", deaths, "a list of tables")
             return None, None
         stop, keys = newest.get("queue"), newest.get("routing-keys")
         key = keys[0] if isinstance(keys, list) and keys else keys or None
@@ -128,6 +147,11 @@ class _HeaderReader:
             self._note("x-death", key, "a routing key that AMQP can carry")
             key = None
         return stop or None, key
+
+    def _newest_death(self) -> Mapping[str, Any] | None:
+        deaths = self._headers.get("x-death")
+        newest = deaths[0] if isinstance(deaths, list) and deaths else None
+        return newest if isinstance(newest, Mapping) else None
 
     def _note(self, name: str, value: object, expected: str) -> None:
         self.unreadable.append(f"its header {name} is {shortened(value)}, not {expected}")

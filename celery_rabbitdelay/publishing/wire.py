@@ -34,6 +34,7 @@ __all__ = [
     "ack_frames",
     "publish_frames",
     "reading_unreadable_properties",
+    "requeue_all_frame",
     "requeue_frames",
 ]
 
@@ -41,7 +42,8 @@ __all__ = [
 MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
 
 #: The headers of a message whose properties cannot be read: why, in words, and their bytes. Such a
-#: message lies in ``undeliverable`` and has no other headers.
+#: message lies in ``undeliverable`` and has no other headers. If only its exchange or routing key
+#: cannot be read, it has the first of the two, beside its own.
 UNREADABLE: Final = "rabbitdelay-unreadable"
 UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 
@@ -76,8 +78,13 @@ _ACK: Final = (60, 80)
 _NACK: Final = (60, 120)
 _ACK_BYTES: Final = struct.pack(">HH", *_ACK)
 
-#: Of ``basic.nack``: give the message back to its queue.
+#: Of ``basic.nack``: all messages up to this one; give the message back to its queue.
+_MULTIPLE: Final = 1
 _REQUEUE: Final = 2
+
+#: Class and method of ``basic.deliver`` and of ``basic.get-ok``.
+_DELIVER: Final = (60, 60)
+_GET_OK: Final = (60, 71)
 
 #: Type, channel and payload.
 Frame: TypeAlias = tuple[int, int, Any]
@@ -171,6 +178,11 @@ def requeue_frames(channel: int, tags: Iterable[int]) -> bytes:
     (measured).
     """
     return _settle_frames(channel, _NACK, tags, _REQUEUE)
+
+
+def requeue_all_frame(channel: int, last_tag: int) -> bytes:
+    """Return the frame that gives all messages up to a delivery tag back to their queues."""
+    return _settle_frames(channel, _NACK, [last_tag], _MULTIPLE | _REQUEUE)
 
 
 def _settle_frames(channel: int, method: tuple[int, int], tags: Iterable[int], bits: int) -> bytes:
@@ -339,8 +351,9 @@ def reading_unreadable_properties(connection: Connection) -> None:
     milliseconds (a year beyond 9999) or a message id in Latin-1. py-amqp raises in the middle of
     such a message, its connection cannot be used any more, and the broker delivers the message
     again and again. Instead, its properties are replaced by two headers: the error
-    (:data:`UNREADABLE`), and the raw bytes
-    (:data:`UNREADABLE_PROPERTIES`).
+    (:data:`UNREADABLE`), and the raw bytes (:data:`UNREADABLE_PROPERTIES`). If its exchange or its
+    routing key is not UTF-8, each byte that is not ASCII becomes a question mark, and the first of
+    these headers is added.
 
     Args:
         connection: A connection that is not open yet.
@@ -350,7 +363,12 @@ def reading_unreadable_properties(connection: Connection) -> None:
 
 
 def _frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[Frame], bool]:
-    handle: Callable[[Frame], bool] = method_framing.frame_handler(connection, callback)
+    def on_method(channel: int, method: tuple[int, int], payload: Any, content: Any) -> None:
+        if content is not None and not payload.isascii():
+            payload = _readable_names(method, payload, content)
+        callback(channel, method, payload, content)
+
+    handle: Callable[[Frame], bool] = method_framing.frame_handler(connection, on_method)
 
     def on_frame(frame: Frame) -> bool:
         try:
@@ -379,3 +397,25 @@ def _why_unreadable(payload: Any) -> str | None:
     except Exception as error:  # noqa: BLE001 - whatever the bytes make of it
         return shortened(error)
     return None
+
+
+def _readable_names(method: tuple[int, int], payload: bytes, content: Any) -> bytes:
+    """Return the arguments of a method that carries a message, with names that can be read."""
+    if method == _DELIVER:
+        begin = 14 + payload[4]  # after the consumer tag, the delivery tag and a bit
+    elif method == _GET_OK:
+        begin = 13  # after the delivery tag and a bit
+    else:
+        return payload
+    for what in ("exchange", "routing key"):
+        end = begin + 1 + payload[begin]
+        name = payload[begin + 1 : end]
+        try:
+            name.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            headers = content.properties.setdefault("application_headers", {})
+            headers.setdefault(UNREADABLE, f"its {what} is {shortened(name)}, which is not UTF-8")
+            readable = bytes(byte if byte < 128 else ord("?") for byte in name)
+            payload = payload[: begin + 1] + readable + payload[end:]
+        begin = end
+    return payload

@@ -6,8 +6,9 @@ pickles what that returns for the executors. Read ``options`` (what a user may s
 (the schema, and rows of Arrow batches), ``task_ids``, ``partition`` (one partition goes through
 ``send_many``), ``write`` (a whole write, which is one job of the registry), and ``pending``
 (reading what waits). ``application`` gives each Python process its Celery application, ``filters``
-takes the filters of a query, ``versions`` knows what PySpark 4.0 lacks, and ``dispatch`` sends from
-a driver.
+takes the filters of a query, ``undeliverable`` reads what could not be delivered, ``versions``
+knows what PySpark 4.0 lacks, and ``dispatch`` sends from a driver, whose terminal shows the
+``progress``.
 """
 
 from __future__ import annotations

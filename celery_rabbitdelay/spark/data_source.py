@@ -10,6 +10,7 @@ from pyspark.sql.types import StructType
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
 from celery_rabbitdelay.spark.pending import LEVELS, PENDING, LevelsReader, PendingReader
+from celery_rabbitdelay.spark.undeliverable import UNDELIVERABLE, UndeliverableReader
 from celery_rabbitdelay.spark.versions import HAS_FILTERS
 from celery_rabbitdelay.spark.write import BatchWriter, StreamWriter
 
@@ -30,13 +31,15 @@ class RabbitDelayDataSource(DataSource):
     def schema(self) -> str:
         """Return the columns of a read."""
         what = ReadOptions.of(self.options).what
-        return LEVELS if what == "levels" else PENDING
+        return {"levels": LEVELS, "undeliverable": UNDELIVERABLE}.get(what, PENDING)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return what reads."""
         options = ReadOptions.of(self.options)
         if options.what == "levels":
             return LevelsReader(options)
+        if options.what == "undeliverable":
+            return UndeliverableReader(options)
         if not options.takes_filters:
             return PendingReader(options)
         if not HAS_FILTERS:

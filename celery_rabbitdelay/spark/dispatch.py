@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame
 from celery_rabbitdelay.spark.grouped import Grouping
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.partition import Sent
+from celery_rabbitdelay.spark.progress import progress_of_partitions
 from celery_rabbitdelay.spark.write import BatchWriter
 
 __all__ = ["Dispatched", "dispatch"]
@@ -119,9 +120,10 @@ def dispatch(
         yield pa.RecordBatch.from_pydict({"sent": [pickle.dumps(writer.write(batches))]})
 
     try:
-        found: list[Sent] = [
-            pickle.loads(row.sent) for row in frame.mapInArrow(send, SCHEMA).collect()
-        ]
+        with progress_of_partitions(frame.sparkSession, task or "rabbitdelay"):
+            found: list[Sent] = [
+                pickle.loads(row.sent) for row in frame.mapInArrow(send, SCHEMA).collect()
+            ]
     except BaseException:  # an interrupt as well: no task of an aborted job runs
         writer.abort([])
         raise

@@ -39,7 +39,14 @@ WRITE: Final = (
 )
 
 #: Further options of a read.
-READ: Final = ("what", "partitions", "task", "key", "job", "filterPushdown")
+READ: Final = ("what", "partitions", "task", "key", "job", "filterPushdown", "limit")
+
+#: What is read, and the options that belong to it alone.
+WHAT: Final[Mapping[str, tuple[str, ...]]] = {
+    "pending": ("partitions", "task", "key", "job", "filterPushdown"),
+    "levels": (),
+    "undeliverable": ("limit",),
+}
 
 #: Options of Spark itself, which every source of a stream gets to see.
 SPARKS_OWN: Final = ("checkpointLocation", "path")
@@ -182,13 +189,14 @@ class ReadOptions(NamedTuple):
 
     Attributes:
         application: Which application's levels and registry.
-        what: ``pending`` or ``levels``.
+        what: ``pending``, ``levels`` or ``undeliverable``.
         partitions: How many partitions the tasks are divided into.
         task: Only the tasks of this name.
         key: Only the tasks that were sent with this key.
         job: Only the tasks that were sent with this job.
         takes_filters: Whether the registry takes the filters of a query. Spark refuses a source
             that does, unless ``spark.sql.python.filterPushdown.enabled`` is true.
+        limit: How many undeliverable messages are read at most; None for the default.
     """
 
     application: ApplicationOptions
@@ -198,6 +206,7 @@ class ReadOptions(NamedTuple):
     key: str | None = None
     job: str | None = None
     takes_filters: bool = False
+    limit: int | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
@@ -207,19 +216,21 @@ class ReadOptions(NamedTuple):
             InvalidOption: One of them is unknown, or has an invalid value.
         """
         given = _known(options, (*APPLICATION, *READ))
-        partitions = _number(given, "partitions", 8.0)
-        if not 1 <= partitions <= 10_000 or partitions != int(partitions):
-            takes = "takes a number from 1 to 10000"
-            raise InvalidOption("partitions", given["partitions"], takes)
-        what = _one_of(given, "what", ("pending", "levels"))
+        what = _one_of(given, "what", tuple(WHAT))
+        for other, names in WHAT.items():
+            for name in names:
+                if other != what and name.lower() in given:
+                    takes = f"is an option of what = {other!r}; leave it out"
+                    raise InvalidOption(name, given[name.lower()], takes)
         return cls(
             ApplicationOptions.of(given),
             what,
-            int(partitions),
+            _whole(given, "partitions", 10_000) or 8,
             given.get("task"),
             given.get("key"),
             given.get("job"),
             bool(_flag(given, "filterPushdown")),
+            _whole(given, "limit", 2**31 - 1),
         )
 
 
@@ -269,6 +280,16 @@ def _rate(given: Mapping[str, str]) -> float | None:
     return rate or None
 
 
+def _whole(given: Mapping[str, str], name: str, most: int) -> int | None:
+    def whole(text: str) -> int:
+        number = float(text)
+        if not 1 <= number <= most or number != int(number):
+            raise ValueError
+        return int(number)
+
+    return _read(given, name, whole, f"takes a whole number from 1 to {most}")
+
+
 def _flag(given: Mapping[str, str], name: str) -> bool | None:
     def flag(text: str) -> bool:
         return {"true": True, "false": False}[text.lower()]
@@ -280,7 +301,8 @@ def _one_of(given: Mapping[str, str], name: str, words: tuple[str, ...]) -> str:
     def word(text: str) -> str:
         return words[words.index(text)]
 
-    takes = f"takes {' or '.join(map(repr, words))}"
+    *others, last = map(repr, words)
+    takes = f"takes {', '.join(others)} or {last}"
     return _read(given, name, word, takes) or words[0]
 
 

@@ -86,8 +86,10 @@ class _Write:
             sender = PartitionSender(app, columns, self._options, ids, job, partition)
             return sender.send(columns.taken(given, in_batches))
         except Exception as error:
-            # Spark shows the text of the Python error, which says nothing about the partition.
-            error.add_note(f"This was partition {partition} of the write.")
+            # Spark shows the driver the text of the error, and does not say of which partition.
+            error.add_note(
+                f"This was partition {partition} of the write, whose rows are counted from 0."
+            )
             raise
         finally:
             # In order: Spark ends its Python processes without a word.

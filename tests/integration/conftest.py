@@ -152,7 +152,7 @@ def small_configuration(broker_url: str, redis_url: str, prefix: str) -> dict[st
     }
 
 
-def _delete_what_it_declared(app: Any) -> None:
+def delete_what_it_declared(app: Any) -> None:
     with Connection(app.conf.broker_url) as connection:
         delete(connection, app.rabbitdelay.topology, force=True)
         for queue in app.amqp.queues.values():
@@ -179,7 +179,7 @@ def make_shop(configuration: dict[str, Any]) -> Iterator[Callable[..., Any]]:
 
     yield make
     for app in made:
-        _delete_what_it_declared(app)
+        delete_what_it_declared(app)
         app.close()
 
 
@@ -212,7 +212,7 @@ def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dic
     with Worker(configuration):
         yield configuration
     app = make_app(configuration)
-    _delete_what_it_declared(app)
+    delete_what_it_declared(app)
     app.close()
 
 

@@ -66,6 +66,7 @@ def _session(
     os.environ.update(wanted)
     builder = SparkSession.builder.master(master).appName("test")
     builder = builder.config("spark.ui.enabled", "false")
+    builder = builder.config("spark.ui.showConsoleProgress", "false")
     builder = builder.config("spark.sql.shuffle.partitions", "2")
     builder = builder.config("spark.driver.host", "127.0.0.1")
     for name, value in settings.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from struct import pack
 from typing import Any
 
 import amqp
@@ -22,33 +21,17 @@ from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.modules import OPEN, check_in, put_in_envelope
 from tests.integration.shop import named
+from tests.integration.unreadable import (
+    FAR_TIMESTAMP,
+    LATIN_ID,
+    LATIN_KEY,
+    Raw,
+    publish_with_key,
+)
 from tests.integration.worker import Worker
 
 #: Good messages before the bad one, and behind it.
 AROUND = 10
-
-
-class Raw(amqp.Message):
-    """A message with these bytes for properties, as another client may write them."""
-
-    def __init__(self, body: str, properties: bytes) -> None:
-        super().__init__(body)
-        self._raw = properties
-
-    def _serialize_properties(self) -> bytes:
-        return self._raw
-
-
-def headers_only(table: bytes) -> bytes:
-    """The properties of a message that has nothing but these headers, in AMQP's own bytes."""
-    return pack(">HI", 0x2000, len(table)) + table
-
-
-#: A timestamp in milliseconds, as if it were seconds: the year 55,840.
-FAR_TIMESTAMP = headers_only(b"\x07sent-atT" + pack(">Q", 1_700_000_000_000))
-
-#: A message id in Latin-1.
-LATIN_ID = pack(">H", 0x0080) + b"\x04caf\xe9"
 
 
 @pytest.fixture
@@ -130,6 +113,26 @@ def test_an_unreadable_message_without_a_body_is_undeliverable_too(
     )
     arrival = the_undeliverable(connection, topology)
     assert "UnicodeDecodeError" in examine(arrival.message.headers, topology).reason
+
+
+def test_a_message_whose_routing_key_python_cannot_read_is_undeliverable_at_once(
+    serving: Any, connection: Connection, target: Queue
+) -> None:
+    topology = serving.rabbitdelay.topology
+    message = amqp.Message("bad", application_headers={"x-delay": 1, "own": "kept"})
+
+    def publish() -> None:
+        exchange = topology.module_queues.checkin.exchange.name
+        publish_with_key(connection, exchange, LATIN_KEY, message)
+
+    check_in_around(connection, serving, target, publish)
+    assert_all_good_ones_arrive(connection, target)
+    arrival = the_undeliverable(connection, topology)
+    assert (
+        r"its routing key is b'caf\xe9', which is"
+        in examine(arrival.message.headers, topology).reason
+    )
+    assert arrival.message.headers["own"] == "kept"
 
 
 def test_a_message_for_an_exchange_that_clients_may_not_publish_to_is_undeliverable(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from decimal import Decimal
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -20,8 +24,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay.spark import dispatch
-from celery_rabbitdelay.spark.versions import HAS_FILTERS
+from celery_rabbitdelay.spark.progress import progress_of_partitions
 from celery_rabbitdelay.testing import RedisServer, wait_for
+from tests.integration import away_shop
 from tests.integration.arrivals import count
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
@@ -202,6 +207,48 @@ def test_a_driver_gets_a_report_on_what_it_has_sent(
     assert sorted(noted()) == [*range(40)]
 
 
+class Terminal(StringIO):
+    """A standard error that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_driver_s_terminal_shows_how_many_partitions_are_done(
+    spark: SparkSession, driver: None, noted: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = notes(spark, noted, 8).repartition(2)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    context: Any = spark.sparkContext
+    context.setJobGroup("mine", "the user's own")
+    try:
+        for _ in range(2):
+            dispatch(rows, "note", app=APP)
+            assert re.search(r"note .* (\d+)/\1  partitions\s*$", shown(terminal))
+        assert context.getLocalProperty("spark.jobGroup.id") == "mine"
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)
+
+
+def shown(terminal: Terminal) -> str:
+    """What a terminal shows in the end, without the codes that hide and show the cursor."""
+    lines = re.sub(r"\x1b\[\S*?[a-zA-Z]", "", terminal.getvalue()).split("\r")
+    terminal.truncate(0)
+    return next(line for line in reversed(lines) if line.strip())
+
+
+def test_nothing_is_shown_where_spark_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    settings = {"spark.ui.showConsoleProgress": "true"}
+    session: Any = SimpleNamespace(sparkContext=SimpleNamespace(getConf=lambda: settings))
+    with progress_of_partitions(session, "note"):
+        pass
+    connect: Any = SimpleNamespace()
+    with progress_of_partitions(connect, "note"):
+        pass
+    assert not terminal.getvalue()
+
+
 def test_no_task_of_a_dispatch_that_fails_runs(
     spark: SparkSession, driver: None, noted: Notes
 ) -> None:
@@ -304,56 +351,17 @@ def test_a_password_is_neither_in_a_plan_nor_in_an_error(spark: SparkSession) ->
     assert secret not in str(failed.value)
 
 
-def test_tracked_tasks_that_wait_are_read_with_filters_and_in_partitions(
-    spark: SparkSession, shop: Any
+def test_a_broker_that_is_away_fails_the_write_with_the_partition_and_the_reason(
+    spark: SparkSession,
 ) -> None:
-    job = f"job-{uuid4().hex}"
-    shop.rabbitdelay.open_job(job, expires=600)
-    rows = [{"delay": 100 + number, "key": f"{job}:{number}"} for number in range(40)]
-    shop.rabbitdelay.send_many(shop.tasks["at"], rows, job=job, track=True)
-
-    def pending(**options: str) -> DataFrame:
-        return spark.read.format("rabbitdelay").options(app=APP, **options).load()
-
-    found = pending(partitions="4", job=job)
-    assert found.rdd.getNumPartitions() == 4
-    taken = found.orderBy("due").collect()
-    assert [row.key for row in taken] == [f"{job}:{number}" for number in range(40)]
-    assert {row.task for row in taken} == {"at"}
-    (one,) = pending(key=f"{job}:7").collect()
-    assert one == taken[7]
-    shop.rabbitdelay.abort_job(job)
-
-
-@pytest.mark.parametrize("takes_filters", [True, False], ids=["by Redis", "by Spark"])
-def test_tasks_that_wait_are_filtered_by_a_query(
-    spark: SparkSession, shop: Any, takes_filters: bool
-) -> None:
-    job = f"job-{uuid4().hex}"
-    shop.rabbitdelay.open_job(job, expires=600)
-    rows = [{"delay": 100 + number, "key": f"{job}:{number}"} for number in range(40)]
-    shop.rabbitdelay.send_many(shop.tasks["at"], rows, job=job, track=True)
-    taken = takes_filters and HAS_FILTERS
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", str(taken).lower())
-    pending = spark.read.format("rabbitdelay").options(app=APP, filterPushdown=str(takes_filters))
-    try:
-        if takes_filters and not HAS_FILTERS:
-            with pytest.raises(AnalysisException, match="takes PySpark"):
-                pending.load().collect()
-            return
-        of_job = pending.load().where(F.col("job") == job)
-        (one,) = of_job.where(F.col("key") == f"{job}:7").collect()
-        assert of_job.where(F.col("due") >= one.due).count() == 33
-        assert of_job.where(F.col("due") < one.due).count() == 7
-        assert of_job.where("key is not null and task = 'no'").count() == 0
-    finally:
-        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
-        shop.rabbitdelay.abort_job(job)
-
-
-def test_the_levels_are_read_with_what_waits_in_each_queue(spark: SparkSession, shop: Any) -> None:
-    levels = spark.read.format("rabbitdelay").options(app=APP, what="levels").load()
-    queues = {row.queue: row for row in levels.collect()}
-    expected = {queue.name for queue in shop.rabbitdelay.topology.digit_queues}
-    assert queues.keys() == expected
-    assert all(row.wait_ms > 0 and row.messages >= 0 for row in queues.values())
+    rows = spark.sql("select array(id) args, 9 delay from range(0, 6, 1, 2)").where("args[0] > 2")
+    away = f"{away_shop.__name__}:app"
+    with pytest.raises(PySparkException) as failed:
+        write(rows, app=away)
+    with pytest.raises(PySparkException) as dispatched:
+        dispatch(rows, "note", app=away)
+    for text in (str(failed.value), str(dispatched.value)):
+        assert "This was partition 1 of the write, whose rows" in text
+        assert "3 rows were not confirmed" in text
+        assert "no connection to amqp://guest:**@127.0.0.1:1//" in text
+        assert away_shop.PASSWORD not in text

@@ -51,6 +51,7 @@ def test_the_top_floor_has_the_rooms_and_nothing_else() -> None:
         "modules",
         "app",
         "worker",
+        "operations",
         "spark",
         "command",
         "testing",

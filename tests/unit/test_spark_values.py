@@ -266,8 +266,20 @@ def test_sparks_own_options_are_left_alone() -> None:
 
 
 def test_what_is_read_is_checked() -> None:
+    assert ReadOptions.of({"app": "shop"}).partitions == 8
     assert ReadOptions.of({"app": "shop", "partitions": "3"}).partitions == 3
-    for wrong in ({"what": "queues"}, {"partitions": "0"}, {"partitions": "2.5"}, {"queue": "x"}):
+    assert ReadOptions.of({"app": "shop", "what": "undeliverable", "limit": "3"}).limit == 3
+    for wrong in (
+        {"what": "queues"},
+        {"partitions": "0"},
+        {"partitions": "2.5"},
+        {"partitions": "10001"},
+        {"queue": "x"},
+        {"limit": "5"},
+        {"what": "levels", "task": "x"},
+        {"what": "undeliverable", "limit": "0"},
+        {"what": "undeliverable", "job": "x"},
+    ):
         with pytest.raises(InvalidOption):
             ReadOptions.of({"app": "shop", **wrong})
 

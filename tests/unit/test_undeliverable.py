@@ -14,6 +14,7 @@ from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
+from celery_rabbitdelay.publishing.wire import UNREADABLE
 from tests.unit.strategies import layouts
 
 CLOCK = Topology()
@@ -194,7 +195,15 @@ deaths = st.one_of(
         )
     ),
 )
-READ = ("id", "task", headers.DUE, headers.QUEUE, module_headers.REASON)
+READ = (
+    "id",
+    "task",
+    headers.DUE,
+    headers.QUEUE,
+    module_headers.REASON,
+    module_headers.FAILED_SINCE,
+    UNREADABLE,
+)
 
 
 @given(
@@ -210,7 +219,8 @@ def test_whatever_the_headers_hold_a_message_is_examined(
     assert result.reason
     for text in (result.task_id, result.task, result.queue, result.last_stop):
         assert text is None or isinstance(text, str)
-    assert result.due is None or result.due.tzinfo is UTC
+    for instant in (result.due, result.since):
+        assert instant is None or instant.tzinfo is UTC
     assert len(result.reason) < 5000
     str(result)
 
@@ -309,3 +319,21 @@ def test_a_message_that_no_worker_finished_names_the_queue_it_was_taken_from(mod
     message = examine(found(stop, key="q"), CLOCK)
     assert message.reason == f"delivery limit of {stop} exceeded: no worker acknowledged it"
     assert message.last_stop == stop
+
+
+def test_a_message_lies_there_since_its_first_failure_or_its_last_stop() -> None:
+    died = datetime(2030, 1, 2, 3, 4, 5)  # py-amqp's are naive, in UTC
+    message = found("rabbitdelay.hours.2", key="0.0.0.0.2.0.0.0.q")
+    assert examine(message, CLOCK).since is None
+    message["x-death"][0]["time"] = died
+    assert examine(message, CLOCK).since == died.replace(tzinfo=UTC)
+    message[module_headers.FAILED_SINCE] = 1_900_000_000_123
+    since = datetime(2030, 3, 17, 17, 46, 40, 123_000, tzinfo=UTC)
+    assert examine(message, CLOCK).since == since
+
+
+def test_a_message_that_could_not_be_read_says_why() -> None:
+    odd = examine({UNREADABLE: "its routing key is b'\\xff'"}, CLOCK, "?")
+    assert odd.reason == "its properties cannot be read: its routing key is b'\\xff'"
+    known = examine({UNREADABLE: "x", module_headers.REASON: "a module's reason"}, CLOCK)
+    assert known.reason == "a module's reason"

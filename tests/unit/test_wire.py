@@ -17,7 +17,15 @@ from amqp.serialization import dumps
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.publishing.wire import Content, ack_frames, publish_frames, requeue_frames
+from celery_rabbitdelay.publishing.wire import (
+    UNREADABLE,
+    Content,
+    _frame_handler,
+    ack_frames,
+    publish_frames,
+    requeue_all_frame,
+    requeue_frames,
+)
 
 #: The least that a peer may ask for: frame-min-size of AMQP 0-9-1.
 FRAME_MIN = 4096
@@ -163,10 +171,18 @@ def test_a_header_of_a_decimal_keeps_its_digits() -> None:
     assert back.properties["application_headers"] == {"price": Decimal("-1.25")}
 
 
+def requeue_all_frames(channel: int, tags: list[int]) -> bytes:
+    return b"".join(requeue_all_frame(channel, tag) for tag in tags)
+
+
 @pytest.mark.parametrize(
     ("frames", "method", "bits"),
-    [(ack_frames, spec.Basic.Ack, (False,)), (requeue_frames, spec.Basic.Nack, (False, True))],
-    ids=["ack", "nack"],
+    [
+        (ack_frames, spec.Basic.Ack, (False,)),
+        (requeue_frames, spec.Basic.Nack, (False, True)),
+        (requeue_all_frames, spec.Basic.Nack, (True, True)),
+    ],
+    ids=["ack", "nack", "nack-all"],
 )
 def test_messages_are_settled_by_the_frames_of_the_specification(
     frames: Any, method: tuple[int, int], bits: tuple[bool, ...]
@@ -177,3 +193,51 @@ def test_messages_are_settled_by_the_frames_of_the_specification(
         payload = struct.pack(">HH", *method) + dumps("L" + "b" * len(bits), (tag, *bits))
         expected += struct.pack(">BHI", 1, 7, len(payload)) + payload + b"\xce"
     assert frames(7, tags) == expected
+
+
+@pytest.mark.parametrize("tag", [1, 200, 2**63])
+@pytest.mark.parametrize(
+    ("exchange", "key"),
+    [
+        (b"e", b"k"),
+        (b"", b""),
+        ("ä".encode(), "ö".encode()),
+        (b"\xe4", b"k"),
+        (b"e", b"\xff" * 255),
+    ],
+)
+@pytest.mark.parametrize("delivers", [True, False], ids=["deliver", "get-ok"])
+def test_names_that_python_cannot_read_are_replaced_and_noted(
+    tag: int, exchange: bytes, key: bytes, delivers: bool
+) -> None:
+    def names(*words: bytes) -> bytes:
+        return b"".join(bytes([len(word)]) + word for word in words)
+
+    told = struct.pack(">QB", tag, 1)
+    if delivers:
+        method, begin, after = spec.Basic.Deliver, names("tág".encode()) + told, b""
+    else:
+        method, begin, after = spec.Basic.GetOk, told, struct.pack(">I", 200)
+    begin = struct.pack(">HH", *method) + begin
+    received: list[Any] = []
+    handle = _frame_handler(
+        SimpleNamespace(bytes_recv=0), lambda *arguments: received.append(arguments)
+    )
+    properties = Content.of(amqp.Message(b"", application_headers={"own": 7})).properties
+    handle((1, 5, begin + names(exchange, key) + after))
+    handle((2, 5, struct.pack(">HHQ", 60, 0, 1) + properties))
+    handle((3, 5, b"x"))
+    [(channel, got_method, payload, content)] = received
+    assert (channel, got_method, content.body) == (5, method, b"x")
+
+    def readable(name: bytes) -> bytes:
+        try:
+            name.decode()
+        except UnicodeDecodeError:
+            return b"?" * len(name)
+        return name
+
+    assert payload == begin + names(readable(exchange), readable(key)) + after
+    is_readable = payload == begin + names(exchange, key) + after
+    assert content.headers["own"] == 7
+    assert (UNREADABLE in content.headers) is not is_readable

@@ -1,0 +1,188 @@
+"""What waits, and what could not be delivered, as DataFrames: real Spark, RabbitMQ and Redis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import amqp
+import pytest
+from kombu import Connection
+from pyspark.errors import AnalysisException, PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
+
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.spark.versions import HAS_FILTERS
+from celery_rabbitdelay.testing import RedisServer
+from tests.integration.arrivals import wait_until_waiting
+from tests.integration.conftest import delete_what_it_declared, small_configuration
+from tests.integration.shop import make_app
+from tests.integration.spark import spark_session
+from tests.integration.unreadable import FAR_TIMESTAMP, Raw
+from tests.integration.worker import ShopProcess
+
+#: Where Spark's Python processes find the application.
+APP = "tests.integration.shop:app"
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> dict[str, Any]:
+    return {
+        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        "rabbitdelay_registry_url": registry.url,
+    }
+
+
+@pytest.fixture(scope="module")
+def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
+    with spark_session(ShopProcess.environment(settings)) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def shop(settings: dict[str, Any]) -> Iterator[Any]:
+    app = make_app(settings)
+    with Connection(app.conf.broker_url) as connection:
+        declare(connection, app.rabbitdelay.topology)
+    yield app
+    delete_what_it_declared(app)
+    app.close()
+
+
+def read(spark: SparkSession, **options: str) -> DataFrame:
+    return spark.read.format("rabbitdelay").options(app=APP, **options).load()
+
+
+def test_tracked_tasks_that_wait_are_read_with_filters_and_in_partitions(
+    spark: SparkSession, shop: Any
+) -> None:
+    job = f"job-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=600)
+    rows = [{"delay": 100 + number, "key": f"{job}:{number}"} for number in range(40)]
+    shop.rabbitdelay.send_many(shop.tasks["at"], rows, job=job, track=True)
+
+    def pending(**options: str) -> DataFrame:
+        return spark.read.format("rabbitdelay").options(app=APP, **options).load()
+
+    found = pending(partitions="4", job=job)
+    assert found.rdd.getNumPartitions() == 4
+    taken = found.orderBy("due").collect()
+    assert [row.key for row in taken] == [f"{job}:{number}" for number in range(40)]
+    assert {row.task for row in taken} == {"at"}
+    (one,) = pending(key=f"{job}:7").collect()
+    assert one == taken[7]
+    shop.rabbitdelay.abort_job(job)
+
+
+@pytest.mark.parametrize("takes_filters", [True, False], ids=["by Redis", "by Spark"])
+def test_tasks_that_wait_are_filtered_by_a_query(
+    spark: SparkSession, shop: Any, takes_filters: bool
+) -> None:
+    job = f"job-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=600)
+    rows = [{"delay": 100 + number, "key": f"{job}:{number}"} for number in range(40)]
+    shop.rabbitdelay.send_many(shop.tasks["at"], rows, job=job, track=True)
+    taken = takes_filters and HAS_FILTERS
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", str(taken).lower())
+    pending = spark.read.format("rabbitdelay").options(app=APP, filterPushdown=str(takes_filters))
+    try:
+        if takes_filters and not HAS_FILTERS:
+            with pytest.raises(AnalysisException, match="takes PySpark"):
+                pending.load().collect()
+            return
+        of_job = pending.load().where(F.col("job") == job)
+        (one,) = of_job.where(F.col("key") == f"{job}:7").collect()
+        assert of_job.where(F.col("due") >= one.due).count() == 33
+        assert of_job.where(F.col("due") < one.due).count() == 7
+        assert of_job.where("key is not null and task = 'no'").count() == 0
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+        shop.rabbitdelay.abort_job(job)
+
+
+def test_the_levels_are_read_with_what_waits_in_each_queue(spark: SparkSession, shop: Any) -> None:
+    levels = spark.read.format("rabbitdelay").options(app=APP, what="levels").load()
+    queues = {row.queue: row for row in levels.collect()}
+    expected = {queue.name for queue in shop.rabbitdelay.topology.digit_queues}
+    assert queues.keys() == expected
+    assert all(row.wait_ms > 0 and row.messages >= 0 for row in queues.values())
+
+
+@pytest.fixture
+def undeliverable(shop: Any) -> Iterator[str]:
+    """The queue of undeliverable messages, with a task, a large body, and bytes of a stranger."""
+    queue = shop.rabbitdelay.topology.module_queues.undeliverable
+    told = {
+        "id": "4d5e",
+        "task": "shop.remind",
+        header_names.QUEUE: "reminders",
+        header_names.DUE: 1_900_000_000_123,
+        module_headers.REASON: "nobody took it",
+        module_headers.FAILED_SINCE: 1_900_000_060_123,
+    }
+    messages = [
+        amqp.Message(b"[[7], {}, {}]", application_headers=told),
+        amqp.Message(bytes(9_000_000), application_headers={"id": "\ud800"}),
+        Raw("bad", FAR_TIMESTAMP),
+    ]
+    with Connection(shop.conf.broker_url) as connection:
+        channel: Any = connection.default_channel
+        for message in messages:
+            channel.basic_publish(message, queue.exchange.name, "")
+        wait_until_waiting(connection, queue.name, len(messages))
+        yield queue.name
+        wait_until_waiting(connection, queue.name, len(messages))
+        queue(channel).purge()
+
+
+def test_a_copy_of_each_undeliverable_message_is_read(
+    spark: SparkSession, undeliverable: str
+) -> None:
+    frame = read(spark, what="undeliverable")
+    assert frame.rdd.getNumPartitions() == 1
+    task, large, bad = frame.collect()
+    assert (task.task_id, task.task, task.queue) == ("4d5e", "shop.remind", "reminders")
+    assert (task.reason, task.last_stop) == ("nobody took it", None)
+    assert (bytes(task.body), task.size) == (b"[[7], {}, {}]", 13)
+    assert json.loads(task.headers)["task"] == "shop.remind"
+    assert task.since - task.due == timedelta(minutes=1)
+    # As Spark has it: Python would show it in local time.
+    due = frame.where("task = 'shop.remind'").selectExpr("unix_millis(due) due").first()
+    assert due is not None
+    assert due.due == 1_900_000_000_123
+    assert (large.task_id, large.size, len(large.body)) == ("\\ud800", 9_000_000, 9_000_000)
+    assert bad.task is None
+    assert "properties cannot be read" in bad.reason
+    assert bytes(bad.body) == b"bad"
+
+
+def test_a_limit_and_a_query_leave_the_undeliverable_messages_where_they_are(
+    spark: SparkSession, undeliverable: str
+) -> None:
+    assert read(spark, what="undeliverable", limit="2").count() == 2
+    assert read(spark, what="undeliverable").limit(1).count() == 1
+    assert read(spark, what="undeliverable").groupBy("reason").count().count() == 3
+    with pytest.raises(AnalysisException, match=r"option task.*of what = 'pending'"):
+        read(spark, what="undeliverable", task="note")
+
+
+def test_a_read_of_a_broker_that_is_away_fails(spark: SparkSession) -> None:
+    made = spark.read.format("rabbitdelay").option("what", "undeliverable")
+    frame = made.option("broker", "amqp://guest@127.0.0.1:1/").option(
+        "brokerPassword", "opensesame"
+    )
+    with pytest.raises(PySparkException, match="refused") as raised:
+        frame.load().collect()
+    assert "opensesame" not in str(raised.value)

@@ -1,0 +1,233 @@
+"""The undeliverable messages are read, and stay in their queue."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import Any
+
+import amqp
+import pytest
+from amqp.exceptions import NotFound
+from kombu import Connection
+
+from celery_rabbitdelay.exceptions import ReadTooLong
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.operations import undeliverable
+from celery_rabbitdelay.operations.undeliverable import headers_as_json, undeliverable_messages
+from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.unreadable import FAR_TIMESTAMP, LATIN_ID, LATIN_KEY, Raw, publish_with_key
+
+#: More looks than the 20 after which RabbitMQ 4.0 and later drop a message by default.
+LOOKS = 50
+
+
+@pytest.fixture
+def declared(connection: Connection, topology: Topology) -> Topology:
+    declare(connection, topology)
+    return topology
+
+
+def put(connection: Connection, topology: Topology, *messages: amqp.Message) -> str:
+    """Publish messages to ``undeliverable``; return the queue's name."""
+    channel: Any = connection.default_channel
+    queue = topology.module_queues.undeliverable
+    for message in messages:
+        channel.basic_publish(message, queue.exchange.name, "")
+    wait_until_waiting(connection, queue.name, len(messages))
+    return queue.name
+
+
+def numbered(number: int) -> list[amqp.Message]:
+    return [amqp.Message(str(each), delivery_mode=2) for each in range(number)]
+
+
+def read(connection: Connection, topology: Topology, **options: int) -> list[int]:
+    return [int(each.body) for each in undeliverable_messages(connection, topology, **options)]
+
+
+def test_messages_stay_where_they_are_however_often_they_are_read(
+    connection: Connection, declared: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undeliverable, "SILENCE", 0.01)
+    name = put(connection, declared, *numbered(40))
+    for _ in range(LOOKS):
+        assert read(connection, declared) == [*range(40)]
+    wait_until_waiting(connection, name, 40)
+
+
+def test_a_read_has_a_limit(connection: Connection, declared: Topology) -> None:
+    name = put(connection, declared, *numbered(40))
+    assert read(connection, declared, limit=15) == [*range(15)]
+    wait_until_waiting(connection, name, 40)
+    assert read(connection, declared) == [*range(40)]
+
+
+@pytest.mark.parametrize("of_a_tag", [20, 1000], ids=["several", "one"])
+def test_a_read_goes_on_behind_what_it_has_taken(
+    connection: Connection, declared: Topology, monkeypatch: pytest.MonkeyPatch, of_a_tag: int
+) -> None:
+    monkeypatch.setattr(undeliverable, "AHEAD", 10)
+    monkeypatch.setattr(undeliverable, "MOST_OF_A_TAG", of_a_tag)
+    name = put(connection, declared, *numbered(75))
+    assert read(connection, declared) == [*range(75)]
+    wait_until_waiting(connection, name, 75)
+    for _ in range(3):
+        assert sorted(read(connection, declared)) == [*range(75)]
+    assert len(set(read(connection, declared, limit=33))) == 33
+    wait_until_waiting(connection, name, 75)
+
+
+def test_the_broker_sends_few_messages_ahead(
+    connection: Connection, declared: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undeliverable, "AHEAD", 10)
+    name = put(connection, declared, *numbered(75))
+    with closing(undeliverable_messages(connection, declared)) as messages:
+        for number in range(1, 31):
+            next(messages)
+            taken = 75 - count(connection, name)
+            assert taken <= (number + 9) // 10 * 10
+        wait_until_waiting(connection, name, 45)
+    wait_until_waiting(connection, name, 75)
+
+
+def test_messages_of_a_classic_queue_stay_too(
+    connection: Connection,
+    make_topology: Callable[..., Topology],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(undeliverable, "AHEAD", 10)
+    topology = make_topology(queue_type="classic")
+    declare(connection, topology)
+    name = put(connection, topology, *numbered(35))
+    for _ in range(3):
+        assert read(connection, topology) == [*range(35)]
+    wait_until_waiting(connection, name, 35)
+
+
+def test_what_others_have_is_left_out_and_they_go_first(
+    connection: Connection, declared: Topology
+) -> None:
+    queue = declared.module_queues.undeliverable
+    name = put(connection, declared, *numbered(10))
+    channel: Any = connection.channel()
+    held = [channel.basic_get(name) for _ in range(4)]
+    with closing(undeliverable_messages(connection, declared)) as messages:
+        seen = [int(next(messages).body) for _ in range(3)]
+        # A program that moves messages back gets what the reader does not hold.
+        for each in held:
+            channel.basic_reject(each.delivery_tag, requeue=True)
+        wait_for(lambda: count(connection, name) <= 4, "the messages that were given back")
+    channel.close()
+    assert seen == [4, 5, 6]
+    wait_until_waiting(connection, name, 10)
+    assert len(take(connection, [queue], 10)) == 10
+
+
+def test_a_reader_gives_its_messages_back_if_it_is_left_half_way(
+    connection: Connection, declared: Topology
+) -> None:
+    name = put(connection, declared, *numbered(30))
+    messages = undeliverable_messages(connection, declared)
+    assert int(next(messages).body) == 0
+    messages.close()
+    wait_until_waiting(connection, name, 30)
+    assert read(connection, declared) == [*range(30)]
+
+
+def test_an_empty_queue_has_no_messages(connection: Connection, declared: Topology) -> None:
+    assert read(connection, declared) == []
+
+
+def test_a_queue_that_does_not_exist_is_an_error(
+    connection: Connection, topology: Topology
+) -> None:
+    with pytest.raises(NotFound, match=r"undeliverable"):
+        read(connection, topology)
+
+
+def test_a_read_that_takes_too_long_fails_and_loses_nothing(
+    connection: Connection, declared: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = put(connection, declared, *numbered(5))
+    messages = undeliverable_messages(connection, declared)
+    assert int(next(messages).body) == 0
+    monkeypatch.setattr(undeliverable, "MOST_SECONDS", 0.0)
+    with pytest.raises(ReadTooLong, match=r"1 undeliverable messages.*with a limit"):
+        next(messages)
+    wait_until_waiting(connection, name, 5)
+
+
+def test_a_message_tells_what_it_is_and_since_when_it_lies_there(
+    connection: Connection, declared: Topology
+) -> None:
+    told = {
+        "id": "4d5e",
+        "task": "shop.remind",
+        header_names.QUEUE: "reminders",
+        header_names.DUE: 1_900_000_000_123,
+        module_headers.REASON: "nobody took it",
+        module_headers.FAILED_SINCE: 1_900_000_060_000,
+        "own": ["x", 1, None, {"a": b"\xff"}],
+    }
+    put(connection, declared, amqp.Message(b"\x00body", application_headers=told))
+    (message,) = undeliverable_messages(connection, declared)
+    found = message.found
+    assert (found.task_id, found.task, found.queue) == ("4d5e", "shop.remind", "reminders")
+    assert found.due == datetime(2030, 3, 17, 17, 46, 40, 123_000, tzinfo=UTC)
+    assert found.since == datetime(2030, 3, 17, 17, 47, 40, tzinfo=UTC)
+    assert found.reason == "nobody took it"
+    assert message.body == b"\x00body"
+    assert message.exchange == declared.module_queues.undeliverable.exchange.name
+    assert json.loads(headers_as_json(message.headers))["own"] == ["x", 1, None, {"a": "\\xff"}]
+
+
+def test_a_message_that_found_no_route_has_been_there_since_it_left_its_last_stop(
+    connection: Connection, declared: Topology
+) -> None:
+    began = int(time.time())
+    route = declared.route(0.3, "test-nowhere")
+    channel: Any = connection.default_channel
+    # As if somebody had unbound it from the alternate exchange of delivery as well.
+    declared.module_queues.distribution(channel).delete()
+    channel.basic_publish(amqp.Message("x"), route.exchange, route.routing_key)
+    queue = declared.module_queues.undeliverable.name
+    wait_until_waiting(connection, queue, 1)
+    (message,) = undeliverable_messages(connection, declared)
+    assert message.found.last_stop == route.stops[-1]
+    assert message.found.since is not None
+    assert began <= message.found.since.timestamp() <= time.time()
+
+
+def test_messages_that_python_cannot_read_are_read_with_the_reason(
+    connection: Connection, declared: Topology
+) -> None:
+    good = amqp.Message("good", application_headers={"own": "kept"})
+    name = put(connection, declared, good, Raw("far", FAR_TIMESTAMP), Raw("", LATIN_ID))
+    exchange = declared.module_queues.undeliverable.exchange.name
+    publish_with_key(connection, exchange, LATIN_KEY, good)
+    publish_with_key(connection, exchange, LATIN_KEY, Raw("both", LATIN_ID))
+    wait_until_waiting(connection, name, 5)
+    for _ in range(2):
+        found = list(undeliverable_messages(connection, declared))
+        assert [each.body for each in found] == [b"good", b"far", b"", b"good", b"both"]
+        _, far, latin, key, both = found
+        assert "properties cannot be read" in far.found.reason
+        assert "year" in far.found.reason
+        assert b"sent-at" in far.headers[UNREADABLE_PROPERTIES]
+        assert "UnicodeDecodeError" in latin.found.reason
+        assert r"its routing key is b'caf\xe9', which is not UTF-8" in key.found.reason
+        assert (key.routing_key, key.headers["own"]) == ("caf?", "kept")
+        assert "UnicodeDecodeError" in both.found.reason
+        assert both.routing_key == "caf?"
+        for each in found:
+            json.loads(headers_as_json(each.headers))
