@@ -1,5 +1,6 @@
-"""What an operator does with waiting and undeliverable messages, without a terminal and Spark.
+"""What an operator does with messages; the command line and Spark call this package.
 
-The command line and Spark's readers call this package. Read ``undeliverable`` (a copy of each
-message that could not be delivered) and ``progress_bar`` (shown while something takes long).
+It knows nothing of Spark, and of terminals only how to show a bar. Read ``undeliverable`` (a copy
+of each message that could not be delivered) and ``progress_bar`` (shown while something takes
+long).
 """

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import amqp
 import pytest
@@ -22,8 +22,7 @@ from celery_rabbitdelay.operations import undeliverable
 from celery_rabbitdelay.operations.undeliverable import headers_as_json, undeliverable_messages
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES
-from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.arrivals import count, wait_until_waiting
 from tests.integration.unreadable import FAR_TIMESTAMP, LATIN_ID, LATIN_KEY, Raw, publish_with_key
 
 #: More looks than the 20 after which RabbitMQ 4.0 and later drop a message by default.
@@ -114,23 +113,34 @@ def test_messages_of_a_classic_queue_stay_too(
     wait_until_waiting(connection, name, 35)
 
 
-def test_what_others_have_is_left_out_and_they_go_first(
-    connection: Connection, declared: Topology
-) -> None:
-    queue = declared.module_queues.undeliverable
+def test_what_others_have_is_left_out(connection: Connection, declared: Topology) -> None:
     name = put(connection, declared, *numbered(10))
-    channel: Any = connection.channel()
-    held = [channel.basic_get(name) for _ in range(4)]
-    with closing(undeliverable_messages(connection, declared)) as messages:
-        seen = [int(next(messages).body) for _ in range(3)]
-        # A program that moves messages back gets what the reader does not hold.
-        for each in held:
-            channel.basic_reject(each.delivery_tag, requeue=True)
-        wait_for(lambda: count(connection, name) <= 4, "the messages that were given back")
-    channel.close()
-    assert seen == [4, 5, 6]
+    with connection.channel() as channel:
+        for _ in range(4):
+            cast(Any, channel).basic_get(name)
+        assert read(connection, declared) == [*range(4, 10)]
     wait_until_waiting(connection, name, 10)
-    assert len(take(connection, [queue], 10)) == 10
+
+
+def test_other_consumers_go_first(connection: Connection, declared: Topology) -> None:
+    queue = declared.module_queues.undeliverable
+    name = put(connection, declared, *numbered(4))
+    channel: Any = connection.default_channel
+    moved: list[int] = []
+    with (
+        closing(undeliverable_messages(connection, declared)) as messages,
+        connection.clone() as other,
+    ):
+        # It waits for more now.
+        assert [int(next(messages).body) for _ in range(4)] == [*range(4)]
+        mover: Any = other.default_channel
+        mover.basic_consume(name, callback=lambda each: moved.append(int(each.body)), no_ack=True)
+        for number in range(4, 24):
+            channel.basic_publish(amqp.Message(str(number)), queue.exchange.name, "")
+        while len(moved) < 20:
+            other.drain_events(timeout=30)
+        assert moved == [*range(4, 24)]
+    wait_until_waiting(connection, name, 4)
 
 
 def test_a_reader_gives_its_messages_back_if_it_is_left_half_way(
