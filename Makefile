@@ -23,11 +23,17 @@ $(VENV)/check.done: pyproject.toml set_up.sh
 demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is killed (about a minute)
 	$(BIN)/python -m example_project
 
-test: $(VENV)/test.done  ## All tests, on private RabbitMQ and Redis servers
+# What starts Spark; the other tests take as long as these.
+SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/tests/test_pipelines.py
+
+test: $(VENV)/test.done  ## All tests but those with Spark, on private RabbitMQ and Redis servers
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses=3 --dist=loadfile
+	$(BIN)/coverage run -m pytest --numprocesses=3 --dist=loadfile $(SPARK_TESTS:%=--ignore=%)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+test-spark: $(VENV)/test.done  ## The tests that start Spark, likewise
+	$(BIN)/pytest --numprocesses=2 --dist=loadfile $(SPARK_TESTS)
 
 unit: $(VENV)/test.done  ## The tests that need no server
 	$(BIN)/pytest tests/unit
@@ -70,6 +76,9 @@ bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends w
 
 bench-spark: $(VENV)/test.done  ## Rows a second from Spark, beside two processes of send_many
 	$(BIN)/python -m tests.benchmarks.spark
+
+bench-spark-10m: $(VENV)/test.done  ## Ten million rows from Spark: rate, memory, bytes; then all are cancelled
+	$(BIN)/python -m tests.benchmarks.spark_month
 
 bench-sends: $(VENV)/test.done  ## Confirmed delayed sends, beside Celery's own and raw py-amqp
 	$(BIN)/python -m tests.benchmarks.sends

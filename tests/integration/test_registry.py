@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict
@@ -448,3 +450,13 @@ def test_what_arrives_again_while_its_retry_waits_leaves_the_retry_to_be_cancell
     assert verdict(registry, arrival(first, redelivered=True)) is Verdict.RUN
     assert registry.cancel(["task"]) == [Outcome.DONE]
     assert verdict(registry, retry) is Verdict.CANCELLED
+
+
+def test_senders_share_a_rate(registry: Registry) -> None:
+    began = time.monotonic()
+    assert registry.reserve("shared", 10, 5) == 0
+    waits = [registry.reserve("shared", 5, 5), registry.reserve("shared", 1, 5)]
+    passed = time.monotonic() - began
+    for wait, expected in zip(waits, (2, 3), strict=True):
+        assert expected - passed - 0.01 <= wait <= expected
+    assert registry.reserve("other", 1, 0.5) == 0
