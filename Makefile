@@ -5,11 +5,11 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit integration acceptance test-brokers test-valkey mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-spark bench-spark-10m unit integration acceptance test-brokers test-valkey mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
         bench-burst bench-pending bench-growth bench-memory bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
 
 $(VENV)/demo.done: pyproject.toml set_up.sh
 	./set_up.sh $(VENV) demo
