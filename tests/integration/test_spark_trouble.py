@@ -10,9 +10,11 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from kombu import Connection
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.conftest import small_configuration
@@ -145,16 +147,28 @@ def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
     monkeypatch.setattr("celery_rabbitdelay.spark.application._applications", {})
 
 
-def send_with_dispatch(frame: DataFrame) -> None:
-    dispatch(frame, "note", app=APP)
+def write_one_by_one(frame: DataFrame) -> None:
+    """No row waits in Spark's processes until an envelope is full."""
+    write(frame, envelopes="false")
+
+
+def dispatch_one_by_one(frame: DataFrame) -> None:
+    dispatch(frame, "note", app=APP, envelopes=False)
+
+
+def waiting(shop: Any) -> int:
+    """Return how many messages wait for their time."""
+    with Connection(shop.conf.broker_url) as connection:
+        found = queue_counts(connection, shop.rabbitdelay.topology.queues)
+    return sum(each.messages for each in found.values() if each is not None)
 
 
 @pytest.mark.parametrize(
     ("send", "cancel"),
     [
-        (write, lambda spark: spark.sparkContext.cancelJobGroup("reminders")),
-        (write, lambda spark: spark.sparkContext.cancelAllJobs()),
-        (send_with_dispatch, lambda spark: spark.interruptAll()),
+        (write_one_by_one, lambda spark: spark.sparkContext.cancelJobGroup("reminders")),
+        (write_one_by_one, lambda spark: spark.sparkContext.cancelAllJobs()),
+        (dispatch_one_by_one, lambda spark: spark.interruptAll()),
     ],
     ids=["a group", "all", "dispatch"],
 )
@@ -172,6 +186,7 @@ def test_no_row_of_a_write_that_is_cancelled_runs(
 
     def cancel_half_way() -> None:
         wait_for(waits.exists, "half of the rows", PATIENCE)
+        wait_for(lambda: waiting(shop) >= 100, "messages", PATIENCE)
         cancel(spark)
 
     # In a thread of its own, PySpark does not find a format that is written in Python.
