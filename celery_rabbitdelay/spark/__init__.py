@@ -5,7 +5,9 @@ read, Spark makes a ``data_source.RabbitDelayDataSource`` in a Python process of
 pickles what that returns for the executors. Read ``options`` (what a user may say), ``columns``
 (the schema, and rows of Arrow batches), ``task_ids``, ``partition`` (one partition goes through
 ``send_many``), ``write`` (a whole write, which is one job of the registry), and ``pending``
-(reading what waits). ``application`` gives each Python process its Celery application, ``filters``
+(reading what waits). Then ``grouped``, by which Spark's own engine writes the rows, with
+``expressions`` (values as text) and ``grouped_columns`` (cutting the result into envelopes).
+``application`` gives each Python process its Celery application, ``filters``
 takes the filters of a query, ``undeliverable`` reads what could not be delivered, ``versions``
 knows what PySpark 4.0 lacks, and ``dispatch`` sends from a driver, whose terminal shows the
 ``progress``.
