@@ -17,9 +17,11 @@ from tests.integration.shop import make_app
 from tests.integration.spark import spark_session
 from tests.integration.spark_apps import environment
 
+pytestmark = pytest.mark.timeout(600)
+
 #: Seconds that the broker may take to confirm: of the application that waits for the broker, and of
 #: those that give up.
-LONG = 120.0
+LONG = 300.0
 SHORT = 2.0
 
 
