@@ -1,0 +1,47 @@
+"""The job of Spark's tutorial sends what the page says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.celery_process import REPOSITORY
+from tests.documentation.page import blocks
+
+PAGE = REPOSITORY / "docs" / "tutorial" / "spark.md"
+
+
+@pytest.mark.timeout(300)
+def test_the_tutorials_job_sends_and_shows_where_the_tasks_wait(
+    private_rabbitmq: Any, tmp_path: Path
+) -> None:
+    files = {block.argument: block.code for block in blocks(PAGE) if block.action == "file"}
+    assert files.keys() == {"reminding.py", "job.py"}
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    environment = {
+        **os.environ,
+        "CELERY_BROKER_URL": private_rabbitmq.url,
+        "PYSPARK_PYTHON": sys.executable,
+        "PYTHONPATH": str(REPOSITORY),
+        "TMPDIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "job.py"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "all tasks wait" in done.stdout
+    # The other two may have come to their queue meanwhile.
+    assert "|rabbitdelay.days.3    |1       |" in done.stdout
