@@ -27,9 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="the picture; a .csv file is written beside it (default: %(default)s)",
     )
     given = parser.parse_args(arguments)
-    spark = session("forecast")
-    pending = spark.read.format("rabbitdelay").option("app", APP).load().cache()
-    steps = due_load(pending.where("due > now()"), given.step).collect()
+    read = session("forecast").read.format("rabbitdelay").option("app", APP)
+    pending = read.load().cache()
+    now = F.lit(datetime.now(UTC))
+    steps = due_load(pending.where(F.col("due") > now), given.step).collect()
 
     with given.output.with_suffix(".csv").open("w", newline="") as file:
         lines = csv.writer(file)
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{sum(step.tasks for step in steps):,} tasks wait; these are the fullest steps")
     for step in sorted(steps, key=lambda step: step.tasks, reverse=True)[:3]:
         print(f"{step.tasks:8,} in the {given.step} from {_instant(step):%Y-%m-%d %H:%M:%S} UTC")
-    overdue = pending.where("due <= now()").count()
+    overdue = pending.where(F.col("due") <= now).count()
     print(f"{overdue:,} are overdue: they are about to arrive, or something is wrong")
 
 

@@ -33,9 +33,22 @@ def test_the_readme_names_every_file_of_the_demonstration() -> None:
     assert named == {path.name for path in (EXAMPLE / "demonstration").glob("[a-z]*.py")}
 
 
+def test_the_readme_runs_every_pipeline() -> None:
+    run = set(re.findall(r"\$ python -m example_project\.pipelines\.(\w+)", README))
+    runnable = {
+        path.stem for path in (EXAMPLE / "pipelines").glob("*.py") if "__main__" in path.read_text()
+    }
+    assert run == runnable
+
+
+def test_a_pipeline_has_under_150_lines() -> None:
+    for path in (EXAMPLE / "pipelines").glob("*.py"):
+        assert len(path.read_text().splitlines()) < 150, path
+
+
 def test_the_modules_that_the_readme_runs_exist() -> None:
     modules = set(re.findall(r"example_project(?:\.[a-z_]+)+(?= |\n)", README))
-    assert len(modules) == 3
+    assert len(modules) == 8
     for module in modules:
         assert (EXAMPLE.parent / (module.replace(".", "/") + ".py")).is_file(), module
 
