@@ -15,15 +15,9 @@ from pyspark.sql import SparkSession
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
-
-def java_options(folder: Path | str) -> str:
-    """Return the options of a Java process that lives for a few tests.
-
-    Args:
-        folder: Where it puts its files; it leaves some behind if it is killed.
-    """
-    # Compiling thoroughly takes longer than such a process gains by it.
-    return f"-Djava.io.tmpdir={folder} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+#: For a Java process that lives for a few tests: compiling thoroughly takes longer than it gains.
+#: Not for benchmarks.
+QUICK_JAVA: Final = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 
 
 def _end_java() -> None:
@@ -51,7 +45,8 @@ def spark_session(
         master: Where it runs.
     """
     with TemporaryDirectory() as folder:
-        java = {"spark.driver.extraJavaOptions": java_options(folder)}
+        # Java leaves files behind if it is killed.
+        java = {"spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={folder}"}
         places = {"spark.local.dir": folder, "spark.sql.warehouse.dir": f"{folder}/warehouse"}
         with _session(environment or {}, {**java, **places, **(settings or {})}, master) as spark:
             yield spark

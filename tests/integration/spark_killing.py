@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.spark import REPOSITORY
+from tests.integration.spark import QUICK_JAVA, REPOSITORY
 from tests.integration.worker import ShopProcess
 
 #: Seconds that a program may take to start Spark, on a machine that does much else.
@@ -31,7 +31,7 @@ def start(
         folder: Where its temporary files go; what it prints is in ``program.log``.
         **variables: Further environment variables.
     """
-    environment = {**os.environ, **ShopProcess.environment(settings), **variables}
+    environment = {**os.environ, **QUICK_JAVA, **ShopProcess.environment(settings), **variables}
     with (folder / "program.log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],

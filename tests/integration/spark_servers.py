@@ -12,7 +12,7 @@ from typing import Any, Final
 import pyspark
 
 from celery_rabbitdelay.testing import Server
-from tests.integration.spark import REPOSITORY, java_options
+from tests.integration.spark import QUICK_JAVA, REPOSITORY
 from tests.integration.worker import ShopProcess
 
 DEPLOY: Final = "org.apache.spark.deploy"
@@ -55,7 +55,7 @@ def spark_environment(folder: Path, settings: dict[str, Any] | None = None) -> d
         "SPARK_HOME": str(_spark_home(folder)),
         "SPARK_WORKER_DIR": str(folder / "work"),
         "TMPDIR": str(folder),
-        "JAVA_TOOL_OPTIONS": java_options(folder),
+        "JAVA_TOOL_OPTIONS": f"{QUICK_JAVA['JAVA_TOOL_OPTIONS']} -Djava.io.tmpdir={folder}",
     }
 
 

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import small_configuration
 from tests.integration.shop import make_app
-from tests.integration.spark import spark_session
+from tests.integration.spark import QUICK_JAVA, spark_session
 from tests.integration.spark_apps import environment
 
 pytestmark = pytest.mark.timeout(600)
@@ -42,7 +42,7 @@ def settings(session_rabbitmq: RabbitMQServer, redis_url: str) -> dict[str, dict
 
 @pytest.fixture(scope="module")
 def spark(settings: dict[str, dict[str, Any]]) -> Iterator[SparkSession]:
-    with spark_session(environment(settings)) as session:
+    with spark_session({**QUICK_JAVA, **environment(settings)}) as session:
         yield session
 
 

@@ -15,7 +15,7 @@ from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
-from tests.integration.spark import spark_session
+from tests.integration.spark import QUICK_JAVA, spark_session
 from tests.integration.spark_pausing import PAUSED
 from tests.integration.spark_servers import Executors, Master
 from tests.integration.worker import ShopProcess, Worker
@@ -58,7 +58,7 @@ def paused(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def spark(settings: dict[str, Any], paused: Path) -> Iterator[SparkSession]:
     """A session on a cluster of two hosts, each of which runs one task at a time."""
-    environment = {**ShopProcess.environment(settings), PAUSED: str(paused)}
+    environment = {**QUICK_JAVA, **ShopProcess.environment(settings), PAUSED: str(paused)}
     with (
         Master() as master,
         Executors(master, "127.0.0.2", settings, {PAUSED: str(paused)}),

@@ -20,7 +20,7 @@ from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
-from tests.integration.spark import spark_session
+from tests.integration.spark import QUICK_JAVA, spark_session
 from tests.integration.spark_killing import kill_when, start
 from tests.integration.spark_program import COMMITS
 from tests.integration.worker import ShopProcess, Worker
@@ -61,7 +61,7 @@ def settings(without_registry: dict[str, Any], registry: RedisServer) -> dict[st
 def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
     """A session that tries a task of its own twice, and hands on ten rows at a time."""
     ten = {"spark.sql.execution.arrow.maxRecordsPerBatch": "10"}
-    environment = ShopProcess.environment(settings)
+    environment = {**QUICK_JAVA, **ShopProcess.environment(settings)}
     with spark_session(environment, ten, master="local[2,2]") as session:
         yield session
 

@@ -31,7 +31,7 @@ from tests.integration.arrivals import count
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
-from tests.integration.spark import spark_session
+from tests.integration.spark import QUICK_JAVA, spark_session
 from tests.integration.worker import ShopProcess, Worker
 
 #: Where Spark's Python processes find the application.
@@ -57,7 +57,7 @@ def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> d
 
 @pytest.fixture(scope="module")
 def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
-    with spark_session(ShopProcess.environment(settings)) as session:
+    with spark_session({**QUICK_JAVA, **ShopProcess.environment(settings)}) as session:
         yield session
 
 
