@@ -46,6 +46,9 @@ AFTER_S: Final = 60
 
 PARTITIONS: Final = 16
 
+#: As Spark has it by default: a partition of more than 64 MB is divided, and its ticks with it.
+SPARK: Final = {"spark.sql.shuffle.partitions": "200"}
+
 #: Seconds between two looks at the memory.
 LOOK_EVERY: Final = 1.0
 
@@ -106,7 +109,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--skip-rows", action="store_true", help="do not send row by row")
     chosen = parser.parse_args()
-    with private_broker() as broker, RedisServer() as redis, spark_session() as spark:
+    with private_broker() as broker, RedisServer() as redis, spark_session(settings=SPARK) as spark:
         return Month(broker, redis, spark, chosen.rows).run(chosen.skip_rows)
 
 
