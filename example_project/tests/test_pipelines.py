@@ -158,6 +158,25 @@ def lose(queues: list[str]) -> None:
             channel.queue_delete(queue)
 
 
+def stop_while_it_waits(worker: ChildProcess, order: str) -> None:
+    """Stop the worker at a moment when the retry of an order's reminder waits."""
+    task = task_id(order)
+    waiting = record_shop.app.rabbitdelay.pending
+    result = record_shop.app.AsyncResult(task)
+
+    def stopped() -> bool:
+        if result.state != RETRY or not any(each.task_id == task for each in waiting()):
+            return False
+        worker.stop()
+        # A worker that had received it has put it back into its queue, and it is not listed.
+        if any(each.task_id == task for each in waiting()):
+            return True
+        worker.start()
+        return False
+
+    wait_for(stopped, "a retry that waits", PATIENCE)
+
+
 def states(printed: str) -> dict[str, int]:
     """What the reconciliation has printed about the orders."""
     counts = {}
@@ -240,10 +259,8 @@ def test_what_was_lost_is_found_and_sent_again_and_each_reminder_arrives_once(
     options = replay(tmp_path, "19970401", due_in=timedelta(minutes=-1))
     reminders.main(options)
     shop.wait_for({order: day for order, day in now.items() if order != refused})
-    result = record_shop.app.AsyncResult(task_id(refused))
-    wait_for(lambda: result.state == RETRY, "a retry", PATIENCE)
+    stop_while_it_waits(shop.worker, refused)
     # Without a worker, the retry stands in the tasks' queue as soon as it is due.
-    shop.worker.stop()
     wait_for(lambda: TASKS in (held := in_queues()) and _is_due(held), "the retry", PATIENCE)
     reconciliation.main([*options, "--grace", "-7200"])
     assert "nothing is sent" in capsys.readouterr().out
