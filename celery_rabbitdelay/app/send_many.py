@@ -51,10 +51,10 @@ __all__ = ["RowSender"]
 #: Returns when a row is due.
 DueOf: TypeAlias = Callable[[Row], Due]
 
-#: What the caller gives: a row, or many that are written already.
+#: An element of the caller's iterable: one row, or many that are written already.
 Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"
 
-#: What is sent for it.
+#: The same, checked: one call, or many that are written already.
 Work: TypeAlias = "Call | WrittenRows"
 
 
@@ -151,7 +151,7 @@ class RowSender:
             headers=self._registration.shared_headers,
         )
         for number, given in work:
-            first = self._first_call(given)
+            first = given if isinstance(given, Call) else next(self._read(given))[0]
             try:
                 producer = capture(first)
             except EncodeError as error:
@@ -216,9 +216,6 @@ class RowSender:
         self._registration.join_job(due)
         return written
 
-    def _first_call(self, work: Work) -> Call:
-        return next(self._read(work))[0] if isinstance(work, WrittenRows) else work
-
     def _read(self, written: WrittenRows) -> Iterator[tuple[Call, WrittenRow]]:
         """Yield the calls of rows that are written already."""
         due = written.due
@@ -249,29 +246,31 @@ class RowSender:
         self, producer: CapturingProducer, writer: Writer, work: Iterator[tuple[int, Work]]
     ) -> Iterator[Publication]:
         grouper = Grouper(self._settings.topology.layout, writer.item)
-        for first_number, given in work:
-            if isinstance(given, WrittenRows) and self._are_as_written_here(given, writer):
-                due, rows = given.due, range(first_number, first_number + given.count)
-                group = Group(due, self._first_call(given), given.items, rows)
+        add = partial(self._call_publications, producer, writer, grouper)
+        for number, given in work:
+            if isinstance(given, Call):
+                yield from add(number, given)
+            elif (group := self._ready_group(number, given, writer)) is not None:
                 yield from self._group_publication(producer, writer, group)
-                continue
-            calls = [given] if isinstance(given, Call) else [call for call, _ in self._read(given)]
-            for number, call in enumerate(calls, first_number):
-                if not self._envelopes:
-                    yield from self._row_publication(producer, writer, [number], call)
-                else:
-                    yield from self._grouped(producer, writer, grouper, number, call)
+            else:
+                for each, (call, _) in enumerate(self._read(given), number):
+                    yield from add(each, call)
         for group in grouper.flush():
             yield from self._group_publication(producer, writer, group)
 
-    def _are_as_written_here(self, written: WrittenRows, writer: Writer) -> bool:
-        """Whether rows that are written already stand in an envelope as this application's do."""
-        if not self._envelopes or not writer.can_write_again:
-            return False
-        call, row = next(self._read(written))
-        return writer.item(call) == row.item
+    def _ready_group(self, number: int, written: WrittenRows, writer: Writer) -> Group | None:
+        """Return rows that are written already as a group.
 
-    def _grouped(
+        None if they do not stand in an envelope as this application writes them.
+        """
+        if not self._envelopes or not writer.can_write_again:
+            return None
+        first, row = next(self._read(written))
+        if writer.item(first) != row.item:
+            return None
+        return Group(first.due, first, written.items, range(number, number + written.count))
+
+    def _call_publications(
         self,
         producer: CapturingProducer,
         writer: Writer,
@@ -279,7 +278,10 @@ class RowSender:
         number: int,
         call: Call,
     ) -> Iterator[Publication]:
-        """Put a call into a group; yield what waits no longer."""
+        """Publish a call by itself, or put it into a group; yield what waits no longer."""
+        if not self._envelopes:
+            yield from self._row_publication(producer, writer, [number], call)
+            return
         try:
             groups = grouper.add(number, call, call.due)
         except InvalidEnvelope:

@@ -17,7 +17,7 @@ def progress_of_lines(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report
     """Show how many lines are confirmed, and of how many if the file can be read twice.
 
     Args:
-        label: What stands before the bar.
+        label: The text before the bar.
         lines: The file with the lines.
 
     Yields:

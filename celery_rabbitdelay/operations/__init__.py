@@ -1,4 +1,4 @@
-"""What an operator does with messages; the command line and Spark call this package.
+"""The operator's work with messages that wait; the command line and Spark call this package.
 
 It knows nothing of Spark, and of terminals only how to show a bar. Read ``undeliverable`` (a copy
 of each message that could not be delivered) and ``progress_bar`` (shown while something takes

@@ -22,7 +22,7 @@ class Show(Protocol):
 
         Args:
             done: How much.
-            text: What stands behind the bar.
+            text: The text after the bar.
             length: Of how much, if that has changed.
         """
 
@@ -37,7 +37,7 @@ def progress_bar(label: str, length: int | None = None) -> Iterator[Show]:
     """Show how much is done.
 
     Args:
-        label: What stands before the bar.
+        label: The text before the bar.
         length: Of how much; None if unknown.
 
     Yields:

@@ -65,7 +65,7 @@ class UndeliverableMessage(NamedTuple):
     """A copy of a message that could not be delivered.
 
     Attributes:
-        found: What it is, and why it could not be delivered.
+        found: Its task, its queue and due time, and why it could not be delivered.
         headers: Its headers.
         body: Its body.
         exchange: The exchange that it was published to, the last time.

@@ -95,7 +95,7 @@ class Columns:
 
     Attributes:
         are_shared: Whether all rows have the same :class:`Shared`.
-        shared: What they have in common then.
+        shared: The options of all rows, if they are shared; otherwise those of the write alone.
 
     Raises:
         InvalidColumn: A column is missing, unknown, or of a wrong type.

@@ -102,8 +102,7 @@ def dispatch(
         InvalidColumn: The schema does not fit, or cannot be grouped.
         pyspark.errors.PySparkException: A partition failed. With a registry, no task runs.
     """
-    told = {name: str(value) for name, value in options.items() if value is not None}
-    checked = WriteOptions.of({**told, **({} if task is None else {"task": task})})
+    checked = WriteOptions.of_call(options if task is None else {**options, "task": task})
     # The rows that Spark writes have ids of the same job as the others.
     checked = checked._replace(job_id=checked.job_id or str(uuid4()))
     if group or (group is None and checked.tolerance > 0):

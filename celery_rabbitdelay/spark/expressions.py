@@ -242,24 +242,19 @@ def _array(value: Column, kind: T.DataType) -> Written | None:
     if isinstance(kind, T.StringType | T.IntegralType):
         return _simple_array(value, kind)
 
-    def texts(part: Callable[[Written], Column], separator: str) -> Column:
-        def of(element: Column) -> Column:
-            text = written(element, kind)
-            assert text is not None
-            return part(or_null(element, text))
-
-        return F.array_join(F.transform(value, of), separator)
-
-    def is_exact(element: Column) -> Column:
+    def of(element: Column) -> Written:
         text = written(element, kind)
-        assert text is not None
-        return or_null(element, text).is_exact
+        assert text is not None, "the type was looked at"
+        return or_null(element, text)
+
+    def texts(part: Callable[[Written], Column], separator: str) -> Column:
+        return F.array_join(F.transform(value, lambda each: part(of(each))), separator)
 
     return Written(
         joined("[", texts(lambda text: text.json, ", "), "]"),
         joined("[", texts(lambda text: text.compact, ","), "]"),
         joined("[", texts(lambda text: text.shown, ", "), "]"),
-        F.forall(value, is_exact),
+        F.forall(value, lambda each: of(each).is_exact),
     )
 
 

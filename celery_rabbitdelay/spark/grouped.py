@@ -94,8 +94,7 @@ def grouped(frame: DataFrame, **options: Any) -> DataFrame:
         InvalidColumn: The schema does not fit, or has a column of a type that only Python writes.
         InvalidOption: An option is wrong, or tasks cannot share messages.
     """
-    told = {name: str(value) for name, value in options.items() if value is not None}
-    grouping = Grouping(frame.schema, WriteOptions.of(told))
+    grouping = Grouping(frame.schema, WriteOptions.of_call(options))
     if grouping.refusal is not None:
         raise grouping.refusal
     if frame.isStreaming:

@@ -183,6 +183,15 @@ class WriteOptions(NamedTuple):
             path,
         )
 
+    @classmethod
+    def of_call(cls, options: Mapping[str, object]) -> Self:
+        """Read the options of a call in Python: values of any type, those that are None left out.
+
+        Raises:
+            InvalidOption: As for :meth:`of`.
+        """
+        return cls.of({name: str(value) for name, value in options.items() if value is not None})
+
 
 class ReadOptions(NamedTuple):
     """The options of a read.

@@ -34,7 +34,7 @@ CHUNK_ROWS: Final = 200_000
 #: A partition reserves its part of the rate that all share for so many seconds.
 RESERVED_FOR: Final = 0.25
 
-#: What was taken, and what is sent for it.
+#: A row as it was read, and as it is sent.
 Member: TypeAlias = "tuple[Taken | WrittenRows, Row | WrittenRows]"
 
 #: The errors of one row, which say nothing about the others.

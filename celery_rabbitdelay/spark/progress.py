@@ -33,7 +33,7 @@ def progress_of_partitions(spark: SparkSession, label: str) -> Iterator[None]:
 
     Args:
         spark: The session.
-        label: What stands before the bar.
+        label: The text before the bar.
     """
     context: Any = getattr(spark, "sparkContext", None)  # none with Spark Connect
     if context is None or not is_terminal() or context.getConf().get(SPARKS_OWN_BAR) == "true":

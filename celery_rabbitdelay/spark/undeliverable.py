@@ -24,7 +24,7 @@ UNDELIVERABLE: Final = (
     "since timestamp, headers string, body binary, size bigint"
 )
 
-#: What goes to Spark at once: rows, and bytes of their bodies. One body may have megabytes.
+#: The size of a batch for Spark: its rows, and the bytes of their bodies, which may be large.
 BATCH_ROWS: Final = 1000
 BATCH_BYTES: Final = 8_000_000
 
