@@ -206,6 +206,67 @@ def test_tasks_of_an_aborted_job_do_not_run_and_leave_the_index(registry: Regist
     assert registry.cancel(["task"]) == [Outcome.CANCELLED]
 
 
+def test_a_task_of_an_aborted_job_can_be_sent_again_after_it_has_arrived(
+    registry: Registry,
+) -> None:
+    aborted, again = tracked(job=JOB), tracked(job="again")
+    for job in (JOB, "again"):
+        registry.jobs.open(job, MINUTE_MS)
+    registry.register([aborted])
+    registry.jobs.end(JOB, JobState.ABORTED)
+    assert verdict(registry, aborted) is Verdict.EXPIRED
+    assert registry.register([again]) == ["waiting"]
+    registry.jobs.end("again", JobState.COMMITTED)
+    assert verdict(registry, arrival(aborted, redelivered=True)) is Verdict.EXPIRED
+    assert Index(registry.store, registry.names).count(Filter()) == 1
+    assert verdict(registry, again) is Verdict.RUN
+
+
+def test_a_task_of_an_aborted_job_does_not_run_either_once_its_job_is_forgotten(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    message = tracked(job=JOB)
+    registry.jobs.open(JOB, MINUTE_MS)
+    registry.register([message])
+    registry.jobs.end(JOB, JobState.ABORTED)
+    assert verdict(registry, message) is Verdict.EXPIRED
+    redis_setup.client.delete(registry.names.job(JOB))
+    registry.jobs._ended.clear()
+    assert verdict(registry, message) is Verdict.EXPIRED
+
+
+def test_a_task_that_is_registered_after_it_has_expired_is_not_listed(registry: Registry) -> None:
+    message = tracked(job=JOB)
+    registry.jobs.open(JOB, MINUTE_MS)
+    registry.jobs.end(JOB, JobState.ABORTED)
+    assert verdict(registry, message) is Verdict.EXPIRED
+    assert registry.register([message]) == ["released"]
+    assert Index(registry.store, registry.names).count(Filter()) == 0
+
+
+def test_an_expired_task_can_be_cancelled_before_it_is_sent_again(registry: Registry) -> None:
+    aborted, again = tracked(job=JOB), tracked()
+    registry.jobs.open(JOB, MINUTE_MS)
+    registry.register([aborted])
+    registry.jobs.end(JOB, JobState.ABORTED)
+    assert verdict(registry, aborted) is Verdict.EXPIRED
+    assert registry.postpone("task", now_ms() + MINUTE_MS) is Outcome.CANCELLED
+    assert registry.cancel(["task"]) == [Outcome.CANCELLED]
+    assert registry.register([again]) == ["cancelled"]
+    assert verdict(registry, again) is Verdict.CANCELLED
+
+
+def test_a_duplicate_that_does_not_run_leaves_the_index(registry: Registry) -> None:
+    first, second, late = tracked(), tracked(), tracked()
+    registry.register([first, second])
+    assert verdict(registry, arrival(first, once="queue:0"), "a") is Verdict.RUN
+    assert Index(registry.store, registry.names).count(Filter()) == 1
+    assert verdict(registry, arrival(second, once="queue:0"), "b") is Verdict.DUPLICATE
+    assert verdict(registry, arrival(late, once="queue:0"), "c") is Verdict.DUPLICATE
+    assert registry.register([late]) == ["released"]
+    assert Index(registry.store, registry.names).count(Filter()) == 0
+
+
 def test_a_postponed_task_of_an_aborted_job_does_not_go_back(registry: Registry) -> None:
     message = sent(job=JOB)
     registry.jobs.open(JOB, MINUTE_MS)

@@ -172,6 +172,26 @@ def test_the_tasks_of_an_aborted_job_do_not_run(shop: Any, noted: Notes) -> None
     assert ran(noted) == []
 
 
+def test_tasks_of_an_aborted_job_run_when_they_are_sent_again(shop: Any, noted: Notes) -> None:
+    rows = [
+        Row(args=(number,), kwargs={"key": noted.key}, delay=0.5, task_id=uuid4().hex)
+        for number in range(3)
+    ]
+
+    def send_as(job: str) -> None:
+        shop.rabbitdelay.send_many(shop.tasks["note"], rows, job=job, once=True, track=True)
+
+    failed, again = uuid4().hex, uuid4().hex
+    shop.rabbitdelay.open_job(failed, expires=60)
+    send_as(failed)
+    shop.rabbitdelay.abort_job(failed)
+    wait_until_passed(shop, noted, 0.5)
+    assert ran(noted) == []
+    with shop.rabbitdelay.job(again, expires=60):
+        send_as(again)
+    wait_for(lambda: sorted(ran(noted)) == [0, 1, 2], "the tasks", PATIENCE)
+
+
 @pytest.mark.parametrize("envelopes", [True, False])
 def test_rows_with_keys_supersede_each_other(shop: Any, noted: Notes, envelopes: bool) -> None:
     key = f"order:{uuid4().hex}"

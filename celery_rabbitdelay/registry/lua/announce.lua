@@ -14,7 +14,7 @@ if arrived then
   return 'released'
 end
 if state then
-  return state
+  return outcome_of(state)
 end
 if not is_listed(first, either) then
   either = first

@@ -9,10 +9,11 @@ local margin, long, now_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), clock()
 local outcomes = {}
 for number, record in ipairs(KEYS) do
   local state, copy, due, later = unpack(redis.call('HMGET', record, 'state', 'copy', 'due', 'later'))
-  local outcome = state
-  if not state then
-    outcome = 'unknown'
-    if copy then
+  local outcome = outcome_of(state)
+  -- A task whose message was dropped with its job may have been sent again.
+  if not state or state == 'expired' then
+    outcome = outcome or 'unknown'
+    if copy and not state then
       outcome = 'done'
       if redis.call('HEXISTS', record, 'void:' .. copy) == 1 then
         outcome = 'cancelled'

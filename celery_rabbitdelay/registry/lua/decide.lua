@@ -8,6 +8,17 @@
 
 local margin, now_ms = tonumber(ARGV[1]), clock()
 local verdicts = {}
+
+-- Note that a message does not wait any more; of_record if it is the task's registered one.
+local function settle(record, copy, of_record, state, lives)
+  redis.call('HSET', record, 'arrived:' .. copy, '1')
+  if of_record then
+    redis.call('HSET', record, 'state', state)
+    forget(record)
+  end
+  keep(record, lives)
+end
+
 for number, record in ipairs(KEYS) do
   local at = 2 + (number - 1) * 6
   local copy, due, once = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
@@ -23,11 +34,10 @@ for number, record in ipairs(KEYS) do
     verdict = 'cancelled'
   elseif copy ~= '' and is_void then
     verdict = is_void == 'superseded' and 'superseded' or 'replaced'
-  elseif job == 'expired' then
+  elseif job == 'expired' or (state == 'expired' and registered == copy) then
     verdict = 'expired'
-    if registered and of_record then
-      redis.call('HSET', record, 'state', 'cancelled')
-      forget(record)
+    if copy ~= '' then
+      settle(record, copy, of_record, 'expired', lives)
     end
   elseif later and tonumber(later) > due and (of_record or copy == '') then
     verdict = later
@@ -37,13 +47,15 @@ for number, record in ipairs(KEYS) do
     end
   elseif once ~= '' and first and first ~= mark and not redelivered then
     verdict = 'duplicate'
+    if copy ~= '' then
+      settle(record, copy, of_record, 'released', lives)
+    end
   elseif job == 'run' then
     if once ~= '' then
       redis.call('HSET', record, 'once:' .. once, mark)
       keep(record, lives)
     end
     if copy ~= '' then
-      redis.call('HSET', record, 'arrived:' .. copy, '1')
       if is_listed(copy, either) then
         for other in string.gmatch(either, '%S+') do
           if other ~= copy then
@@ -53,11 +65,7 @@ for number, record in ipairs(KEYS) do
         -- The registered one is void now, unless it is a retry's.
         of_record = of_record or is_listed(registered, either)
       end
-      if of_record then
-        redis.call('HSET', record, 'state', 'released')
-        forget(record)
-      end
-      keep(record, lives)
+      settle(record, copy, of_record, 'released', lives)
     end
   else
     -- Its job may stay open for longer than the margin.

@@ -11,7 +11,7 @@ local record, due, lives = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
 local state, copy, known, name, job, message, key =
   unpack(redis.call('HMGET', record, 'state', 'copy', 'due', 'name', 'job', 'message', 'key'))
 if state then
-  return {state}
+  return {outcome_of(state)}
 end
 if copy and redis.call('HEXISTS', record, 'void:' .. copy) == 1 then
   return {'cancelled'}

@@ -22,7 +22,7 @@ if first_arrived then
 end
 if state then
   void(record, second, lives, state == 'released' and first or nil)
-  return state
+  return outcome_of(state)
 end
 -- Another call may have replaced the first message meanwhile: the later call wins.
 local current = copy or first

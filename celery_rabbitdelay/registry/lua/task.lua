@@ -1,11 +1,11 @@
 -- Functions that all scripts share. The record of a task is a hash:
 --
---   state          "cancelled", or "released" once the registered message has arrived; otherwise the
---                  task waits
+--   state          "cancelled"; or once the registered message has arrived, "released", or "expired"
+--                  if it was dropped with its job: the task can be sent again; otherwise it waits
 --   copy           the name of the message that was registered last
 --   void:NAME      the message of this name must not run: "superseded", or the name of the message
 --                  that was sent in its place
---   arrived:NAME   the message of this name has arrived, and was let run
+--   arrived:NAME   the message of this name has arrived, and has run or was dropped for good
 --   either         the names of messages of which one alone may run
 --   due            when the registered message is due, in milliseconds since 1970
 --   later          until when it was postponed, in milliseconds since 1970
@@ -60,6 +60,11 @@ local function forget(record)
     end
     redis.call('HDEL', record, 'name', 'job', 'message')
   end
+end
+
+-- What a caller is told about a task that does not wait any more.
+local function outcome_of(state)
+  return state == 'expired' and 'cancelled' or state
 end
 
 local function is_listed(name, names)
