@@ -41,6 +41,7 @@ __all__ = [
     "RegistryRequired",
     "RegistryUnavailable",
     "RowsNotConfirmed",
+    "SameTopology",
     "TopologyIncomplete",
     "TopologyNotEmpty",
     "UnknownOption",
@@ -222,6 +223,25 @@ class TopologyNotEmpty(RabbitDelayError):
             f"{sum(self.waiting.values())} messages still wait in {len(self.waiting)} queues under "
             f"the prefix {self.prefix!r}, for example in {next(iter(self.waiting))}: wait until "
             "they are due, or delete with force=True to lose them"
+        )
+
+
+class SameTopology(RabbitDelayError, ValueError):
+    """Messages are to be moved to the place where they are.
+
+    Attributes:
+        prefix: The prefix of both topologies.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self.prefix = prefix
+
+    def __str__(self) -> str:
+        return (
+            f"source and target have the same prefix {self.prefix!r} on the same broker, and so "
+            "the same queues. Give the new levels another rabbitdelay_prefix, and name the old one "
+            "as the source"
         )
 
 

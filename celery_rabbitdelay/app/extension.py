@@ -94,7 +94,8 @@ class RabbitDelay(WaitingTasks):
             settings.registry_url, settings.registry_timeout, settings.registry_options
         )
         margin_ms = milliseconds(settings.redelivery) + REGISTRY_MARGIN_MS
-        return Registry(store, settings.prefix, margin_ms, LONGEST_MS)
+        prefix = settings.registry_prefix or settings.prefix
+        return Registry(store, prefix, margin_ms, LONGEST_MS)
 
     @cached_property
     def available(self) -> bool:

@@ -82,6 +82,8 @@ class Settings:
             result backend; ``redis+cluster://host:6379`` names any server of a cluster.
         registry_options: Further arguments of redis-py's client; for Sentinel also ``master_name``
             and ``sentinel_kwargs``.
+        registry_prefix: The first part of the registry's keys; None for ``prefix``. Set it to the
+            former prefix before tasks are migrated to another one.
         registry_timeout: Seconds for connecting to Redis, and for each of its answers.
         registry_down: What becomes of a task that is due while Redis does not answer: "hold", it
             goes back into the levels for some seconds; "run", it runs.
@@ -106,6 +108,7 @@ class Settings:
     may_refuse: Sequence[str] = ()
     registry_url: str | None = None
     registry_options: Mapping[str, Any] = field(default_factory=dict)
+    registry_prefix: str | None = None
     registry_timeout: float = 0.5
     registry_down: RegistryDown = "hold"
     track: Track = "none"
@@ -134,6 +137,7 @@ class Settings:
         "may_refuse": "takes a list of names in which * and ? may stand",
         "registry_url": "takes None, or the URL of a Redis",
         "registry_options": "takes a mapping of arguments of redis-py's client",
+        "registry_prefix": f"takes None, or 1 to {MAX_PREFIX_LENGTH} characters as the prefix",
         "registry_timeout": "takes a positive number of seconds, at most 366 days",
         "registry_down": f"takes one of {', '.join(get_args(RegistryDown))}",
         "track": f"takes one of {', '.join(get_args(Track))}; all needs rabbitdelay_registry_url",
@@ -291,6 +295,9 @@ class Settings:
     @staticmethod
     def _takes_registry_options(value: object) -> bool:
         return isinstance(value, Mapping)
+
+    def _takes_registry_prefix(self, value: object) -> bool:
+        return value is None or self._takes_prefix(value)
 
     @staticmethod
     def _takes_registry_timeout(value: object) -> bool:

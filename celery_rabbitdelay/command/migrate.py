@@ -1,0 +1,238 @@
+"""``celery rabbitdelay migrate`` and ``transfer``: move all that waits into these levels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import click
+from celery.bin.base import CLIContext
+from celery.platforms import EX_UNAVAILABLE
+from kombu import Connection
+
+from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
+from celery_rabbitdelay.exceptions import InvalidSetting, SameTopology
+from celery_rabbitdelay.operations.migration import Destinations, Place, migration, waiting
+from celery_rabbitdelay.operations.mover import Moved, Mover
+from celery_rabbitdelay.operations.progress_bar import progress_bar
+
+__all__ = ["migrate", "move_options", "moved_and_told", "stopped_by_ctrl_c", "transfer"]
+
+#: The exit status where messages are left.
+MESSAGES_LEFT: Final = 1
+
+#: How many reasons and queues the text names; ``--json`` names all of them.
+MAX_NAMED: Final = 10
+
+
+def move_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of all commands that move messages."""
+    for option in (
+        json_option,
+        click.option("--dry-run", is_flag=True, help="Count what waits, and move nothing."),
+        click.option("--follow", is_flag=True, help="Go on when all is moved, until Ctrl-C."),
+        click.option(
+            "--rate", type=click.FloatRange(min=0, min_open=True), help="Messages a second at most."
+        ),
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=60.0,
+            show_default=True,
+            help="Seconds in which a broker has to answer, or to come back.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _source_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that describe the levels that are emptied."""
+    for option in (
+        click.option("--from-shards", type=int, help="Their rabbitdelay_shards."),
+        click.option("--from-queue-type", help="Their rabbitdelay_queue_type."),
+        click.option("--from-tick", type=float, help="Their rabbitdelay_tick."),
+        click.option("--from-layout", help="Their rabbitdelay_layout: a name, or JSON."),
+        click.option("--from-prefix", help="Their rabbitdelay_prefix."),
+        click.option(
+            "--ignore-registry",
+            is_flag=True,
+            help="Move although the registry has another prefix, and forgets what it knows.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_source_options
+@click.option("--from-vhost", help="Their virtual host.")
+@move_options
+@click.pass_obj
+def migrate(context: CLIContext, /, from_vhost: str | None, **options: Any) -> None:
+    """Move all that waits in other levels of this broker into the application's.
+
+    The levels that are emptied are described by the --from options; what is not given is as the
+    application has it. Producers and workers may run meanwhile. The command can be ended at any
+    time and started again.
+    """
+    delays = delays_of(context)
+    here = context.app.connection_for_write()
+    there = here if from_vhost is None else here.clone(virtual_host=from_vhost)
+    _migrate(context, delays, there, **options)
+
+
+@click.command()
+@click.option(
+    "--from",
+    "from_url",
+    required=True,
+    envvar="RABBITDELAY_FROM",
+    help="The URL of the broker that is emptied; or the environment variable RABBITDELAY_FROM.",
+)
+@_source_options
+@move_options
+@click.pass_obj
+def transfer(context: CLIContext, /, from_url: str, **options: Any) -> None:
+    """Move all that waits on another broker into the levels of the application's broker.
+
+    Between any two versions of RabbitMQ. What else is said for migrate holds here as well.
+    """
+    delays = delays_of(context)
+    there = context.app.connection_for_write(url=from_url)
+    _migrate(context, delays, there, **options)
+
+
+def _migrate(
+    context: CLIContext,
+    delays: RabbitDelay,
+    there: Connection,
+    *,
+    as_json: bool,
+    dry_run: bool,
+    follow: bool,
+    rate: float | None,
+    timeout: float,
+    ignore_registry: bool,
+    **source_options: Any,
+) -> None:
+    source = Place(there, _source_settings(delays, source_options).topology)
+    target = Place(context.app.connection_for_write(), delays.topology)
+    if not ignore_registry:
+        _check_registry(delays, source.topology.prefix)
+    may_declare = delays.settings.declare == "auto"
+    destinations = Destinations(target, context.app.amqp.queues, may_declare)
+    try:
+        if dry_run:
+            _tell_waiting(waiting(source), as_json)
+            return
+        with progress_bar("messages", 1) as show:
+            mover = migration(
+                source,
+                target,
+                destinations,
+                may_declare=may_declare,
+                timeout=timeout,
+                rate=rate,
+                show=lambda moved, known: show(moved, length=max(known, moved, 1)),
+            )
+            moved = moved_and_told(mover, follow, as_json)
+    except SameTopology as error:
+        raise click.UsageError(str(error)) from error
+    except BROKER_ERRORS as error:
+        fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE, as_json)
+    finally:
+        destinations.close()
+    tell(moved, as_json, missing_queues=sorted(destinations.missing))
+
+
+def _source_settings(delays: RabbitDelay, options: dict[str, Any]) -> Any:
+    given = {
+        name.removeprefix("from_"): value for name, value in options.items() if value is not None
+    }
+    layout = given.get("layout", "")
+    if layout[:1] in ("{", "["):
+        try:
+            given["layout"] = json.loads(layout)
+        except ValueError as wrong:
+            text = f"{layout!r} is not JSON: {wrong}"
+            raise click.BadParameter(text, param_hint="--from-layout") from wrong
+    try:
+        return dataclasses.replace(delays.settings, **given)
+    except InvalidSetting as wrong:
+        raise click.UsageError(f"of the levels that are emptied: {wrong}") from wrong
+
+
+def _check_registry(delays: RabbitDelay, prefix: str) -> None:
+    settings = delays.settings
+    if settings.registry_url is None:
+        return
+    known = settings.registry_prefix or settings.prefix
+    if known != prefix:
+        raise click.UsageError(
+            f"the registry of this application has the prefix {known!r}, and knows nothing of the "
+            f"tasks that were sent under {prefix!r}: those that are cancelled would run. Set "
+            f"rabbitdelay_registry_prefix = {prefix!r}, or say --ignore-registry"
+        )
+
+
+def moved_and_told(mover: Mover, follow: bool, as_json: bool) -> Moved:
+    """Move, and say how much was moved if a broker fails in between."""
+    try:
+        with stopped_by_ctrl_c(mover):
+            return mover.move(follow=follow)
+    except BROKER_ERRORS as error:
+        text = f"{mover.moved:,} messages are moved, the others are where they were: {error}"
+        fail(error, text, EX_UNAVAILABLE, as_json)
+
+
+@contextmanager
+def stopped_by_ctrl_c(mover: Mover) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end a move in order: what is in flight is confirmed first."""
+
+    def stop(number: int, frame: object) -> None:
+        if mover.stopping.is_set():
+            raise KeyboardInterrupt
+        mover.stopping.set()
+
+    former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _tell_waiting(found: dict[str, int], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"waiting": sum(found.values()), "queues": found}))
+        return
+    for name, messages in list(found.items())[:MAX_NAMED]:
+        click.echo(f"  {name:40} {messages:12,}")
+    if len(found) > MAX_NAMED:
+        click.echo(f"  ... and {len(found) - MAX_NAMED} further queues")
+    click.echo(f"{sum(found.values()):,} messages wait; nothing was moved")
+
+
+def tell(moved: Moved, as_json: bool, **more: Any) -> None:
+    """Print what was moved; end with the status 1 if messages are left."""
+    if as_json:
+        click.echo(json.dumps({**moved._asdict(), **more}))
+    else:
+        rate = moved.moved / moved.seconds if moved.seconds else 0
+        click.echo(f"{moved.moved:,} messages moved in {moved.seconds:,.1f} s ({rate:,.0f}/s)")
+        for what, reasons in (("undeliverable", moved.undeliverable), ("left", moved.left)):
+            for reason, number in list(reasons.items())[:MAX_NAMED]:
+                click.echo(f"  {number:,} {what}: {reason}")
+        if moved.copies:
+            click.echo(f"  {moved.copies:,} may exist twice: a connection was lost")
+        for name, values in more.items():
+            if values:
+                click.echo(f"  {name.replace('_', ' ')}: {', '.join(values[:MAX_NAMED])}")
+    if moved.left:
+        raise SystemExit(MESSAGES_LEFT)

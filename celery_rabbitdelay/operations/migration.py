@@ -1,0 +1,296 @@
+"""All that waits in the levels of one topology goes to another one, on the same broker or not.
+
+A message keeps its due time, and so waits in the new levels for the rest of its delay. Producers
+and workers may run meanwhile: what still comes due in the old levels reaches its queue from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import amqp
+from amqp.exceptions import NotFound
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.exceptions import SameTopology, UnprocessableMessage
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.routing_key import (
+    DISTRIBUTION,
+    decode_destination,
+    encode_destination,
+)
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    into_levels,
+    with_headers,
+    without_broker_headers,
+)
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.operations.mover import Mover, Target
+from celery_rabbitdelay.publishing.declaration import (
+    bind_destination,
+    check_complete,
+    connect,
+    declare_destination,
+    declare_if_missing,
+    queue_counts,
+)
+from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
+from celery_rabbitdelay.publishing.wire import UNREADABLE
+
+__all__ = ["Destinations", "Migration", "Place", "check_places", "migration", "waiting"]
+
+
+class Place(NamedTuple):
+    """A topology on a broker.
+
+    Attributes:
+        connection: The broker, with its virtual host.
+        topology: The topology.
+    """
+
+    connection: Connection
+    topology: Topology
+
+
+class Destinations:
+    """Binds the queues that messages are for to the levels of the target, each once.
+
+    Args:
+        target: The target.
+        known: The queues that the application knows, by their names: they are declared as the
+            application declares them.
+        may_declare: Whether anything may be declared or bound.
+
+    Attributes:
+        missing: The queues that messages are for and that do not exist. Distribution tries to
+            deliver these messages when they are due.
+    """
+
+    def __init__(self, target: Place, known: Mapping[str, Queue], may_declare: bool = True) -> None:
+        self._connection = target.connection.clone(heartbeat=0)
+        self._topology = target.topology
+        self._known = known
+        self._may_declare = may_declare
+        self._seen: set[str] = set()
+        self.missing: set[str] = set()
+
+    def ensure(self, name: str) -> None:
+        """Declare a queue that the application knows, and bind it; bind any other one.
+
+        Raises:
+            OSError: The broker cannot be reached.
+            amqp.AMQPError: It refuses.
+        """
+        if name in self._seen or not self._may_declare:
+            return
+        connect(self._connection)
+        queue = self._known.get(name)
+        try:
+            declare_if_missing(self._connection, self._topology)
+            if queue is not None and not getattr(queue, "no_declare", False):
+                declare_destination(self._connection, self._topology, queue)
+            else:
+                bind_destination(self._connection, self._topology, name)
+        except NotFound:
+            self.missing.add(name)
+        self._seen.add(name)
+
+    def close(self) -> None:
+        """Close the connection."""
+        with suppress(*self._connection.connection_errors, *self._connection.channel_errors):
+            self._connection.release()
+
+
+class Migration:
+    """Says what to publish at the target for a message of the source. Opens no connection.
+
+    ================ ================================================================
+    a level's queue  the target's levels, for the rest of the delay
+    meditation       likewise
+    distribution     the target's distribution: it is due
+    check-in         the target's check-in, as the client has published it
+    undeliverable    the target's ``undeliverable``, with the reason
+    ================ ================================================================
+
+    Args:
+        source: The topology that the messages are in.
+        target: The topology that they go to.
+        ensure: Called with the name of each queue that messages are for.
+    """
+
+    def __init__(self, source: Topology, target: Topology, ensure: Callable[[str], None]) -> None:
+        self._source = source
+        self._target = target
+        self._ensure = ensure
+        modules = source.module_queues
+        self._convert_of: Final[Mapping[str, Callable[[amqp.Message], Outgoing]]] = {
+            modules.checkin.name: self._of_checkin,
+            modules.meditation.name: self._meditating,
+            modules.undeliverable.name: self._undeliverable,
+        }
+
+    def convert(self, message: amqp.Message, queue: str) -> Outgoing:
+        """Return what to publish for a message.
+
+        Args:
+            message: The message.
+            queue: The queue that it was in.
+
+        Raises:
+            UnprocessableMessage: It is not a message of the levels.
+        """
+        return self._convert_of.get(queue, self._in_levels)(message)
+
+    def _of_checkin(self, message: amqp.Message) -> Outgoing:
+        info: Any = message.delivery_info
+        if info["exchange"] == self._source.module_queues.meditated.name:
+            return self._meditating(message)
+        kept = with_headers(message, without_broker_headers(headers_of(message)))
+        return Outgoing(self._target.module_queues.checkin.exchange.name, info["routing_key"], kept)
+
+    def _meditating(self, message: amqp.Message) -> Outgoing:
+        info: Any = message.delivery_info
+        return self._waiting(message, info["routing_key"])
+
+    def _in_levels(self, message: amqp.Message) -> Outgoing:
+        info: Any = message.delivery_info
+        key = info["routing_key"]
+        if self._source.keys.digits(key) is None:
+            raise UnprocessableMessage(
+                f"its routing key {shortened(key)} does not belong to this layout"
+            )
+        word = key.split(".")[-1]
+        if word == encode_destination(DISTRIBUTION):
+            return self._waiting(message, DISTRIBUTION)
+        return self._waiting(message, self._queue_of(word, message))
+
+    @staticmethod
+    def _queue_of(word: str, message: amqp.Message) -> str:
+        """Return the name of the queue that a word of a routing key stands for."""
+        name = decode_destination(word)
+        if name is None:
+            # It is hashed.
+            name = headers_of(message).get(header_names.QUEUE)
+            if not isinstance(name, str) or encode_destination(name) != word:
+                raise UnprocessableMessage(
+                    f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
+                    f"{shortened(name)}"
+                )
+        return name
+
+    def _waiting(self, message: amqp.Message, destination: str) -> Outgoing:
+        headers = headers_of(message)
+        if UNREADABLE in headers:
+            raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
+        due_ms = headers.get(header_names.DUE)
+        if not isinstance(due_ms, int) or isinstance(due_ms, bool) or not 0 <= due_ms <= MAX_DUE_MS:
+            raise UnprocessableMessage(
+                f"{header_names.DUE} is {shortened(due_ms)}, not milliseconds since 1970"
+            )
+        priority = message.properties.get("priority")
+        kept = without_broker_headers(headers)
+        if self._target.queue_type == "quorum" and destination and header_names.QUEUE in kept:
+            # A priority that classic queues have taken; see split_priority.
+            priority, own = split_priority(priority)
+            if own:
+                destination = DISTRIBUTION
+                kept = {**own, **kept}
+        if destination:
+            self._ensure(destination)
+        due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
+        moved = with_headers(message, kept, priority=priority)
+        return into_levels(self._target, moved, due, destination)
+
+    def _undeliverable(self, message: amqp.Message) -> Outgoing:
+        info: Any = message.delivery_info
+        headers = headers_of(message)
+        # The broker's headers, which say why, do not go with it.
+        reason = examine(headers, self._source, info["routing_key"]).reason
+        kept = {**without_broker_headers(headers), module_headers.REASON: reason}
+        exchange = self._target.module_queues.undeliverable.exchange.name
+        return Outgoing(exchange, info["routing_key"], with_headers(message, kept))
+
+
+def migration(
+    source: Place,
+    target: Place,
+    destinations: Destinations,
+    *,
+    may_declare: bool = True,
+    timeout: float = 30.0,
+    rate: float | None = None,
+    show: Callable[[int, int], None] = lambda moved, known: None,
+) -> Mover:
+    """Return what moves all that waits at the source into the levels of the target.
+
+    Args:
+        source: Where messages wait; nothing is declared or deleted there.
+        target: Where they go; see :class:`Migration`.
+        destinations: Binds the queues that they are for to the target's levels.
+        may_declare: Whether the target's topology is declared if it is missing.
+        timeout: Seconds in which a broker has to answer.
+        rate: How many messages a second at the most; None for no limit.
+        show: Called with how many are moved, and how many there are as far as is known.
+
+    Raises:
+        SameTopology: Source and target are the same.
+    """
+    check_places(source, target)
+    convert = Migration(source.topology, target.topology, destinations.ensure).convert
+    declare = declare_if_missing if may_declare else check_complete
+    undeliverable = target.topology.module_queues.undeliverable.exchange.name
+    return Mover(
+        source.connection,
+        [queue.name for queue in source.topology.queues],
+        Target(
+            target.connection,
+            undeliverable,
+            partial(_declared, declare, target.topology),
+            timeout,
+        ),
+        convert,
+        rate=rate,
+        show=show,
+    )
+
+
+def _declared(
+    declare: Callable[[Connection, Topology], None], topology: Topology, connection: Connection
+) -> None:
+    declare(connection, topology)
+
+
+def check_places(source: Place, target: Place) -> None:
+    """Check that two topologies share no queue.
+
+    Raises:
+        SameTopology: They have the same prefix, in the same virtual host of the same broker.
+        OSError: A broker cannot be reached.
+    """
+    if source.topology.prefix != target.topology.prefix:
+        return
+    if _identity(source.connection) == _identity(target.connection):
+        raise SameTopology(source.topology.prefix)
+
+
+def _identity(connection: Connection) -> tuple[str, str]:
+    """Return a broker's name of its own, whatever address it is reached by, and the host."""
+    with connection.clone(heartbeat=0) as own:
+        own.connect()
+        name = str(own.connection.server_properties.get("cluster_name", own.as_uri()))
+    return name, connection.virtual_host
+
+
+def waiting(place: Place) -> dict[str, int]:
+    """Return how many messages are in each queue of a topology that has some."""
+    with place.connection.clone(heartbeat=0) as own:
+        own.connect()
+        counts = queue_counts(own, place.topology.queues)
+    return {name: found.messages for name, found in counts.items() if found and found.messages}
