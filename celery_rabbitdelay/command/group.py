@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from celery_rabbitdelay.command.adopt import adopt
 from celery_rabbitdelay.command.migrate import migrate, transfer
 from celery_rabbitdelay.command.pending import forecast, pending
 from celery_rabbitdelay.command.send import send
@@ -21,5 +22,5 @@ def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 
 
-for command in (cancel, forecast, job, migrate, pending, postpone, send, status, transfer):
+for command in (adopt, cancel, forecast, job, migrate, pending, postpone, send, status, transfer):
     rabbitdelay.add_command(command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from celery_rabbitdelay.operations.migration import Destinations, Place, migrati
 from celery_rabbitdelay.operations.mover import Moved, Mover
 from celery_rabbitdelay.operations.progress_bar import progress_bar
 
-__all__ = ["migrate", "move_options", "moved_and_told", "stopped_by_ctrl_c", "transfer"]
+__all__ = ["migrate", "move_options", "moved_and_told", "tell", "tell_waiting", "transfer"]
 
 #: The exit status where messages are left.
 MESSAGES_LEFT: Final = 1
@@ -129,7 +129,7 @@ def _migrate(
     destinations = Destinations(target, context.app.amqp.queues, may_declare)
     try:
         if dry_run:
-            _tell_waiting(waiting(source), as_json)
+            tell_waiting(waiting(source), as_json)
             return
         with progress_bar("messages", 1) as show:
             mover = migration(
@@ -184,7 +184,7 @@ def _check_registry(delays: RabbitDelay, prefix: str) -> None:
 def moved_and_told(mover: Mover, follow: bool, as_json: bool) -> Moved:
     """Move, and say how much was moved if a broker fails in between."""
     try:
-        with stopped_by_ctrl_c(mover):
+        with _stopped_by_ctrl_c(mover):
             return mover.move(follow=follow)
     except BROKER_ERRORS as error:
         text = f"{mover.moved:,} messages are moved, the others are where they were: {error}"
@@ -192,7 +192,7 @@ def moved_and_told(mover: Mover, follow: bool, as_json: bool) -> Moved:
 
 
 @contextmanager
-def stopped_by_ctrl_c(mover: Mover) -> Iterator[None]:
+def _stopped_by_ctrl_c(mover: Mover) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end a move in order: what is in flight is confirmed first."""
 
     def stop(number: int, frame: object) -> None:
@@ -208,7 +208,8 @@ def stopped_by_ctrl_c(mover: Mover) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell_waiting(found: dict[str, int], as_json: bool) -> None:
+def tell_waiting(found: Mapping[str, int], as_json: bool) -> None:
+    """Print how many messages are in which queue."""
     if as_json:
         click.echo(json.dumps({"waiting": sum(found.values()), "queues": found}))
         return
@@ -219,20 +220,33 @@ def _tell_waiting(found: dict[str, int], as_json: bool) -> None:
     click.echo(f"{sum(found.values()):,} messages wait; nothing was moved")
 
 
-def tell(moved: Moved, as_json: bool, **more: Any) -> None:
-    """Print what was moved; end with the status 1 if messages are left."""
+def tell(moved: Moved, as_json: bool, *, missing_queues: Sequence[str], expected: str = "") -> None:
+    """Print what was moved; end with the status 1 if messages are left, or may be.
+
+    Args:
+        moved: What was moved.
+        as_json: Whether to print it as JSON.
+        missing_queues: The queues that messages are for and that do not exist.
+        expected: The reason for which messages are meant to stay.
+    """
     if as_json:
-        click.echo(json.dumps({**moved._asdict(), **more}))
+        click.echo(json.dumps({**moved._asdict(), "missing_queues": missing_queues}))
     else:
-        rate = moved.moved / moved.seconds if moved.seconds else 0
-        click.echo(f"{moved.moved:,} messages moved in {moved.seconds:,.1f} s ({rate:,.0f}/s)")
-        for what, reasons in (("undeliverable", moved.undeliverable), ("left", moved.left)):
-            for reason, number in list(reasons.items())[:MAX_NAMED]:
-                click.echo(f"  {number:,} {what}: {reason}")
-        if moved.copies:
-            click.echo(f"  {moved.copies:,} may exist twice: a connection was lost")
-        for name, values in more.items():
-            if values:
-                click.echo(f"  {name.replace('_', ' ')}: {', '.join(values[:MAX_NAMED])}")
-    if moved.left:
+        click.echo("\n".join(_lines(moved, missing_queues)))
+    if set(moved.left) - {expected} or not moved.finished:
         raise SystemExit(MESSAGES_LEFT)
+
+
+def _lines(moved: Moved, missing_queues: Sequence[str]) -> Iterator[str]:
+    rate = moved.moved / moved.seconds if moved.seconds else 0
+    yield f"{moved.moved:,} messages moved in {moved.seconds:,.1f} s ({rate:,.0f}/s)"
+    for what, reasons in (("undeliverable", moved.undeliverable), ("left", moved.left)):
+        for reason, number in list(reasons.items())[:MAX_NAMED]:
+            yield f"  {number:,} {what}: {reason}"
+    if moved.copies:
+        yield f"  {moved.copies:,} may exist twice: a connection was lost"
+    if not moved.finished:
+        yield "  ended before all was moved; start it again to go on"
+    if missing_queues:
+        names = ", ".join(missing_queues[:MAX_NAMED])
+        yield f"  these queues do not exist; distribution tries them later: {names}"

@@ -28,7 +28,7 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 
-__all__ = ["CheckIn"]
+__all__ = ["CheckIn", "for_distribution"]
 
 #: Headers with further routing keys, by which RabbitMQ routes a message past any check of its own
 #: (https://www.rabbitmq.com/docs/sender-selected).
@@ -102,7 +102,7 @@ class CheckIn:
                 f"{module_headers.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
                 "since 1970, exceeds 64 bits"
             )
-        waiting = _for_distribution(message, headers, due.at_ms, exchange, routing_key)
+        waiting = for_distribution(message, headers, due.at_ms, exchange, routing_key)
         return into_levels(self._topology, waiting, due)
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:
@@ -122,10 +122,18 @@ class CheckIn:
             )
 
 
-def _for_distribution(
+def for_distribution(
     message: amqp.Message, headers: dict[str, Any], due: int, exchange: str, routing_key: str
 ) -> amqp.Message:
-    """Return a message for distribution: headers carry everything that distribution restores."""
+    """Return a message for distribution: headers carry everything that distribution restores.
+
+    Args:
+        message: The message.
+        headers: The headers that its consumer is to see.
+        due: When it is due, in milliseconds since 1970-01-01 UTC.
+        exchange: The exchange that it goes to then.
+        routing_key: Its routing key.
+    """
     priority, kept = split_priority(message.properties.get("priority"))
     own = {
         header_names.DUE: due,

@@ -102,6 +102,18 @@ class Destinations:
             self.missing.add(name)
         self._seen.add(name)
 
+    def exists(self, name: str) -> bool:
+        """Return whether a queue exists; one that does not is noted in ``missing``.
+
+        Raises:
+            OSError: The broker cannot be reached.
+        """
+        if name not in self._seen:
+            self._seen.add(name)
+            if queue_counts(self._connection, [Queue(name)])[name] is None:
+                self.missing.add(name)
+        return name not in self.missing
+
     def close(self) -> None:
         """Close the connection."""
         with suppress(*self._connection.connection_errors, *self._connection.channel_errors):

@@ -93,6 +93,7 @@ class Moved(NamedTuple):
         copies: How many of those moved may still be in their queues as well: the source was lost
             before they were acknowledged.
         seconds: How long it took.
+        finished: Whether the queues were empty in the end, except for what is left.
     """
 
     moved: int
@@ -100,6 +101,7 @@ class Moved(NamedTuple):
     left: Mapping[str, int]
     copies: int
     seconds: float
+    finished: bool
 
 
 class Mover:
@@ -160,7 +162,7 @@ class Mover:
         began, was_empty = time.monotonic(), False
         try:
             self._source.open()
-            while not self.stopping.is_set() and self._left.total() < MOST_STAYING:
+            while not self.stopping.is_set() and not self._is_full:
                 ready = self._with_source(lambda: self._source.ready(self._queues))
                 if ready:
                     self._move_what_is_there(ready)
@@ -173,7 +175,12 @@ class Mover:
             self._source.close()
             self._publisher.close()
         seconds = time.monotonic() - began
-        return Moved(self.moved, self._undeliverable, self._left, self._copies, seconds)
+        found = self._undeliverable, self._left, self._copies
+        return Moved(self.moved, *found, seconds, not self.stopping.is_set() and not self._is_full)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._left.total() >= MOST_STAYING
 
     def _move_what_is_there(self, ready: Mapping[str, int]) -> None:
         self._known = self.moved + sum(ready.values())
@@ -193,7 +200,7 @@ class Mover:
 
     def _publications(self) -> Iterator[Publication]:
         """Yield what to publish, until no message has come for a while."""
-        while not self.stopping.is_set() and self._left.total() < MOST_STAYING:
+        while not self.stopping.is_set() and not self._is_full:
             self._acknowledge_some()
             taken = self._try_source(self._source.take)
             if taken is None:

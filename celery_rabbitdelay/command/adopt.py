@@ -1,0 +1,165 @@
+"""``celery rabbitdelay adopt``: take over what waits elsewhere on the broker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+from celery.bin.base import CLIContext
+from celery.platforms import EX_UNAVAILABLE
+from kombu import Queue
+
+from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail
+from celery_rabbitdelay.command.migrate import (
+    move_options,
+    moved_and_told,
+    tell,
+    tell_waiting,
+)
+from celery_rabbitdelay.operations.adoption import (
+    NOT_DELAYED,
+    EtaTasks,
+    NativeChain,
+    NServiceBusChain,
+    TaskMessages,
+    native_queues,
+    nservicebus_queues,
+)
+from celery_rabbitdelay.operations.migration import Destinations, Place
+from celery_rabbitdelay.operations.mover import Convert, Mover, Target
+from celery_rabbitdelay.operations.progress_bar import progress_bar
+from celery_rabbitdelay.publishing.declaration import (
+    check_complete,
+    declare_if_missing,
+    queue_counts,
+)
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+__all__ = ["adopt"]
+
+
+@click.group()
+def adopt() -> None:
+    """Take over delayed messages that wait elsewhere on the application's broker.
+
+    Each keeps its due time. A command can be ended at any time and started again.
+    """
+
+
+@adopt.command()
+@click.option("--chain-prefix", default="", help="Celery's broker_native_delayed_delivery_prefix.")
+@move_options
+@click.pass_obj
+def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
+    """Adopt the tasks in Celery's native delayed delivery.
+
+    Deploy producers that use the levels first; tasks that others still send are adopted by
+    --follow.
+    """
+
+    def convert(adopting: _Adopting) -> Convert:
+        return NativeChain(adopting.tasks, adopting.queues.values()).convert
+
+    _adopt(context, native_queues(chain_prefix), convert, **options)
+
+
+@adopt.command()
+@click.option(
+    "--version",
+    type=click.IntRange(1, 2),
+    default=2,
+    show_default=True,
+    help="Of NServiceBus's delay infrastructure: nsb.delay-level-* or nsb.v2.delay-level-*.",
+)
+@move_options
+@click.pass_obj
+def nservicebus(context: CLIContext, /, version: int, **options: Any) -> None:
+    """Adopt the messages in NServiceBus's delay infrastructure.
+
+    They reach the same queues, through workers that serve distribution.
+    """
+
+    def convert(adopting: _Adopting) -> Convert:
+        return NServiceBusChain(adopting.target.topology, adopting.destinations.exists).convert
+
+    _adopt(context, nservicebus_queues(version), convert, **options)
+
+
+@adopt.command()
+@click.argument("queues", nargs=-1, required=True, metavar="QUEUE...")
+@move_options
+@click.pass_obj
+def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
+    """Adopt tasks with an eta that sit in task queues.
+
+    A worker of this application does so whenever it receives one; use this for queues that have no
+    worker at the moment. Other tasks stay in their queue, behind those that arrive meanwhile.
+    """
+
+    def convert(adopting: _Adopting) -> Convert:
+        return EtaTasks(adopting.tasks, adopting.target.topology, adopting.queues).convert
+
+    _adopt(context, queues, convert, expected=NOT_DELAYED, **options)
+
+
+class _Adopting:
+    """The application's levels, and what makes delayed tasks for them."""
+
+    def __init__(self, context: CLIContext) -> None:
+        self.delays = delays_of(context)
+        self.target = Place(context.app.connection_for_write(), self.delays.topology)
+        self.queues: dict[str, Queue] = context.app.amqp.queues
+        self.may_declare = self.delays.settings.declare == "auto"
+        self.destinations = Destinations(self.target, self.queues, self.may_declare)
+        producer = DelayedProducer(
+            Publisher(self.target.connection), **self.delays.settings.for_producer
+        )
+        self.tasks = TaskMessages(producer, context.app.timezone, self.destinations.ensure)
+
+
+def _adopt(
+    context: CLIContext,
+    queues: Sequence[str],
+    convert: Callable[[_Adopting], Convert],
+    *,
+    as_json: bool,
+    dry_run: bool,
+    follow: bool,
+    rate: float | None,
+    timeout: float,
+    expected: str = "",
+) -> None:
+    adopting = _Adopting(context)
+    connection, topology = adopting.target
+    try:
+        if dry_run:
+            with connection.clone(heartbeat=0) as own:
+                own.connect()
+                counts = queue_counts(own, [Queue(name) for name in queues])
+            tell_waiting({name: each.messages for name, each in counts.items() if each}, as_json)
+            return
+        declare = declare_if_missing if adopting.may_declare else check_complete
+        target = Target(
+            connection,
+            topology.module_queues.undeliverable.exchange.name,
+            lambda opened: declare(opened, topology),
+            timeout,
+        )
+        with progress_bar("messages", 1) as show:
+            mover = Mover(
+                connection,
+                queues,
+                target,
+                convert(adopting),
+                rate=rate,
+                show=lambda moved, known: show(moved, length=max(known, moved, 1)),
+            )
+            moved = moved_and_told(mover, follow, as_json)
+    except BROKER_ERRORS as error:
+        fail(error, f"cannot reach the broker: {error}", EX_UNAVAILABLE, as_json)
+    finally:
+        adopting.destinations.close()
+    missing = sorted(adopting.destinations.missing)
+    tell(moved, as_json, missing_queues=missing, expected=expected)

@@ -1,0 +1,315 @@
+"""Takes over what waits elsewhere: in Celery's native delayed delivery, NServiceBus's, or queues.
+
+Both of those are chains of 28 queues, one for each bit of the delay in seconds, and the routing key
+is the bits and the destination's own key (kombu's ``native_delayed_delivery``; NServiceBus's
+https://docs.particular.net/transports/rabbitmq/delayed-delivery). A message's due time stands in
+its headers. Where it does not, the message waits as long as it would have waited at the most:
+never early.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime, tzinfo
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import amqp
+from kombu import Exchange, Queue
+
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.checkin import for_distribution
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.operations.mover import Stay
+from celery_rabbitdelay.publishing.destination import Destination, topic_matches
+from celery_rabbitdelay.publishing.message import PERSISTENT, body_of, headers_of, shortened
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.worker.celery_internals import eta_of
+
+__all__ = [
+    "NOT_DELAYED",
+    "EtaTasks",
+    "NServiceBusChain",
+    "NativeChain",
+    "native_queues",
+    "nservicebus_queues",
+]
+
+#: How many queues a chain has, and bits a routing key.
+BITS: Final = 28
+
+#: Why a task stays in its queue that has nothing to wait for.
+NOT_DELAYED: Final = "it is due, or has no eta"
+
+#: What NServiceBus writes into the headers of a delayed message.
+NSB_DELAY: Final = "NServiceBus.Transport.RabbitMQ.DelayInSeconds"
+NSB_SENT: Final = "NServiceBus.TimeSent"
+NSB_TIME: Final = "%Y-%m-%d %H:%M:%S:%f Z"
+
+#: The properties of a task's message that are published again; see ``worker/put_back.py``.
+KEPT_PROPERTIES: Final = (
+    "priority",
+    "correlation_id",
+    "reply_to",
+    "message_id",
+    "timestamp",
+    "type",
+    "app_id",
+)
+
+_BITS = re.compile(rf"((?:[01]\.){{{BITS}}})(.*)", re.DOTALL)
+
+
+def native_queues(prefix: str = "") -> list[str]:
+    """Return the queues of Celery's native delayed delivery, the longest delay first.
+
+    Args:
+        prefix: Celery's setting ``broker_native_delayed_delivery_prefix``.
+    """
+    start = f"{prefix}_" if prefix else ""
+    return [f"{start}celery_delayed_{level}" for level in reversed(range(BITS))]
+
+
+def nservicebus_queues(version: int = 2) -> list[str]:
+    """Return the queues of NServiceBus's delay infrastructure, the longest delay first.
+
+    Args:
+        version: 1 (classic queues) or 2 (quorum queues).
+    """
+    start = "nsb.delay-level" if version == 1 else f"nsb.v{version}.delay-level"
+    return [f"{start}-{level:02}" for level in reversed(range(BITS))]
+
+
+class _ChainKey(NamedTuple):
+    """The routing key of a message in a chain.
+
+    Attributes:
+        longest: Seconds that it still waits at the most.
+        routing_key: The routing key of its destination.
+    """
+
+    longest: int
+    routing_key: str
+
+    @classmethod
+    def of(cls, message: amqp.Message, queue: str) -> _ChainKey:
+        """Read it.
+
+        Args:
+            message: The message.
+            queue: The queue of the chain that it was in, whose name ends with its level.
+
+        Raises:
+            Stay: It is not a key of a chain.
+        """
+        info: Any = message.delivery_info
+        found = _BITS.fullmatch(info["routing_key"])
+        if found is None:
+            raise Stay("its routing key does not begin with 28 bits")
+        level = int(re.split("[_-]", queue)[-1])
+        # The higher levels are behind it.
+        lower = found[1].replace(".", "")[-(level + 1) :]
+        return cls(int(lower, 2), found[2])
+
+
+class TaskMessages:
+    """Makes delayed tasks of messages that plain Celery has sent.
+
+    Args:
+        producer: Makes the messages; nothing is published with it.
+        timezone: The application's time zone.
+        ensure: Called with the name of each queue that messages are for.
+    """
+
+    def __init__(
+        self, producer: DelayedProducer, timezone: tzinfo, ensure: Callable[[str], None]
+    ) -> None:
+        self._producer = producer
+        self._timezone = timezone
+        self._ensure = ensure
+
+    def eta(self, message: amqp.Message) -> datetime | None:
+        """Return a task's eta; None if it has none. Only of tasks of Celery's protocol 2."""
+        return eta_of(headers_of(message).get("eta"), self._timezone)
+
+    def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:
+        """Return the message that waits in the levels."""
+        properties = {
+            name: message.properties[name]
+            for name in KEPT_PROPERTIES
+            if message.properties.get(name) is not None
+        }
+        # Otherwise a task without a priority would get 0.
+        properties.setdefault("priority", None)
+        headers = headers_of(message)
+        if "eta" in headers:
+            headers["eta"] = None
+        delayed = self._producer.delayed_message(
+            body_of(message),
+            destination,
+            due,
+            headers=headers,
+            content_type=message.properties.get("content_type", "application/data"),
+            content_encoding=message.properties.get("content_encoding", "binary"),
+            **properties,
+        )
+        delayed.message.properties["delivery_mode"] = PERSISTENT
+        if delayed.queue is not None:
+            self._ensure(delayed.queue.name)
+        address = partial(self._producer.address, delayed, due)
+        return Outgoing(*address(), delayed.message, address)
+
+
+class NativeChain:
+    """Says what becomes of a task in Celery's native delayed delivery.
+
+    Args:
+        tasks: Makes the delayed task.
+        queues: The queues that the application knows.
+    """
+
+    def __init__(self, tasks: TaskMessages, queues: Iterable[Queue]) -> None:
+        self._tasks = tasks
+        self._bound = list(_bound_to_chain(queues))
+
+    def convert(self, message: amqp.Message, queue: str) -> Outgoing:
+        """Return what to publish for a message.
+
+        Raises:
+            Stay: It is not known where it goes.
+        """
+        longest, routing_key = _ChainKey.of(message, queue)
+        eta = self._tasks.eta(message)
+        due = Due.after(longest) if eta is None else Due.at(eta)
+        return self._tasks.delayed(message, self._destination(routing_key), due)
+
+    def _destination(self, routing_key: str) -> Destination:
+        """Return where the chain would deliver a task: by the pattern ``#.`` and the key."""
+        words = routing_key.split(".")
+        exact = [each for each in self._bound if each.routing_key == routing_key]
+        matching = [each for each in self._bound if topic_matches(each.pattern, words)]
+        found = exact or matching
+        exchanges = {each.exchange.name for each in found}
+        if not found:
+            raise Stay(f"no queue of the application has the routing key {shortened(routing_key)}")
+        if len(exchanges) > 1:
+            raise Stay(f"several exchanges have the routing key {shortened(routing_key)}")
+        queues = {each.queue.name: each.queue for each in found}
+        exchange = found[0].exchange
+        only = next(iter(queues.values())) if len(queues) == 1 else None
+        if exchange.type != "topic":
+            only = None
+        return Destination(only, exchange.name, routing_key)
+
+
+class _Bound(NamedTuple):
+    """A queue that Celery binds to its chain.
+
+    Attributes:
+        queue: The queue.
+        exchange: Its exchange, which the chain ends in.
+        routing_key: The routing key that it is bound with.
+        pattern: The words of the pattern that the chain's end has for it.
+    """
+
+    queue: Queue
+    exchange: Exchange
+    routing_key: str
+    pattern: tuple[str, ...]
+
+
+def _bound_to_chain(queues: Iterable[Queue]) -> Iterator[_Bound]:
+    """Yield what Celery binds; see ``bind_queue_to_native_delayed_delivery_exchange``."""
+    for queue in queues:
+        bindings: list[tuple[Exchange | None, str]]
+        if queue.exchange:
+            bindings = [(queue.exchange, queue.routing_key)]
+        else:
+            bindings = [(each.exchange, each.routing_key) for each in queue.bindings]
+        for exchange, key in bindings:
+            if exchange and exchange.name and exchange.type != "direct":
+                pattern = key if key.startswith("#") else f"#.{key}"
+                yield _Bound(queue, exchange, key, tuple(pattern.split(".")))
+
+
+class NServiceBusChain:
+    """Says what becomes of a message in NServiceBus's delay infrastructure.
+
+    It reaches its queue by its name, unchanged: its endpoint need not know of the levels.
+
+    Args:
+        topology: The levels.
+        exists: Returns whether a queue exists.
+    """
+
+    def __init__(self, topology: Topology, exists: Callable[[str], bool]) -> None:
+        self._topology = topology
+        self._exists = exists
+
+    def convert(self, message: amqp.Message, queue: str) -> Outgoing:
+        """Return what to publish for a message.
+
+        Raises:
+            Stay: Its queue does not exist.
+        """
+        longest, address = _ChainKey.of(message, queue)
+        if not self._exists(address):
+            raise Stay(f"the queue {shortened(address)} does not exist")
+        headers = headers_of(message)
+        due = _nservicebus_due(headers) or Due.after(longest)
+        own = header_names.strip(headers)
+        return into_levels(
+            self._topology, for_distribution(message, own, due.at_ms, "", address), due
+        )
+
+
+def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
+    """Return when a message is due by its headers; None if they do not say so."""
+    sent, delay = headers.get(NSB_SENT), headers.get(NSB_DELAY)
+    try:
+        instant = datetime.strptime(str(sent), NSB_TIME).replace(tzinfo=UTC)
+        seconds = int(str(delay))
+    except ValueError:
+        return None
+    if not 0 <= seconds < 2**BITS:
+        return None
+    at_ns = (int(instant.timestamp() * 1000) + seconds * 1000) * 1_000_000
+    return Due(at_ns, -((time.time_ns() - at_ns) // 1_000_000), is_instant=True)
+
+
+class EtaTasks:
+    """Says what becomes of a task in its own queue, where workers would hold it until its eta.
+
+    Args:
+        tasks: Makes the delayed task.
+        topology: The levels.
+        queues: The queues that the application knows, by their names.
+    """
+
+    def __init__(
+        self, tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queue]
+    ) -> None:
+        self._tasks = tasks
+        self._tick_ms = topology.layout.tick_ms
+        self._queues = queues
+
+    def convert(self, message: amqp.Message, queue: str) -> Outgoing:
+        """Return what to publish for a message.
+
+        Raises:
+            Stay: It has nothing to wait for.
+        """
+        eta = self._tasks.eta(message)
+        if eta is None:
+            raise Stay(NOT_DELAYED)
+        due = Due.at(eta)
+        if due.delay_ms <= self._tick_ms:
+            raise Stay(NOT_DELAYED)
+        info: Any = message.delivery_info
+        known = self._queues.get(queue) or Queue(queue, no_declare=True)
+        destination = Destination(known, info["exchange"], info["routing_key"])
+        return self._tasks.delayed(message, destination, due)

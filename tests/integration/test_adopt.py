@@ -1,0 +1,226 @@
+"""``adopt``: what waits elsewhere goes into the levels, keeps its due time, and runs once."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import celery
+import pytest
+from kombu import Connection, Exchange, Queue
+from kombu.transport.native_delayed_delivery import (
+    bind_queue_to_native_delayed_delivery_exchange,
+    calculate_routing_key,
+    declare_native_delayed_delivery_exchanges_and_queues,
+    level_name,
+)
+
+from celery_rabbitdelay.operations.adoption import native_queues, nservicebus_queues
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.arrivals import take
+from tests.integration.notes import Notes
+from tests.integration.shop import named
+from tests.integration.worker import Worker, run_celery
+
+TASKS = 1000
+
+#: Seconds: what waits is adopted before the first is due, on any machine that runs tests at all.
+DELAYS = (30.0, 50.0)
+
+
+def waiting(connection: Connection, names: list[str]) -> int:
+    counts = queue_counts(connection, [Queue(name) for name in names])
+    return sum(each.messages for each in counts.values() if each)
+
+
+@pytest.fixture
+def plain(shop: Any) -> Iterator[Any]:
+    """Plain Celery with the shop's queues, as before this package was installed."""
+    app = celery.Celery("plain", broker=shop.conf.broker_url, set_as_current=False)
+    app.conf.update(
+        task_queues=shop.conf.task_queues,
+        task_default_queue=shop.conf.task_default_queue,
+        broker_native_delayed_delivery_queue_type="quorum",
+    )
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def native_chain(connection: Connection, plain: Any) -> Iterator[list[str]]:
+    """Celery's native delayed delivery, as its workers lay it out; deleted with the test."""
+    declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+    for queue in plain.conf.task_queues:
+        queue(connection.default_channel).declare()
+        bind_queue_to_native_delayed_delivery_exchange(connection, queue)
+    yield native_queues()
+    with connection.clone() as own:
+        channel: Any = own.default_channel
+        for level in range(28):
+            channel.queue_delete(level_name(level))
+            channel.exchange_delete(level_name(level))
+        channel.exchange_delete("celery_delayed_delivery")
+
+
+def adopt(configuration: dict[str, Any], command: str, status: int = 0) -> dict[str, Any]:
+    told = run_celery(configuration, f"rabbitdelay adopt {command} --json")
+    assert told.returncode == status, told.stderr
+    found: dict[str, Any] = json.loads(told.stdout)
+    return found
+
+
+def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
+    configuration: dict[str, Any],
+    connection: Connection,
+    shop: Any,
+    plain: Any,
+    native_chain: list[str],
+) -> None:
+    notes, due = Notes(shop), {}
+    with Worker(configuration):
+        for _ in range(TASKS):
+            delay, task_id = random.uniform(*DELAYS), str(uuid4())
+            # Below, and in the whole seconds, which is what the chain waits.
+            due[task_id] = time.time() + delay
+            plain.send_task(
+                "note",
+                (task_id,),
+                {"key": notes.key},
+                countdown=delay,
+                task_id=task_id,
+                queue=named(shop, "topic.reports"),
+            )
+        wait_for(lambda: waiting(connection, native_chain) == TASKS, "the tasks")
+        moved = adopt(configuration, "native")
+        assert (moved["moved"], moved["left"], moved["copies"]) == (TASKS, {}, 0)
+        seen = notes.wait(TASKS, timeout=120)
+    assert len(seen) == TASKS
+    assert {each["given"][0] for each in seen} == due.keys()
+    for each in seen:
+        assert each["exchange"] == named(shop, "topic")
+        assert each["routing_key"] == "topic.reports"
+        # Celery writes its eta in microseconds, after the time was read here.
+        assert each["at"] >= due[each["given"][0]] - 0.001
+    print(f"latest {max(each['at'] - due[each['given'][0]] for each in seen):.2f} s")  # noqa: T201
+    notes.forget()
+
+
+def test_a_task_whose_queue_is_unknown_stays_in_the_chain(
+    configuration: dict[str, Any], connection: Connection, shop: Any, native_chain: list[str]
+) -> None:
+    key = calculate_routing_key(3600, "somebody.elses")
+    connection.Producer().publish({}, exchange="celery_delayed_27", routing_key=key)
+    wait_for(lambda: waiting(connection, native_chain) == 1, "the message in the chain")
+    moved = adopt(configuration, "native", status=1)
+    reason = "no queue of the application has the routing key 'somebody.elses'"
+    assert moved["left"] == {reason: 1}
+    assert waiting(connection, native_chain) == 1
+
+
+@pytest.fixture
+def nservicebus(connection: Connection, make_queue: Callable[..., Queue]) -> Iterator[Queue]:
+    """NServiceBus's delay infrastructure (v2), and the queue of an endpoint."""
+    channel: Any = connection.default_channel
+    endpoint = make_queue("endpoint", queue_arguments={"x-queue-type": "quorum"})
+    endpoint(channel).declare()
+    names = nservicebus_queues()
+    targets = [*names[1:], "nsb.v2.delay-delivery"]
+    for name in (*names, "nsb.v2.delay-delivery"):
+        Exchange(name, "topic")(channel).declare()
+    for number, (name, target) in enumerate(zip(names, targets, strict=True)):
+        arguments = {
+            "x-queue-type": "quorum",
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
+            "x-message-ttl": 2 ** (27 - number) * 1000,
+            "x-dead-letter-exchange": target,
+        }
+        Queue(name, queue_arguments=arguments)(channel).queue_declare()
+        channel.queue_bind(name, name, "*." * number + "1.#")
+        channel.exchange_bind(target, name, "*." * number + "0.#")
+    channel.queue_bind(endpoint.name, "nsb.v2.delay-delivery", f"#.{endpoint.name}")
+    yield endpoint
+    with connection.clone() as own:
+        channel = own.default_channel
+        for name in names:
+            channel.queue_delete(name)
+            channel.exchange_delete(name)
+        channel.exchange_delete("nsb.v2.delay-delivery")
+
+
+def test_messages_laid_out_as_nservicebus_does_arrive_on_time_and_once(
+    configuration: dict[str, Any],
+    connection: Connection,
+    shop: Any,
+    nservicebus: Queue,
+) -> None:
+    producer, due = connection.Producer(), {}
+    for number in range(TASKS):
+        seconds, sent = random.randint(*map(int, DELAYS)), datetime.now(UTC)
+        due[number] = sent.timestamp() + seconds
+        producer.publish(
+            {"number": number},
+            exchange="nsb.v2.delay-level-27",
+            routing_key=calculate_routing_key(seconds, nservicebus.name),
+            headers={
+                "NServiceBus.TimeSent": f"{sent:%Y-%m-%d %H:%M:%S}:{sent.microsecond:06} Z",
+                "NServiceBus.Transport.RabbitMQ.DelayInSeconds": seconds,
+                "NServiceBus.MessageId": str(number),
+            },
+            serializer="json",
+        )
+    wait_for(lambda: waiting(connection, nservicebus_queues()) == TASKS, "the messages")
+    moved = adopt(configuration, "nservicebus")
+    assert (moved["moved"], moved["left"], moved["copies"]) == (TASKS, {}, 0)
+    with Worker(configuration, None):
+        arrivals = take(connection, [nservicebus], TASKS, timeout=120)
+    assert sorted(each.body["number"] for each in arrivals) == list(range(TASKS))
+    for each in arrivals:
+        # The header has microseconds, the due time milliseconds.
+        assert each.at >= due[each.body["number"]] - 0.001
+        assert each.message.headers["NServiceBus.MessageId"] == str(each.body["number"])
+        assert not any(name.startswith("x-") for name in each.message.headers)
+        assert each.message.delivery_info["routing_key"] == nservicebus.name
+
+
+def test_tasks_with_an_eta_leave_their_queue_and_others_stay(
+    configuration: dict[str, Any], connection: Connection, shop: Any, plain: Any
+) -> None:
+    queue, notes = named(shop, "default"), Notes(shop)
+    for known in plain.conf.task_queues:
+        known(connection.default_channel).declare()
+    # They return to the same queue, after the command has ended.
+    eta = datetime.now(UTC) + timedelta(seconds=30)
+    options: dict[str, Any] = {"queue": queue, "ignore_result": True}
+    for number in range(20):
+        plain.send_task("note", (number,), {"key": notes.key}, eta=eta, **options)
+        plain.send_task("note", ("at once",), {"key": notes.key}, **options)
+    wait_for(lambda: waiting(connection, [queue]) == 40, "the tasks")
+    moved = adopt(configuration, f"eta {queue}")
+    assert (moved["moved"], moved["left"]) == (20, {"it is due, or has no eta": 20})
+    with Worker(configuration):
+        seen = notes.wait(40)
+    adopted = [each for each in seen if each["given"] != ["at once"]]
+    assert sorted(each["given"][0] for each in adopted) == list(range(20))
+    assert min(each["at"] for each in adopted) >= eta.timestamp() - 0.001
+    notes.forget()
+
+
+def test_a_dry_run_of_adopt_counts_and_takes_nothing(
+    configuration: dict[str, Any], connection: Connection, shop: Any, native_chain: list[str]
+) -> None:
+    key = calculate_routing_key(3600, "topic.reports")
+    connection.Producer().publish({}, exchange="celery_delayed_27", routing_key=key)
+    wait_for(lambda: waiting(connection, native_chain) == 1, "the message in the chain")
+    told = adopt(configuration, "native --dry-run")
+    assert told == {
+        "waiting": 1,
+        "queues": {**dict.fromkeys(native_chain, 0), "celery_delayed_11": 1},
+    }
+    assert waiting(connection, native_chain) == 1
