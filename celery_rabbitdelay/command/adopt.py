@@ -138,7 +138,8 @@ def _adopt(
             with connection.clone(heartbeat=0) as own:
                 own.connect()
                 counts = queue_counts(own, [Queue(name) for name in queues])
-            tell_waiting({name: each.messages for name, each in counts.items() if each}, as_json)
+            found = {name: each.messages for name, each in counts.items() if each}
+            tell_waiting({name: number for name, number in found.items() if number}, as_json)
             return
         declare = declare_if_missing if adopting.may_declare else check_complete
         target = Target(

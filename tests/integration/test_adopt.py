@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.shop import named
 from tests.integration.worker import Worker, run_celery
+from tests.json_schemas import checked
 
 TASKS = 1000
 
@@ -68,11 +68,12 @@ def native_chain(connection: Connection, plain: Any) -> Iterator[list[str]]:
         channel.exchange_delete("celery_delayed_delivery")
 
 
-def adopt(configuration: dict[str, Any], command: str, status: int = 0) -> dict[str, Any]:
+def adopt(
+    configuration: dict[str, Any], command: str, status: int = 0, schema: str = "moved"
+) -> dict[str, Any]:
     told = run_celery(configuration, f"rabbitdelay adopt {command} --json")
     assert told.returncode == status, told.stderr
-    found: dict[str, Any] = json.loads(told.stdout)
-    return found
+    return checked(schema, told.stdout)
 
 
 def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
@@ -218,9 +219,6 @@ def test_a_dry_run_of_adopt_counts_and_takes_nothing(
     key = calculate_routing_key(3600, "topic.reports")
     connection.Producer().publish({}, exchange="celery_delayed_27", routing_key=key)
     wait_for(lambda: waiting(connection, native_chain) == 1, "the message in the chain")
-    told = adopt(configuration, "native --dry-run")
-    assert told == {
-        "waiting": 1,
-        "queues": {**dict.fromkeys(native_chain, 0), "celery_delayed_11": 1},
-    }
+    told = adopt(configuration, "native --dry-run", schema="waiting")
+    assert told == {"waiting": 1, "queues": {"celery_delayed_11": 1}}
     assert waiting(connection, native_chain) == 1

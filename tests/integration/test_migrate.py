@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import pytest
+from celery.exceptions import TaskRevokedError
 from kombu import Connection
 
 from celery_rabbitdelay import Row
@@ -21,11 +22,13 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.operations.migration import Place, waiting
 from celery_rabbitdelay.operations.source import Source, Taken
+from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.notes import Notes
-from tests.integration.shop import make_app
+from tests.integration.shop import PATIENCE, make_app
 from tests.integration.worker import Worker, run_celery, start_celery
+from tests.json_schemas import checked
 
 #: An hour: what is due later meditates.
 OLD = [["minutes", 60, 60], ["seconds", 60, 1], ["tenths", 10, 0.1]]
@@ -120,7 +123,7 @@ def place(configuration: dict[str, Any], shop: Any) -> Place:
 
 def killed_and_then_finished(
     configuration: dict[str, Any], command: str, source: Place, target: Place
-) -> dict[str, Any]:
+) -> None:
     """Start a command and kill it in the middle, ten times; then let it finish."""
     for _ in range(KILLS):
         there, here = sum(waiting(source).values()), sum(waiting(target).values())
@@ -137,8 +140,7 @@ def killed_and_then_finished(
             process.communicate()
     last = run_celery(configuration, f"{command} --json")
     assert last.returncode == 0, last.stderr
-    moved: dict[str, Any] = json.loads(last.stdout)
-    return moved
+    assert checked("moved", last.stdout)["finished"]
 
 
 def assert_nothing_is_lost(sent: Sent, notes: Notes, source: Place, target: Place) -> None:
@@ -203,3 +205,121 @@ def test_nothing_is_lost_when_the_transfer_is_killed_again_and_again(
         assert_nothing_is_lost(sent, notes, source, target)
     notes.forget()
     after.close()
+
+
+def migrate(
+    configuration: dict[str, Any], options: str, status: int = 0, schema: str = "moved"
+) -> dict[str, Any]:
+    told = run_celery(configuration, f"rabbitdelay migrate {options} --json")
+    assert told.returncode == status, told.stderr
+    return checked(schema, told.stdout)
+
+
+def from_old(old: dict[str, Any]) -> str:
+    return f"--from-prefix {old['prefix']} --from-layout {layout(OLD)} --from-shards 1"
+
+
+def test_a_dry_run_counts_and_takes_nothing(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
+) -> None:
+    before = make(old)
+    for delay in (630, 630, 10_000):
+        before.tasks["look"].apply_async(delay=delay)
+    told = migrate(new, f"{from_old(old)} --dry-run", schema="waiting")
+    prefix = old["prefix"]
+    assert told == {
+        "waiting": 3,
+        "queues": {f"{prefix}.minutes.10": 2, f"{prefix}.meditation": 1},
+    }
+    assert sum(waiting(place(old, before)).values()) == 3
+
+
+def test_what_cannot_be_read_and_what_is_undeliverable_goes_to_undeliverable(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
+) -> None:
+    before, after = make(old), make(new)
+    before.tasks["look"].apply_async(delay=600)
+    with Connection(old["broker_url"]) as connection:
+        prefix, producer = old["prefix"], connection.Producer()
+        producer.publish({}, exchange="", routing_key=f"{prefix}.minutes.10")
+        key = before.rabbitdelay.topology.route(600, "nobody").routing_key
+        producer.publish({}, exchange=f"{prefix}.minutes.x1", routing_key=key)
+        producer.publish({}, exchange=f"{prefix}.undeliverable", routing_key="any")
+        wait_for(lambda: sum(waiting(place(old, before)).values()) == 4, "the messages")
+        moved = migrate(new, from_old(old))
+        prefix = new["rabbitdelay_prefix"]
+        assert moved["moved"] == 4
+        assert moved["undeliverable"] == {
+            f"its routing key '{old['prefix']}.minutes.10' does not belong to this layout": 1,
+            "rabbitdelay-due is None, not milliseconds since 1970": 1,
+        }
+        found = undeliverable_messages(connection, after.rabbitdelay.topology)
+        assert len({each.found.reason for each in found}) == 3
+    assert waiting(place(new, after))[f"{prefix}.undeliverable"] == 3
+
+
+def test_a_task_for_a_queue_that_does_not_exist_is_moved_and_the_queue_named(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
+) -> None:
+    before, after = make(old), make(new)
+    gone = f"{old['prefix']}-gone"
+    before.send_task("look", queue=gone, delay=600)
+    with Connection(old["broker_url"]) as connection:
+        channel: Any = connection.default_channel
+        channel.queue_delete(gone)
+    moved = migrate(new, from_old(old))
+    assert (moved["moved"], moved["missing_queues"]) == (1, [gone])
+    assert sum(waiting(place(new, after)).values()) == 1
+
+
+def test_the_same_prefix_on_the_same_broker_is_refused(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
+) -> None:
+    make(old).tasks["look"].apply_async(delay=600)
+    told = run_celery(old, "rabbitdelay migrate")
+    assert told.returncode == 2
+    assert "have the same prefix" in told.stderr
+    # By another name of the same broker.
+    url = old["broker_url"].replace("127.0.0.1", "localhost")
+    assert run_celery(old, f"rabbitdelay transfer --from {url}").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--from-layout [[", "is not JSON"),
+        ("--from-layout hexadecimal", "rabbitdelay_layout"),
+        ("--from-shards 0", "rabbitdelay_shards"),
+        ("--from-prefix a/b", "rabbitdelay_prefix"),
+        ("--rate 0", "--rate"),
+    ],
+)
+def test_wrong_levels_are_refused(new: dict[str, Any], options: str, text: str) -> None:
+    told = run_celery(new, f"rabbitdelay migrate {options}")
+    assert told.returncode == 2
+    assert text in told.stderr
+
+
+def test_a_cancelled_task_stays_cancelled_after_the_migration(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
+) -> None:
+    registry = {"rabbitdelay_registry_url": old["result_backend"]}
+    old, new = {**old, **registry}, {**new, **registry}
+    before = make(old)
+    notes = Notes(before)
+    options: dict[str, Any] = {"kwargs": {"key": notes.key}, "delay": 15, "track": True}
+    first = before.tasks["note"].apply_async(("cancelled",), **options)
+    before.tasks["note"].apply_async(("runs",), **options)
+    before.rabbitdelay.cancel(first.id)
+    refused = run_celery(new, f"rabbitdelay migrate {from_old(old)}")
+    assert refused.returncode == 2
+    assert "those that are cancelled would run" in refused.stderr
+    new = {**new, "rabbitdelay_registry_prefix": old["prefix"]}
+    make(new)
+    assert migrate(new, from_old(old))["moved"] == 2
+    with Worker(new):
+        notes.wait(1)
+    assert notes() == ["runs"]
+    with pytest.raises(TaskRevokedError):
+        first.get(timeout=PATIENCE)
+    notes.forget()
