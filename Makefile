@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-spark bench-spark-10m unit integration acceptance test-brokers test-valkey mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
-        bench-burst bench-pending bench-growth bench-memory bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
+        bench-burst bench-pending bench-growth bench-memory bench-migration bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
@@ -67,6 +67,9 @@ bench-lateness: $(VENV)/test.done  ## How late messages come, beside Celery's na
 
 bench-memory: $(VENV)/test.done  ## A worker's memory while 20,000 tasks wait, beside Celery's own eta
 	$(BIN)/python -m tests.benchmarks.worker_memory
+
+bench-migration: $(VENV)/test.done  ## A million waiting messages go to other levels: rate, and lateness
+	$(BIN)/python -m tests.benchmarks.migration
 
 bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing
 	$(BIN)/python -m tests.benchmarks.modules
