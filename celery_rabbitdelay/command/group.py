@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from celery_rabbitdelay.command.pending import forecast, pending
+from celery_rabbitdelay.command.route import route
 from celery_rabbitdelay.command.send import send
 from celery_rabbitdelay.command.status import status
 from celery_rabbitdelay.command.waiting import cancel, job, postpone
@@ -20,5 +21,5 @@ def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 
 
-for command in (cancel, forecast, job, pending, postpone, send, status):
+for command in (cancel, forecast, job, pending, postpone, route, send, status):
     rabbitdelay.add_command(command)
