@@ -88,17 +88,17 @@ def explain(
     layout, modules = topology.layout, topology.module_queues
     delay_ms = max(milliseconds(delay), 0)
     published = topology.route(delay, destination, task_id, tolerance)
-    loop_ms: int = modules.meditation.queue_arguments["x-message-ttl"]
+    arguments = {queue.name: queue.queue_arguments or {} for queue in topology.queues}
+    loop_ms: int = arguments[modules.meditation.name]["x-message-ttl"]
     times = -(-max(delay_ms - layout.capacity_ms, 0) // loop_ms)
-    entered, stops = published, []
+    entered, stops = published, list[Stop]()
     if times:
         rest = timedelta(milliseconds=delay_ms - times * loop_ms)
         entered = topology.route(rest, destination, task_id)
         stops.append(Stop(modules.meditation.name, loop_ms, times, modules.meditated.name))
-    arguments = {queue.name: queue.queue_arguments for queue in topology.digit_queues}
     for name in entered.stops:
-        ttl_ms, following = map(arguments[name].get, ("x-message-ttl", "x-dead-letter-exchange"))
-        stops.append(Stop(name, ttl_ms, 1, following))
+        own = arguments[name]
+        stops.append(Stop(name, own["x-message-ttl"], 1, own["x-dead-letter-exchange"]))
     return ExplainedRoute(
         delay_ms,
         sum(stop.ttl_ms * stop.times for stop in stops),
