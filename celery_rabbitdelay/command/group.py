@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from celery_rabbitdelay.command.declare import declare, delete
+from celery_rabbitdelay.command.export import export
 from celery_rabbitdelay.command.pending import forecast, pending
 from celery_rabbitdelay.command.route import route
 from celery_rabbitdelay.command.send import send
@@ -21,5 +23,17 @@ def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 
 
-for command in (cancel, forecast, job, pending, postpone, route, send, status):
+for command in (
+    cancel,
+    declare,
+    delete,
+    export,
+    forecast,
+    job,
+    pending,
+    postpone,
+    route,
+    send,
+    status,
+):
     rabbitdelay.add_command(command)
