@@ -55,6 +55,7 @@ def test_declare_makes_what_was_deleted_and_a_binding_that_nobody_can_ask_for(
     topology = shop.rabbitdelay.topology
     declare(connection, topology)
     queue = topology.level_queues["ms.x100"][4]
+    channel: Any
     with connection.channel() as channel:
         queue(channel).delete()
         (binding,) = [each for each in topology.bindings if each.pattern == "*.3.#"]
