@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kombu import Connection, Queue
+from kombu.common import Broadcast
 
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
@@ -45,13 +46,14 @@ def missing_entities(
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
-        queues: The tasks' queues. Exclusive ones are left out: they belong to a connection.
+        queues: The tasks' queues. Exclusive ones and those of broadcasts are left out: each worker
+            has its own.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
     """
     check_layout(connection, topology)
-    counts = queue_counts(connection, [each for each in queues if not each.exclusive])
+    counts = queue_counts(connection, _declarable(queues))
     absent = tuple(name for name, found in counts.items() if found is None)
     return Declared(missing(connection, topology), absent)
 
@@ -71,7 +73,7 @@ def declare_everything(
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
-        queues: The tasks' queues; declared with their exchanges, unless they are exclusive.
+        queues: The tasks' queues, declared with their exchanges; the same are left out.
         progress: Called with how many methods are done, and of how many.
 
     Raises:
@@ -82,7 +84,10 @@ def declare_everything(
     declare(connection, topology, progress)
     # The connection may remember queues of before.
     forget(connection)
-    declarable = [queue for queue in queues if not queue.exclusive]
-    for queue in declarable:
+    for queue in _declarable(queues):
         declare_destination(connection, topology, queue)
-    return absent._replace(bound=tuple(queue.name for queue in declarable))
+    return absent._replace(bound=tuple(queue.name for queue in _declarable(queues)))
+
+
+def _declarable(queues: Sequence[Queue]) -> list[Queue]:
+    return [each for each in queues if not each.exclusive and not isinstance(each, Broadcast)]

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from celery.platforms import EX_UNAVAILABLE
-from kombu import Connection
+from kombu import Connection, Queue
+from kombu.common import Broadcast
 
 from celery_rabbitdelay.kombu import Topology, bind_destination, declare, missing
-from celery_rabbitdelay.publishing.declaration import is_declared
+from celery_rabbitdelay.operations.declare import declare_everything
+from celery_rabbitdelay.publishing.declaration import is_declared, queue_counts
 from tests.integration.arrivals import count
 from tests.integration.shop import PATIENCE, named
 from tests.integration.waited import assert_waited
@@ -228,3 +230,14 @@ def test_options_describe_another_topology(
     assert missing(connection, topology) == ()
     assert run_celery(configuration, f"rabbitdelay delete --yes {options}").returncode == 0
     assert missing(connection, topology)
+
+
+def test_queues_that_each_worker_has_for_itself_are_not_declared(
+    connection: Connection, topology: Topology, queue: Queue, prefix: str
+) -> None:
+    own = [Queue(f"{prefix}-exclusive", exclusive=True), Broadcast(f"{prefix}-all")]
+
+    declared = declare_everything(connection, topology, [queue, *own])
+
+    assert declared.bound == declared.missing_queues == (queue.name,)
+    assert set(queue_counts(connection, own).values()) == {None}

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
+from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
 from celery_rabbitdelay.kombu import declare
-from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count
 from tests.integration.shop import PATIENCE
 from tests.integration.worker import run_celery, start_celery
@@ -130,6 +131,26 @@ def test_watch_shows_rates_from_the_second_look_on_until_ctrl_c(
         _, errors = watching.communicate(timeout=PATIENCE)
     assert watching.returncode == 0, errors
     assert not errors
+
+
+def test_watch_ends_with_a_line_when_the_broker_goes_away(
+    configuration: dict[str, Any], shop: Any, private_rabbitmq: RabbitMQServer
+) -> None:
+    command = "rabbitdelay status --timeout 0.1 --watch 0.1"
+    pipe = subprocess.PIPE
+    own = {**configuration, "broker_url": private_rabbitmq.url}
+    with start_celery(own, command, stdout=pipe, stderr=pipe) as watching:
+        assert watching.stdout is not None
+        while not watching.stdout.readline().startswith("no worker"):
+            assert watching.poll() is None
+        private_rabbitmq.kill()
+        try:
+            _, errors = watching.communicate(timeout=PATIENCE)
+        finally:
+            private_rabbitmq.start()
+    assert watching.returncode == EX_UNAVAILABLE
+    (line,) = errors.splitlines()
+    assert line.startswith("Error: cannot ask the broker ")
 
 
 def test_watch_is_not_for_json(configuration: dict[str, Any]) -> None:

@@ -12,9 +12,9 @@ from celery_rabbitdelay.operations.export.graph import Edge, Graph, Kind, Line, 
 __all__ = ["as_svg"]
 
 #: Lengths in pixels: of a box, from one box to the next, and around everything.
-WIDTH, HEIGHT = 136, 62
-STEP_X, STEP_Y = 200, 130
-MARGIN: Final = 90
+WIDTH, HEIGHT = 150, 62
+STEP_X, STEP_Y = 214, 130
+MARGIN: Final = 130
 
 LINE_HEIGHT: Final = 15
 
@@ -78,7 +78,7 @@ def _node(node: Node) -> Iterator[str]:
     )
     top = y + 4 - (len(node.lines) - 1) * LINE_HEIGHT // 2
     for number, line in enumerate(node.lines):
-        size = ' font-size="10"' if len(line) > 20 else ""
+        size = f' font-size="{9 if len(line) > 24 else 10}"' if len(line) > 20 else ""
         yield (
             f'  <text x="{x}" y="{top + number * LINE_HEIGHT}" text-anchor="middle" '
             f'fill="{INK}"{size}>{escape(line)}</text>'
@@ -87,26 +87,36 @@ def _node(node: Node) -> Iterator[str]:
 
 def _edge(edge: Edge, centres: dict[str, tuple[int, int]]) -> Iterator[str]:
     source, target = centres[edge.source], centres[edge.target]
-    (x1, y1), (x2, y2) = _ends(source, target)
-    middle_x, middle_y = (x1 + x2) // 2, (y1 + y2) // 2
-    if source[1] == target[1] and abs(target[0] - source[0]) > STEP_X:
-        # It would cross the boxes in between.
-        y1 = y2 = source[1] - HEIGHT // 2
-        x1, x2 = source[0] + WIDTH // 4, target[0] - WIDTH // 4
-        middle_y = y1 - STEP_Y // 2
-        path = f"M{x1} {y1} Q{middle_x} {y1 - STEP_Y} {x2} {y2}"
-    else:
-        path = f"M{x1} {y1} L{x2} {y2}"
+    path, (x, y) = _path(source, target)
     yield (
         f'  <path d="{path}" fill="none" stroke="{LINE_COLOR}"{_DASHES[edge.line]} '
         'marker-end="url(#arrow)"/>'
     )
     if edge.label:
         yield (
-            f'  <text x="{middle_x}" y="{middle_y - 5}" text-anchor="middle" fill="{LINE_COLOR}" '
-            f'font-size="10" stroke="white" stroke-width="3" paint-order="stroke">'
-            f"{escape(edge.label)}</text>"
+            f'  <text x="{x}" y="{y}" text-anchor="middle" fill="{LINE_COLOR}" font-size="10" '
+            f'stroke="white" stroke-width="3" paint-order="stroke">{escape(edge.label)}</text>'
         )
+
+
+def _path(source: tuple[int, int], target: tuple[int, int]) -> tuple[str, tuple[int, int]]:
+    """Return the path from one box to another, around those in between, and its label's place."""
+    (x1, y1), (x2, y2) = source, target
+    if y1 == y2 and abs(x2 - x1) > STEP_X:
+        top, middle = y1 - HEIGHT // 2, (x1 + x2) // 2
+        begin, end = x1 + WIDTH // 4, x2 - WIDTH // 4
+        return f"M{begin} {top} Q{middle} {top - STEP_Y} {end} {top}", (middle, top - STEP_Y // 2)
+    if x1 == x2 and abs(y2 - y1) > STEP_Y:
+        # The first column has room on its left, the last one on its right.
+        outwards = -1 if x1 == MARGIN else 1
+        side, middle = x1 + outwards * WIDTH // 2, (y1 + y2) // 2
+        path = f"M{side} {y1} Q{side + outwards * STEP_X // 3} {middle} {side} {y2}"
+        return path, (side + outwards * STEP_X // 6, middle)
+    (x1, y1), (x2, y2) = _ends(source, target)
+    # Labels of lines that cross stand apart near the ends of the lines.
+    part = 0.75 if x1 != x2 and y1 < y2 else 0.5
+    label = round(x1 + part * (x2 - x1)), round(y1 + part * (y2 - y1)) - 5
+    return f"M{x1} {y1} L{x2} {y2}", label
 
 
 def _ends(
