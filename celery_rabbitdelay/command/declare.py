@@ -68,8 +68,9 @@ def declare(
 
 
 def _declared(topology: Topology, found: Declared, dry_run: bool) -> Iterator[str]:
-    exchanges, queues = len(topology.exchanges) + 2, len(topology.queues)
-    whole = f"{exchanges} exchanges and {queues} queues of {topology.prefix}"
+    # The guard and the marker are exchanges too.
+    total = len(topology.exchanges) + 2 + len(topology.queues)
+    whole = f"{total} exchanges and queues of {topology.prefix}"
     if dry_run:
         yield f"{len(found.missing)} of {whole} are missing{_named(found.missing)}"
     else:

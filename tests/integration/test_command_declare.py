@@ -39,8 +39,9 @@ def test_declare_says_what_was_missing_and_declares_it(
 
     told = run_celery(configuration, "rabbitdelay declare")
     assert told.returncode == 0, told.stderr
-    assert f"{len(everything)} of {len(everything)} " not in told.stdout
-    assert f"{len(everything)} of {len(topology.exchanges) + 2} exchanges" in told.stdout
+    total = len(topology.exchanges) + 2 + len(topology.queues)
+    assert len(everything) == total
+    assert f"{total} of {total} exchanges and queues of {topology.prefix} were" in told.stdout
     assert missing(connection, topology) == ()
     assert is_declared(connection, topology)
 
@@ -52,8 +53,11 @@ def test_declare_says_what_was_missing_and_declares_it(
 
 
 def test_declare_makes_what_was_deleted_and_a_binding_that_nobody_can_ask_for(
-    configuration: dict[str, Any], shop: Any, connection: Connection
+    configuration: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
 ) -> None:
+    # The worker declares nothing, and delivers nothing by other means.
+    settings: dict[str, Any] = {"rabbitdelay_declare": "never", "rabbitdelay_modules": []}
+    shop = make_shop(**settings)
     topology = shop.rabbitdelay.topology
     declare(connection, topology)
     queue = topology.level_queues["ms.x100"][4]
@@ -63,10 +67,11 @@ def test_declare_makes_what_was_deleted_and_a_binding_that_nobody_can_ask_for(
         (binding,) = [each for each in topology.bindings if each.pattern == "*.3.#"]
         channel.queue_unbind(binding.target, binding.source, binding.pattern)
 
-    found = checked("declare", run_celery(configuration, "rabbitdelay declare -j").stdout)
+    own = {**configuration, **settings}
+    found = checked("declare", run_celery(own, "rabbitdelay declare --queues -j").stdout)
 
     assert found["missing"] == [queue.name]
-    with Worker(configuration):
+    with Worker(own):
         sent = [shop.tasks["look"].apply_async(delay=delay) for delay in (0.3, 0.5)]
         assert [each.get(timeout=PATIENCE)["given"] for each in sent] == [[], []]
 
