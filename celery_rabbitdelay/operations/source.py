@@ -80,10 +80,10 @@ class Source:
         """
         self._drop()
         # Without heartbeats: nothing is read from it while the messages are published.
-        self._connection = own = self._like.clone(heartbeat=0)
+        own = self._like.clone(heartbeat=0)
         reading_unreadable_properties(own)
         own.connect()  # tries once, where a channel of kombu's would try for ever
-        self._wire = Wire(own)
+        self._connection, self._wire = own, Wire(own)
         self.number += 1
         with self._errors():
             self._channel = cast(Any, own.channel())
@@ -135,6 +135,8 @@ class Source:
 
     def acknowledge(self) -> None:
         """Acknowledge the messages in ``to_acknowledge``."""
+        if not self.to_acknowledge:
+            return
         with self._errors():
             frames = ack_frames(self._channel.channel_id, self.to_acknowledge)
             self._wire.write(frames, self._timeout)
