@@ -9,6 +9,7 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from celery import bootsteps, signals
+from celery.concurrency.prefork import TaskPool
 from celery.utils.log import get_logger
 from celery.worker.components import Pool
 
@@ -80,7 +81,9 @@ class ServeMetrics(bootsteps.StartStopStep):
             except ImportError as missing:
                 takes = "takes the package: pip install 'celery-rabbitdelay[metrics]'"
                 raise InvalidSetting(_PORT, self._port, takes) from missing
-            worker.app.rabbitdelay.metrics.prepare_for_children()
+            metrics: Metrics = worker.app.rabbitdelay.metrics
+            if issubclass(worker.pool_cls, TaskPool):
+                metrics.prepare_for_children()
         return self
 
     def start(self, worker: Any) -> None:

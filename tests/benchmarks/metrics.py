@@ -1,0 +1,183 @@
+# ruff: noqa: T201  # a program at the terminal prints
+"""What metrics cost the hot paths: sends and arrivals, with and without them, in one run.
+
+``python -m tests.benchmarks.metrics`` starts a private RabbitMQ. Each contestant runs in a forked
+process, as a worker's pool does: with metrics, it tells its parent each count through the pipe. The
+sends are those of ``tests.benchmarks.sends``. For the arrivals, tasks that have come due lie in
+their queue; the rate is that of a worker with the pool ``solo`` from the first one to the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from typing import Any, Final
+
+from celery.contrib.testing.worker import start_worker
+from kombu import Connection
+
+from celery_rabbitdelay import Celery, Row
+from celery_rabbitdelay.app.instruments import CONFIRMED
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing.servers import free_port
+from tests.benchmarks import measure
+from tests.benchmarks.measure import Target
+from tests.benchmarks.sends import TEXT, make_app, random_delays
+from tests.benchmarks.waiting import PATIENCE, count, purge
+
+WITH: Final = "with metrics"
+WITHOUT: Final = "without"
+
+ONE: Final = "apply_async(delay=)"
+MANY: Final = "send_many, envelopes"
+ARRIVALS: Final = "arrivals"
+
+
+def in_a_fork(measured: Callable[[], float]) -> float:
+    """Return what a function returns in a forked process."""
+    context = get_context("fork")
+    answers: Any = context.SimpleQueue()
+    process = context.Process(target=lambda: answers.put(measured()))
+    process.start()
+    figure: float = answers.get()
+    process.join()
+    return figure
+
+
+class Bench:
+    """The contestants.
+
+    Args:
+        broker: Where to.
+        one: How many tasks are sent one by one.
+        many: How many rows are sent at once.
+        arrivals: How many tasks arrive.
+    """
+
+    def __init__(self, broker: RabbitMQServer, one: int, many: int, arrivals: int) -> None:
+        self.url = broker.url
+        self.one, self.many, self.number = one, many, arrivals
+        self.delays = [*islice(random_delays(), max(one, many))]
+        self.connection = Connection(broker.url)
+        self.app = make_app(Celery, broker.url, "ours")
+        self.app.tasks["remind"].apply_async((0, TEXT), delay=self.delays[0])
+        topology = self.app.rabbitdelay.topology
+        self.queues = [queue.name for queue in topology.queues] + ["ours"]
+        purge(self.connection, self.queues, 1)
+
+    def contestants(self) -> dict[str, Callable[[], float]]:
+        """What is measured, by its name."""
+        return {
+            f"{name}, {how}": partial(measured, how == WITH)
+            for name, measured in (
+                (ONE, self.send_one_by_one),
+                (MANY, self.send_many),
+                (ARRIVALS, self.arrive),
+            )
+            for how in (WITHOUT, WITH)
+        }
+
+    def send_one_by_one(self, with_metrics: bool) -> float:
+        """Return tasks a second."""
+
+        def send(app: Any) -> int:
+            for order, delay in enumerate(self.delays[: self.one]):
+                app.tasks["remind"].apply_async((order, TEXT), delay=delay)
+            return self.one
+
+        return self._sent(with_metrics, self.one, send)
+
+    def send_many(self, with_metrics: bool) -> float:
+        """Return tasks a second."""
+
+        def send(app: Any) -> int:
+            rows = (Row((n, TEXT), delay=delay) for n, delay in enumerate(self.delays[: self.many]))
+            messages: int = app.rabbitdelay.send_many("remind", rows, tolerance=60).messages
+            return messages
+
+        return self._sent(with_metrics, self.many, send)
+
+    def _sent(self, with_metrics: bool, tasks: int, send: Callable[[Any], int]) -> float:
+        app = make_app(Celery, self.url, "ours")
+        messages = get_context("fork").Value("i")
+
+        def measured() -> float:
+            app.tasks["remind"].apply_async((0, TEXT), delay=self.delays[0])
+            began = time.monotonic()
+            messages.value = send(app) + 1
+            return tasks / (time.monotonic() - began)
+
+        if with_metrics:
+            app.rabbitdelay.metrics.prepare_for_children()
+        figure = in_a_fork(measured)
+        if with_metrics:
+            metrics = app.rabbitdelay.metrics
+            metrics.hear_children()
+            confirmed = f"celery_rabbitdelay_{CONFIRMED.name}"
+            wait_for(
+                lambda: (
+                    [
+                        sample.value == tasks + 1
+                        for family in metrics.collect()
+                        if family.name == confirmed
+                        for sample in family.samples
+                    ]
+                    == [True]
+                ),
+                "all counts",
+            )
+            metrics.leave_children()
+        app.close()
+        purge(self.connection, self.queues, messages.value)
+        return figure
+
+    def arrive(self, with_metrics: bool) -> float:
+        """Return tasks a second, in a worker."""
+        rows = (Row((order, TEXT), delay=1) for order in range(self.number))
+        self.app.rabbitdelay.send_many("remind", rows, envelopes=False)
+        wait_for(lambda: count(self.connection, ["ours"]) == self.number, "the arrivals", PATIENCE)
+        return in_a_fork(partial(self._work, with_metrics))
+
+    def _work(self, with_metrics: bool) -> float:
+        app = make_app(Celery, self.url, "ours")
+        app.conf.update(worker_hijack_root_logger=False, worker_prefetch_multiplier=100)
+        if with_metrics:
+            app.conf.rabbitdelay_metrics_port = free_port()
+        at: list[float] = []
+        app.tasks["remind"].run = lambda order, text: at.append(time.monotonic())
+        with start_worker(app, pool="solo", loglevel="error", perform_ping_check=False):
+            wait_for(lambda: len(at) == self.number, "all runs", PATIENCE, interval=0.2)
+        return (self.number - 1) / (at[-1] - at[0])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.metrics")
+    parser.add_argument("--rounds", type=int, default=5, help="(5)")
+    parser.add_argument("--one", type=int, default=2_000, help="tasks one by one (2000)")
+    parser.add_argument("--many", type=int, default=50_000, help="rows of send_many (50000)")
+    parser.add_argument("--arrivals", type=int, default=4_000, help="tasks that arrive (4000)")
+    options = parser.parse_args(arguments)
+    with measure.private_broker() as broker:
+        bench = Bench(broker, options.one, options.many, options.arrivals)
+        figures = measure.in_turn(bench.contestants(), options.rounds)
+        targets = []
+        for name in (ONE, MANY, ARRIVALS):
+            pair = {each: figures[each] for each in (f"{name}, {WITHOUT}", f"{name}, {WITH}")}
+            measure.show(name, "tasks/s", pair, f"{name}, {WITHOUT}")
+            ratio = measure.ratios(pair, f"{name}, {WITHOUT}")[f"{name}, {WITH}"]
+            targets.append(Target(f"{name}: {WITH} / {WITHOUT}", ratio, 0.9))
+        results = {"unit": "tasks/s", "figures": figures, "targets": measure.judge(targets)}
+        measure.save("metrics", broker, results)
+        bench.app.close()
+        bench.connection.release()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
