@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import RLock, Thread
 from typing import Final
 
-from celery_rabbitdelay.app.counts import Counts, decoded, encoded
+from celery_rabbitdelay.app.counts import Counts, Series, decoded, encoded
 
 __all__ = ["ChildCounts"]
 
@@ -73,18 +73,21 @@ class ChildCounts:
         with self._lock:
             left = counts.take()
             try:
-                while left and self._write(encoded(*left[-1], ATOMIC)):
-                    left.pop()
+                while left:
+                    lines, number = _as_many_as_fit(left)
+                    if not self._write(lines):
+                        break
+                    del left[:number]
             finally:
                 for each in left:
                     counts.merge(*each)
 
-    def _write(self, line: bytes) -> bool:
-        """Write a line in one piece; return whether it needs not be written again."""
+    def _write(self, lines: bytes) -> bool:
+        """Write lines in one piece; return whether they need not be written again."""
         deadline = time.monotonic() + (PATIENCE if self._has_room else 0.0)
         while True:
             try:
-                os.write(self._writing, line)
+                os.write(self._writing, lines)
             except BlockingIOError:
                 rest = deadline - time.monotonic()
                 if rest <= 0:
@@ -109,6 +112,17 @@ class ChildCounts:
     def _close(self) -> None:
         # The numbers are given to other files at once: a child must not close those.
         self._reading, self._writing = _closed(self._reading), _closed(self._writing)
+
+
+def _as_many_as_fit(series: Sequence[Series]) -> tuple[bytes, int]:
+    """Return the first of the values as lines that are written in one piece, and their number."""
+    lines, number = b"", 0
+    for each in series:
+        line = encoded(*each, ATOMIC)
+        if len(lines) + len(line) > ATOMIC:
+            break
+        lines, number = lines + line, number + 1
+    return lines, number
 
 
 def _closed(descriptor: int) -> int:

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from celery_rabbitdelay.app.instruments import INSTRUMENTS, Instrument
 
-__all__ = ["MAX_SERIES", "OTHER", "Counts", "Labels", "decoded", "encoded", "zeros"]
+__all__ = ["MAX_SERIES", "OTHER", "Counts", "Labels", "Series", "decoded", "encoded", "zeros"]
 
 #: Combinations of label values that one metric has at most. Further ones count as :data:`OTHER`, so
 #: that an application with a queue for each of its users fills neither its memory nor Prometheus.
@@ -21,6 +21,9 @@ OTHER: Final = "(other)"
 
 #: The values of the labels, in their order.
 Labels: TypeAlias = tuple[str, ...]
+
+#: A metric, the values of its labels, and its values; see :class:`Counts`.
+Series: TypeAlias = tuple[Instrument, Labels, list[float]]
 
 _BY_NAME: Final = {instrument.name: instrument for instrument in INSTRUMENTS}
 
@@ -55,12 +58,12 @@ class Counts:
             for place, number in enumerate(numbers):
                 own[place] += number
 
-    def all(self) -> list[tuple[Instrument, Labels, list[float]]]:
+    def all(self) -> list[Series]:
         """Return all values."""
         with self._lock:
             return [(*key, [*numbers]) for key, numbers in self._series.items()]
 
-    def take(self) -> list[tuple[Instrument, Labels, list[float]]]:
+    def take(self) -> list[Series]:
         """Return all values, and forget them."""
         with self._lock:
             taken = self.all()
@@ -91,7 +94,7 @@ def encoded(instrument: Instrument, labels: Labels, numbers: list[float], maximu
     return line if len(line) <= maximum else _line(instrument, (OTHER,) * len(labels), numbers)
 
 
-def decoded(lines: bytes) -> Iterator[tuple[Instrument, Labels, list[float]]]:
+def decoded(lines: bytes) -> Iterator[Series]:
     """Read whole lines; those that :func:`encoded` has not written are left out."""
     for line in lines.splitlines():
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakSet
@@ -56,13 +56,19 @@ class Metrics:
             value: How much.
             *labels: The values of its labels.
         """
-        self._counts.record(instrument, value, labels)
+        self.record_all({instrument: value}, *labels)
+
+    def record_all(self, values: Mapping[Instrument, float], *labels: str) -> None:
+        """Do the same for several metrics with the same labels."""
+        for instrument, value in values.items():
+            self._counts.record(instrument, value, labels)
         if self._children is not None and self._is_child:
             self._children.tell(self._counts)
         if self._meter is None and opentelemetry_is_set_up():
             self._meter = _meter(self)
         if self._meter is not None:
-            self._meter.record(instrument, value, labels)
+            for instrument, value in values.items():
+                self._meter.record(instrument, value, labels)
 
     def observe(self, source: Source) -> None:
         """Add a source of metrics that are looked up when somebody asks."""

@@ -40,11 +40,10 @@ def counted_send(metrics: Metrics, task: str, producer: DelayedTaskProducer) -> 
         # There is none if something was wrong before anything could be published.
         delayed: Delayed | None = getattr(producer, "delayed", None)
         if delayed is not None:
-            labels = task, queue_label(delayed)
-            metrics.record(SENT, 1, *labels)
-            metrics.record(CONFIRMED if producer.is_sent else REFUSED, 1, *labels)
+            values = {SENT: 1, CONFIRMED if producer.is_sent else REFUSED: 1}
             if producer.publisher.resent > resent:
-                metrics.record(RESENT, producer.publisher.resent - resent, *labels)
+                values[RESENT] = producer.publisher.resent - resent
+            metrics.record_all(values, task, queue_label(delayed))
 
 
 class RowCounts:
@@ -91,8 +90,11 @@ class RowCounts:
             RESENT: report.resent,
             REFUSED: refused,
         }
-        for instrument, number in present.items():
-            more = number - self._counted[instrument]
-            if more:
-                self._counted[instrument] = number
-                self._metrics.record(instrument, more, *self._labels)
+        more = {
+            instrument: number - self._counted[instrument]
+            for instrument, number in present.items()
+            if number > self._counted[instrument]
+        }
+        self._counted = present
+        if more:
+            self._metrics.record_all(more, *self._labels)

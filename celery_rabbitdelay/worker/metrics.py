@@ -66,7 +66,7 @@ class ServeMetrics(bootsteps.StartStopStep):
         """Leave the step out where the broker is not RabbitMQ."""
         return bool(worker.app.rabbitdelay.available)
 
-    def create(self, worker: Any) -> Any:
+    def create(self, worker: Any) -> None:
         """Prepare for the processes of the pool, none of which is forked yet.
 
         Raises:
@@ -84,7 +84,6 @@ class ServeMetrics(bootsteps.StartStopStep):
             metrics: Metrics = worker.app.rabbitdelay.metrics
             if issubclass(worker.pool_cls, TaskPool):
                 metrics.prepare_for_children()
-        return self
 
     def start(self, worker: Any) -> None:
         """Begin to serve.
