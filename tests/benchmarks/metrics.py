@@ -41,10 +41,12 @@ ARRIVALS: Final = "arrivals"
 def in_a_fork(measured: Callable[[], Figure]) -> Figure:
     """Return what a function returns in a forked process."""
     context = get_context("fork")
-    answers: Any = context.SimpleQueue()
-    process = context.Process(target=lambda: answers.put(measured()))
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sending.send(measured()))
     process.start()
-    figure: Figure = answers.get()
+    sending.close()
+    # If the process ends without an answer, this raises EOFError.
+    figure: Figure = receiving.recv()
     process.join()
     return figure
 
@@ -132,10 +134,10 @@ class Bench:
 
         if with_metrics:
             app.rabbitdelay.metrics.prepare_for_children()
+            app.rabbitdelay.metrics.hear_children()
         figure = in_a_fork(measured)
         if with_metrics:
             metrics = app.rabbitdelay.metrics
-            metrics.hear_children()
             confirmed = f"celery_rabbitdelay_{CONFIRMED.name}"
             wait_for(
                 lambda: (
@@ -168,7 +170,10 @@ class Bench:
             app.conf.rabbitdelay_metrics_port = free_port()
         at: list[tuple[float, float]] = []
         app.tasks["remind"].run = lambda *_: at.append((time.monotonic(), time.process_time()))
-        with start_worker(app, pool="solo", loglevel="error", perform_ping_check=False):
+        worker = start_worker(
+            app, pool="solo", loglevel="error", perform_ping_check=False, shutdown_timeout=120
+        )
+        with worker:
             wait_for(lambda: len(at) == self.number, "all runs", PATIENCE, interval=0.2)
         (began, spent_before), (ended, spent) = at[0], at[-1]
         return Figure.of(self.number - 1, ended - began, spent - spent_before)
