@@ -73,7 +73,10 @@ unpack_prometheus() {
         as_root=
         [ "$(id -u)" = 0 ] || as_root=sudo
         $as_root apt-get update -qq && apt-get download -qq prometheus
-    }; }) 2>/dev/null
+    }; }) 2>/dev/null || {
+        echo "Debian's package prometheus cannot be downloaded. Please install prometheus." >&2
+        exit 1
+    }
     mkdir -p "$tools"
     dpkg-deb -x "$download"/prometheus_*.deb "$tools"
     rm -r "$download"
