@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-spark bench-spark-10m unit integration acceptance test-brokers test-valkey mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
-        bench-burst bench-pending bench-growth bench-memory bench-migration bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
+        bench-burst bench-pending bench-growth bench-memory bench-migration bench-metrics bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
@@ -73,6 +73,9 @@ bench-migration: $(VENV)/test.done  ## A million waiting messages go to other le
 
 bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing
 	$(BIN)/python -m tests.benchmarks.modules
+
+bench-metrics: $(VENV)/test.done  ## What metrics cost: sends and arrivals, with and without them
+	$(BIN)/python -m tests.benchmarks.metrics
 
 bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends with keys, bytes, listing a million
 	$(BIN)/python -m tests.benchmarks.registry

@@ -57,6 +57,31 @@ install_packages() {
         apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
+# Prometheus and promtool, unpacked and not installed: Debian's package would start a service.
+unpack_prometheus() {
+    tools=${XDG_CACHE_HOME:-$HOME/.cache}/celery_rabbitdelay/prometheus
+    if command -v promtool >/dev/null || [ -x "$tools/usr/bin/promtool" ]; then
+        return
+    fi
+    if ! command -v apt-get >/dev/null; then
+        echo "This machine has no apt-get. Please install prometheus, then run make again." >&2
+        exit 1
+    fi
+    echo "Unpacking prometheus into $tools"
+    download=$(mktemp -d)
+    (cd "$download" && { apt-get download -qq prometheus || {
+        as_root=
+        [ "$(id -u)" = 0 ] || as_root=sudo
+        $as_root apt-get update -qq && apt-get download -qq prometheus
+    }; }) 2>/dev/null || {
+        echo "Debian's package prometheus cannot be downloaded. Please install prometheus." >&2
+        exit 1
+    }
+    mkdir -p "$tools"
+    dpkg-deb -x "$download"/prometheus_*.deb "$tools"
+    rm -r "$download"
+}
+
 python=$(find_python)
 if [ -z "$python" ]; then
     echo "Python 3.11 or newer is needed, and was not found. Set PYTHON to name one." >&2
@@ -67,6 +92,8 @@ if [ -n "$packages" ]; then
     # shellcheck disable=SC2086 - one word for each package
     install_packages $packages
 fi
+
+[ "$purpose" != test ] || unpack_prometheus
 
 [ -x "$folder/bin/pip" ] || "$python" -m venv "$folder"
 case $purpose in

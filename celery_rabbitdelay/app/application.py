@@ -71,6 +71,16 @@ MODULES_OPTION = click.Option(
     "of the setting rabbitdelay_modules. Empty for none.",
 )
 
+#: The bootstep by which a worker serves its metrics.
+METRICS_STEP = "celery_rabbitdelay.worker.metrics:ServeMetrics"
+
+#: The option of ``celery worker`` that says on which port.
+METRICS_PORT_OPTION = click.Option(
+    ["--rabbitdelay-metrics-port"],
+    help="The port on which the worker serves metrics to Prometheus; instead of the setting "
+    "rabbitdelay_metrics_port. Empty for none.",
+)
+
 
 class Celery(celery.Celery):
     """A :class:`celery.Celery` whose delays live in RabbitMQ; takes the same arguments.
@@ -226,8 +236,8 @@ def install(app: AppT) -> AppT:
 
 def _add_steps(app: celery.Celery) -> None:
     app.steps["consumer"].update(WORKER_STEPS)
-    app.steps["worker"].add(MODULES_STEP)
-    app.user_options["worker"].add(MODULES_OPTION)
+    app.steps["worker"].update((MODULES_STEP, METRICS_STEP))
+    app.user_options["worker"].update((MODULES_OPTION, METRICS_PORT_OPTION))
 
 
 def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.Celery:

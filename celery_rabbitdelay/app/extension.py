@@ -14,6 +14,8 @@ from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay.app.celery_internals import aware
+from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
+from celery_rabbitdelay.app.metrics import Metrics, opentelemetry_is_set_up
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
 from celery_rabbitdelay.app.rows import Report, Row
 from celery_rabbitdelay.app.send_many import RowSender
@@ -93,9 +95,25 @@ class RabbitDelay(WaitingTasks):
         store = connect_to_redis(
             settings.registry_url, settings.registry_timeout, settings.registry_options
         )
+        store.on_call = self._note_call
         margin_ms = milliseconds(settings.redelivery) + REGISTRY_MARGIN_MS
         prefix = settings.registry_prefix or settings.prefix
-        return Registry(store, prefix, margin_ms, LONGEST_MS)
+        registry = Registry(store, prefix, margin_ms, LONGEST_MS)
+        registry.jobs.on_expired = self._note_expired_job
+        return registry
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """What this process counts, from now on: a collector of ``prometheus_client``."""
+        return Metrics()
+
+    @property
+    def active_metrics(self) -> Metrics | None:
+        """The metrics, if somebody has asked for them; None if nothing is to be counted."""
+        metrics: Metrics | None = self.__dict__.get("metrics")
+        if metrics is None and opentelemetry_is_set_up():
+            return self.metrics
+        return metrics
 
     @cached_property
     def available(self) -> bool:
@@ -114,6 +132,18 @@ class RabbitDelay(WaitingTasks):
             connection: The caller's own connection; None for the application's.
         """
         return self.available if connection is None else _is_rabbitmq(connection)
+
+    def _note_call(self, seconds: float, has_succeeded: bool) -> None:
+        metrics = self.active_metrics
+        if metrics is not None:
+            metrics.record(REGISTRY, seconds)
+            if not has_succeeded:
+                metrics.record(REGISTRY_FAILURES)
+
+    def _note_expired_job(self) -> None:
+        metrics = self.active_metrics
+        if metrics is not None:
+            metrics.record(JOBS_EXPIRED)
 
     def warn_treated_as_countdown(self, why: str) -> None:
         """Log once that a delay does not wait in the levels, but is treated as a countdown.

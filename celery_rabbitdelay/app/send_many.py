@@ -24,6 +24,7 @@ from celery_rabbitdelay.app.options import (
 )
 from celery_rabbitdelay.app.row_registration import RowRegistration
 from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row, checked_row
+from celery_rabbitdelay.app.send_counts import RowCounts
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_messages import (
     Call,
@@ -114,6 +115,8 @@ class RowSender:
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
         self._report = Report()
+        metrics = delays.rabbitdelay.active_metrics
+        self._counts = None if metrics is None else RowCounts(metrics, name, self._report)
         self._errors: dict[int, Exception] = {}
         self._taken = 0
         self._stops_taking = False
@@ -128,7 +131,11 @@ class RowSender:
         Raises:
             RowsNotConfirmed: At least one row is not confirmed.
         """
-        self._send(self._calls(rows))
+        try:
+            self._send(self._calls(rows))
+        finally:
+            if self._counts is not None:
+                self._counts.end()
         self._registration.flush()
         self._report_progress()
         not_confirmed = None
@@ -160,6 +167,8 @@ class RowSender:
                 break
         else:
             return
+        if self._counts is not None:
+            self._counts.begin(producer.delayed)
         writer = writer_for(producer, first, self._options, capture)
         if self._envelopes:
             try:
@@ -335,6 +344,8 @@ class RowSender:
             report.confirmed += len(rows)
             report.messages += 1
             report.envelopes += len(rows) > 1
+        if self._counts is not None:
+            self._counts.now_and_then()
         if (
             self._progress is not None
             and time.monotonic() - self._last_progress >= PROGRESS_INTERVAL

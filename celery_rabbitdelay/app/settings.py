@@ -14,7 +14,7 @@ from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.consumer import MAX_PREFETCH
 
-__all__ = ["MODULES", "Settings", "checked_modules", "checked_seconds"]
+__all__ = ["MODULES", "Settings", "checked_modules", "checked_port", "checked_seconds"]
 
 #: The beginning of all our keys.
 PREFIX: Final = "rabbitdelay_"
@@ -27,6 +27,9 @@ A_YEAR: Final = 366 * 86_400
 
 #: With 32, the clock exceeds the 5,000 queues above which RabbitMQ's documentation advises caution.
 MAX_SHARDS: Final = 32
+
+#: The highest TCP port.
+MAX_PORT: Final = 65_535
 
 Declare: TypeAlias = Literal["auto", "never"]
 RegistryDown: TypeAlias = Literal["hold", "run"]
@@ -90,6 +93,11 @@ class Settings:
         track: "all": every delayed task is listed in the registry while it waits; "none": those
             that are sent with ``track=True``, or whose task has ``track = True``.
         once: Whether only the first message with a task's id runs; see the option ``once``.
+        metrics_port: The TCP port on which a worker serves its metrics to Prometheus; None for
+            none.
+        metrics_host: The address on which it serves them.
+        metrics_pending: Whether the metrics tell what waits in the levels, which the worker asks
+            the broker when it is asked.
     """
 
     prefix: str = "rabbitdelay"
@@ -113,6 +121,9 @@ class Settings:
     registry_down: RegistryDown = "hold"
     track: Track = "none"
     once: bool = False
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_pending: bool = True
 
     TAKES: ClassVar[Mapping[str, str]] = {
         "prefix": (
@@ -142,6 +153,9 @@ class Settings:
         "registry_down": f"takes one of {', '.join(get_args(RegistryDown))}",
         "track": f"takes one of {', '.join(get_args(Track))}; all needs rabbitdelay_registry_url",
         "once": "takes True or False; True needs rabbitdelay_registry_url",
+        "metrics_port": f"takes None, or a whole number from 1 to {MAX_PORT}",
+        "metrics_host": "takes the address of an interface of this machine, for example 0.0.0.0",
+        "metrics_pending": "takes True or False",
     }
 
     @classmethod
@@ -313,6 +327,18 @@ class Settings:
     def _takes_once(self, value: object) -> bool:
         return value is False or (value is True and self.registry_url is not None)
 
+    @staticmethod
+    def _takes_metrics_port(value: object) -> bool:
+        return value is None or _is_whole(value, MAX_PORT)
+
+    @staticmethod
+    def _takes_metrics_host(value: object) -> bool:
+        return isinstance(value, str) and value != ""
+
+    @staticmethod
+    def _takes_metrics_pending(value: object) -> bool:
+        return isinstance(value, bool)
+
 
 def checked_modules(value: Any) -> tuple[str, ...]:
     """Return which modules a worker is to serve, from its command line.
@@ -326,6 +352,19 @@ def checked_modules(value: Any) -> tuple[str, ...]:
     if not _is_list_of_words(modules) or not set(modules) <= set(MODULES):
         raise InvalidSetting(f"{PREFIX}modules", value, Settings.TAKES["modules"])
     return tuple(modules)
+
+
+def checked_port(value: str) -> int | None:
+    """Return the port of the metrics, from a worker's command line; None for none.
+
+    Raises:
+        InvalidSetting: It is no port.
+    """
+    port = int(value) if value.isascii() and value.isdigit() else value or None
+    if not Settings._takes_metrics_port(port):
+        raise InvalidSetting(f"{PREFIX}metrics_port", value, Settings.TAKES["metrics_port"])
+    assert not isinstance(port, str)
+    return port
 
 
 def checked_seconds(key: str, value: Any) -> float:

@@ -41,6 +41,7 @@ class DelayedTaskProducer(DelayedProducer):
 
     Attributes:
         delayed: The task's message, once Celery has made it.
+        is_sent: Whether the broker has confirmed it.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class DelayedTaskProducer(DelayedProducer):
         self._came_from = came_from
         self._waited = waited
         self._resending = resending or Resending.of(amqp.app, {})
-        self._task_is_sent = False
+        self.is_sent = False
         self.delayed: Delayed
 
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
@@ -75,7 +76,7 @@ class DelayedTaskProducer(DelayedProducer):
             body: The task's body.
             **options: What :meth:`kombu.Producer.publish` takes, as Celery gives it.
         """
-        if self._task_is_sent:
+        if self.is_sent:
             super().publish(body, **options)
             return
         declare = options.pop("declare", None) or []
@@ -104,7 +105,7 @@ class DelayedTaskProducer(DelayedProducer):
             )
         finally:
             self._waited += time.monotonic() - began
-        self._task_is_sent = True
+        self.is_sent = True
 
     def delayed_message(self, *message: Any, **options: Any) -> Delayed:
         """Return the message as :class:`DelayedProducer` makes it, and keep it as ``delayed``."""

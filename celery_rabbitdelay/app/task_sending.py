@@ -21,6 +21,7 @@ from celery_rabbitdelay.app.celery_internals import (
 )
 from celery_rabbitdelay.app.options import RegistryOptions, given_registry_options
 from celery_rabbitdelay.app.resending import Resending
+from celery_rabbitdelay.app.send_counts import counted_send
 from celery_rabbitdelay.app.settings import checked_seconds
 from celery_rabbitdelay.app.stored_message import stored
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
@@ -175,7 +176,12 @@ class TaskSending:
                 resending=Resending.of(self.app, self.options),
             )
             producer.further_headers = wanted.headers(copy)
-            result = self._send_through(producer)
+            metrics = delays.active_metrics
+            if metrics is None:
+                result = self._send_through(producer)
+            else:
+                with counted_send(metrics, self.name, producer):
+                    result = self._send_through(producer)
         if copy:
             registration = Registration(result.id, copy, due.at_ms, wanted.key, is_retry)
             if wanted.track:

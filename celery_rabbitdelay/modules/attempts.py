@@ -179,6 +179,7 @@ class Attempts:
             self._unanswered.answered(publication, destination)
         if error is None:
             self._statistics.published += 1
+            self._statistics.undeliverable += outgoing.exchange == self._undeliverable
             return None
         if destination is None and isinstance(error, MessageNacked | ConfirmTimeout):
             return self._publication(received, outgoing, None, publication.content)
@@ -208,7 +209,6 @@ class Attempts:
             undeliverable: The message for ``undeliverable``, if it has been made already.
         """
         logger.warning("%s: a message is undeliverable: %s", self._name, reason)
-        self._statistics.undeliverable += 1
         refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason)
         try:
             content = encoded(refused, self._frame_max)

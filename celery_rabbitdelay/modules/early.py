@@ -111,6 +111,7 @@ class EarlyMessages:
         topology: The levels.
         tolerated_ms: How many milliseconds early a message may be; see ``rabbitdelay_early``.
         now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
+        on_early: Called for each message that goes back.
     """
 
     def __init__(
@@ -118,11 +119,13 @@ class EarlyMessages:
         topology: Topology,
         tolerated_ms: int,
         now_ms: Callable[[], int] = lambda: time.time_ns() // NS_PER_MS,
+        on_early: Callable[[], None] | None = None,
     ) -> None:
         self.warning = EarlyWarning(logging.getLogger(__name__))
         self._topology = topology
         self._tolerated_ms = tolerated_ms
         self._now_ms = now_ms
+        self._on_early = on_early
 
     def put_back(self, message: amqp.Message) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.
@@ -136,6 +139,8 @@ class EarlyMessages:
             return None
         task_id = task_id_of(message)
         self.warning.warn(f"Distribution: message {task_id}", by_ms)
+        if self._on_early is not None:
+            self._on_early()
         earlier = PutBack.of(headers)
         kept = {
             **without_broker_headers(headers),

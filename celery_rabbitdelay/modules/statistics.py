@@ -21,7 +21,7 @@ class ModuleStatistics:
         published: How many messages it has published, confirmed.
         redelivered: How many messages it has put into the levels because their destination did not
             take them.
-        undeliverable: How many messages it has put into ``undeliverable``.
+        undeliverable: How many messages it has put into ``undeliverable``, confirmed.
         backlog: How many messages were ready in its queue when it was last asked.
     """
 

@@ -56,10 +56,14 @@ class Publisher:
     Args:
         connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
             again whenever it was lost.
+
+    Attributes:
+        resent: How often :meth:`publish` has sent a message again.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = PublishingConnection(connection)
+        self.resent = 0
 
     @property
     def connection(self) -> Connection:
@@ -110,7 +114,10 @@ class Publisher:
         """
         publication = Publication.of(message, address)
         policy = PublishPolicy(timeout, resends, backoff)
-        self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
+        try:
+            self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
+        finally:
+            self.resent += publication.resent
         if publication.error is not None:
             raise publication.error
 

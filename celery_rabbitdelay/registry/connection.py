@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -59,6 +60,8 @@ class Store:
 
     Attributes:
         is_cluster: Whether only keys with the same hash tag are on the same server.
+        on_call: Called after each round trip, if it is set, with the seconds that it took and with
+            whether it succeeded.
     """
 
     def __init__(self, client: Any, is_cluster: bool, errors: tuple[type[Exception], ...]) -> None:
@@ -66,6 +69,7 @@ class Store:
         self._client = client
         self._errors = errors
         self._scripts: dict[str, Any] = {}
+        self.on_call: Callable[[float, bool], None] | None = None
 
     def call(self, script: str, keys: Sequence[str], *arguments: str | int) -> Any:
         """Run a script; return what it returns."""
@@ -112,11 +116,18 @@ class Store:
         return self._try(run)
 
     def _try(self, run: Callable[[], ResultT]) -> ResultT:
+        began = time.monotonic()
+        has_succeeded = False
         try:
-            return run()
+            result = run()
+            has_succeeded = True
         except self._errors as error:
             # redis-py's texts name host and port, not the password.
             raise RegistryUnavailable(f"{type(error).__name__}: {error}") from error
+        finally:
+            if self.on_call is not None:
+                self.on_call(time.monotonic() - began, has_succeeded)
+        return result
 
     def _run_by_hash(self, pipeline: Any, calls: Sequence[Call]) -> None:
         for call in calls:

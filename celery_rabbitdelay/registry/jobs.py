@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from threading import Lock
 from typing import Any, Final
@@ -41,12 +41,17 @@ class Jobs:
         store: Where they are kept.
         names: The names of all keys.
         margin_ms: For how many milliseconds after it is due a task may still arrive.
+
+    Attributes:
+        on_expired: Called, if it is set, for each job that turns out not to have been committed in
+            time, in the process that finds out first.
     """
 
     def __init__(self, store: Store, names: Names, margin_ms: int) -> None:
         self._store = store
         self._names = names
         self._margin_ms = margin_ms
+        self.on_expired: Callable[[], None] | None = None
         #: The state of jobs that cannot change any more, and until when (of the monotonic clock)
         #: Redis keeps them at least: then their names are free again.
         self._ended: dict[str, tuple[JobState, float]] = {}
@@ -118,6 +123,7 @@ class Jobs:
         for job, (word, left_ms, *expired) in zip(asked, answers, strict=True):
             if not word:
                 continue
+            self._note(expired)
             found[job] = JobState(word)
             if found[job] is not JobState.OPEN:
                 self._remember(job, found[job], now + left_ms / 1000, bool(expired))
@@ -134,7 +140,12 @@ class Jobs:
 
     def _call(self, job: str, verb: str, *arguments: int) -> str:
         answer: list[Any] = self._store.call("job", [self._names.job(job)], verb, *arguments)
+        self._note(answer[2:])
         return str(answer[0])
+
+    def _note(self, words: Sequence[str]) -> None:
+        if "now" in words and self.on_expired is not None:
+            self.on_expired()
 
 
 def _now_ms() -> int:

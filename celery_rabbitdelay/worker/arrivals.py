@@ -6,9 +6,11 @@ import time
 from collections import deque
 from typing import Final
 
+from celery_rabbitdelay.app.instruments import LATENESS
+from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 
-__all__ = ["Arrivals"]
+__all__ = ["Arrivals", "record_lateness"]
 
 #: Seconds over which the latest arrival is told, and how precisely.
 SPAN: Final = 600
@@ -51,3 +53,16 @@ class Arrivals:
     def _forget(self, step: int) -> None:
         while self._latest and self._latest[0][0] <= step - SPAN // STEP:
             self._latest.popleft()
+
+
+def record_lateness(metrics: Metrics, due_ms: object, task: str, queue: str) -> None:
+    """Count a task that is about to run, by how late it is.
+
+    Args:
+        metrics: Where to.
+        due_ms: The value of its header ``rabbitdelay-due``; any sender may have written it.
+        task: The task's name.
+        queue: The queue that it came from.
+    """
+    late_ms = time.time_ns() // NS_PER_MS - due_ms if isinstance(due_ms, int) else 0
+    metrics.record(LATENESS, max(late_ms, 0) / 1000, task, queue)

@@ -16,6 +16,7 @@ from celery.worker.consumer.tasks import Tasks
 from kombu import Connection, Queue
 from kombu.common import Broadcast
 
+from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.settings import checked_modules
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
@@ -310,8 +311,14 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         queue = topology.module_queues.checkin
         receive = CheckIn(topology, allowed_destinations(app).includes).receive
     else:
-        early = EarlyMessages(topology, milliseconds(settings.early))
         queue = topology.module_queues.distribution
+
+        def on_early() -> None:
+            metrics = app.rabbitdelay.active_metrics
+            if metrics is not None:
+                metrics.record(EARLY, 1, "", queue.name)
+
+        early = EarlyMessages(topology, milliseconds(settings.early), on_early=on_early)
         look = _look(app) if settings.registry_url is not None else None
         receive = Distribution(topology, early.put_back, look).receive
 

@@ -13,10 +13,18 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.app.instruments import (
+    CANCELLED,
+    DUPLICATES,
+    EXPIRED,
+    RETURNED,
+    SUPERSEDED,
+)
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.registry.breaker import Breaker
 from celery_rabbitdelay.registry.decision import ONCE, Arrival, Decision, Verdict
+from celery_rabbitdelay.worker.arrivals import record_lateness
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,
@@ -57,6 +65,16 @@ DISCARDED: Final = {
     Verdict.EXPIRED: signals.expired,
 }
 
+#: What counts tasks that do not run, or not now.
+COUNTED: Final = {
+    Verdict.CANCELLED: CANCELLED,
+    Verdict.SUPERSEDED: SUPERSEDED,
+    Verdict.EXPIRED: EXPIRED,
+    Verdict.REPLACED: DUPLICATES,
+    Verdict.DUPLICATE: DUPLICATES,
+    Verdict.LATER: RETURNED,
+}
+
 
 class _Due(NamedTuple):
     """A task that is due and has arrived.
@@ -69,6 +87,8 @@ class _Due(NamedTuple):
         waited: Its delay in the levels.
         arrival: What the registry is asked.
         mark: The mark that the message leaves if only the first arrival may run.
+        task: The task's name.
+        queue: The queue that the message came from.
     """
 
     message: Message
@@ -78,6 +98,8 @@ class _Due(NamedTuple):
     waited: Waited
     arrival: Arrival
     mark: str
+    task: str
+    queue: str
 
 
 class Decisions(BatchThread[_Due]):
@@ -105,6 +127,11 @@ class Decisions(BatchThread[_Due]):
         self._down_since: float | None = None
         self._warned_at = -WARN_EVERY
 
+    @property
+    def is_breaker_open(self) -> bool:
+        """Whether Redis is asked nothing at the moment, because it did not answer."""
+        return self._breaker.is_open
+
     def ask(
         self,
         message: Message,
@@ -112,6 +139,7 @@ class Decisions(BatchThread[_Due]):
         ack: Callable[..., Any],
         go_on: Callable[[], Any],
         waited: Waited,
+        task: str,
     ) -> None:
         """Ask about a task; the event loop then does what the registry says.
 
@@ -121,6 +149,7 @@ class Decisions(BatchThread[_Due]):
             ack: The function that Celery passes to a strategy.
             go_on: Passes the task to Celery.
             waited: Its delay in the levels.
+            task: The task's name.
         """
         queue = name_of_queue(self._consumer, message) or ""
         redelivered = bool(message.delivery_info.get("redelivered"))
@@ -129,7 +158,7 @@ class Decisions(BatchThread[_Due]):
         arrival = Arrival.of(headers, due_ms, queue, redelivered)
         mark = message.headers.get(ONCE) if arrival.once else ""
         mark = mark if isinstance(mark, str) else uuid4().hex[:16]
-        self.give(_Due(message, body, ack, go_on, waited, arrival, mark))
+        self.give(_Due(message, body, ack, go_on, waited, arrival, mark, task, queue))
 
     def begin(self) -> None:
         """Say at the start whether Redis answers, and note since when all is tracked."""
@@ -203,6 +232,7 @@ class Decisions(BatchThread[_Due]):
                 logger.exception("Task %s failed on its arrival; RabbitMQ redelivers it", task_id)
 
     def _carry_out(self, due: _Due, decision: Decision) -> None:
+        self._count(due, decision.verdict)
         match decision.verdict:
             case Verdict.RUN:
                 self._signal(signals.released, due)
@@ -217,6 +247,15 @@ class Decisions(BatchThread[_Due]):
                 run = partial(run_strategy, self._consumer, due.message, due.body, due.go_on)
                 discard_as_revoked(self._consumer, due.arrival.task_id, run)
                 self._signal(DISCARDED[decision.verdict], due)
+
+    def _count(self, due: _Due, verdict: Verdict) -> None:
+        metrics = self._consumer.app.rabbitdelay.active_metrics
+        if metrics is None:
+            return
+        if verdict is Verdict.RUN:
+            record_lateness(metrics, due.waited.due_ms, due.task, due.queue)
+        else:
+            metrics.record(COUNTED[verdict], 1, due.task, due.queue)
 
     def _signal(self, signal: Any, due: _Due) -> None:
         signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)

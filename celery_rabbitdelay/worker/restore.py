@@ -9,11 +9,12 @@ from typing import Any, Final, TypeAlias
 from kombu import Message
 
 from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.app.instruments import EARLY, TAKEN_OVER
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.registry.decision import registry_headers
-from celery_rabbitdelay.worker.arrivals import Arrivals
-from celery_rabbitdelay.worker.celery_internals import id_of
+from celery_rabbitdelay.worker.arrivals import Arrivals, record_lateness
+from celery_rabbitdelay.worker.celery_internals import id_of, name_of_queue
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.put_back import Waited
@@ -55,6 +56,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self.decisions: Decisions | None = None
         self.arrivals = Arrivals()
         self._app = consumer.app
+        self._consumer = consumer
         self._tasks = consumer.app.tasks
         self._takeover = takeover
         for task_name, strategy in consumer.strategies.items():
@@ -66,21 +68,31 @@ class RestoringStrategies(dict[str, Strategy]):
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
             waited = restore(message)
+            metrics = self._app.rabbitdelay.active_metrics
             if waited is not None:
                 self.arrivals.note(waited.due_ms)
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
             if self.early_tasks is None or (waited is None and not takes_eta):
                 return go_on()
             if self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta):
+                if metrics is not None:
+                    what = TAKEN_OVER if waited is None else EARLY
+                    metrics.record(what, 1, task_name, self._queue_of(message))
                 return None
             if self.decisions is not None and waited is not None and id_of(message):
-                self.decisions.ask(message, body, ack, go_on, waited)
+                self.decisions.ask(message, body, ack, go_on, waited, task_name)
                 return None
             if waited is not None:
+                if metrics is not None:
+                    queue = self._queue_of(message)
+                    record_lateness(metrics, waited.due_ms, task_name, queue)
                 signals.send(signals.released, self._app, id_of(message), waited.due_ms)
             return go_on()
 
         super().__setitem__(task_name, restoring)
+
+    def _queue_of(self, message: Message) -> str:
+        return name_of_queue(self._consumer, message) or ""
 
 
 def restore(message: Message) -> Waited | None:

@@ -148,7 +148,8 @@ def test_a_message_that_the_broker_will_never_take_is_undeliverable_at_once(
     assert is_undeliverable(given_up)
     assert reason(given_up) == "the broker does not take it: too large"
     assert headers(given_up)[header_names.ROUTING_KEY] == "paper"
-    assert consumer.counts == (0, 0, 1)
+    consumer.confirm(given_up)
+    assert consumer.counts == (1, 0, 1)
 
 
 def test_a_message_that_amqp_cannot_carry_is_undeliverable_without_its_headers(
@@ -160,7 +161,8 @@ def test_a_message_that_amqp_cannot_carry_is_undeliverable_without_its_headers(
     assert reason(given_up).startswith("a header or property cannot be written")
     assert given_up.content.body == b"body"
     assert pending(given_up) == 1
-    assert consumer.counts == (0, 0, 1)
+    consumer.confirm(given_up)
+    assert consumer.counts == (1, 0, 1)
 
 
 def test_the_broker_is_not_asked_for_an_exchange_whose_name_it_could_not_read(
@@ -181,7 +183,8 @@ def test_a_message_whose_frame_has_no_room_for_our_headers_is_undeliverable_with
     assert headers(given_up).keys() == {module_headers.REASON}
     assert reason(given_up).startswith("the broker nacked it")
     assert "its headers and properties take" in reason(given_up)
-    assert consumer.counts == (0, 0, 1)
+    consumer.confirm(given_up)
+    assert consumer.counts == (1, 0, 1)
 
 
 @pytest.mark.parametrize("error", [NACKED, TIMED_OUT])
@@ -211,7 +214,9 @@ def test_undeliverable_is_tried_until_it_takes_a_message(
     assert is_undeliverable(again)
     assert again.content is given_up.content
     assert pending(again) == 1
-    assert consumer.counts == (0, 0, 1)
+    assert consumer.counts == (0, 0, 0)
+    consumer.confirm(again)
+    assert consumer.counts == (1, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,8 @@ def test_a_strategy_receives_restored_messages_whenever_celery_sets_it() -> None
         seen.append(message.delivery_info["routing_key"])
 
     # A fake: the attributes of a worker's consumer that are read.
-    app = SimpleNamespace(tasks={"one": object(), "two": object()})
+    delays = SimpleNamespace(active_metrics=None)
+    app = SimpleNamespace(tasks={"one": object(), "two": object()}, rabbitdelay=delays)
     strategies = RestoringStrategies(SimpleNamespace(app=app, strategies={"one": strategy}))
     strategies["two"] = strategy
     for name in ("one", "two"):

@@ -5,12 +5,13 @@
 -- ARGV  what to do: "open", "join", "commit", "abort" or "look"; for how many milliseconds it stays
 --       open ("open"); until when it lives ("open", "join")
 -- Returns {state, milliseconds that it still lives}, with "expired" as a third word if it was not
--- committed in time; an empty state if there is no such job, and for "open" the state that it had
--- before.
+-- committed in time, and "now" as a fourth one if nobody had found that out before; an empty state
+-- if there is no such job, and for "open" the state that it had before.
 
 local job, verb, now_ms = KEYS[1], ARGV[1], clock()
 local state, expires, expired = unpack(redis.call('HMGET', job, 'state', 'expires', 'expired'))
-if state == 'open' and now_ms >= tonumber(expires) then
+local is_new = state == 'open' and now_ms >= tonumber(expires)
+if is_new then
   state, expired = 'aborted', '1'
   redis.call('HSET', job, 'state', state, 'expired', expired)
 end
@@ -29,5 +30,8 @@ end
 local answer = {state or '', redis.call('PTTL', job)}
 if expired then
   table.insert(answer, 'expired')
+end
+if is_new then
+  table.insert(answer, 'now')
 end
 return answer

@@ -1,0 +1,412 @@
+"""What a worker serves to Prometheus, and what a producer counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import celery
+import pytest
+from kombu import Connection, Exchange
+from prometheus_client import CollectorRegistry
+
+from celery_rabbitdelay import PublishError, RegistryUnavailable, Row, RowsNotConfirmed
+from celery_rabbitdelay.app.instruments import SENT
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
+from celery_rabbitdelay.testing.servers import free_port
+from tests.integration.metrics import Scraped, is_served
+from tests.integration.notes import Notes
+from tests.integration.shop import PATIENCE, named
+from tests.integration.test_early import release
+from tests.integration.worker import Worker, run_celery
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+def scraped(port: int, condition: Callable[[Scraped], object], what: str) -> Scraped:
+    """Read a worker's metrics until they say what is expected, and return them."""
+    latest: list[Scraped] = []
+
+    def is_true() -> object:
+        latest[:] = [Scraped.of_port(port)]
+        return condition(latest[0])
+
+    wait_for(is_true, what, PATIENCE, interval=0.2)
+    return latest[0]
+
+
+def due_together(number: int) -> list[Row]:
+    """Return rows that travel in one envelope."""
+    return [Row(eta=datetime.now(UTC) + timedelta(seconds=1))] * number
+
+
+def of_process(shop: Any) -> Scraped:
+    """Return what the process of the test counts."""
+    return Scraped(shop.rabbitdelay.metrics.collect())
+
+
+def test_nothing_is_served_and_nothing_counted_unless_a_port_is_set(
+    shop: Any, worker: Worker, port: int
+) -> None:
+    assert shop.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
+    assert "metrics" not in vars(shop.rabbitdelay)
+    assert "Metrics are served" not in worker.log
+    # Without Redis: redis-py imports OpenTelemetry's SDK, if it is installed.
+    settings = {k: v for k, v in worker._settings.items() if k != "result_backend"}
+    program = (
+        "import sys, tests.integration.shop as shop; shop.app.send_task('look', delay=60); "
+        "print(*sys.modules)"
+    )
+    imported = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **Worker.environment(settings)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert "celery_rabbitdelay.app.metrics" in imported
+    assert {"prometheus_client", "opentelemetry.sdk.metrics"}.isdisjoint(imported)
+
+
+def test_processes_of_the_pool_tell_what_they_send_also_when_they_are_killed(
+    shop: Any, configuration: dict[str, Any], port: int, noted: Notes
+) -> None:
+    key = uuid4().hex
+    with Worker(
+        {**configuration, "rabbitdelay_metrics_port": port, "worker_max_tasks_per_child": 2}
+    ):
+        # Two of them send and live on; one retries, and its process is killed by its first run.
+        for number in range(5):
+            shop.tasks["send"].apply_async(
+                ("note", {"args": [number], "kwargs": {"key": noted.key}, "delay": 0.3})
+            ).get(timeout=PATIENCE)
+        shop.tasks["retry"].apply_async(([], 2, {"countdown": 0.3})).get(timeout=PATIENCE)
+        shop.tasks["lost-retry"].apply_async((key,)).get(timeout=PATIENCE)
+        found = scraped(
+            port, lambda now: now.total("lateness_seconds_count") >= 8, "eight arrivals"
+        )
+    default = named(shop, "default")
+    assert found.values("sent_total") == {
+        (default, "note"): 5,
+        (default, "retry"): 2,
+        (default, "lost-retry"): 1,
+    }
+    assert found.values("confirmed_total") == found.values("sent_total")
+    assert found.values("lateness_seconds_count") == found.values("sent_total")
+    assert found.total("refused_total") == 0
+    assert not is_served(port)
+
+
+def test_each_verdict_of_the_registry_is_counted(
+    make_shop: Callable[..., Any], configuration: dict[str, Any], redis_url: str, port: int
+) -> None:
+    settings = {**configuration, "rabbitdelay_registry_url": redis_url}
+    shop = make_shop(**settings)
+    delays, look, queue = shop.rabbitdelay, shop.tasks["look"], named(shop, "default")
+    delays.cancel("cancelled")
+    delays.open_job("aborted", expires=3600)
+    delays.open_job("expired", expires=0.1)
+    delays.open_job("open", expires=3600)
+    for options in (
+        {"task_id": "cancelled"},
+        {"key": "order"},
+        {"key": "order"},
+        {"job": "aborted"},
+        {"job": "open"},
+        {"task_id": "once", "once": True},
+        {"task_id": "once", "once": True},
+    ):
+        look.apply_async(delay=1, **options)
+    delays.abort_job("aborted")
+    # All have come due by the time that the worker begins.
+    with Worker({**settings, "rabbitdelay_metrics_port": port}):
+        found = scraped(
+            port,
+            lambda now: (
+                now.total("lateness_seconds_count") >= 2
+                and now.total("returned_total") >= 1
+                and now.total("expired_total") >= 1
+                and now.total("duplicates_total") >= 1
+            ),
+            "all verdicts",
+        )
+        for name in ("cancelled", "superseded", "expired", "duplicates"):
+            assert found.values(f"{name}_total") == {(queue, "look"): 1}, name
+        assert found.values("lateness_seconds_count") == {(queue, "look"): 2}
+        assert found.values("registry_breaker_open") == {(): 0}
+        assert found.total("registry_seconds_count") > 0
+        assert found.total("registry_failures_total") == 0
+        # The first one to find out counts it, the worker or a producer; and only once.
+        wait_for(lambda: delays.registry.jobs.state("expired").value == "aborted", "its end")
+        before = of_process(shop).total("jobs_expired_total")
+        delays.open_job("late", expires=0.001)
+        wait_for(lambda: delays.registry.jobs.state("late").value == "aborted", "its end")
+        delays.registry.jobs.state("late")
+        assert of_process(shop).total("jobs_expired_total") == before + 1
+
+
+def test_a_registry_that_does_not_answer_opens_the_breaker(
+    make_shop: Callable[..., Any], configuration: dict[str, Any], port: int
+) -> None:
+    with RedisServer() as redis:
+        settings = {**configuration, "rabbitdelay_registry_url": redis.url}
+        shop = make_shop(**settings)
+        counted = shop.rabbitdelay.metrics
+        with Worker({**settings, "rabbitdelay_metrics_port": port}):
+            redis.kill()
+            shop.tasks["look"].apply_async(delay=0.3)
+            found = scraped(port, lambda now: now.total("registry_breaker_open") == 1, "a breaker")
+            assert found.total("registry_failures_total") >= 1
+            assert found.total("returned_total") >= 1
+        with pytest.raises(RegistryUnavailable):
+            shop.tasks["look"].apply_async(delay=0.3, key="order")
+    queue = named(shop, "default")
+    own = Scraped(counted.collect())
+    assert own.total("registry_failures_total") == 1
+    # The task itself was sent.
+    assert own.values("confirmed_total") == {(queue, "look"): 2}
+
+
+def test_what_waits_is_told_by_level_and_missing_queues_are(
+    shop: Any, configuration: dict[str, Any], port: int, connection: Connection
+) -> None:
+    topology = shop.rabbitdelay.topology
+    with Worker({**configuration, "rabbitdelay_metrics_port": port, "rabbitdelay_modules": []}):
+        for _ in range(3):
+            shop.tasks["look"].apply_async(delay=5)
+        # An envelope is one message, and nobody serves distribution.
+        shop.rabbitdelay.send_many("look", due_together(2))
+        distribution = topology.module_queues.distribution.name
+        found = scraped(port, lambda now: now.values("backlog")[distribution,], "an envelope")
+        assert set(found.values("pending")) == {(level,) for level in topology.level_queues}
+        assert found.values("missing_queues") == {(): 0}
+        assert found.values("module_received_total") == {}
+        # The next look at the broker finds what was deleted meanwhile.
+        channel: Any
+        with connection.channel() as channel:
+            channel.queue_delete(topology.module_queues.meditation.name)
+        found = scraped(port, lambda now: now.total("missing_queues"), "a missing queue")
+        assert found.values("missing_queues") == {(): 1}
+
+
+def test_a_broker_that_does_not_answer_holds_up_no_scrape(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    port: int,
+    private_rabbitmq: RabbitMQServer,
+) -> None:
+    shop = make_shop()
+    with Worker({**configuration, "rabbitdelay_metrics_port": port}):
+        assert shop.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
+        scraped(port, lambda now: now.values("pending"), "an answer of the broker")
+        private_rabbitmq.suspend()
+        try:
+            for _ in range(3):
+                assert Scraped.of_port(port).total("lateness_seconds_count") == 1
+        finally:
+            private_rabbitmq.resume()
+
+
+def test_modules_undeliverable_and_early_messages_are_counted(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    port: int,
+    connection: Connection,
+) -> None:
+    settings = {**configuration, "rabbitdelay_redelivery": 0, "rabbitdelay_metrics_port": port}
+    shop = make_shop(**settings)
+    queues = shop.rabbitdelay.topology.module_queues
+    distribution = queues.distribution.name
+    with Worker(settings):
+        # As if a policy had released them early: one comes to a worker, one to distribution.
+        for given in ("default", "mirror"):
+            result = shop.tasks["look"].apply_async(
+                delay=5, queue=named(shop, given), priority=9 if given == "mirror" else 0
+            )
+            release(connection, shop)
+            assert result.get(timeout=PATIENCE)
+        nowhere = Exchange("test-nowhere", no_declare=True)
+        shop.tasks["look"].apply_async(delay=0.2, exchange=nowhere, routing_key="none")
+        shop.rabbitdelay.send_many("look", due_together(4))
+        found = scraped(
+            port,
+            lambda now: (
+                now.total("module_published_total") == 4 + 1 + 2
+                and now.total("lateness_seconds_count") == 4 + 2
+            ),
+            "all of them",
+        )
+        assert found.values("undeliverable_total") == {
+            (distribution,): 1,
+            (queues.checkin.name,): 0,
+        }
+        # The four of the envelope, the one that is undeliverable, and the early one twice.
+        assert found.values("module_published_total")[distribution,] == 4 + 1 + 2
+        assert found.values("module_received_total")[distribution,] == 1 + 1 + 2
+        assert found.values("early_total") == {
+            (named(shop, "default"), "look"): 1,
+            (distribution, ""): 1,
+        }
+        wait_for(
+            lambda: Scraped.of_port(port).values("backlog")[queues.undeliverable.name,] == 1,
+            "the undeliverable message",
+        )
+
+
+def test_a_task_of_a_producer_without_this_package_is_counted(
+    shop: Any, configuration: dict[str, Any], port: int
+) -> None:
+    plain: Any = celery.Celery("plain", broker=configuration["broker_url"], set_as_current=False)
+    with Worker({**configuration, "rabbitdelay_metrics_port": port}):
+        route = {"exchange": f"{configuration['prefix']}.direct", "routing_key": "second"}
+        plain.send_task("look", countdown=3, **route)
+        found = scraped(port, lambda now: now.total("lateness_seconds_count") == 1, "its arrival")
+        assert found.values("taken_over_total") == {(named(shop, "second"), "look"): 1}
+        assert found.total("early_total") == 0
+
+
+def test_a_producer_shows_its_counts_in_a_registry_of_its_own(shop: Any) -> None:
+    registry = CollectorRegistry()
+    registry.register(shop.rabbitdelay.metrics)
+    look, queue = shop.tasks["look"], named(shop, "default")
+    look.apply_async(delay=5)
+    with pytest.raises(PublishError):
+        look.apply_async(delay=5, headers={"x-broken": object()})
+    shop.tasks["celery-own"].apply_async(countdown=5)
+    look.apply_async()
+    # No queue of the application is bound to the exchange with this key.
+    topic = {"exchange": named(shop, "topic"), "routing_key": "none"}
+    shop.tasks["note"].apply_async(kwargs={"key": "none"}, delay=5, **topic)
+    rows = [*[Row(delay=5)] * 7, Row(delay=5, task_id="x" * 300)]
+    with pytest.raises(RowsNotConfirmed):
+        shop.rabbitdelay.send_many(look, rows)
+    found = Scraped(registry.collect())
+    assert found.values("sent_total")[queue, "look"] == 2 + 7
+    assert found.values("confirmed_total")[queue, "look"] == 1 + 7
+    assert found.values("refused_total") == {(queue, "look"): 1}
+    assert found.total("resent_total") == 0
+    assert set(found.values("sent_total")) == {(queue, "look"), ("", "note")}
+
+
+def test_a_message_that_is_sent_again_is_counted(
+    shop: Any, private_rabbitmq: RabbitMQServer
+) -> None:
+    metrics, look = shop.rabbitdelay.metrics, shop.tasks["look"]
+    look.apply_async(delay=5)
+    private_rabbitmq.kill()
+    private_rabbitmq.start()
+    look.apply_async(delay=5)
+    found = Scraped(metrics.collect())
+    assert found.total("confirmed_total") == found.total("sent_total") == 2
+    assert found.total("resent_total") >= 1
+
+
+def test_a_forked_process_counts_for_itself_and_begins_with_nothing(shop: Any) -> None:
+    metrics = shop.rabbitdelay.metrics
+    metrics.record(SENT, 5, "look", "queue")
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            status = int(Scraped(metrics.collect()).total("sent_total"))
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert of_process(shop).total("sent_total") == 5
+
+
+def test_the_command_line_says_the_port_of_one_worker(
+    shop: Any, configuration: dict[str, Any], port: int
+) -> None:
+    with Worker(configuration, None, f"--rabbitdelay-metrics-port={port}"):
+        assert is_served(port)
+
+
+@pytest.mark.parametrize("given", ["0", "70000", "none"])
+def test_a_wrong_port_ends_the_worker(configuration: dict[str, Any], given: str) -> None:
+    run = run_celery(configuration, f"worker --rabbitdelay-metrics-port={given}")
+    assert run.returncode != 0
+    assert f"rabbitdelay_metrics_port = {given!r}" in run.stdout + run.stderr
+
+
+def test_a_port_that_is_taken_ends_the_worker(
+    shop: Any, configuration: dict[str, Any], port: int
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        run = run_celery({**configuration, "rabbitdelay_metrics_port": port}, "worker -c 1")
+    assert run.returncode != 0
+    assert f"rabbitdelay_metrics_port = {port}" in run.stdout + run.stderr
+    assert "Address already in use" in run.stdout + run.stderr
+
+
+def test_metrics_are_served_until_the_pool_has_finished_and_a_killed_worker_frees_its_port(
+    shop: Any, configuration: dict[str, Any], port: int
+) -> None:
+    key = uuid4().hex
+    redis: Any = shop.backend.client
+    worker = Worker({**configuration, "rabbitdelay_metrics_port": port})
+    with worker:
+        shop.tasks["retry-when"].apply_async((key,))
+        wait_for(lambda: redis.get(key) == b"first", "a task that runs")
+        os.kill(worker.pid, signal.SIGTERM)
+        wait_for(lambda: "Warm shutdown" in worker.log, "the shutdown")
+        assert is_served(port)
+        redis.set(key, "go on")
+        wait_for(lambda: not worker.running, "the worker's end")
+        assert not is_served(port)
+        found = shop.tasks["look"].apply_async
+        worker.start()
+        found(delay=0.3).get(timeout=PATIENCE)
+        os.kill(worker.pid, signal.SIGKILL)
+        wait_for(lambda: not worker.running, "the worker's end")
+        wait_for(lambda: not is_served(port), "a free port")
+
+
+@pytest.mark.parametrize("pool", ["threads", "gevent"])
+def test_pools_without_processes_are_counted_too(
+    shop: Any, configuration: dict[str, Any], port: int, pool: str
+) -> None:
+    with Worker({**configuration, "rabbitdelay_metrics_port": port}, None, f"--pool={pool}"):
+        sent = shop.tasks["send"].apply_async(("look", {"delay": 0.3}), delay=0.3)
+        assert sent.get(timeout=PATIENCE)
+        found = scraped(port, lambda now: now.total("lateness_seconds_count") == 2, "both tasks")
+        assert found.values("confirmed_total") == {(named(shop, "default"), "look"): 1}
+        assert found.values("missing_queues") == {(): 0}
+
+
+def test_opentelemetry_gets_the_same_where_its_sdk_is_set_up(
+    shop: Any, configuration: dict[str, Any]
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.integration.measured_shop"],
+        env={**os.environ, **Worker.environment(configuration)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    queue, prefix = named(shop, "default"), configuration["prefix"]
+    labels = json.dumps({"queue": queue, "task": "look"})
+    assert found["celery_rabbitdelay.sent"] == {labels: 3}
+    assert found["celery_rabbitdelay.confirmed"] == {labels: 3}
+    assert found["celery_rabbitdelay.lateness"] == {labels: 3}
+    assert found["celery_rabbitdelay.missing_queues"] == {"{}": 0}
+    assert set(found["celery_rabbitdelay.pending"]) == {
+        json.dumps({"level": level}) for level in shop.rabbitdelay.topology.level_queues
+    }
+    distribution = json.dumps({"queue": f"{prefix}.distribution"})
+    assert found["celery_rabbitdelay.module_published"][distribution] == 2
