@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 from amqp.exceptions import NotFound
@@ -39,7 +39,10 @@ TASKS = "celery"
 #: Seconds; a machine that is busy with other things needs minutes for what takes seconds.
 PATIENCE = 240.0
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("spark")]
+
+#: Writes orders of some days; returns the day of each by its id.
+OrdersOf: TypeAlias = Callable[..., dict[str, str]]
 
 
 class Gateway(MailGateway):
@@ -117,7 +120,7 @@ def spark(shop: Shop) -> Iterator[SparkSession]:
 
 
 @pytest.fixture
-def orders_of(tmp_path: Path) -> Callable[..., dict[str, str]]:
+def orders_of(tmp_path: Path) -> OrdersOf:
     """Writes orders of some days into ``orders.txt``; each test uses other days."""
 
     def write(*days: str) -> dict[str, str]:
@@ -188,11 +191,7 @@ def states(printed: str) -> dict[str, int]:
 
 
 def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
-    spark: SparkSession,
-    shop: Shop,
-    orders_of: Callable[..., dict[str, str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shop: Shop, orders_of: OrdersOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     orders = orders_of("19970301")
     options = [*replay(tmp_path, "19970301"), "--day", "0.1", "--tolerance", "1"]
@@ -217,10 +216,7 @@ def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
 
 
 def test_the_forecast_counts_each_waiting_reminder_in_the_minute_when_it_is_due(
-    spark: SparkSession,
-    shop: Shop,
-    orders_of: Callable[..., dict[str, str]],
-    tmp_path: Path,
+    shop: Shop, orders_of: OrdersOf, tmp_path: Path
 ) -> None:
     orders = orders_of("19980601", "19980604")
     reminders.main(replay(tmp_path, "19980601", timedelta(hours=3)))
@@ -241,11 +237,7 @@ def test_the_forecast_counts_each_waiting_reminder_in_the_minute_when_it_is_due(
 
 
 def test_what_was_lost_is_found_and_sent_again_and_each_reminder_arrives_once(
-    spark: SparkSession,
-    shop: Shop,
-    orders_of: Callable[..., dict[str, str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shop: Shop, orders_of: OrdersOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     orders = orders_of("19970401", "19970430", "19980315")
     now, lost, waiting = (

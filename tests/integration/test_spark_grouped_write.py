@@ -17,20 +17,19 @@ from celery_rabbitdelay.spark import dispatch, grouped
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
-from tests.integration.test_spark_write import (
+from tests.integration.spark_fixtures import (
     APP,
-    DELAY,
     driver,
-    notes,
     registry,
     settings,
     shop,
     spark,
-    worker,
+    without_registry,
     write,
 )
+from tests.integration.test_spark_write import DELAY, notes
 
-__all__ = ["driver", "registry", "settings", "shop", "spark", "worker"]
+__all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
 
 pytestmark = pytest.mark.usefixtures("driver")
 

@@ -16,16 +16,25 @@ from pyspark.sql import DataFrame, SparkSession
 
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.spark import dispatch
-from celery_rabbitdelay.testing import RedisServer, wait_for
-from tests.integration.conftest import small_configuration
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.shop import PATIENCE
 from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.integration.spark_fixtures import (
+    APP,
+    driver,
+    notes,
+    registry,
+    settings,
+    shop,
+    without_registry,
+    write,
+)
 from tests.integration.spark_killing import kill_when, start
 from tests.integration.spark_program import COMMITS
-from tests.integration.worker import ShopProcess, Worker
+from tests.integration.worker import ShopProcess
 
-APP = "tests.integration.shop:app"
+__all__ = ["driver", "registry", "settings", "shop", "without_registry"]
 
 #: Rows of a write, half of them in each partition; Spark hands on ten at a time, once there are
 #: some kilobytes of them.
@@ -42,22 +51,6 @@ DELAY = 8.0
 
 
 @pytest.fixture(scope="module")
-def registry() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def without_registry(module_broker_url: str, redis_url: str) -> dict[str, Any]:
-    return small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}")
-
-
-@pytest.fixture(scope="module")
-def settings(without_registry: dict[str, Any], registry: RedisServer) -> dict[str, Any]:
-    return {**without_registry, "rabbitdelay_registry_url": registry.url}
-
-
-@pytest.fixture(scope="module")
 def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
     """A session that tries a task of its own twice, and hands on ten rows at a time."""
     ten = {"spark.sql.execution.arrow.maxRecordsPerBatch": "10"}
@@ -66,19 +59,8 @@ def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
         yield session
 
 
-@pytest.fixture(scope="module")
-def shop(settings: dict[str, Any]) -> Iterator[Any]:
-    app = make_app(settings)
-    with Worker(settings):
-        yield app
-    app.close()
-
-
 def rows(spark: SparkSession, noted: Notes) -> DataFrame:
-    return spark.sql(
-        f"select array(id) args, named_struct('key', '{noted.key}') kwargs, {DELAY}D delay "
-        f"from range(0, {ROWS}, 1, 2)"
-    )
+    return notes(spark, noted, ROWS, f"{DELAY}D", partitions=2)
 
 
 def fails_half_way(frame: DataFrame, attempts: int) -> DataFrame:
@@ -117,14 +99,9 @@ def waits_half_way(frame: DataFrame, waits: Path) -> DataFrame:
     return frame.mapInArrow(waiting, frame.schema)
 
 
-def write(frame: DataFrame, **options: str) -> None:
-    given = {"app": APP, "task": "note", **options}
-    frame.write.format("rabbitdelay").mode("append").options(**given).save()
-
-
-def wait_for_a_later_task(shop: Any, noted: Notes) -> None:
-    shop.tasks["note"].apply_async((-1,), {"key": noted.key}, delay=DELAY + 1)
-    wait_for(lambda: -1 in noted(), "a later task", ALL_RUN)
+def wait_for_a_later_task(shop: Any, noted: Notes, number: int = -1) -> None:
+    shop.tasks["note"].apply_async((number,), {"key": noted.key}, delay=DELAY + 1)
+    wait_for(lambda: number in noted(), "a later task", ALL_RUN)
 
 
 def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
@@ -143,13 +120,6 @@ def test_a_write_that_fails_in_the_end_sends_no_row(
         write(fails_half_way(rows(spark, noted), attempts=2))
     wait_for_a_later_task(shop, noted)
     assert noted() == [-1]
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
-    """This process is a driver, which finds the application where the executors do."""
-    monkeypatch.setattr("tests.integration.shop.app", shop, raising=False)
-    monkeypatch.setattr("celery_rabbitdelay.spark.application._applications", {})
 
 
 def write_one_by_one(frame: DataFrame) -> None:

@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from datetime import date
 from decimal import Decimal
 from io import StringIO
@@ -25,66 +24,30 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's use
 
 from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.spark.progress import progress_of_partitions
-from celery_rabbitdelay.testing import RedisServer, wait_for
-from tests.integration import away_shop
+from celery_rabbitdelay.testing import wait_for
+from tests.integration import away_shop, spark_fixtures
 from tests.integration.arrivals import count
-from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
-from tests.integration.spark import QUICK_JAVA, spark_session
-from tests.integration.worker import ShopProcess, Worker
+from tests.integration.shop import PATIENCE
+from tests.integration.spark_fixtures import (
+    APP,
+    driver,
+    registry,
+    settings,
+    shop,
+    spark,
+    without_registry,
+    write,
+)
 
-#: Where Spark's Python processes find the application.
-APP = "tests.integration.shop:app"
+__all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
 
 #: Seconds; long enough for Spark to commit before the tasks are due.
 DELAY = 4.0
 
 
-@pytest.fixture(scope="module")
-def registry() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> dict[str, Any]:
-    return {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "rabbitdelay_registry_url": registry.url,
-    }
-
-
-@pytest.fixture(scope="module")
-def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
-    with spark_session({**QUICK_JAVA, **ShopProcess.environment(settings)}) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def worker(settings: dict[str, Any]) -> Iterator[Worker]:
-    with Worker(settings) as worker:
-        yield worker
-
-
-@pytest.fixture
-def shop(settings: dict[str, Any], worker: Worker) -> Iterator[Any]:
-    app = make_app(settings)
-    yield app
-    app.close()
-
-
 def notes(spark: SparkSession, noted: Notes, number: int, delay: str = f"{DELAY}D") -> DataFrame:
-    """Rows for the task ``note``, which is given their numbers."""
-    return spark.sql(
-        f"select array(id) args, named_struct('key', '{noted.key}') kwargs, {delay} delay, "
-        f"string(id) number from range({number})"
-    ).drop("number")
-
-
-def write(frame: DataFrame, **options: Any) -> None:
-    given = {"app": APP, "task": "note", **options}
-    frame.write.format("rabbitdelay").mode("append").options(**given).save()
+    return spark_fixtures.notes(spark, noted, number, delay)
 
 
 def test_each_row_becomes_a_task_that_runs_when_it_is_due(
@@ -184,13 +147,6 @@ def test_refused_rows_are_collected_and_the_others_are_sent(
     lines = [line for path in tmp_path.glob("*.json") for line in path.read_text().splitlines()]
     refused = sorted(json.loads(line)["error"] for line in lines)
     assert refused == ["InvalidDelay", "InvalidRow", "InvalidRow"]
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
-    """This process is a driver, which finds the application where the executors do."""
-    monkeypatch.setattr("tests.integration.shop.app", shop, raising=False)
-    monkeypatch.setattr("celery_rabbitdelay.spark.application._applications", {})
 
 
 def test_a_driver_gets_a_report_on_what_it_has_sent(
