@@ -63,8 +63,14 @@ def rows(spark: SparkSession, noted: Notes) -> DataFrame:
     return notes(spark, noted, ROWS, f"{DELAY}D", partitions=2)
 
 
-def fails_half_way(frame: DataFrame, attempts: int) -> DataFrame:
-    """The same rows; the first partition fails after most of them, in its first attempts."""
+def fails_half_way(frame: DataFrame, attempts: int, when: Path | None = None) -> DataFrame:
+    """The same rows; the first partition fails after most of them, in its first attempts.
+
+    Args:
+        frame: The rows.
+        attempts: How many attempts fail.
+        when: They wait for this file before they fail.
+    """
 
     def failing(batches: Iterator[Any]) -> Iterator[Any]:
         from pyspark import TaskContext
@@ -74,6 +80,8 @@ def fails_half_way(frame: DataFrame, attempts: int) -> DataFrame:
         fails = context.partitionId() == 0 and context.attemptNumber() < attempts
         for number, batch in enumerate(batches):
             if fails and number * 10 == FAILS_AFTER:
+                if when is not None:
+                    wait_for(when.exists, "the file", ALL_RUN)
                 raise RuntimeError("it was made to fail")
             yield batch
 
@@ -113,18 +121,9 @@ def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
     assert sorted(noted()) == [-1, *range(ROWS)]
 
 
-def test_a_write_that_fails_in_the_end_sends_no_row(
-    spark: SparkSession, shop: Any, noted: Notes
-) -> None:
-    with pytest.raises(PySparkException, match="made to fail"):
-        write(fails_half_way(rows(spark, noted), attempts=2))
-    wait_for_a_later_task(shop, noted)
-    assert noted() == [-1]
-
-
-def write_one_by_one(frame: DataFrame) -> None:
+def write_one_by_one(frame: DataFrame, **options: str) -> None:
     """No row waits in Spark's processes until an envelope is full."""
-    write(frame, envelopes="false")
+    write(frame, envelopes="false", **options)
 
 
 def dispatch_one_by_one(frame: DataFrame) -> None:
@@ -136,6 +135,49 @@ def waiting(shop: Any) -> int:
     with Connection(shop.conf.broker_url) as connection:
         found = queue_counts(connection, shop.rabbitdelay.topology.queues)
     return sum(each.messages for each in found.values() if each is not None)
+
+
+def wait_for_messages(shop: Any) -> None:
+    """Wait until the levels hold rows of a write, so that it is too late not to send them."""
+    wait_for(lambda: waiting(shop) >= 100, "messages", ALL_RUN)
+
+
+def write_and_fail(shop: Any, frame: DataFrame, folder: Path, **options: str) -> None:
+    """Write rows one by one; both attempts of a partition fail, when rows are on their way."""
+    sent = folder / "sent"
+
+    def watch() -> None:
+        wait_for_messages(shop)
+        sent.touch()
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        with pytest.raises(PySparkException, match="made to fail"):
+            write_one_by_one(fails_half_way(frame, attempts=2, when=sent), **options)
+    finally:
+        watcher.join()
+
+
+def test_a_write_that_fails_in_the_end_runs_no_row(
+    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
+) -> None:
+    write_and_fail(shop, rows(spark, noted), tmp_path)
+    wait_for_a_later_task(shop, noted)
+    assert noted() == [-1]
+
+
+def test_a_failed_write_that_is_run_again_after_its_tasks_came_due_runs_each_row_once(
+    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
+) -> None:
+    job_id = f"job-{noted.key}"
+    write_and_fail(shop, rows(spark, noted), tmp_path, jobId=job_id)
+    wait_for_a_later_task(shop, noted)
+    assert noted() == [-1]
+    write_one_by_one(rows(spark, noted), jobId=job_id)
+    wait_for(lambda: len(set(noted())) > ROWS, "all tasks", ALL_RUN)
+    wait_for_a_later_task(shop, noted, -2)
+    assert sorted(noted()) == [-2, -1, *range(ROWS)]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +203,7 @@ def test_no_row_of_a_write_that_is_cancelled_runs(
 
     def cancel_half_way() -> None:
         wait_for(waits.exists, "half of the rows", ALL_RUN)
-        wait_for(lambda: waiting(shop) >= 100, "messages", ALL_RUN)
+        wait_for_messages(shop)
         cancel(spark)
 
     # In a thread of its own, PySpark does not find a format that is written in Python.

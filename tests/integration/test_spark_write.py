@@ -18,9 +18,10 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 from kombu.utils.json import loads
-from pyspark.errors import AnalysisException, PySparkException
+from pyspark.errors import AnalysisException, PySparkException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.spark.progress import progress_of_partitions
@@ -234,37 +235,64 @@ def test_insert_into_a_table_sends_tasks(spark: SparkSession, shop: Any, noted: 
 def test_a_stream_sends_each_row_once_although_its_batch_is_written_again(
     spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
-    source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
-    source.mkdir()
-
     def run() -> None:
-        frame = (
-            spark.readStream.schema("id bigint")
-            .json(str(source))
-            .selectExpr(
-                "array(id) args",
-                f"named_struct('key', '{noted.key}') kwargs",
-                f"{DELAY}D delay",
-            )
-        )
-        query = (
-            frame.writeStream.format("rabbitdelay")
-            .options(app=APP, task="note")
-            .option("checkpointLocation", str(checkpoint))
-            .trigger(availableNow=True)
-            .start()
-        )
-        query.awaitTermination()
+        stream = stream_of(spark, noted, tmp_path).format("rabbitdelay")
+        stream.options(app=APP, task="note").start().awaitTermination()
 
-    (source / "first.json").write_text("\n".join(f'{{"id": {each}}}' for each in range(5)))
+    add_file(tmp_path, range(5))
     run()
     # As if Spark had been killed after our commit and before it has noted the batch.
-    for path in (checkpoint / "commits").glob("*0*"):
+    for path in (tmp_path / "checkpoint" / "commits").glob("*0*"):
         path.unlink()
-    (source / "second.json").write_text("\n".join(f'{{"id": {each}}}' for each in range(5, 8)))
+    add_file(tmp_path, range(5, 8))
     run()
-    wait_for(lambda: len(set(noted())) >= 8, "all tasks", PATIENCE)
-    assert sorted(noted()) == [*range(8)]
+    assert_each_runs_once(spark, noted, 8)
+
+
+def test_a_batch_that_foreach_batch_dispatches_twice_runs_each_row_once(
+    spark: SparkSession, driver: None, noted: Notes, tmp_path: Path
+) -> None:
+    sent: list[tuple[int, int]] = []
+
+    def send(batch: DataFrame, batch_id: int) -> None:
+        job_id = f"{noted.key}:{batch_id}"
+        report = dispatch(batch, "note", app=APP, tolerance=0.1, jobId=job_id)
+        sent.append((batch_id, report.confirmed))
+        if len(sent) == 1:
+            raise RuntimeError("it was made to fail")
+
+    def run() -> None:
+        stream_of(spark, noted, tmp_path).foreachBatch(send).start().awaitTermination()
+
+    add_file(tmp_path, range(5))
+    with pytest.raises(StreamingQueryException, match="made to fail"):
+        run()
+    add_file(tmp_path, range(5, 8))
+    run()
+    assert sent == [(0, 5), (0, 5), (1, 3)]
+    assert_each_runs_once(spark, noted, 8)
+
+
+def stream_of(spark: SparkSession, noted: Notes, folder: Path) -> DataStreamWriter:
+    """A stream of the rows in the files of a folder: a run of it ends when all are written."""
+    frame = spark.readStream.schema("id bigint").json(str(folder / "*.json"))
+    frame = frame.selectExpr(
+        "array(id) args", f"named_struct('key', '{noted.key}') kwargs", f"{DELAY}D delay"
+    )
+    stream = frame.writeStream.option("checkpointLocation", str(folder / "checkpoint"))
+    return stream.trigger(availableNow=True)
+
+
+def add_file(folder: Path, numbers: range) -> None:
+    lines = "\n".join(f'{{"id": {each}}}' for each in numbers)
+    (folder / f"from-{numbers.start}.json").write_text(lines)
+
+
+def assert_each_runs_once(spark: SparkSession, noted: Notes, number: int) -> None:
+    wait_for(lambda: len(set(noted())) >= number, "all tasks", PATIENCE)
+    write(notes(spark, noted, 1, f"{DELAY + 1}D"), jobId=f"later-{noted.key}")
+    wait_for(lambda: len(noted()) > number, "a later task", PATIENCE)
+    assert sorted(noted()) == [0, *range(number)]
 
 
 WRONG: list[tuple[str, dict[str, str], str]] = [
