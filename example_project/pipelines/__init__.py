@@ -2,6 +2,5 @@
 
 ``reminders`` sends them, ``forecast`` counts what is due when, ``lateness`` reports on what was
 delivered, and ``reconciliation`` finds what is missing and sends it again. ``replay`` has the
-options that they share, ``task_ids`` the ids of the reminders, and ``delivered_log`` is what the
-worker writes for ``lateness``.
+options that they share, and ``delivered_log`` is what the worker writes for ``lateness``.
 """

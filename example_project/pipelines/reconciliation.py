@@ -15,10 +15,10 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
+from celery_rabbitdelay.spark import task_id
 from example_project.pipelines.replay import APP, TASK, options, reminders_of, session
-from example_project.pipelines.task_ids import task_id
 from example_project.shop import app, remind
-from example_project.spark_job import send
+from example_project.spark_job import JOB_ID, send
 
 #: What may have become of a reminder; the first condition that holds counts. ``due`` is when the
 #: registry expects it, and null once it has arrived.
@@ -105,7 +105,7 @@ def read_results(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     backend: Any = app.backend
     for batch in batches:
         orders = batch.column("order_id").to_pylist()
-        tasks = [task_id(order) for order in orders]
+        tasks = [task_id(JOB_ID, [order]) for order in orders]
         stored = backend.mget([backend.get_key_for_task(task) for task in tasks])
         results = [each and backend.decode_result(each)["status"] for each in stored]
         yield pa.RecordBatch.from_arrays(

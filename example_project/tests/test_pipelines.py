@@ -24,13 +24,13 @@ from celery.states import RETRY
 from kombu import Connection
 from pyspark.sql import SparkSession
 
+from celery_rabbitdelay.spark import task_id
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from example_project import shop as record_shop
 from example_project import spark_job
 from example_project.demonstration.gateway import MailGateway
 from example_project.demonstration.processes import ChildProcess
 from example_project.pipelines import forecast, lateness, reconciliation, reminders
-from example_project.pipelines.task_ids import task_id
 from tests.integration.spark import spark_session
 
 #: The tasks' queue: Celery's default.
@@ -43,6 +43,11 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("spark")]
 
 #: Writes orders of some days; returns the day of each by its id.
 OrdersOf: TypeAlias = Callable[..., dict[str, str]]
+
+
+def reminder_of(order: str) -> str:
+    """The id of an order's task."""
+    return task_id(spark_job.JOB_ID, {"order_id": order})
 
 
 class Gateway(MailGateway):
@@ -75,7 +80,7 @@ class Shop(NamedTuple):
         return Counter(
             entry["order_id"]
             for entry in map(json.loads, lines)
-            if entry["order_id"] in orders and entry["task_id"] == task_id(entry["order_id"])
+            if entry["order_id"] in orders and entry["task_id"] == reminder_of(entry["order_id"])
         )
 
     def wait_for(self, orders: Mapping[str, str]) -> None:
@@ -163,7 +168,7 @@ def lose(queues: list[str]) -> None:
 
 def stop_while_it_waits(worker: ChildProcess, order: str) -> None:
     """Stop the worker at a moment when the retry of an order's reminder waits."""
-    task = task_id(order)
+    task = reminder_of(order)
     waiting = record_shop.app.rabbitdelay.pending
     result = record_shop.app.AsyncResult(task)
 

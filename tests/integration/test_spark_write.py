@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from celery_rabbitdelay.spark import dispatch
+from celery_rabbitdelay.spark import dispatch, task_id
 from celery_rabbitdelay.spark.progress import progress_of_partitions
 from celery_rabbitdelay.testing import wait_for
 from tests.integration import away_shop, spark_fixtures
@@ -293,6 +293,16 @@ def assert_each_runs_once(spark: SparkSession, noted: Notes, number: int) -> Non
     write(notes(spark, noted, 1, f"{DELAY + 1}D"), jobId=f"later-{noted.key}")
     wait_for(lambda: len(noted()) > number, "a later task", PATIENCE)
     assert sorted(noted()) == [0, *range(number)]
+
+
+def test_the_task_of_a_row_is_found_by_the_id_of_the_row(
+    spark: SparkSession, shop: Any, noted: Notes
+) -> None:
+    job_id = f"job-{noted.key}"
+    frame = notes(spark, noted, 5, "1D")
+    write(frame, jobId=job_id, idColumn="args, kwargs")
+    ids = {task_id(job_id, row) for row in frame.select("args", "kwargs").collect()}
+    assert {note["correlation_id"] for note in noted.wait(5)} == ids
 
 
 WRONG: list[tuple[str, dict[str, str], str]] = [
