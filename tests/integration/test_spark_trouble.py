@@ -167,14 +167,15 @@ def test_a_write_that_fails_in_the_end_runs_no_row(
     assert noted() == [-1]
 
 
+@pytest.mark.parametrize("task", ["note", "tracked-note"])
 def test_a_failed_write_that_is_run_again_after_its_tasks_came_due_runs_each_row_once(
-    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
+    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path, task: str
 ) -> None:
-    job_id = f"job-{noted.key}"
-    write_and_fail(shop, rows(spark, noted), tmp_path, jobId=job_id)
+    given = {"task": task, "jobId": f"job-{noted.key}"}
+    write_and_fail(shop, rows(spark, noted), tmp_path, **given)
     wait_for_a_later_task(shop, noted)
     assert noted() == [-1]
-    write_one_by_one(rows(spark, noted), jobId=job_id)
+    write_one_by_one(rows(spark, noted), **given)
     wait_for(lambda: len(set(noted())) > ROWS, "all tasks", ALL_RUN)
     wait_for_a_later_task(shop, noted, -2)
     assert sorted(noted()) == [-2, -1, *range(ROWS)]
