@@ -64,7 +64,7 @@ def test_rows_that_only_python_writes_are_sent_with_the_others(
     spark: SparkSession, shop: Any, noted: Notes
 ) -> None:
     frame = spark.sql(
-        f"select array(if(id % 2 = 0, 'it''s ' || id, string(id))) args, "
+        f"select array(if(id % 2 = 0, 'it\\'s ' || id, string(id))) args, "
         f"named_struct('key', '{noted.key}') kwargs, {DELAY} delay from range(50)"
     )
     report = dispatch(frame, "note", app=APP, group=True)
