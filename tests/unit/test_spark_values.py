@@ -225,8 +225,8 @@ def test_a_write_needs_a_task() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"task": "t"}, "option app: takes where to import"),
-        ({"app": "shop", "broker": "amqp://h"}, "option app = 'shop': takes where"),
+        ({"task": "t"}, "option app: takes the import path"),
+        ({"app": "shop", "broker": "amqp://h"}, "option app = 'shop': takes the import path"),
         ({"app": "shop", "prefix": "x"}, "option prefix = 'x': is a setting of the application"),
         ({"broker": "amqp://me:opensesame@h/"}, "option broker = 'amqp://me:**@h/': takes a URL"),
         ({**LEAST, "jobbid": "x"}, "option jobbid: is unknown; did you mean jobId?"),
