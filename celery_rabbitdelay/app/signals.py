@@ -15,15 +15,15 @@ arguments: ``task_id`` (str), ``due`` (an aware datetime, or None where it is no
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from celery.utils.dispatch import Signal
 
+from celery_rabbitdelay.levels.delay import instant_of
+
 __all__ = ["cancelled", "delayed", "expired", "postponed", "released", "superseded"]
 
 _ARGUMENTS: Final = ["task_id", "due", "lateness"]
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _signal(name: str) -> Any:
@@ -64,7 +64,7 @@ def send(signal: Any, app: Any, task_id: str, due_ms: object) -> None:
     due, lateness = None, None
     if isinstance(due_ms, int):
         try:
-            due = _EPOCH + timedelta(milliseconds=due_ms)
+            due = instant_of(due_ms)
         except OverflowError:
             due = None  # after the year 9999
         lateness = time.time() - due_ms / 1000

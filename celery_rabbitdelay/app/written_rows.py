@@ -6,18 +6,15 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from kombu.utils.json import loads
 
 from celery_rabbitdelay.app.rows import Row
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, instant_of
 from celery_rabbitdelay.modules.envelope import blocks_of, length_prefixed
 
 __all__ = ["WrittenRow", "WrittenRows", "one_by_one"]
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class WrittenRow(NamedTuple):
@@ -78,7 +75,7 @@ def one_by_one(
     """Yield each row, those that are written already as well."""
     for given in rows:
         if isinstance(given, WrittenRows):
-            eta = _EPOCH + timedelta(milliseconds=given.due_ms)
+            eta = instant_of(given.due_ms)
             for each in given.read():
                 yield Row(each.args, each.kwargs, eta=eta, task_id=each.task_id)
         else:

@@ -12,7 +12,16 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 
-__all__ = ["MAX_DUE_MS", "NS_PER_MS", "Delay", "Due", "milliseconds", "tolerance_milliseconds"]
+__all__ = [
+    "MAX_DUE_MS",
+    "NS_PER_MS",
+    "Delay",
+    "Due",
+    "instant_of",
+    "milliseconds",
+    "milliseconds_of",
+    "tolerance_milliseconds",
+]
 
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
@@ -131,3 +140,17 @@ class Due(NamedTuple):
         if not self.is_instant and passed * NEGLIGIBLE_DIVISOR <= self.delay_ms:
             return self.delay_ms
         return remaining
+
+
+def instant_of(epoch_ms: int) -> datetime:
+    """Return an instant in milliseconds since 1970-01-01 UTC as an aware datetime.
+
+    Raises:
+        OverflowError: It is after the year 9999, or before the year 1.
+    """
+    return _EPOCH + timedelta(milliseconds=epoch_ms)
+
+
+def milliseconds_of(instant: datetime) -> int:
+    """Return an aware datetime in milliseconds since 1970-01-01 UTC, rounded down."""
+    return (instant - _EPOCH) // timedelta(milliseconds=1)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
@@ -27,10 +28,8 @@ from celery_rabbitdelay.publishing.wire import UNREADABLE
 
 __all__ = ["Undeliverable", "examine"]
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-
 #: The last millisecond that a datetime can express, of the year 9999.
-_LAST_MS: Final = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(milliseconds=1)
+_LAST_MS: Final = milliseconds_of(datetime.max.replace(tzinfo=UTC))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class _HeaderReader:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LAST_MS:
             self._note(name, value, "an instant before the year 10000")
             return None
-        return _EPOCH + timedelta(milliseconds=value)
+        return instant_of(value)
 
     def since(self) -> datetime | None:
         """Return when a module first failed to deliver it, or when it left its last stop."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from math import inf
 from typing import Any, Final, NamedTuple
 
+from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.names import Names
 
@@ -15,8 +16,6 @@ __all__ = ["Filter", "Index", "Pending"]
 
 #: How many tasks of each shard are read at once.
 PAGE: Final = 100
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Filter(NamedTuple):
@@ -82,14 +81,14 @@ class Index:
     def complete_since(self) -> datetime:
         """Return since when the index is complete: older tasks may have been lost with Redis."""
         key = self._names.complete_since()
-        now = int(datetime.now(UTC).timestamp() * 1000)
+        now = milliseconds_of(datetime.now(UTC))
 
         def ask(pipeline: Any) -> None:
             pipeline.set(key, now, nx=True)
             pipeline.get(key)
 
         _, since = self._store.commands(ask)
-        return _instant(int(since))
+        return instant_of(int(since))
 
     def pending(self, wanted: Filter) -> Iterator[Pending]:
         """Yield the tasks in the order in which they are due, reading some at a time."""
@@ -114,7 +113,7 @@ class Index:
         ):
             if name is not None:
                 due_ms = max(int(due), int(later or 0))
-                found.append(Pending(task_id, name, _instant(due_ms), key or None, job or None))
+                found.append(Pending(task_id, name, instant_of(due_ms), key or None, job or None))
         return found
 
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
@@ -162,9 +161,7 @@ class Index:
 
     def _due_times(self, wanted: Filter) -> Iterator[int]:
         if wanted.needs_records:
-            return (
-                (each.due - _EPOCH) // timedelta(milliseconds=1) for each in self.pending(wanted)
-            )
+            return (milliseconds_of(each.due) for each in self.pending(wanted))
         return (due_ms for due_ms, _ in self._due(wanted))
 
     def _due(self, wanted: Filter) -> Iterator[tuple[int, str]]:
@@ -222,8 +219,4 @@ class Index:
                 continue  # it has arrived meanwhile
             if wanted.key not in (None, key) or wanted.job not in (None, job):
                 continue
-            yield Pending(task_id, name, _instant(due_ms), key or None, job or None)
-
-
-def _instant(ms: int) -> datetime:
-    return _EPOCH + timedelta(milliseconds=ms)
+            yield Pending(task_id, name, instant_of(due_ms), key or None, job or None)

@@ -17,5 +17,6 @@ from __future__ import annotations
 
 from celery_rabbitdelay.spark.dispatch import Dispatched, dispatch
 from celery_rabbitdelay.spark.grouped import grouped
+from celery_rabbitdelay.spark.task_ids import task_id
 
-__all__ = ["Dispatched", "dispatch", "grouped"]
+__all__ = ["Dispatched", "dispatch", "grouped", "task_id"]

@@ -11,7 +11,7 @@ from celery_rabbitdelay.exceptions import InvalidOption
 
 __all__ = ["ApplicationOptions", "ReadOptions", "WriteOptions"]
 
-#: The options that say which application sends.
+#: The options that name or describe the application.
 APPLICATION: Final = (
     "app",
     "broker",
@@ -41,14 +41,14 @@ WRITE: Final = (
 #: Further options of a read.
 READ: Final = ("what", "partitions", "task", "key", "job", "filterPushdown", "limit")
 
-#: What is read, and the options that belong to it alone.
+#: The values of the option ``what``, each with the options that only it takes.
 WHAT: Final[Mapping[str, tuple[str, ...]]] = {
     "pending": ("partitions", "task", "key", "job", "filterPushdown"),
     "levels": (),
     "undeliverable": ("limit",),
 }
 
-#: Options of Spark itself, which every source of a stream gets to see.
+#: Spark's own options, which it passes on to every streaming sink.
 SPARKS_OWN: Final = ("checkpointLocation", "path")
 
 #: Seconds after which the tasks of a write that was neither committed nor aborted are dropped.
@@ -58,10 +58,10 @@ ValueT = TypeVar("ValueT")
 
 
 class ApplicationOptions(NamedTuple):
-    """Which Celery application sends.
+    """The Celery application.
 
     Attributes:
-        app: Where to import it from, as for ``celery -A``; None if it is made of the others.
+        app: Its import path, as for ``celery -A``; None if the other options describe it.
         broker: The URL of RabbitMQ, without a password.
         broker_password: Its password. Spark hides options of such a name in plans and logs
             (``spark.redaction.regex``).
@@ -84,15 +84,16 @@ class ApplicationOptions(NamedTuple):
         """Read the options.
 
         Raises:
-            InvalidOption: Neither an application nor a broker, both, or a password in a URL.
+            InvalidOption: Neither ``app`` nor ``broker`` is given, or both are, or a URL contains a
+                password.
         """
         app, broker = given.get("app"), given.get("broker")
         if (app is None) == (broker is None):
-            takes = "takes where to import a Celery application, 'package.module:app', or a broker"
+            takes = "takes the import path of a Celery application; set either app or broker"
             raise InvalidOption("app", app, takes)
         for name in ("broker", "registry"):
             if given.get(name) and urlsplit(given[name]).password is not None:
-                takes = f"takes a URL without a password, as Spark shows it; use {name}Password"
+                takes = f"takes a URL without a password, since Spark shows it; use {name}Password"
                 raise InvalidOption(name, _without_password(given[name]), takes)
         if app is not None:
             for name in APPLICATION[2:]:
@@ -120,23 +121,23 @@ class WriteOptions(NamedTuple):
     """The options of a write.
 
     Attributes:
-        application: Which application sends.
-        task: The name of the task; None if a column has it.
-        queue: The queue of all tasks; None for what the application's routes say.
-        tolerance: Seconds that a task may start later.
-        envelopes: Whether tasks that are due together share a message; None for what ``send_many``
-            does by default.
-        job_id: The tasks' ids are derived from it and from the columns. None for a random one, or
-            for a stream the id of its query.
-        id_column: The columns that tell the rows apart; None for all.
+        application: The application that sends.
+        task: The task's name; None if it is in a column.
+        queue: The queue of all tasks; None to use the application's routes.
+        tolerance: Seconds by which a task may start late.
+        envelopes: Whether tasks that are due together share a message; None for the default of
+            ``send_many``.
+        job_id: What the tasks' ids are derived from, together with the columns. None for a random
+            one; for a stream, for the id of its query.
+        id_column: The columns that identify a row; None for all.
         job: A job that the caller has opened, and commits or aborts; None if the write is a job of
             its own.
-        job_expires: Seconds after which the tasks of a write that did not end are dropped.
-        max_rate: How many tasks a second all partitions together send at most; None for no limit.
-        kwargs_from_columns: Whether the columns without a meaning of their own are keyword
-            arguments.
-        collects: Whether refused rows are written to ``errors_path`` and the others are sent.
-        errors_path: The folder that gets them.
+        job_expires: Seconds after which the tasks of a write are dropped that was neither committed
+            nor aborted.
+        max_rate: The maximum number of tasks a second, over all partitions; None for no limit.
+        kwargs_from_columns: Whether columns without a special meaning become keyword arguments.
+        collects: Whether refused rows are written to ``errors_path`` while the others are sent.
+        errors_path: The folder for refused rows.
     """
 
     application: ApplicationOptions
@@ -185,7 +186,7 @@ class WriteOptions(NamedTuple):
 
     @classmethod
     def of_call(cls, options: Mapping[str, object]) -> Self:
-        """Read the options of a call in Python: values of any type, those that are None left out.
+        """Read options that are Python values; None means that an option is not set.
 
         Raises:
             InvalidOption: As for :meth:`of`.
@@ -197,15 +198,15 @@ class ReadOptions(NamedTuple):
     """The options of a read.
 
     Attributes:
-        application: Which application's levels and registry.
+        application: The application whose levels or registry are read.
         what: ``pending``, ``levels`` or ``undeliverable``.
-        partitions: How many partitions the tasks are divided into.
+        partitions: The number of partitions.
         task: Only the tasks of this name.
         key: Only the tasks that were sent with this key.
         job: Only the tasks that were sent with this job.
-        takes_filters: Whether the registry takes the filters of a query. Spark refuses a source
-            that does, unless ``spark.sql.python.filterPushdown.enabled`` is true.
-        limit: How many undeliverable messages are read at most; None for the default.
+        takes_filters: Whether the query's filters are pushed down to the registry. Spark rejects a
+            source that takes filters unless ``spark.sql.python.filterPushdown.enabled`` is true.
+        limit: The maximum number of undeliverable messages; None for the default.
     """
 
     application: ApplicationOptions
@@ -254,7 +255,7 @@ def _known(options: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]
     for name in given.keys() - known.keys():
         (meant, *_) = (*get_close_matches(name, list(known), 1), "")
         suggested = f"; did you mean {known[meant]}?" if meant else ""
-        # Not its value, which may be a password.
+        # Without its value, which may be a password.
         raise InvalidOption(name, None, f"is unknown{suggested}")
     return given
 

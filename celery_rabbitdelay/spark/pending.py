@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
+from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.index import Filter as Wanted
 from celery_rabbitdelay.registry.index import Index
@@ -137,4 +138,4 @@ def _last(index: Index, wanted: Wanted, first: int, total: int) -> int:
 def to_ms(instant: datetime) -> int:
     """Return the milliseconds since 1970-01-01 UTC of an instant; a naive one is UTC."""
     aware = instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC)
-    return int(aware.timestamp() * 1000)
+    return milliseconds_of(aware)

@@ -6,7 +6,7 @@ When Celery moves one of them, tests/unit/test_upstream_celery.py says which.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import datetime, tzinfo
 from typing import Any, Final
 
 from celery.exceptions import InvalidTaskError
@@ -15,6 +15,7 @@ from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
 from kombu.exceptions import ContentDisallowed, DecodeError
 
+from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
 #: The latest instant, in milliseconds since 1970, until which a worker is told to hold a task: in
 #: the year 9000. Celery cannot convert instants close to the end of the year 9999.
 LATEST_ETA_MS: Final = 221_845_392_000_000
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def leave_out_delayed_delivery(consumer: Any) -> None:
@@ -159,7 +158,7 @@ def give_eta(message: Message, body: Any, due_ms: int) -> None:
         body: The body that Celery passes to the strategy.
         due_ms: The instant, in milliseconds since 1970-01-01 UTC.
     """
-    instant = _EPOCH + timedelta(milliseconds=min(due_ms, LATEST_ETA_MS))
+    instant = instant_of(min(due_ms, LATEST_ETA_MS))
     message.headers["eta"] = instant.isoformat()
     if isinstance(body, dict):
         # Protocol 1; the headers are not read.

@@ -1,7 +1,7 @@
-"""Pipelines in Spark around the shop's reminders; each is one file and one command.
+"""Spark pipelines for the shop's reminders; each is one file and one command.
 
-``reminders`` sends them, ``forecast`` counts what is due when, ``lateness`` reports on what was
-delivered, and ``reconciliation`` finds what is missing and sends it again. ``replay`` has the
-options that they share, ``task_ids`` the ids of the reminders, and ``delivered_log`` is what the
-worker writes for ``lateness``.
+``reminders`` sends the reminders, ``forecast`` counts those that are due in each minute,
+``lateness`` reports how late they were delivered, and ``reconciliation`` sends missing ones again.
+``replay`` has the options that they share. The worker imports ``delivered_log`` to write the log
+that ``lateness`` reads.
 """

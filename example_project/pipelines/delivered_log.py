@@ -1,8 +1,8 @@
-"""What the worker writes about each reminder that was delivered: a line of JSON.
+"""Signal receivers that log each delivered reminder as a line of JSON.
 
-The worker imports it: ``celery -A example_project.shop worker -I
-example_project.pipelines.delivered_log``. Each process of the worker has a file of its own in the
-folder that ``SHOP_DELIVERED_LOG`` names, as log shippers like it.
+The worker imports this module: ``celery -A example_project.shop worker -I
+example_project.pipelines.delivered_log``. Each process of the worker writes to a file of its own in
+the folder ``SHOP_DELIVERED_LOG``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ FOLDER: Final = Path(os.environ.get("SHOP_DELIVERED_LOG", "delivered"))
 
 @task_prerun.connect(sender=remind)
 def note_start(task: Task[..., None], **_: Any) -> None:
-    """Remember when a reminder starts."""
+    """Note the start of a reminder."""
     task.request.update(started_ms=time.time_ns() // 1_000_000)
 
 
 @task_success.connect(sender=remind)
 def write_delivered(sender: Task[..., None], **_: Any) -> None:
-    """Write that a reminder was delivered, when it was due and when it started."""
+    """Log a delivered reminder, with its due time and its start."""
     request = sender.request
     headers: Mapping[str, Any] = request.headers or {}
     line = {
         "task_id": request.id,
         "order_id": (request.kwargs or {})["order_id"],
-        # None if it was sent without a delay, because it was due already.
+        # None if it was already due when it was sent, so without a delay.
         "due_ms": headers.get("rabbitdelay-due"),
         "started_ms": request.get("started_ms"),
         "retries": request.retries,

@@ -1,4 +1,4 @@
-"""Count what the registry lists as waiting by the time when it is due: a table and a picture."""
+"""Count the waiting tasks in the registry by due time: a table and a picture."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.writerow(["due", "tasks"])
         lines.writerows((_instant(step).isoformat(), step.tasks) for step in steps)
     _draw(steps, given.output, given.step)
-    print(f"{sum(step.tasks for step in steps):,} tasks wait; these are the fullest steps")
+    print(f"{sum(step.tasks for step in steps):,} tasks wait; the busiest steps:")
     for step in sorted(steps, key=lambda step: step.tasks, reverse=True)[:3]:
         print(f"{step.tasks:8,} in the {given.step} from {_instant(step):%Y-%m-%d %H:%M:%S} UTC")
     overdue = pending.where(F.col("due") <= now).count()
-    print(f"{overdue:,} are overdue: they are about to arrive, or something is wrong")
+    print(f"{overdue:,} are overdue; if the number stays, check the tasks' queue and workers")
 
 
 def due_load(pending: DataFrame, step: str) -> DataFrame:

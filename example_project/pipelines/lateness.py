@@ -1,4 +1,4 @@
-"""Report how late reminders were, from the log of what was delivered: p50, p99 and the latest."""
+"""Report the lateness of delivered reminders, from the worker's log: p50, p99 and maximum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's use
 from example_project.pipelines.delivered_log import FOLDER
 from example_project.pipelines.replay import session
 
-#: The columns of the log that are read.
+#: The schema of the log; further fields are ignored.
 LOG: Final = "task_id string, due_ms bigint, started_ms bigint"
 
 
@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(log: DataFrame, step: str) -> DataFrame:
-    """Return the lateness in milliseconds, start minus due, of each step of due time.
+    """Return the lateness in milliseconds, start minus due time, for each step of due times.
 
     Args:
-        log: What was delivered. What was sent without a delay has no lateness.
-        step: A length of time, as Spark's ``window`` takes it.
+        log: The delivered reminders. Those sent without a delay are left out.
+        step: The length of a step, as Spark's ``window`` takes it.
     """
     late = F.col("started_ms") - F.col("due_ms")
     due = F.window(F.timestamp_millis("due_ms"), step).start.alias("due")

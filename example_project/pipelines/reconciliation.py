@@ -1,8 +1,8 @@
-"""Compare the orders with what is known about their reminders, and send again what is missing.
+"""Find out what became of each order's reminder, and send missing reminders again.
 
-The registry says what waits, Celery's results what has run, and RabbitMQ how many messages there
-are. What is missing is sent again under the same ids. Should one of them turn up after all, the
-registry drops the second one.
+The registry lists the tasks that wait, Celery's results show those that have run, and RabbitMQ
+counts its messages. Missing reminders are sent again with the same ids. If the lost one arrives
+after all, the registry drops the second.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
+from celery_rabbitdelay.spark import task_id
 from example_project.pipelines.replay import APP, TASK, options, reminders_of, session
-from example_project.pipelines.task_ids import task_id
 from example_project.shop import app, remind
-from example_project.spark_job import send
+from example_project.spark_job import JOB_ID, send
 
-#: What may have become of a reminder; the first condition that holds counts. ``due`` is when the
-#: registry expects it, and null once it has arrived.
+#: The states of a reminder and their conditions, of which the first that holds applies. ``due`` is
+#: the due time in the registry, null once the task has arrived.
 STATES: Final = {
     "delivered": "result = 'SUCCESS'",
     "failed": "result in ('FAILURE', 'REVOKED')",
@@ -32,7 +32,7 @@ STATES: Final = {
     "running": "true",
 }
 
-#: What is sent again waits for at least so long: the registry lists only what waits.
+#: The shortest delay with which a reminder is sent again: the registry lists only delayed tasks.
 SOON: Final = timedelta(seconds=10)
 
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--grace",
         type=float,
         default=60.0,
-        help="seconds after the tolerance until a reminder counts as missing (default: 60)",
+        help="seconds beyond the tolerance until a reminder counts as missing (default: 60)",
     )
     parser.add_argument("--dry-run", action="store_true", help="send nothing")
     given = parser.parse_args(arguments)
@@ -54,18 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     overdue = now - timedelta(seconds=given.tolerance + given.grace)
     found = states_of(reminders_of(spark, given).cache(), now, overdue).cache()
     counts: dict[str, int] = dict(found.groupBy("state").count().collect())
-    print(f"{sum(counts.values()):8,} orders, whose reminders are")
+    print(f"{sum(counts.values()):8,} orders; the states of their reminders:")
     for state in STATES:
         print(f"{counts.get(state, 0):8,} {state}")
 
     if queued:
-        print("nothing is sent: what is missing may stand in the queue; let workers empty it first")
+        print("nothing is sent: missing reminders may be in the queue; let workers empty it first")
     elif not given.dry_run:
-        print(f"{send_again(found, given.tolerance):,} are sent again")
+        print(f"{send_again(found, given.tolerance):,} were sent again")
 
 
 def show_broker(spark: SparkSession) -> int:
-    """Print how many messages each level and the tasks' queue hold; return the latter."""
+    """Print the number of messages in each level and in the tasks' queue; return the latter."""
     levels = spark.read.format("rabbitdelay").option("app", APP).option("what", "levels").load()
     held = levels.groupBy("level").sum("messages").where("sum(messages) > 0").collect()
     with app.connection_for_read() as connection:
@@ -82,12 +82,13 @@ def states_of(reminders: DataFrame, now: datetime, overdue: datetime) -> DataFra
 
     Args:
         reminders: A row for each order.
-        now: The instant.
-        overdue: What was due before, and still is not there, is missing.
+        now: The current time.
+        overdue: A reminder that was due before this time and has not arrived is missing.
     """
     read = reminders.sparkSession.read.format("rabbitdelay").option("app", APP)
     listed = read.option("task", TASK).load().select("task_id", "due").cache()
-    # The results after the registry: what leaves it meanwhile is running, or has a result.
+    # The registry is read before the results: a task that leaves it meanwhile counts as running, or
+    # has a result.
     listed.count()
     columns = "order_id string, task_id string, result string"
     results = reminders.select("order_id").mapInArrow(read_results, columns)
@@ -99,13 +100,13 @@ def states_of(reminders: DataFrame, now: datetime, overdue: datetime) -> DataFra
 
 
 def read_results(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the ids of the orders' tasks and what Celery's results say; runs in the executors."""
+    """Yield the ids of the orders' tasks and the states of their results; runs in the executors."""
     from example_project.shop import app
 
     backend: Any = app.backend
     for batch in batches:
         orders = batch.column("order_id").to_pylist()
-        tasks = [task_id(order) for order in orders]
+        tasks = [task_id(JOB_ID, [order]) for order in orders]
         stored = backend.mget([backend.get_key_for_task(task) for task in tasks])
         results = [each and backend.decode_result(each)["status"] for each in stored]
         yield pa.RecordBatch.from_arrays(
@@ -115,13 +116,13 @@ def read_results(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def send_again(found: DataFrame, tolerance: float) -> int:
-    """Send what is missing under the same ids; return how many."""
+    """Send missing reminders again with the same ids; return their number."""
     missing = found.where(F.col("state").isin("missing", "not sent")).drop("task_id", "state")
     number = missing.count()
     if number:
         soon = F.lit(datetime.now(UTC) + SOON)
         send(missing.withColumn("eta", F.greatest("eta", soon)), APP, tolerance)
-    # The first attempt of these has run, and `once` would drop another one. So without it:
+    # The first attempt of these has run, so `once` would drop them as duplicates. Send without it.
     retries = found.where("state = 'retry missing'").collect()
     for row in retries:
         kwargs = {name: row[name] for name in ("order_id", "customer_id", "number_of_cds")}

@@ -1,7 +1,7 @@
 """Send a reminder for each order, through the format ``rabbitdelay``.
 
-Run it again with the same options, and each customer is still reminded once: the tasks have the
-same ids, and the registry drops the second one of two.
+If it is run again with the same options, each customer still gets one reminder: the tasks have the
+same ids, and the registry drops duplicates.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seconds = time.monotonic() - began
     print(f"all confirmed in {seconds:.1f} s: {number / seconds:,.0f} a second")
 
-    # A format returns nothing, so the broker and the registry say what waits now.
+    # save() returns nothing, so ask the broker and the registry what waits now.
     read = spark.read.format("rabbitdelay").option("app", APP)
     messages = read.option("what", "levels").load().agg(F.sum("messages")).collect()[0][0]
     waiting = read.option("what", "pending").option("task", TASK).load().count()
-    print(f"{waiting:,} wait, as the registry says; in {messages:,} messages, as RabbitMQ says")
-    print(f"the same again: --begins {given.begins.isoformat()} --day {given.day:g}")
+    print(f"{waiting:,} wait according to the registry; RabbitMQ holds {messages:,} messages")
+    print(f"to send the same again: --begins {given.begins.isoformat()} --day {given.day:g}")
 
 
 if __name__ == "__main__":

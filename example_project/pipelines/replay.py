@@ -1,4 +1,4 @@
-"""What the pipelines share: Spark, which orders they are about, and when reminders are due."""
+"""What the pipelines share: the Spark session, the options, and the reminders."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from example_project import spark_job
 
 __all__ = ["APP", "TASK", "options", "reminders_of", "session"]
 
-#: Where Spark's Python processes import the application, and its task.
+#: The import path of the application, for Spark's Python processes; and the name of its task.
 APP: Final = "example_project.shop:app"
 TASK: Final = "example_project.shop.remind"
 
 
 def session(name: str) -> SparkSession:
-    """Start Spark, or return the session that there is."""
+    """Return the running Spark session, or start one."""
     builder = SparkSession.builder.appName(name)
     return builder.config("spark.sql.session.timeZone", "UTC").getOrCreate()
 
 
 def options(description: str | None) -> ArgumentParser:
-    """Return the command line options of a pipeline that reads the orders."""
+    """Return a parser with the options of a pipeline that reads the orders."""
     parser = ArgumentParser(description=description)
     add = parser.add_argument
     add("--orders", type=Path, default=spark_job.ORDERS, help="the file (default: all orders)")
@@ -48,7 +48,7 @@ def options(description: str | None) -> ArgumentParser:
 def reminders_of(spark: SparkSession, given: Namespace) -> DataFrame:
     """Return a row for each order, as :func:`.spark_job.reminders` does."""
     orders = spark_job.read_orders(spark, given.orders)
-    # Small data: Spark would send all of it from one core.
+    # The data is small: Spark would send it from one core.
     orders = orders.repartition(spark.sparkContext.defaultParallelism)
     return spark_job.reminders(orders, given.begins, timedelta(seconds=given.day))
 

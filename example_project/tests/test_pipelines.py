@@ -1,7 +1,7 @@
 """The pipelines, on some of the orders: real Spark, a worker, RabbitMQ and Redis.
 
-What waits, waits for half an hour and longer, so that a slow machine changes nothing; what is to
-be delivered is due at once.
+Reminders are due either at once or after half an hour and more, so the tests do not depend on the
+speed of the machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 from amqp.exceptions import NotFound
@@ -24,26 +24,34 @@ from celery.states import RETRY
 from kombu import Connection
 from pyspark.sql import SparkSession
 
+from celery_rabbitdelay.spark import task_id
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from example_project import shop as record_shop
 from example_project import spark_job
 from example_project.demonstration.gateway import MailGateway
 from example_project.demonstration.processes import ChildProcess
 from example_project.pipelines import forecast, lateness, reconciliation, reminders
-from example_project.pipelines.task_ids import task_id
 from tests.integration.spark import spark_session
 
 #: The tasks' queue: Celery's default.
 TASKS = "celery"
 
-#: Seconds; a machine that is busy with other things needs minutes for what takes seconds.
+#: Seconds until the tests stop waiting. A busy machine is slow.
 PATIENCE = 240.0
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("spark")]
+
+#: Writes the orders of some days to a file; returns the day of each order by its id.
+OrdersOf: TypeAlias = Callable[..., dict[str, str]]
+
+
+def reminder_of(order: str) -> str:
+    """Return the id of an order's task."""
+    return task_id(spark_job.JOB_ID, {"order_id": order})
 
 
 class Gateway(MailGateway):
-    """A gateway that refuses the mails about some orders for as long as the test says."""
+    """A gateway that refuses the mails about the orders in ``unwanted``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +65,9 @@ class Shop(NamedTuple):
     """The shop, with all its servers.
 
     Attributes:
-        gateway: Where its mails go to.
-        worker: Its worker.
-        log: The folder of the delivered log.
+        gateway: The mail gateway.
+        worker: The worker.
+        log: The folder of the log of delivered reminders.
     """
 
     gateway: Gateway
@@ -67,12 +75,12 @@ class Shop(NamedTuple):
     log: Path
 
     def delivered(self, orders: Mapping[str, str]) -> Counter[str]:
-        """How often the log says that these orders' reminders were delivered."""
+        """Return how often each of these orders' reminders was delivered, according to the log."""
         lines = "".join(file.read_text() for file in self.log.glob("*.jsonl")).splitlines()
         return Counter(
             entry["order_id"]
             for entry in map(json.loads, lines)
-            if entry["order_id"] in orders and entry["task_id"] == task_id(entry["order_id"])
+            if entry["order_id"] in orders and entry["task_id"] == reminder_of(entry["order_id"])
         )
 
     def wait_for(self, orders: Mapping[str, str]) -> None:
@@ -117,12 +125,15 @@ def spark(shop: Shop) -> Iterator[SparkSession]:
 
 
 @pytest.fixture
-def orders_of(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Writes orders of some days into ``orders.txt``; each test uses other days."""
+def orders_of(tmp_path: Path) -> OrdersOf:
+    """Returns a function that writes the orders of some days to ``orders.txt``.
+
+    Each test uses days of its own.
+    """
 
     def write(*days: str) -> dict[str, str]:
         header, *lines = gzip.decompress(spark_job.ORDERS.read_bytes()).decode().splitlines()
-        # One a customer and day: the number within the day is always 1.
+        # One order per customer and day, so its number within the day is always 1.
         first = {line[:15]: line for line in lines if line[7:15] in days}
         (tmp_path / "orders.txt").write_text("\r\n".join([header, *first.values(), ""]))
         return {f"{line[1:6]}-{line[7:15]}-1": line[7:15] for line in first.values()}
@@ -131,7 +142,7 @@ def orders_of(tmp_path: Path) -> Callable[..., dict[str, str]]:
 
 
 def replay(folder: Path, day: str, due_in: timedelta = timedelta()) -> list[str]:
-    """The options of a replay, a minute a day, in which a day's first reminder is due so soon."""
+    """Return the options of a replay in which a day's first reminder is due after ``due_in``."""
     days = datetime.strptime(f"{day}Z", "%Y%m%d%z").date() - spark_job.FIRST_DAY
     after = (days + spark_job.REMIND_AFTER).days * timedelta(minutes=1)
     begins = (datetime.now(UTC) - after + due_in).isoformat()
@@ -139,7 +150,7 @@ def replay(folder: Path, day: str, due_in: timedelta = timedelta()) -> list[str]
 
 
 def in_queues() -> dict[str, int]:
-    """How many messages are ready in each queue of the levels, and in the tasks' own."""
+    """Return the number of ready messages in each queue of the levels and in the tasks' queue."""
     names = [queue.name for queue in record_shop.app.rabbitdelay.topology.digit_queues]
     found = {}
     with Connection(os.environ["CELERY_BROKER_URL"]) as connection:
@@ -151,7 +162,7 @@ def in_queues() -> dict[str, int]:
 
 
 def lose(queues: list[str]) -> None:
-    """Delete queues of the levels with all that they hold."""
+    """Delete queues of the levels with their messages."""
     with Connection(os.environ["CELERY_BROKER_URL"]) as connection:
         channel: Any = connection.default_channel
         for queue in queues:
@@ -159,8 +170,8 @@ def lose(queues: list[str]) -> None:
 
 
 def stop_while_it_waits(worker: ChildProcess, order: str) -> None:
-    """Stop the worker at a moment when the retry of an order's reminder waits."""
-    task = task_id(order)
+    """Stop the worker while the retry of an order's reminder waits."""
+    task = reminder_of(order)
     waiting = record_shop.app.rabbitdelay.pending
     result = record_shop.app.AsyncResult(task)
 
@@ -168,7 +179,7 @@ def stop_while_it_waits(worker: ChildProcess, order: str) -> None:
         if result.state != RETRY or not any(each.task_id == task for each in waiting()):
             return False
         worker.stop()
-        # A worker that had received it has put it back into its queue, and it is not listed.
+        # If the worker had received the retry, it went back to its queue and is not listed.
         if any(each.task_id == task for each in waiting()):
             return True
         worker.start()
@@ -178,7 +189,7 @@ def stop_while_it_waits(worker: ChildProcess, order: str) -> None:
 
 
 def states(printed: str) -> dict[str, int]:
-    """What the reconciliation has printed about the orders."""
+    """Return the number of orders in each state, from the output of the reconciliation."""
     counts = {}
     for line in printed.splitlines():
         number, _, state = line.strip().partition(" ")
@@ -188,11 +199,7 @@ def states(printed: str) -> dict[str, int]:
 
 
 def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
-    spark: SparkSession,
-    shop: Shop,
-    orders_of: Callable[..., dict[str, str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shop: Shop, orders_of: OrdersOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     orders = orders_of("19970301")
     options = [*replay(tmp_path, "19970301"), "--day", "0.1", "--tolerance", "1"]
@@ -200,7 +207,7 @@ def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
         reminders.main(options)
     shop.wait_for(orders)
     wait_for(lambda: not in_queues(), "no messages", PATIENCE)
-    shop.worker.stop()  # it ends the tasks that it has received
+    shop.worker.stop()  # it finishes the tasks that it has received
     shop.worker.start()
     assert shop.delivered(orders) == dict.fromkeys(orders, 1)
     assert shop.gateway.mails() == dict.fromkeys(orders, 1)
@@ -217,10 +224,7 @@ def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
 
 
 def test_the_forecast_counts_each_waiting_reminder_in_the_minute_when_it_is_due(
-    spark: SparkSession,
-    shop: Shop,
-    orders_of: Callable[..., dict[str, str]],
-    tmp_path: Path,
+    shop: Shop, orders_of: OrdersOf, tmp_path: Path
 ) -> None:
     orders = orders_of("19980601", "19980604")
     reminders.main(replay(tmp_path, "19980601", timedelta(hours=3)))
@@ -241,11 +245,7 @@ def test_the_forecast_counts_each_waiting_reminder_in_the_minute_when_it_is_due(
 
 
 def test_what_was_lost_is_found_and_sent_again_and_each_reminder_arrives_once(
-    spark: SparkSession,
-    shop: Shop,
-    orders_of: Callable[..., dict[str, str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shop: Shop, orders_of: OrdersOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     orders = orders_of("19970401", "19970430", "19980315")
     now, lost, waiting = (
@@ -260,7 +260,7 @@ def test_what_was_lost_is_found_and_sent_again_and_each_reminder_arrives_once(
     reminders.main(options)
     shop.wait_for({order: day for order, day in now.items() if order != refused})
     stop_while_it_waits(shop.worker, refused)
-    # Without a worker, the retry stands in the tasks' queue as soon as it is due.
+    # Without a worker, the retry stays in the tasks' queue once it is due.
     wait_for(lambda: TASKS in (held := in_queues()) and _is_due(held), "the retry", PATIENCE)
     reconciliation.main([*options, "--grace", "-7200"])
     assert "nothing is sent" in capsys.readouterr().out
@@ -271,8 +271,8 @@ def test_what_was_lost_is_found_and_sent_again_and_each_reminder_arrives_once(
         assert channel.queue_purge(TASKS) == 1
     shop.gateway.unwanted.clear()
     shop.worker.start()
-    # Nobody waits for half an hour: what is due in the next two hours counts as overdue, and what
-    # is sent again is due at once, as if the replay had begun an hour earlier.
+    # To avoid waiting for half an hour, reminders that are due in the next two hours count as
+    # overdue, and the replay begins an hour earlier, so that those sent again are due at once.
     options = [*replay(tmp_path, "19970401", due_in=timedelta(hours=-1)), "--grace", "-7200"]
     reconciliation.main(options)
     printed = capsys.readouterr().out
@@ -282,7 +282,7 @@ def test_what_was_lost_is_found_and_sent_again_and_each_reminder_arrives_once(
         "retry missing": 1,
         "missing": len(lost),
     }
-    assert f"{len(lost) + 1} are sent again" in printed
+    assert f"{len(lost) + 1} were sent again" in printed
     arrived = {**now, **lost}
     shop.wait_for(arrived)
     assert shop.delivered(orders) == dict.fromkeys(arrived, 1)
@@ -291,9 +291,9 @@ def test_what_was_lost_is_found_and_sent_again_and_each_reminder_arrives_once(
     reconciliation.main(options)
     printed = capsys.readouterr().out
     assert states(printed) == {"delivered": len(arrived), "waiting": len(waiting)}
-    assert "\n0 are sent again" in printed
+    assert "\n0 were sent again" in printed
 
 
 def _is_due(held: Mapping[str, int]) -> bool:
-    """Whether no short wait goes on."""
+    """Return whether no queue of the short levels holds a message."""
     return not any(".seconds." in name or ".ms." in name for name in held)

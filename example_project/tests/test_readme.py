@@ -54,7 +54,8 @@ def test_the_modules_that_the_readme_runs_exist() -> None:
 
 
 def test_the_demonstration_imports_only_what_is_public() -> None:
-    public = {"celery_rabbitdelay", "celery_rabbitdelay.kombu", "celery_rabbitdelay.testing"}
+    rooms = ("kombu", "spark", "testing")
+    public = {"celery_rabbitdelay", *(f"celery_rabbitdelay.{room}" for room in rooms)}
     for path in EXAMPLE.rglob("*.py"):
         imports = r"^ *(?:from|import) (celery_rabbitdelay[\w.]*)"
         imported = re.findall(imports, path.read_text(), flags=re.MULTILINE)

@@ -23,6 +23,13 @@ PATIENCE = 60
 
 QUEUES = ("default", "second", "topic.reports", "topic.daily.reports", "mirror")
 
+#: Tasks that note that they ran, and their options.
+NOTES: dict[str, dict[str, Any]] = {
+    "note": {},
+    "compressed-note": {"compression": "gzip"},
+    "tracked-note": {"track": True},
+}
+
 #: Tasks that fail once and are retried a long time ahead: options of Celery's ``autoretry_for``.
 FAR_BACKOFFS = {
     "backoff": {"retry_backoff": 1000, "retry_backoff_max": 5000, "retry_jitter": False},
@@ -126,17 +133,14 @@ def _add_tasks(app: Celery) -> None:
         """Everything that a task can see of its message."""
         return json.loads(json.dumps(vars(self.request), default=repr))
 
-    @app.task(bind=True, name="note", shared=False)
     def note(self: Any, *given: Any, key: str) -> None:
         """Note in Redis that it ran and what it saw, for tasks without a result."""
         redis: Any = app.backend.client  # type: ignore[attr-defined]
         redis.rpush(key, json.dumps(seen(self, *given)))
 
-    @app.task(bind=True, name="compressed-note", shared=False, compression="gzip")
-    def compressed_note(self: Any, *given: Any, key: str) -> None:
-        """Do the same; its messages are compressed."""
-        redis: Any = app.backend.client  # type: ignore[attr-defined]
-        redis.rpush(key, json.dumps(seen(self, *given)))
+    for name, options in NOTES.items():
+        register: Any = app.task(bind=True, name=name, shared=False, **options)
+        register(note)
 
     @app.task(name="celery-own", shared=False, rabbitdelay=False)
     def celery_own() -> None: ...

@@ -7,14 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import pytest
 
-from celery_rabbitdelay.testing import RedisServer, wait_for
-from tests.integration.conftest import small_configuration
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.shop import PATIENCE
+from tests.integration.spark_fixtures import registry, settings, shop, without_registry
 from tests.integration.spark_killing import STARTED
 from tests.integration.spark_servers import (
     ConnectServer,
@@ -22,7 +21,8 @@ from tests.integration.spark_servers import (
     spark_environment,
     spark_program,
 )
-from tests.integration.worker import Worker
+
+__all__ = ["registry", "settings", "shop", "without_registry"]
 
 ROWS = 200
 
@@ -54,28 +54,6 @@ options = {"app": "tests.integration.shop:app", "task": "note", "idColumn": "arg
 rows.write.format("rabbitdelay").mode("append").options(**options).save()
 spark.stop()
 """.replace("ROWS", str(ROWS))
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> dict[str, Any]:
-    return {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "rabbitdelay_registry_url": registry.url,
-    }
-
-
-@pytest.fixture(scope="module")
-def shop(settings: dict[str, Any]) -> Iterator[Any]:
-    app = make_app(settings)
-    with Worker(settings):
-        yield app
-    app.close()
 
 
 class Run(NamedTuple):

@@ -17,20 +17,19 @@ from celery_rabbitdelay.spark import dispatch, grouped
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
-from tests.integration.test_spark_write import (
+from tests.integration.spark_fixtures import (
     APP,
-    DELAY,
     driver,
-    notes,
     registry,
     settings,
     shop,
     spark,
-    worker,
+    without_registry,
     write,
 )
+from tests.integration.test_spark_write import DELAY, notes
 
-__all__ = ["driver", "registry", "settings", "shop", "spark", "worker"]
+__all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
 
 pytestmark = pytest.mark.usefixtures("driver")
 
@@ -65,7 +64,7 @@ def test_rows_that_only_python_writes_are_sent_with_the_others(
     spark: SparkSession, shop: Any, noted: Notes
 ) -> None:
     frame = spark.sql(
-        f"select array(if(id % 2 = 0, 'it''s ' || id, string(id))) args, "
+        f"select array(if(id % 2 = 0, 'it\\'s ' || id, string(id))) args, "
         f"named_struct('key', '{noted.key}') kwargs, {DELAY} delay from range(50)"
     )
     report = dispatch(frame, "note", app=APP, group=True)

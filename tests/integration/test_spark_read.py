@@ -19,36 +19,13 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.spark.versions import HAS_FILTERS
-from celery_rabbitdelay.testing import RedisServer
 from tests.integration.arrivals import wait_until_waiting
-from tests.integration.conftest import delete_what_it_declared, small_configuration
+from tests.integration.conftest import delete_what_it_declared
 from tests.integration.shop import make_app
-from tests.integration.spark import spark_session
+from tests.integration.spark_fixtures import APP, registry, settings, spark, without_registry
 from tests.integration.unreadable import FAR_TIMESTAMP, Raw
-from tests.integration.worker import ShopProcess
 
-#: Where Spark's Python processes find the application.
-APP = "tests.integration.shop:app"
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> dict[str, Any]:
-    return {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "rabbitdelay_registry_url": registry.url,
-    }
-
-
-@pytest.fixture(scope="module")
-def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
-    with spark_session(ShopProcess.environment(settings)) as session:
-        yield session
+__all__ = ["registry", "settings", "spark", "without_registry"]
 
 
 @pytest.fixture(scope="module")

@@ -6,21 +6,29 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from pyspark.sql import SparkSession
 
-from celery_rabbitdelay.testing import RedisServer, wait_for
-from tests.integration.conftest import small_configuration
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.shop import PATIENCE
 from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.integration.spark_fixtures import (
+    notes,
+    registry,
+    settings,
+    shop,
+    without_registry,
+    write,
+)
 from tests.integration.spark_pausing import PAUSED
 from tests.integration.spark_servers import Executors, Master
-from tests.integration.worker import ShopProcess, Worker
+from tests.integration.worker import ShopProcess
 
-APP = "tests.integration.spark_pausing"
+__all__ = ["registry", "settings", "shop", "without_registry"]
+
+PAUSING = "tests.integration.spark_pausing"
 
 #: Rows of a write, half of them in each partition.
 ROWS = 100
@@ -34,20 +42,6 @@ SPECULATION = {
     "spark.speculation.quantile": "0.5",
     "spark.speculation.efficiency.enabled": "false",
 }
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> dict[str, Any]:
-    return {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "rabbitdelay_registry_url": registry.url,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +62,10 @@ def spark(settings: dict[str, Any], paused: Path) -> Iterator[SparkSession]:
         yield session
 
 
-@pytest.fixture(scope="module")
-def shop(settings: dict[str, Any]) -> Iterator[Any]:
-    app = make_app(settings)
-    with Worker(settings):
-        yield app
-    app.close()
-
-
-def write_with_a_second_attempt(spark: SparkSession, key: str, app: str, paused: Path) -> None:
+def write_with_a_second_attempt(spark: SparkSession, noted: Notes, app: str, paused: Path) -> None:
     """The first attempt of the first partition has sent all its rows when the second begins."""
-    frame = spark.sql(
-        f"select array(id) args, named_struct('key', '{key}') kwargs, 2D delay "
-        f"from range(0, {ROWS}, 1, 2)"
-    )
     paused.unlink(missing_ok=True)
-    options = {"app": f"{APP}:{app}", "task": "note"}
-    frame.write.format("rabbitdelay").mode("append").options(**options).save()
+    write(notes(spark, noted, ROWS, "2D", partitions=2), app=f"{PAUSING}:{app}")
     assert paused.exists()
 
 
@@ -92,7 +73,7 @@ def write_with_a_second_attempt(spark: SparkSession, key: str, app: str, paused:
 def test_a_second_attempt_beside_a_slow_one_sends_each_row_once(
     spark: SparkSession, shop: Any, noted: Notes, paused: Path
 ) -> None:
-    write_with_a_second_attempt(spark, noted.key, "app", paused)
+    write_with_a_second_attempt(spark, noted, "app", paused)
     wait_for(lambda: len(set(noted())) >= ROWS, "all tasks", PATIENCE)
     shop.tasks["note"].apply_async((-1,), {"key": noted.key}, delay=3)
     wait_for(lambda: -1 in noted(), "a later task", PATIENCE)
@@ -103,7 +84,7 @@ def test_a_second_attempt_beside_a_slow_one_sends_each_row_once(
 def test_without_a_registry_a_second_attempt_sends_all_rows_of_its_partition_again(
     spark: SparkSession, shop: Any, noted: Notes, paused: Path
 ) -> None:
-    write_with_a_second_attempt(spark, noted.key, "without_registry", paused)
+    write_with_a_second_attempt(spark, noted, "without_registry", paused)
     wait_for(lambda: len(noted()) >= ROWS * 3 // 2, "all tasks, some twice", PATIENCE)
     shop.tasks["note"].apply_async((-1,), {"key": noted.key}, delay=3)
     wait_for(lambda: -1 in noted(), "a later task", PATIENCE)

@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
-from celery_rabbitdelay.testing import RedisServer, wait_for
-from tests.integration.conftest import small_configuration
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.shop import PATIENCE
+from tests.integration.spark_fixtures import registry, settings, shop, without_registry
 from tests.integration.spark_killing import STARTED, kill_when, start
 from tests.integration.spark_pausing import PAUSED, PAUSES_IN
-from tests.integration.worker import Worker
+
+__all__ = ["registry", "settings", "shop", "without_registry"]
 
 #: How often the query is killed, each time in the next batch; one more batch is written in peace.
 KILLS = 3
 
 #: Rows of a file.
 ROWS = 20
-
-
-@pytest.fixture(scope="module")
-def registry() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> dict[str, Any]:
-    return {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "rabbitdelay_registry_url": registry.url,
-    }
-
-
-@pytest.fixture
-def shop(settings: dict[str, Any]) -> Iterator[Any]:
-    app = make_app(settings)
-    with Worker(settings):
-        yield app
-    app.close()
 
 
 @pytest.mark.timeout(1500)

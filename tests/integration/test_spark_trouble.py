@@ -16,16 +16,25 @@ from pyspark.sql import DataFrame, SparkSession
 
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.spark import dispatch
-from celery_rabbitdelay.testing import RedisServer, wait_for
-from tests.integration.conftest import small_configuration
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.shop import PATIENCE
 from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.integration.spark_fixtures import (
+    APP,
+    driver,
+    notes,
+    registry,
+    settings,
+    shop,
+    without_registry,
+    write,
+)
 from tests.integration.spark_killing import kill_when, start
 from tests.integration.spark_program import COMMITS
-from tests.integration.worker import ShopProcess, Worker
+from tests.integration.worker import ShopProcess
 
-APP = "tests.integration.shop:app"
+__all__ = ["driver", "registry", "settings", "shop", "without_registry"]
 
 #: Rows of a write, half of them in each partition; Spark hands on ten at a time, once there are
 #: some kilobytes of them.
@@ -42,22 +51,6 @@ DELAY = 8.0
 
 
 @pytest.fixture(scope="module")
-def registry() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def without_registry(module_broker_url: str, redis_url: str) -> dict[str, Any]:
-    return small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}")
-
-
-@pytest.fixture(scope="module")
-def settings(without_registry: dict[str, Any], registry: RedisServer) -> dict[str, Any]:
-    return {**without_registry, "rabbitdelay_registry_url": registry.url}
-
-
-@pytest.fixture(scope="module")
 def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
     """A session that tries a task of its own twice, and hands on ten rows at a time."""
     ten = {"spark.sql.execution.arrow.maxRecordsPerBatch": "10"}
@@ -66,23 +59,18 @@ def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
         yield session
 
 
-@pytest.fixture(scope="module")
-def shop(settings: dict[str, Any]) -> Iterator[Any]:
-    app = make_app(settings)
-    with Worker(settings):
-        yield app
-    app.close()
-
-
 def rows(spark: SparkSession, noted: Notes) -> DataFrame:
-    return spark.sql(
-        f"select array(id) args, named_struct('key', '{noted.key}') kwargs, {DELAY}D delay "
-        f"from range(0, {ROWS}, 1, 2)"
-    )
+    return notes(spark, noted, ROWS, f"{DELAY}D", partitions=2)
 
 
-def fails_half_way(frame: DataFrame, attempts: int) -> DataFrame:
-    """The same rows; the first partition fails after most of them, in its first attempts."""
+def fails_half_way(frame: DataFrame, attempts: int, when: Path | None = None) -> DataFrame:
+    """The same rows; the first partition fails after most of them, in its first attempts.
+
+    Args:
+        frame: The rows.
+        attempts: How many attempts fail.
+        when: They wait for this file before they fail.
+    """
 
     def failing(batches: Iterator[Any]) -> Iterator[Any]:
         from pyspark import TaskContext
@@ -92,6 +80,8 @@ def fails_half_way(frame: DataFrame, attempts: int) -> DataFrame:
         fails = context.partitionId() == 0 and context.attemptNumber() < attempts
         for number, batch in enumerate(batches):
             if fails and number * 10 == FAILS_AFTER:
+                if when is not None:
+                    wait_for(when.exists, "the file", ALL_RUN)
                 raise RuntimeError("it was made to fail")
             yield batch
 
@@ -117,14 +107,9 @@ def waits_half_way(frame: DataFrame, waits: Path) -> DataFrame:
     return frame.mapInArrow(waiting, frame.schema)
 
 
-def write(frame: DataFrame, **options: str) -> None:
-    given = {"app": APP, "task": "note", **options}
-    frame.write.format("rabbitdelay").mode("append").options(**given).save()
-
-
-def wait_for_a_later_task(shop: Any, noted: Notes) -> None:
-    shop.tasks["note"].apply_async((-1,), {"key": noted.key}, delay=DELAY + 1)
-    wait_for(lambda: -1 in noted(), "a later task", ALL_RUN)
+def wait_for_a_later_task(shop: Any, noted: Notes, number: int = -1) -> None:
+    shop.tasks["note"].apply_async((number,), {"key": noted.key}, delay=DELAY + 1)
+    wait_for(lambda: number in noted(), "a later task", ALL_RUN)
 
 
 def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
@@ -136,25 +121,9 @@ def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
     assert sorted(noted()) == [-1, *range(ROWS)]
 
 
-def test_a_write_that_fails_in_the_end_sends_no_row(
-    spark: SparkSession, shop: Any, noted: Notes
-) -> None:
-    with pytest.raises(PySparkException, match="made to fail"):
-        write(fails_half_way(rows(spark, noted), attempts=2))
-    wait_for_a_later_task(shop, noted)
-    assert noted() == [-1]
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
-    """This process is a driver, which finds the application where the executors do."""
-    monkeypatch.setattr("tests.integration.shop.app", shop, raising=False)
-    monkeypatch.setattr("celery_rabbitdelay.spark.application._applications", {})
-
-
-def write_one_by_one(frame: DataFrame) -> None:
+def write_one_by_one(frame: DataFrame, **options: str) -> None:
     """No row waits in Spark's processes until an envelope is full."""
-    write(frame, envelopes="false")
+    write(frame, envelopes="false", **options)
 
 
 def dispatch_one_by_one(frame: DataFrame) -> None:
@@ -166,6 +135,50 @@ def waiting(shop: Any) -> int:
     with Connection(shop.conf.broker_url) as connection:
         found = queue_counts(connection, shop.rabbitdelay.topology.queues)
     return sum(each.messages for each in found.values() if each is not None)
+
+
+def wait_for_messages(shop: Any) -> None:
+    """Wait until the levels hold rows of a write, so that it is too late not to send them."""
+    wait_for(lambda: waiting(shop) >= 100, "messages", ALL_RUN)
+
+
+def write_and_fail(shop: Any, frame: DataFrame, folder: Path, **options: str) -> None:
+    """Write rows one by one; both attempts of a partition fail, when rows are on their way."""
+    sent = folder / "sent"
+
+    def watch() -> None:
+        wait_for_messages(shop)
+        sent.touch()
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        with pytest.raises(PySparkException, match="made to fail"):
+            write_one_by_one(fails_half_way(frame, attempts=2, when=sent), **options)
+    finally:
+        watcher.join()
+
+
+def test_a_write_that_fails_in_the_end_runs_no_row(
+    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
+) -> None:
+    write_and_fail(shop, rows(spark, noted), tmp_path)
+    wait_for_a_later_task(shop, noted)
+    assert noted() == [-1]
+
+
+@pytest.mark.parametrize("task", ["note", "tracked-note"])
+def test_a_failed_write_that_is_run_again_after_its_tasks_came_due_runs_each_row_once(
+    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path, task: str
+) -> None:
+    given = {"task": task, "jobId": f"job-{noted.key}"}
+    write_and_fail(shop, rows(spark, noted), tmp_path, **given)
+    wait_for_a_later_task(shop, noted)
+    assert noted() == [-1]
+    write_one_by_one(rows(spark, noted), **given)
+    wait_for(lambda: len(set(noted())) > ROWS, "all tasks", ALL_RUN)
+    wait_for_a_later_task(shop, noted, -2)
+    assert sorted(noted()) == [-2, -1, *range(ROWS)]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +204,7 @@ def test_no_row_of_a_write_that_is_cancelled_runs(
 
     def cancel_half_way() -> None:
         wait_for(waits.exists, "half of the rows", ALL_RUN)
-        wait_for(lambda: waiting(shop) >= 100, "messages", ALL_RUN)
+        wait_for_messages(shop)
         cancel(spark)
 
     # In a thread of its own, PySpark does not find a format that is written in Python.

@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from datetime import date
 from decimal import Decimal
 from io import StringIO
@@ -19,72 +18,37 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 from kombu.utils.json import loads
-from pyspark.errors import AnalysisException, PySparkException
+from pyspark.errors import AnalysisException, PySparkException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from celery_rabbitdelay.spark import dispatch
+from celery_rabbitdelay.spark import dispatch, task_id
 from celery_rabbitdelay.spark.progress import progress_of_partitions
-from celery_rabbitdelay.testing import RedisServer, wait_for
-from tests.integration import away_shop
+from celery_rabbitdelay.testing import wait_for
+from tests.integration import away_shop, spark_fixtures
 from tests.integration.arrivals import count
-from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
-from tests.integration.spark import QUICK_JAVA, spark_session
-from tests.integration.worker import ShopProcess, Worker
+from tests.integration.shop import PATIENCE
+from tests.integration.spark_fixtures import (
+    APP,
+    driver,
+    registry,
+    settings,
+    shop,
+    spark,
+    without_registry,
+    write,
+)
 
-#: Where Spark's Python processes find the application.
-APP = "tests.integration.shop:app"
+__all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
 
 #: Seconds; long enough for Spark to commit before the tasks are due.
 DELAY = 4.0
 
 
-@pytest.fixture(scope="module")
-def registry() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def settings(module_broker_url: str, redis_url: str, registry: RedisServer) -> dict[str, Any]:
-    return {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "rabbitdelay_registry_url": registry.url,
-    }
-
-
-@pytest.fixture(scope="module")
-def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
-    with spark_session({**QUICK_JAVA, **ShopProcess.environment(settings)}) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def worker(settings: dict[str, Any]) -> Iterator[Worker]:
-    with Worker(settings) as worker:
-        yield worker
-
-
-@pytest.fixture
-def shop(settings: dict[str, Any], worker: Worker) -> Iterator[Any]:
-    app = make_app(settings)
-    yield app
-    app.close()
-
-
 def notes(spark: SparkSession, noted: Notes, number: int, delay: str = f"{DELAY}D") -> DataFrame:
-    """Rows for the task ``note``, which is given their numbers."""
-    return spark.sql(
-        f"select array(id) args, named_struct('key', '{noted.key}') kwargs, {delay} delay, "
-        f"string(id) number from range({number})"
-    ).drop("number")
-
-
-def write(frame: DataFrame, **options: Any) -> None:
-    given = {"app": APP, "task": "note", **options}
-    frame.write.format("rabbitdelay").mode("append").options(**given).save()
+    return spark_fixtures.notes(spark, noted, number, delay)
 
 
 def test_each_row_becomes_a_task_that_runs_when_it_is_due(
@@ -186,13 +150,6 @@ def test_refused_rows_are_collected_and_the_others_are_sent(
     assert refused == ["InvalidDelay", "InvalidRow", "InvalidRow"]
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
-    """This process is a driver, which finds the application where the executors do."""
-    monkeypatch.setattr("tests.integration.shop.app", shop, raising=False)
-    monkeypatch.setattr("celery_rabbitdelay.spark.application._applications", {})
-
-
 def test_a_driver_gets_a_report_on_what_it_has_sent(
     spark: SparkSession, driver: None, noted: Notes
 ) -> None:
@@ -278,37 +235,74 @@ def test_insert_into_a_table_sends_tasks(spark: SparkSession, shop: Any, noted: 
 def test_a_stream_sends_each_row_once_although_its_batch_is_written_again(
     spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
-    source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
-    source.mkdir()
-
     def run() -> None:
-        frame = (
-            spark.readStream.schema("id bigint")
-            .json(str(source))
-            .selectExpr(
-                "array(id) args",
-                f"named_struct('key', '{noted.key}') kwargs",
-                f"{DELAY}D delay",
-            )
-        )
-        query = (
-            frame.writeStream.format("rabbitdelay")
-            .options(app=APP, task="note")
-            .option("checkpointLocation", str(checkpoint))
-            .trigger(availableNow=True)
-            .start()
-        )
-        query.awaitTermination()
+        stream = stream_of(spark, noted, tmp_path).format("rabbitdelay")
+        stream.options(app=APP, task="note").start().awaitTermination()
 
-    (source / "first.json").write_text("\n".join(f'{{"id": {each}}}' for each in range(5)))
+    add_file(tmp_path, range(5))
     run()
     # As if Spark had been killed after our commit and before it has noted the batch.
-    for path in (checkpoint / "commits").glob("*0*"):
+    for path in (tmp_path / "checkpoint" / "commits").glob("*0*"):
         path.unlink()
-    (source / "second.json").write_text("\n".join(f'{{"id": {each}}}' for each in range(5, 8)))
+    add_file(tmp_path, range(5, 8))
     run()
-    wait_for(lambda: len(set(noted())) >= 8, "all tasks", PATIENCE)
-    assert sorted(noted()) == [*range(8)]
+    assert_each_runs_once(spark, noted, 8)
+
+
+def test_a_batch_that_foreach_batch_dispatches_twice_runs_each_row_once(
+    spark: SparkSession, driver: None, noted: Notes, tmp_path: Path
+) -> None:
+    sent: list[tuple[int, int]] = []
+
+    def send(batch: DataFrame, batch_id: int) -> None:
+        job_id = f"{noted.key}:{batch_id}"
+        report = dispatch(batch, "note", app=APP, tolerance=0.1, jobId=job_id)
+        sent.append((batch_id, report.confirmed))
+        if len(sent) == 1:
+            raise RuntimeError("it was made to fail")
+
+    def run() -> None:
+        stream_of(spark, noted, tmp_path).foreachBatch(send).start().awaitTermination()
+
+    add_file(tmp_path, range(5))
+    with pytest.raises(StreamingQueryException, match="made to fail"):
+        run()
+    add_file(tmp_path, range(5, 8))
+    run()
+    assert sent == [(0, 5), (0, 5), (1, 3)]
+    assert_each_runs_once(spark, noted, 8)
+
+
+def stream_of(spark: SparkSession, noted: Notes, folder: Path) -> DataStreamWriter:
+    """A stream of the rows in the files of a folder: a run of it ends when all are written."""
+    frame = spark.readStream.schema("id bigint").json(str(folder / "*.json"))
+    frame = frame.selectExpr(
+        "array(id) args", f"named_struct('key', '{noted.key}') kwargs", f"{DELAY}D delay"
+    )
+    stream = frame.writeStream.option("checkpointLocation", str(folder / "checkpoint"))
+    return stream.trigger(availableNow=True)
+
+
+def add_file(folder: Path, numbers: range) -> None:
+    lines = "\n".join(f'{{"id": {each}}}' for each in numbers)
+    (folder / f"from-{numbers.start}.json").write_text(lines)
+
+
+def assert_each_runs_once(spark: SparkSession, noted: Notes, number: int) -> None:
+    wait_for(lambda: len(set(noted())) >= number, "all tasks", PATIENCE)
+    write(notes(spark, noted, 1, f"{DELAY + 1}D"), jobId=f"later-{noted.key}")
+    wait_for(lambda: len(noted()) > number, "a later task", PATIENCE)
+    assert sorted(noted()) == [0, *range(number)]
+
+
+def test_the_task_of_a_row_is_found_by_the_id_of_the_row(
+    spark: SparkSession, shop: Any, noted: Notes
+) -> None:
+    job_id = f"job-{noted.key}"
+    frame = notes(spark, noted, 5, "1D")
+    write(frame, jobId=job_id, idColumn="args, kwargs")
+    ids = {task_id(job_id, row) for row in frame.select("args", "kwargs").collect()}
+    assert {note["correlation_id"] for note in noted.wait(5)} == ids
 
 
 WRONG: list[tuple[str, dict[str, str], str]] = [

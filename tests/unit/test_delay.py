@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -16,12 +16,17 @@ from celery_rabbitdelay.levels import delay as delay_module
 from celery_rabbitdelay.levels.delay import (
     MAX_DUE_MS,
     Due,
+    instant_of,
     milliseconds,
+    milliseconds_of,
     tolerance_milliseconds,
 )
 
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000
+
+#: The first and the last instant that a datetime can express.
+FIRST, LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 
 class Clock:
@@ -230,3 +235,18 @@ def test_a_naive_datetime_names_no_instant() -> None:
 def test_a_number_is_not_an_instant() -> None:
     with pytest.raises(InvalidDelayType):
         Due.at(5)  # type: ignore[arg-type]
+
+
+@given(st.integers(milliseconds_of(FIRST), milliseconds_of(LAST)))
+def test_an_instant_is_the_same_in_milliseconds_and_as_a_datetime(epoch_ms: int) -> None:
+    instant = instant_of(epoch_ms)
+    assert instant.tzinfo is UTC
+    assert milliseconds_of(instant) == epoch_ms
+
+
+def test_milliseconds_since_1970_are_rounded_down_in_any_time_zone() -> None:
+    assert instant_of(0) == datetime(1970, 1, 1, tzinfo=UTC)
+    east = timezone(timedelta(hours=2))
+    assert milliseconds_of(datetime(1970, 1, 1, 2, 0, 0, 1999, tzinfo=east)) == 1
+    with pytest.raises(OverflowError):
+        instant_of(milliseconds_of(LAST) + 1)

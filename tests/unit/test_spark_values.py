@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 from celery_rabbitdelay import InvalidColumn, InvalidOption, InvalidRow, Row
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken
 from celery_rabbitdelay.spark.options import ApplicationOptions, ReadOptions, WriteOptions
-from celery_rabbitdelay.spark.task_ids import TaskIds
+from celery_rabbitdelay.spark.task_ids import TaskIds, task_id
 
 #: As Spark passes them.
 LEAST = {"app": "shop", "task": "remind"}
@@ -225,8 +225,8 @@ def test_a_write_needs_a_task() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"task": "t"}, "option app: takes where to import"),
-        ({"app": "shop", "broker": "amqp://h"}, "option app = 'shop': takes where"),
+        ({"task": "t"}, "option app: takes the import path"),
+        ({"app": "shop", "broker": "amqp://h"}, "option app = 'shop': takes the import path"),
         ({"app": "shop", "prefix": "x"}, "option prefix = 'x': is a setting of the application"),
         ({"broker": "amqp://me:opensesame@h/"}, "option broker = 'amqp://me:**@h/': takes a URL"),
         ({**LEAST, "jobbid": "x"}, "option jobbid: is unknown; did you mean jobId?"),
@@ -291,6 +291,41 @@ def test_the_id_of_a_row_depends_on_the_row_and_on_the_job_alone() -> None:
     assert TaskIds("june").of([1, "a"]) == "68797b46-4d9b-5b6b-b0f5-c9b665b7e9ee"
     assert TaskIds("june").of(values) != TaskIds("july").of(values)
     assert TaskIds("june").of(values) != TaskIds("june").of([8, *values[1:]])
+
+
+def test_the_id_of_a_task_is_found_again_from_the_values_of_its_row() -> None:
+    inner = {"b": "x", "a": [{"c": 1}]}
+    expected = TaskIds("june").of([7, inner])
+    spark_row = T.Row(b="x", a=[T.Row(c=1)])
+    for values in (
+        [7, inner],
+        (7, inner),
+        [7, spark_row],
+        {"order": inner, "number": 7},
+        T.Row(order=spark_row, number=7),
+    ):
+        assert task_id("june", values) == expected
+    columns: dict[str, tuple[T.DataType, list[Any]]] = {
+        "number": (T.LongType(), [7]),
+        "args": (T.StructType([T.StructField("b", T.StringType())]), [{"b": "x"}]),
+        "delay": DELAY,
+    }
+    (each,) = taken(columns, kwargsFromColumns="true", idColumn="number, args")
+    found = task_id("june", {"number": 7, "args": {"b": "x"}})
+    assert found == TaskIds("june").of(each.identity)
+
+
+@pytest.mark.parametrize("values", ["order-7", b"order-7", [], {}, None, 7, {7}])
+def test_an_id_takes_the_values_by_their_columns(values: Any) -> None:
+    with pytest.raises(InvalidOption, match=r"idColumn.*takes the row's values") as caught:
+        task_id("june", values)
+    assert caught.value.value == repr(values)
+
+
+@pytest.mark.parametrize("job_id", [None, 7, b"june"])
+def test_an_id_takes_the_job_id_as_a_string(job_id: Any) -> None:
+    with pytest.raises(InvalidOption, match=r"jobId.*takes a string"):
+        task_id(job_id, [7])
 
 
 def test_the_identity_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_names() -> None:
