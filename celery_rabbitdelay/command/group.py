@@ -9,6 +9,7 @@ from celery_rabbitdelay.command.migrate import migrate, transfer
 from celery_rabbitdelay.command.pending import forecast, pending
 from celery_rabbitdelay.command.send import send
 from celery_rabbitdelay.command.status import status
+from celery_rabbitdelay.command.verify import verify
 from celery_rabbitdelay.command.waiting import cancel, job, postpone
 
 # Registers the control command, so that `celery inspect` knows it in this process.
@@ -22,5 +23,18 @@ def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 
 
-for command in (adopt, cancel, forecast, job, migrate, pending, postpone, send, status, transfer):
+COMMANDS = (
+    adopt,
+    cancel,
+    forecast,
+    job,
+    migrate,
+    pending,
+    postpone,
+    send,
+    status,
+    transfer,
+    verify,
+)
+for command in COMMANDS:
     rabbitdelay.add_command(command)
