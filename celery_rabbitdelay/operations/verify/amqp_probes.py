@@ -9,6 +9,7 @@ Each probe is a method that changes nothing, whether the broker executes or refu
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC
@@ -50,6 +51,7 @@ class Probes:
         self._application = application
         self._topology = application.topology
         self._user = connection.userid or "guest"
+        self._virtual_host = connection.virtual_host or "/"
         identity = self._topology.identity
         self._exchanges = [identity.guard, *self._topology.exchanges, identity.marker]
 
@@ -185,7 +187,8 @@ class Probes:
             "read": "queues cannot be bound, or the modules get no messages: ACCESS_REFUSED",
         }
         remedy = (
-            f"rabbitmqctl set_permissions {self._user} CONFIGURE WRITE READ, with patterns that "
+            f"rabbitmqctl set_permissions -p {shlex.quote(self._virtual_host)} "
+            f"{shlex.quote(self._user)} CONFIGURE WRITE READ, with patterns that "
             f"match the names that begin with {self._topology.prefix + '.'!r}, and the task queues"
         )
         return Finding(

@@ -16,6 +16,7 @@ from celery_rabbitdelay.operations.verify.inventory import FoundExchange, FoundQ
 __all__ = [
     "CONFLICT",
     "check_layout",
+    "check_queue_type",
     "differing",
     "exchange_difference",
     "layout_conflict",
@@ -53,6 +54,21 @@ def check_layout(application: Application, inventory: Inventory) -> Iterator[Fin
     yield from _missing_bindings(topology, inventory)
     yield from _additional_bindings(topology, inventory)
     yield from _consumers(topology, inventory)
+
+
+def check_queue_type(topology: Topology) -> Iterator[Finding]:
+    """Find levels of classic queues."""
+    if topology.queue_type == "classic":
+        yield Finding(
+            "warning",
+            "classic-levels",
+            (topology.prefix,),
+            "the queues of the levels are classic queues (rabbitdelay_queue_type)",
+            "if the broker fails, tasks on their way to the next level are lost; if a queue "
+            "refuses a task, it is lost too",
+            "set rabbitdelay_queue_type to 'quorum' and another rabbitdelay_prefix, and move what "
+            "waits with `rabbitdelay migrate`",
+        )
 
 
 def missing(application: Application, absent: list[str]) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -34,7 +35,7 @@ class _Harm(NamedTuple):
 
 
 def check_policies(
-    inventory: Inventory, roles: Mapping[str, Role], prefix: str
+    inventory: Inventory, roles: Mapping[str, Role], prefix: str, virtual_host: str
 ) -> Iterator[Finding]:
     """Find policies that lose tasks, or make them early or late.
 
@@ -44,6 +45,7 @@ def check_policies(
         inventory: The broker's queues and policies.
         roles: What the queues are for, by their names.
         prefix: The prefix of the topology.
+        virtual_host: The virtual host.
     """
     for name, role in roles.items():
         queue = inventory.queues.get(name)
@@ -58,7 +60,7 @@ def check_policies(
                     (f"queue {name}",),
                     f"{_title(source)} sets {harm.key} to {effective.definition[harm.key]!r}",
                     harm.consequence,
-                    _remedy(source, role, prefix),
+                    _remedy(source, role, prefix, virtual_host),
                 )
 
 
@@ -158,10 +160,10 @@ def _title(policy: Policy | None) -> str:
     if policy is None:
         return "a policy or an operator policy"
     kind = "operator policy" if policy.is_operator else "policy"
-    return f"the {kind} {policy.name!r} ({policy.pattern!r}, priority {policy.priority})"
+    return f"the {kind} '{policy.name}' for '{policy.pattern}', priority {policy.priority},"
 
 
-def _remedy(policy: Policy | None, role: Role, prefix: str) -> str:
+def _remedy(policy: Policy | None, role: Role, prefix: str, virtual_host: str) -> str:
     if role == "destination":
         return "leave the key out, or narrow the policy's pattern, if tasks must not be lost there"
     if policy is not None and policy.is_operator:
@@ -170,8 +172,9 @@ def _remedy(policy: Policy | None, role: Role, prefix: str) -> str:
             f"with {prefix + '.'!r}; a policy of their own does not keep it away"
         )
     priority = max(GUARD_PRIORITY, 0 if policy is None else policy.priority + 1)
+    words = ("-p", virtual_host, "--priority", str(priority), "--apply-to", "queues", prefix)
     pattern = f"^{re.escape(prefix)}\\."
     return (
-        f"rabbitmqctl set_policy --priority {priority} --apply-to queues {prefix} '{pattern}' "
-        f"'{GUARD}'; an operator policy has to leave these queues out by its pattern"
+        "rabbitmqctl set_policy " + shlex.join([*words, pattern, GUARD]) + "; an operator policy "
+        "has to leave these queues out by its pattern"
     )

@@ -17,7 +17,7 @@ from celery_rabbitdelay.operations.verify.broker import check_features, check_ve
 from celery_rabbitdelay.operations.verify.destinations import check_destinations, destinations_of
 from celery_rabbitdelay.operations.verify.finding import Finding, Report, merged
 from celery_rabbitdelay.operations.verify.inventory import Inventory, read_inventory
-from celery_rabbitdelay.operations.verify.layout import check_layout
+from celery_rabbitdelay.operations.verify.layout import check_layout, check_queue_type
 from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
 from celery_rabbitdelay.operations.verify.orphans import check_orphans
 from celery_rabbitdelay.operations.verify.policies import Role, check_policies
@@ -64,20 +64,24 @@ def verify(
     connect(connection)
     version = str(connection.connection.server_properties.get("version", "0"))
     not_seen: list[str] = []
-    inventory = _inventory(management, connection.virtual_host or "/", not_seen)
-    findings = list(check_version(version))
+    virtual_host = connection.virtual_host or "/"
+    inventory = _inventory(management, virtual_host, not_seen)
+    findings = [*check_version(version), *check_queue_type(application.topology)]
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
         probes = Probes(connection, application)
         try:
             findings += _by_amqp(probes, application, inventory, not_seen)
             if inventory is not None:
-                findings += _by_management(probes, application, inventory)
+                findings += _by_management(probes, application, inventory, virtual_host)
         finally:
             probes.close()
-    try:
-        findings += check_clock(clock_difference(connection, now), application)
-    except (AMQPError, OSError) as error:
-        not_seen.append(f"the broker's clock: {' '.join(str(error).split())}")
+    if inventory is not None and inventory.alarms:
+        not_seen.append("the broker's clock: it takes no messages because of an alarm")
+    else:
+        try:
+            findings += check_clock(clock_difference(connection, now), application)
+        except (AMQPError, OSError) as error:
+            not_seen.append(f"the broker's clock: {' '.join(str(error).split())}")
     return Report(version, application.topology.prefix, merged(findings), tuple(not_seen))
 
 
@@ -116,7 +120,7 @@ def _by_amqp(
 
 
 def _by_management(
-    probes: Probes, application: Application, inventory: Inventory
+    probes: Probes, application: Application, inventory: Inventory, virtual_host: str
 ) -> Iterator[Finding]:
     topology = application.topology
     destinations = destinations_of(application, inventory)
@@ -126,7 +130,7 @@ def _by_management(
     yield from check_nodes(inventory)
     yield from check_layout(application, inventory)
     yield from check_destinations(application, inventory)
-    yield from check_policies(inventory, roles, topology.prefix)
+    yield from check_policies(inventory, roles, topology.prefix, virtual_host)
     yield from check_replicas(inventory, roles)
     yield from check_orphans(topology, inventory, probes.messages)
 
