@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify.application import Application
 from celery_rabbitdelay.operations.verify.finding import Report
@@ -129,3 +130,18 @@ def place_on(node: RabbitMQServer, queue_type: Any = "quorum") -> Iterator[Place
 def codes_of(report: Report) -> set[str]:
     """Return the codes of all findings."""
     return {finding.code for finding in report.findings}
+
+
+def wait_until_managed(node: RabbitMQServer) -> None:
+    """Wait until the management API answers; it starts behind the listener of AMQP."""
+    api = ManagementAPI(node.management_url)
+
+    def answers() -> bool:
+        try:
+            return bool(api.get("overview"))
+        except ManagementUnavailable as error:
+            if error.status is None:
+                return False
+            raise
+
+    wait_for(answers, "the management API")

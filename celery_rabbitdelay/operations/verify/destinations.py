@@ -11,6 +11,7 @@ from celery_rabbitdelay.operations.verify.application import Application
 from celery_rabbitdelay.operations.verify.effective_policy import effective_policies
 from celery_rabbitdelay.operations.verify.finding import Finding
 from celery_rabbitdelay.operations.verify.inventory import FoundQueue, Inventory
+from celery_rabbitdelay.operations.verify.replicas import is_away
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
@@ -110,6 +111,8 @@ def _binding(application: Application, inventory: Inventory, name: str) -> Itera
         return
     if Binding(topology.delivery.name, pattern, name) in inventory.bindings:
         return
+    if is_away(inventory.queues[name], inventory):
+        return  # RabbitMQ up to 4.2 does not list the bindings of such a queue
     is_served = "distribution" in application.modules
     yield Finding(
         "warning" if is_served else "danger",

@@ -36,10 +36,10 @@ def check_orphans(
     for queue in inventory.queues.values():
         if queue.name in ours or not _is_level(queue, start):
             continue
-        found = count(queue.name)
-        messages = queue.messages if found is None else found
-        if messages:
-            what = f"{messages} messages wait in a queue that does not belong to this layout"
+        messages = count(queue.name)
+        if messages != 0:
+            number = "an unknown number of" if messages is None else messages
+            what = f"{number} messages wait in a queue that does not belong to this layout"
             consequence = (
                 "no worker and no command of this layout knows of these tasks; when they are due, "
                 "their routing keys fit no binding of this layout"

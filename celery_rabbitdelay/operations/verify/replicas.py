@@ -8,7 +8,7 @@ from typing import Final
 from celery_rabbitdelay.operations.verify.finding import Finding
 from celery_rabbitdelay.operations.verify.inventory import FoundQueue, Inventory
 
-__all__ = ["check_nodes", "check_replicas"]
+__all__ = ["check_nodes", "check_replicas", "is_away"]
 
 #: Replicas that survive the death of a node:
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
@@ -60,8 +60,14 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Findi
             continue
         if queue.type == "quorum":
             yield from _quorum(queue, len(inventory.nodes or ()))
-        elif queue.type == "classic":
-            yield from _classic(queue, inventory)
+        elif is_away(queue, inventory):
+            yield _away(queue)
+
+
+def is_away(queue: FoundQueue, inventory: Inventory) -> bool:
+    """Return whether a queue is a classic one on a node that does not run."""
+    running = {node.name for node in inventory.nodes or () if node.running}
+    return queue.type == "classic" and bool(running) and queue.node not in {None, *running}
 
 
 def _quorum(queue: FoundQueue, nodes: int) -> Iterator[Finding]:
@@ -97,15 +103,13 @@ def _quorum(queue: FoundQueue, nodes: int) -> Iterator[Finding]:
         )
 
 
-def _classic(queue: FoundQueue, inventory: Inventory) -> Iterator[Finding]:
-    running = {node.name for node in inventory.nodes or () if node.running}
-    if running and queue.node is not None and queue.node not in running:
-        yield Finding(
-            "danger",
-            "unreachable",
-            (f"queue {queue.name}",),
-            f"it is a classic queue, and its node {queue.node} does not run",
-            "tasks for it wait, or are tried again until it is back; on RabbitMQ 4.3 they hold up "
-            "those of other queues",
-            "start the node, or delete the queue and declare it elsewhere",
-        )
+def _away(queue: FoundQueue) -> Finding:
+    return Finding(
+        "danger",
+        "unreachable",
+        (f"queue {queue.name}",),
+        f"it is a classic queue, and its node {queue.node} does not run",
+        "tasks for it wait, or are tried again until it is back; on RabbitMQ 4.3 they hold up "
+        "those of other queues",
+        "start the node, or delete the queue and declare it elsewhere",
+    )
