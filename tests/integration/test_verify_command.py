@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from unittest import mock
 
 import pytest
 from celery.platforms import EX_UNAVAILABLE
-from jsonschema import Draft202012Validator
 
 from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer
@@ -19,8 +17,7 @@ from tests.integration.conftest import LEVELS
 from tests.integration.management import Place, place_on, wait_until_managed
 from tests.integration.shop import make_app
 from tests.integration.worker import run_celery
-
-SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "verify.json").read_text())
+from tests.json_schemas import checked
 
 NOWHERE = "http://guest:very-secret@127.0.0.1:1"
 
@@ -56,17 +53,12 @@ def settings(place: Place) -> dict[str, Any]:
     return settings
 
 
-def answer_of(told: Any) -> Any:
-    answer = json.loads(told.stdout)
-    Draft202012Validator(SCHEMA).validate(answer)
-    return answer
-
-
 def test_a_sound_broker_exits_with_0(place: Place, settings: dict[str, Any]) -> None:
     url = place.node.management_url
 
     told = run_celery(settings, f"rabbitdelay verify --strict --management {url}")
-    answer = answer_of(run_celery(settings, f"rabbitdelay verify --json --management {url}"))
+    asked = run_celery(settings, f"rabbitdelay verify --json --management {url}")
+    answer = checked("verify", asked.stdout)
 
     assert told.returncode == 0, told.stdout + told.stderr
     assert told.stdout.endswith(", shop: 0 danger, 0 warning, 0 note\n")
@@ -85,7 +77,7 @@ def test_a_danger_exits_with_1_and_says_the_way_out(place: Place, settings: dict
     assert "danger  policy-expires: queue shop.seconds.1, " in told.stdout
     assert "and 11 more\n" in told.stdout
     assert f"  way out: rabbitmqctl set_policy -p {place.name} " in told.stdout
-    answer = answer_of(asked)
+    answer = checked("verify", asked.stdout)
     assert answer["danger"] == 1
     assert len(answer["findings"][0]["subjects"]) == 14
     assert not told.stderr
@@ -110,7 +102,7 @@ def test_what_is_not_seen_is_said_and_fails_only_if_the_api_was_named(
     assert "not seen  bindings: the management API http://127.0.0.1:1 cannot be used" in told.stdout
     assert "very-secret" not in told.stdout + told.stderr
     assert asked.returncode == 0
-    assert answer_of(asked)["not_seen"]
+    assert checked("verify", asked.stdout)["not_seen"]
 
 
 @pytest.mark.parametrize("url", ["amqp://guest:very-secret@host", "very-secret@host:x", "http://"])
@@ -133,7 +125,7 @@ def test_a_broker_that_is_down_is_one_line() -> None:
     assert line.startswith("Error: cannot ask the broker amqp://guest")
     assert "very-secret" not in line
     assert not told.stdout
-    assert answer_of(asked) == {"error": line.removeprefix("Error: ")}
+    assert checked("error", asked.stdout) == {"error": line.removeprefix("Error: ")}
 
 
 def test_help_needs_no_broker() -> None:
