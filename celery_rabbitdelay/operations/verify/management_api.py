@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from kombu import Connection
+from kombu.transport.pyamqp import SSLTransport
 
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
 
@@ -98,7 +99,8 @@ class _NoRedirection(HTTPRedirectHandler):
 
 def management_api_of(connection: Connection) -> ManagementAPI:
     """Return the API at the broker's host and the plugin's default port, with AMQP's user."""
-    scheme = "https" if connection.ssl else "http"
+    is_tls = connection.ssl or isinstance(connection.transport, SSLTransport)
+    scheme = "https" if is_tls else "http"
     host = connection.hostname or "localhost"
     host = f"[{host}]" if ":" in host else host
     user, password = connection.userid or "guest", connection.password or "guest"
