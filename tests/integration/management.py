@@ -140,7 +140,8 @@ def wait_until_managed(node: RabbitMQServer) -> None:
         try:
             return bool(api.get("overview"))
         except ManagementUnavailable as error:
-            if error.status is None:
+            # Where nothing listens yet, and where the plugin has not started as a whole.
+            if error.status in (None, 500):
                 return False
             raise
 

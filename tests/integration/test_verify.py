@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.levels.layout import binary, custom
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify.finding import Finding
 from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
+from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.conftest import LEVELS
 from tests.integration.faults import (
     FAULTS,
     GUARD,
@@ -45,6 +49,24 @@ def test_nothing_is_found_on_a_sound_broker(place: Place) -> None:
     report = place.verify()
     assert report.findings == ()
     assert report.not_seen == ()
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology("clock"),
+        Topology("skipping", custom(LEVELS, zeros="skip"), shards=2),
+        Topology("queueing", custom(LEVELS, zeros="queue")),
+        Topology("shop.eu", binary(levels=6)),
+    ],
+    ids=lambda topology: topology.prefix,
+)
+def test_nothing_is_found_in_any_layout(place: Place, topology: Topology) -> None:
+    declare_destination(place.connection, topology, place.orders)
+    for each in (topology, place.topology):
+        place.application = replace(place.application, topology=each)
+        for management in (True, False):
+            assert place.verify(management).findings == ()
 
 
 def test_nothing_is_found_if_the_recommended_policy_keeps_another_one_away(place: Place) -> None:

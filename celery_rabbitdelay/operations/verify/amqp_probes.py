@@ -25,6 +25,7 @@ from celery_rabbitdelay.operations.verify.destinations import destination_missin
 from celery_rabbitdelay.operations.verify.finding import Finding
 from celery_rabbitdelay.operations.verify.layout import differing, layout_conflict, missing
 from celery_rabbitdelay.publishing.amqp_methods import find_queues
+from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 from celery_rabbitdelay.publishing.wire import Wire
 
 __all__ = ["ClockProbe", "Probes", "check_clock", "clock_difference"]
@@ -272,7 +273,15 @@ def _declaration(entity: Exchange | Queue, passive: bool) -> _Method:
         if isinstance(entity, Exchange):
             entity(channel).declare(nowait=True, passive=passive)
         else:
-            entity(channel).queue_declare(nowait=True, passive=passive)
+            # Not kombu's own method, which calls the queue's hook on_declared.
+            channel.queue_declare(
+                entity.name,
+                passive=passive,
+                durable=entity.durable,
+                auto_delete=entity.auto_delete,
+                nowait=True,
+                arguments=declared_arguments(entity),
+            )
 
     return declare
 

@@ -26,8 +26,8 @@ __all__ = [
 
 #: What to do about an exchange or a queue with other arguments.
 CONFLICT: Final = (
-    "move what waits to another prefix with `rabbitdelay migrate`, or delete it once it is empty "
-    "and declare it again"
+    "move what waits to levels with another rabbitdelay_prefix (`celery -A proj rabbitdelay "
+    "migrate`), or delete this once it is empty and declare it again"
 )
 
 
@@ -67,7 +67,7 @@ def check_queue_type(topology: Topology) -> Iterator[Finding]:
             "if the broker fails, tasks on their way to the next level are lost; if a queue "
             "refuses a task, it is lost too",
             "set rabbitdelay_queue_type to 'quorum' and another rabbitdelay_prefix, and move what "
-            "waits with `rabbitdelay migrate`",
+            "waits with `celery -A proj rabbitdelay migrate`",
         )
 
 
@@ -113,7 +113,7 @@ def layout_conflict(topology: Topology, difference: str) -> Finding:
         f"another layout is declared under this prefix: {difference}",
         "no delayed task can be sent: LayoutConflict",
         "set the layout, tick, queue type and shards that are declared, or another "
-        "rabbitdelay_prefix and move what waits with `rabbitdelay migrate`",
+        "rabbitdelay_prefix and move what waits with `celery -A proj rabbitdelay migrate`",
     )
 
 

@@ -31,7 +31,8 @@ def check_orphans(
     start = f"{topology.prefix}."
     ours = {queue.name for queue in topology.queues}
     remedy = (
-        "move what waits there with `rabbitdelay migrate`, then delete these queues and exchanges"
+        "move what waits there with `celery -A proj rabbitdelay migrate` and the --from-layout, "
+        "--from-tick, --from-shards and --from-queue-type that these levels had; then delete them"
     )
     for queue in inventory.queues.values():
         if queue.name in ours or not _is_level(queue, start):
