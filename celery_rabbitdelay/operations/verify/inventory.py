@@ -110,7 +110,7 @@ class Inventory:
         queues: Every queue, by its name.
         exchanges: Every exchange, by its name.
         bindings: Every binding, except those of the default exchange.
-        consumers: How many consumers each queue has.
+        consumers: How many consumers each queue has, up to five seconds ago.
         policies: Policies and operator policies.
         effective: Where policies are None: what they come to for each queue, up to five seconds
             ago, by its name.
