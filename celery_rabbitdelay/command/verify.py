@@ -64,7 +64,12 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"  {finding.what}"
         yield f"  consequence: {finding.consequence}"
         yield f"  way out: {finding.remedy}"
+    unseen: dict[str, list[str]] = {}
     for each in report.not_seen:
-        yield f"not seen  {each}"
+        what, _, why = each.partition(": ")
+        unseen.setdefault(why, []).append(what)
+    for why, names in unseen.items():
+        yield f"not seen: {', '.join(names)}"
+        yield f"  {why}"
     counts = ", ".join(f"{report.count(each)} {each}" for each in ("danger", "warning", "note"))
     yield f"RabbitMQ {report.version}, {report.prefix}: {counts}"

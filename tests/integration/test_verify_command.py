@@ -99,7 +99,8 @@ def test_what_is_not_seen_is_said_and_fails_only_if_the_api_was_named(
     asked = run_celery(settings, "rabbitdelay verify -j")
 
     assert told.returncode == 1
-    assert "not seen  bindings: the management API http://127.0.0.1:1 cannot be used" in told.stdout
+    assert "not seen: bindings, policies" in told.stdout
+    assert "  the management API http://127.0.0.1:1 cannot be used: " in told.stdout
     assert "very-secret" not in told.stdout + told.stderr
     assert asked.returncode == 0
     assert checked("verify", asked.stdout)["not_seen"]

@@ -183,7 +183,7 @@ class Probes:
 
     def _not_permitted(self, permission: str, subjects: Iterable[str]) -> Finding:
         consequences = {
-            "configure": "the levels cannot be declared, and from RabbitMQ 4.3 on not be found",
+            "configure": "the levels or the task queues cannot be declared: ACCESS_REFUSED",
             "write": "delayed tasks cannot be sent, bound or put back: ACCESS_REFUSED",
             "read": "queues cannot be bound, or the modules get no messages: ACCESS_REFUSED",
         }

@@ -56,7 +56,7 @@ def destination_missing(application: Application, name: str) -> Finding:
             "destination-missing",
             (f"queue {name}",),
             "the queue does not exist",
-            "none: the first producer or worker that uses it declares it",
+            "no task is lost: the first producer or worker that uses it declares it",
             "start a worker for it, or remove it from task_queues",
         )
     return Finding(
@@ -119,7 +119,7 @@ def _binding(application: Application, inventory: Inventory, name: str) -> Itera
         "destination-unbound",
         (f"queue {name}",),
         f"the queue is not bound to {topology.delivery.name}",
-        "due tasks take the way over distribution, which is slower and needs a worker"
+        "due tasks reach it through distribution, which is slower and needs a worker that serves it"
         if is_served
         else "due tasks stay in distribution, which no worker serves",
         "start a worker or a producer for it, or call celery_rabbitdelay.kombu.bind_destination",

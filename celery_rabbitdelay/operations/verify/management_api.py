@@ -11,7 +11,7 @@ import http.client
 import json
 import ssl
 from typing import Any, Final
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
@@ -88,6 +88,8 @@ class ManagementAPI:
                     return json.load(refused)
                 reason = f"{'/'.join(path)}: {refused.code} {refused.reason}"
             raise ManagementUnavailable(self.url, reason, refused.code) from refused
+        except URLError as error:
+            raise ManagementUnavailable(self.url, str(error.reason)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ManagementUnavailable(self.url, str(error) or repr(error)) from error
 
