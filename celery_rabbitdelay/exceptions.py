@@ -178,7 +178,7 @@ class LayoutConflict(RabbitDelayError, OperationalError):
             "rabbitdelay_prefix for this one; or restore the values of rabbitdelay_layout, "
             "rabbitdelay_tick, rabbitdelay_queue_type and rabbitdelay_shards with which it was "
             "declared, or the version of this package; or, once no message waits in it any more, "
-            "remove it with celery_rabbitdelay.kombu.delete. "
+            "remove it with `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete. "
             f"The broker said: {self.reply}"
         )
 
@@ -201,9 +201,9 @@ class TopologyIncomplete(RabbitDelayError, OperationalError):
         more = f" and {len(self.missing) - 5} more" if len(self.missing) > 5 else ""
         return (
             f"the layout under the prefix {self.prefix!r} is incomplete on the broker, missing: "
-            f"{shown}{more}. Declare the levels with celery_rabbitdelay.kombu.declare, and declare "
-            "the queues of the tasks and bind them with bind_destination; or set "
-            'rabbitdelay_declare = "auto"'
+            f"{shown}{more}. Run `celery rabbitdelay declare --queues`; or declare the levels with "
+            "celery_rabbitdelay.kombu.declare, and declare the queues of the tasks and bind them "
+            'with bind_destination; or set rabbitdelay_declare = "auto"'
         )
 
 

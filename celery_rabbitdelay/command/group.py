@@ -5,8 +5,11 @@ from __future__ import annotations
 import click
 
 from celery_rabbitdelay.command.adopt import adopt
+from celery_rabbitdelay.command.declare import declare, delete
+from celery_rabbitdelay.command.export import export
 from celery_rabbitdelay.command.migrate import migrate, transfer
 from celery_rabbitdelay.command.pending import forecast, pending
+from celery_rabbitdelay.command.route import route
 from celery_rabbitdelay.command.send import send
 from celery_rabbitdelay.command.status import status
 from celery_rabbitdelay.command.verify import verify
@@ -23,18 +26,21 @@ def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 
 
-COMMANDS = (
+for command in (
     adopt,
     cancel,
+    declare,
+    delete,
+    export,
     forecast,
     job,
     migrate,
     pending,
     postpone,
+    route,
     send,
     status,
     transfer,
     verify,
-)
-for command in COMMANDS:
+):
     rabbitdelay.add_command(command)

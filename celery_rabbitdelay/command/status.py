@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+import time
 from typing import Any, Final
 
 import click
@@ -11,17 +12,16 @@ from celery.bin.base import CLIContext
 from celery.platforms import EX_UNAVAILABLE
 
 from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
-from celery_rabbitdelay.worker.status import ARRIVALS, status_of_workers
+from celery_rabbitdelay.command.status_text import ASCII_BLOCKS, BLOCKS, status_lines
+from celery_rabbitdelay.operations.status import Status, changes, status_of
 
 __all__ = ["status"]
 
-#: How many missing queues the text names; ``--json`` names all of them.
-MAX_MISSING_NAMED: Final = 5
-
 #: The exit status where a queue is missing.
 QUEUES_MISSING: Final = 1
+
+#: Seconds from one look to the next, and the messages that are read, unless the option says it.
+WATCH, REASONS = 2.0, 1000
 
 
 @click.command()
@@ -34,65 +34,91 @@ QUEUES_MISSING: Final = 1
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds to wait for the workers' answers.",
 )
+@click.option("--digits", "with_digits", is_flag=True, help="List each digit that is not empty.")
+@click.option(
+    "--reasons",
+    "most_reasons",
+    is_flag=False,
+    flag_value=REASONS,
+    default=0,
+    type=click.IntRange(0),
+    metavar="[NUMBER]",
+    help="Count why messages are undeliverable; reads so many of them, 1,000 without a number.",
+)
+@click.option(
+    "--watch",
+    is_flag=False,
+    flag_value=WATCH,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="[SECONDS]",
+    help="Look again and again until Ctrl-C, with rates; every two seconds without a number.",
+)
 @click.pass_obj
-def status(context: CLIContext, /, as_json: bool, timeout: float) -> None:
+def status(
+    context: CLIContext,
+    /,
+    as_json: bool,
+    timeout: float,
+    with_digits: bool,
+    most_reasons: int,
+    watch: float | None,
+) -> None:
     """Show how many messages wait in each level, and what the workers' modules do."""
-    topology = delays_of(context).topology
+    if as_json and watch is not None:
+        raise click.UsageError("--json prints one object: it cannot be used with --watch")
+    delays = delays_of(context)
     # The levels are where tasks are sent, which may be another broker than the consumers'.
     connection = context.app.connection_for_write()
+    before = last = None
     try:
         with connection:
-            backlog = backlog_of(connection, topology)
-            workers = status_of_workers(context.app, connection, timeout)
+            while last is None or watch is not None:
+                before, last = last, status_of(delays, connection, timeout, most_reasons)
+                if as_json:
+                    click.echo(json.dumps(_as_json(last)))
+                    continue
+                rates = None if before is None else changes(before, last)
+                lines = status_lines(
+                    delays.topology, last, blocks=_blocks(), with_digits=with_digits, rates=rates
+                )
+                _show("\n".join(lines), watch is not None)
+                if watch is not None:
+                    time.sleep(watch)
+    except KeyboardInterrupt:
+        if watch is None:
+            raise
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {connection.as_uri()}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)
-    if as_json:
-        click.echo(_as_json(backlog, workers))
-    else:
-        click.echo("\n".join([*_backlog_lines(topology, backlog), *_worker_lines(workers)]))
-    if backlog.missing:
+    if last is not None and last.backlog.missing:
         raise SystemExit(QUEUES_MISSING)
 
 
-def _as_json(backlog: Backlog, workers: Mapping[str, Any]) -> str:
-    others = {name: counts._asdict() for name, counts in backlog.others.items()}
-    return json.dumps({**backlog._asdict(), "others": others, "workers": workers})
+def _show(text: str, again: bool) -> None:
+    if again:
+        click.clear()  # on a terminal only
+        text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n"
+    click.echo(text)
 
 
-def _backlog_lines(topology: Topology, backlog: Backlog) -> Iterator[str]:
-    yield f"{topology.prefix}: {topology.layout.name}, {len(topology.digit_queues)} digit queues"
-    for level, messages in backlog.levels.items():
-        yield f"  {level:16} {messages:10,} waiting"
-    for name, counts in backlog.others.items():
-        consumers = f", {counts.consumers} consumers" if counts.consumers else ""
-        yield f"  {name:16} {counts.messages:10,} waiting{consumers}"
-    if backlog.missing:
-        names = list(backlog.missing[:MAX_MISSING_NAMED])
-        if len(backlog.missing) > MAX_MISSING_NAMED:
-            names.append("...")
-        yield f"  {len(backlog.missing)} queues are missing: {', '.join(names)}"
+def _blocks() -> str:
+    """Return the characters of the bars; none where the standard output is no terminal."""
+    if not sys.stdout.isatty():
+        return ""
+    try:
+        BLOCKS.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return ASCII_BLOCKS
+    return BLOCKS
 
 
-def _worker_lines(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    if not workers:
-        yield "no worker has answered"
-    for worker, modules in sorted(workers.items()):
-        if "error" in modules:
-            yield f"{worker}: cannot answer: {modules['error']}"
-            continue
-        yield worker if modules.keys() - {ARRIVALS} else f"{worker}: serves no module"
-        for name, counts in modules.items():
-            if name == ARRIVALS:
-                yield (
-                    f"  {name:16} {counts['received']:10,} delayed ones received, at most "
-                    f"{counts['latest']:,.1f} s late in the last ten minutes"
-                )
-                continue
-            yield (
-                f"  {name:16} {counts['received']:10,} received "
-                f"({counts['received_per_second']:,}/s), {counts['published']:,} published "
-                f"({counts['published_per_second']:,}/s), "
-                f"{counts.get('redelivered', 0):,} put back, "
-                f"{counts['undeliverable']:,} undeliverable"
-            )
+def _as_json(found: Status) -> dict[str, Any]:
+    backlog, next_due = found.backlog, found.next_due
+    tracked = None if next_due.tracked is None else next_due.tracked.isoformat()
+    return {
+        **backlog._asdict(),
+        "others": {name: counts._asdict() for name, counts in backlog.others.items()},
+        "next_due": {**next_due._asdict(), "tracked": tracked},
+        "undeliverable": None if found.reasons is None else found.reasons._asdict(),
+        "workers": found.workers,
+    }

@@ -33,10 +33,12 @@ from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 
 __all__ = ["Convert", "Moved", "Mover", "Stay", "Target"]
 
-#: Messages that are taken from all queues together before one is acknowledged; and the bounds for
-#: each queue.
-TAKEN_AHEAD: Final = 20_000
-TAKEN_OF_A_QUEUE: Final = (100, 4000)
+#: Messages that are taken from all queues together before one is acknowledged. What comes due
+#: meanwhile is late by the time that these take; at a limited rate, they are those of a second.
+TAKEN_AHEAD: Final = 4000
+
+#: Messages that are taken from each queue at least.
+TAKEN_OF_A_QUEUE: Final = 10
 
 #: How many messages may stay in their queues. They are taken, and given back in the end.
 MOST_STAYING: Final = 200_000
@@ -48,6 +50,9 @@ SETTLE: Final = 2.0
 #: confirmed and not acknowledged exists twice if the process dies.
 ACKNOWLEDGED_TOGETHER: Final = 100
 ACKNOWLEDGED_AFTER: Final = 0.02
+
+#: Seconds of a pause that are caught up with, at a limited rate.
+CATCH_UP: Final = 0.1
 
 #: Seconds between two attempts to connect to the source again.
 RECONNECT_EVERY: Final = 1.0
@@ -139,6 +144,7 @@ class Mover:
         self._policy = PublishPolicy(target.timeout, window=target.window)
         self._convert = convert
         self._interval = 0.0 if rate is None else 1 / rate
+        self._ahead = TAKEN_AHEAD if rate is None else min(max(int(rate), 1), TAKEN_AHEAD)
         self._next_at = self._acknowledge_at = 0.0
         self._show = show
         self._known = 0
@@ -184,8 +190,8 @@ class Mover:
 
     def _move_what_is_there(self, ready: Mapping[str, int]) -> None:
         self._known = self.moved + sum(ready.values())
-        least, most = TAKEN_OF_A_QUEUE
-        prefetch = min(max(TAKEN_AHEAD // len(ready), least), most)
+        least = TAKEN_OF_A_QUEUE if self._ahead == TAKEN_AHEAD else 1
+        prefetch = max(self._ahead // len(ready), least)
         self._with_source(lambda: self._source.consume(list(ready), prefetch))
         self._publish()
         self._try_source(self._source.cancel)
@@ -243,8 +249,8 @@ class Mover:
 
     def _keep_to_the_rate(self) -> None:
         now = time.monotonic()
-        # After a pause, it catches up by what a second takes at the most.
-        self._next_at = max(self._next_at, now - 1.0) + self._interval
+        # After a pause, it catches up a little.
+        self._next_at = max(self._next_at, now - CATCH_UP) + self._interval
         if self._next_at > now:
             self.stopping.wait(self._next_at - now)
 

@@ -19,12 +19,15 @@ class Backlog(NamedTuple):
     Attributes:
         levels: The messages in each level's queues, by the level's name without prefix. A message
             that is just passing from one level to the next is not counted.
+        digits: The messages of each digit, by the level's name and the digit; those of all shards
+            together, and 0 for a queue that does not exist.
         others: The messages and consumers of the queues of ``check-in``, ``meditation``,
             ``distribution`` and ``undeliverable``.
         missing: The names of queues that do not exist.
     """
 
     levels: Mapping[str, int]
+    digits: Mapping[str, Mapping[int, int]]
     others: Mapping[str, Counts]
     missing: tuple[str, ...]
 
@@ -37,8 +40,9 @@ def backlog_of(connection: Connection, topology: Topology) -> Backlog:
         topology: The topology; nothing is declared.
     """
     found = queue_counts(connection, topology.queues)
-    levels = {
-        level: sum(counts.messages for queue in queues if (counts := found[queue.name]))
+    messages = {name: counts.messages if counts else 0 for name, counts in found.items()}
+    digits = {
+        level: _by_digit(topology, [messages[queue.name] for queue in queues])
         for level, queues in topology.level_queues.items()
     }
     others = {
@@ -48,7 +52,15 @@ def backlog_of(connection: Connection, topology: Topology) -> Backlog:
         "undeliverable": topology.module_queues.undeliverable,
     }
     return Backlog(
-        levels,
+        {level: sum(counts.values()) for level, counts in digits.items()},
+        digits,
         {name: counts for name, queue in others.items() if (counts := found[queue.name])},
         tuple(name for name, counts in found.items() if counts is None),
     )
+
+
+def _by_digit(topology: Topology, messages: list[int]) -> dict[int, int]:
+    """Add up the messages of a level's queues, which are in the order of shards and digits."""
+    first = 0 if topology.layout.zeros == "queue" else 1
+    each = len(messages) // topology.shards
+    return {first + place: sum(messages[place::each]) for place in range(each)}

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from amqp import spec
 from amqp.exceptions import NotFound, PreconditionFailed, ResourceLocked
@@ -30,8 +30,10 @@ from celery_rabbitdelay.publishing.kombu_internals import declared_entities
 
 __all__ = [
     "Counts",
+    "Progress",
     "bind_destination",
     "check_complete",
+    "check_layout",
     "connect",
     "declare",
     "declare_destination",
@@ -41,6 +43,7 @@ __all__ = [
     "is_complete",
     "is_declared",
     "missing",
+    "missing_exchanges",
     "on_declared",
     "queue_counts",
 ]
@@ -49,6 +52,10 @@ __all__ = [
 #: broker takes some 15 ms to declare a quorum queue, and each reply has to arrive within the
 #: caller's timeout.
 METHODS_PER_ANSWER: Final = 20
+
+
+#: Is told how much is done, and of how much.
+Progress: TypeAlias = Callable[[int, int], object]
 
 
 class Counts(NamedTuple):
@@ -63,7 +70,7 @@ class Counts(NamedTuple):
     consumers: int
 
 
-def declare(connection: Connection, topology: Topology) -> None:
+def declare(connection: Connection, topology: Topology, progress: Progress | None = None) -> None:
     """Declare every exchange, queue and binding of a topology; existing ones are left alone.
 
     The first declaration of the clock takes two to three seconds, a repeated one about 50 ms.
@@ -72,6 +79,7 @@ def declare(connection: Connection, topology: Topology) -> None:
     Args:
         connection: Any kombu connection to RabbitMQ; a channel of its own is opened and closed.
         topology: The topology to declare.
+        progress: Called with how many declarations and bindings are done, and of how many.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
@@ -85,6 +93,7 @@ def declare(connection: Connection, topology: Topology) -> None:
             *(_bind_method(channel, binding) for binding in topology.bindings),
             # Last: the marker exists only if everything before it was declared.
             topology.identity.marker(channel).declare,
+            progress=progress,
         )
 
 
@@ -163,15 +172,41 @@ def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
 
     AMQP has no method that tells whether a binding exists.
     """
-    exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
-    with _channel(connection) as channel:
-        exist = find_exchanges(channel, [exchange.name for exchange in exchanges])
-    absent = [each.name for each, exists in zip(exchanges, exist, strict=True) if not exists]
     counts = queue_counts(connection, topology.queues)
-    return (*absent, *(name for name, found in counts.items() if found is None))
+    absent = (name for name, found in counts.items() if found is None)
+    return (*missing_exchanges(connection, topology), *absent)
 
 
-def delete(connection: Connection, topology: Topology, *, force: bool = False) -> None:
+def missing_exchanges(connection: Connection, topology: Topology) -> tuple[str, ...]:
+    """Return the names of the topology's exchanges that are not on the broker."""
+    exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
+    names = [exchange.name for exchange in exchanges]
+    with _channel(connection) as channel:
+        exist = find_exchanges(channel, names)
+    return tuple(name for name, exists in zip(names, exist, strict=True) if not exists)
+
+
+def check_layout(connection: Connection, topology: Topology) -> None:
+    """Check that no other layout is declared under the prefix; nothing is changed.
+
+    AMQP cannot read an exchange's arguments. But declaring the guard again, where it exists,
+    compares them.
+
+    Raises:
+        LayoutConflict: Another layout is declared under the same prefix.
+    """
+    with _channel(connection) as channel, _conflict_explained(topology):
+        if all(find_exchanges(channel, [topology.identity.guard.name])):
+            topology.identity.guard(channel).declare()
+
+
+def delete(
+    connection: Connection,
+    topology: Topology,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> None:
     """Delete a topology from the broker; missing exchanges and queues are passed over.
 
     Stop the producers first: messages published between the check for waiting messages and the end
@@ -183,6 +218,7 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
         connection: Any kombu connection to RabbitMQ.
         topology: The topology to delete.
         force: Also delete queues in which messages wait.
+        progress: Called with how many deletions are done, and of how many.
 
     Raises:
         TopologyNotEmpty: Messages still wait, and ``force`` is False.
@@ -200,6 +236,7 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
             *(queue(channel).delete for queue in topology.queues),
             *(exchange(channel).delete for exchange in reversed(topology.exchanges)),
             topology.identity.guard(channel).delete,
+            progress=progress,
         )
     forget(connection)
 
@@ -320,7 +357,7 @@ class _Method(Protocol):
     def __call__(self, *, nowait: bool) -> Any: ...
 
 
-def _pipeline(*methods: _Method) -> None:
+def _pipeline(*methods: _Method, progress: Progress | None = None) -> None:
     """Call methods of one channel with few answers: the broker answers every 20th, and the last.
 
     The broker executes the methods of a channel in their order. When it refuses one, it closes the
@@ -329,7 +366,10 @@ def _pipeline(*methods: _Method) -> None:
     answer, so the broker's socket never fills up while this side is still writing.
     """
     for number, method in enumerate(methods, start=1):
-        method(nowait=number % METHODS_PER_ANSWER != 0 and number < len(methods))
+        waits = number % METHODS_PER_ANSWER == 0 or number == len(methods)
+        method(nowait=not waits)
+        if waits and progress is not None:
+            progress(number, len(methods))
 
 
 def _bind_method(channel: Any, binding: Binding) -> _Method:

@@ -54,6 +54,10 @@ class Place:
         """Put something under a path of the management API."""
         self._request("PUT", path, value)
 
+    def post(self, *path: str, **value: Any) -> None:
+        """Send something to a path of the management API."""
+        self._request("POST", path, value)
+
     def delete(self, *path: str) -> None:
         """Delete what is under a path of the management API, in this virtual host."""
         self._request("DELETE", path, None)

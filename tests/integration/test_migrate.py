@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import time
@@ -127,7 +128,7 @@ def killed_and_then_finished(
     """Start a command and kill it in the middle, ten times; then let it finish."""
     for _ in range(KILLS):
         there, here = sum(waiting(source).values()), sum(waiting(target).values())
-        process = start_celery(configuration, f"{command} --rate 400", stderr=subprocess.PIPE)
+        process = start_celery(configuration, f"{command} --rate 100", stderr=subprocess.PIPE)
 
         def began(there: int = there, here: int = here) -> bool:
             return sum(waiting(source).values()) < there and sum(waiting(target).values()) != here
@@ -185,8 +186,9 @@ def test_nothing_is_lost_when_the_migration_is_killed_again_and_again(
 
 @pytest.fixture
 def other_broker(broker_root: Path | None) -> Iterator[RabbitMQServer]:
-    """Another broker."""
-    with RabbitMQServer(broker_root) as server:
+    """Another broker: of another version, if RABBITDELAY_OTHER_BROKER_ROOT names its system."""
+    root = os.environ.get("RABBITDELAY_OTHER_BROKER_ROOT")
+    with RabbitMQServer(Path(root) if root else broker_root) as server:
         yield server
 
 

@@ -14,11 +14,12 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels.layout import binary, custom
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.export.definitions import definitions
 from celery_rabbitdelay.operations.verify.finding import Finding
 from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
-from celery_rabbitdelay.publishing.declaration import declare_destination
+from celery_rabbitdelay.publishing.declaration import bind_destination, declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.integration.conftest import LEVELS
+from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.faults import (
     FAULTS,
     GUARD,
@@ -67,6 +68,14 @@ def test_nothing_is_found_in_any_layout(place: Place, topology: Topology) -> Non
         place.application = replace(place.application, topology=each)
         for management in (True, False):
             assert place.verify(management).findings == ()
+
+
+def test_nothing_is_found_where_the_exported_definitions_were_imported(place: Place) -> None:
+    topology = Topology("imported", SHORT)
+    place.post("definitions", place.name, **definitions(topology, place.name))
+    bind_destination(place.connection, topology, "orders")
+    place.application = replace(place.application, topology=topology, may_declare=False)
+    assert place.verify().findings == ()
 
 
 def test_nothing_is_found_if_the_recommended_policy_keeps_another_one_away(place: Place) -> None:

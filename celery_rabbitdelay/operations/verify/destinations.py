@@ -65,8 +65,7 @@ def destination_missing(application: Application, name: str) -> Finding:
         (f"queue {name}",),
         "the queue does not exist, and rabbitdelay_declare is 'never'",
         "sending a delayed task to it fails with TopologyIncomplete",
-        "declare it and bind it to the delivery exchange (celery_rabbitdelay.kombu."
-        "bind_destination), or remove it from task_queues",
+        "run `celery -A proj rabbitdelay declare --queues`, or remove it from task_queues",
     )
 
 
@@ -122,7 +121,7 @@ def _binding(application: Application, inventory: Inventory, name: str) -> Itera
         "due tasks reach it through distribution, which is slower and needs a worker that serves it"
         if is_served
         else "due tasks stay in distribution, which no worker serves",
-        "start a worker or a producer for it, or call celery_rabbitdelay.kombu.bind_destination",
+        "run `celery -A proj rabbitdelay declare --queues`",
     )
 
 

@@ -1,0 +1,99 @@
+"""``celery rabbitdelay export``: the topology as Terraform, as definitions, or as a picture."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import click
+from celery.bin.base import CLIContext
+
+from celery_rabbitdelay.command.context import json_option
+from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
+from celery_rabbitdelay.exceptions import DelayTooLong
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.export.formats import FORMATS, exported
+from celery_rabbitdelay.operations.export.setting import as_setting, cut
+
+__all__ = ["export"]
+
+
+@click.command()
+@click.option(
+    "-f",
+    "--format",
+    "format_name",
+    type=click.Choice(list(FORMATS)),
+    required=True,
+    help="A Terraform module, a definitions file for RabbitMQ, or a picture.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a file instead of the standard output.",
+)
+@click.option("--vhost", help="The virtual host; that of the application's broker if omitted.")
+@click.option(
+    "--max-delay",
+    type=delay_type,
+    help="Only the levels that this delay needs: 86400, 30d. The applications then need another "
+    "rabbitdelay_layout, which is told.",
+)
+@topology_options
+@json_option
+@click.pass_obj
+def export(
+    context: CLIContext,
+    /,
+    format_name: str,
+    output: Path | None,
+    vhost: str | None,
+    max_delay: Fraction | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Write the topology in another format. No broker is asked, and nothing is declared."""
+    topology = topology_of(context, options)
+    whole = topology.layout
+    if max_delay is not None:
+        topology = _cut(topology, max_delay)
+    host = context.app.connection_for_write().virtual_host or "/" if vhost is None else vhost
+    text = exported(topology, format_name, host)
+    if output is not None:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise click.UsageError(f"--output: {error}") from error
+    if as_json:
+        click.echo(json.dumps(_as_json(topology, format_name, host, text, output)))
+    elif output is None:
+        click.echo(text, nl=False)
+    if topology.layout != whole:
+        setting = as_setting(topology.layout)
+        click.echo(f"The applications need rabbitdelay_layout = {setting!r}", err=True)
+
+
+def _cut(topology: Topology, max_delay: Fraction) -> Topology:
+    try:
+        layout = cut(topology.layout, max_delay)
+    except DelayTooLong as error:
+        raise click.UsageError(f"--max-delay: {error}") from error
+    return Topology(topology.prefix, layout, topology.queue_type, topology.shards)
+
+
+def _as_json(
+    topology: Topology, format_name: str, vhost: str, text: str, output: Path | None
+) -> dict[str, Any]:
+    return {
+        "format": format_name,
+        "prefix": topology.prefix,
+        "vhost": vhost,
+        "fingerprint": topology.identity.fingerprint,
+        "layout": as_setting(topology.layout),
+        "capacity_ms": topology.layout.capacity_ms,
+        "output": None if output is None else str(output),
+        "text": text if output is None else None,
+    }

@@ -1,0 +1,98 @@
+"""Options that describe another topology than the application's, and delays as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Final, TypeVar
+
+import click
+from celery.bin.base import CLIContext
+
+from celery_rabbitdelay.command.context import delays_of
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSetting
+from celery_rabbitdelay.levels.delay_text import parse_delay
+from celery_rabbitdelay.levels.topology import Topology
+
+__all__ = ["delay_type", "topology_of", "topology_options"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+#: The options by the setting that each replaces.
+_SETTINGS: Final = ("prefix", "layout", "tick", "queue_type", "shards")
+
+
+class _DelayText(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
+    """A delay as :func:`.parse_delay` takes it."""
+
+    name = "delay"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Fraction:
+        if isinstance(value, Fraction):
+            return value
+        try:
+            what = param.name if param is not None and param.name else "delay"
+            return parse_delay(value, what)
+        except InvalidDelay as wrong:
+            self.fail(str(wrong), param, ctx)
+
+
+delay_type: Final = _DelayText()
+
+
+class _LayoutText(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
+    """The name of a layout, or as JSON what ``rabbitdelay_layout`` takes."""
+
+    name = "layout"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"')):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as wrong:
+            self.fail(f"{value!r} is not JSON: {wrong}", param, ctx)
+
+
+def topology_options(command: _Command) -> _Command:
+    """Add ``--prefix``, ``--layout``, ``--tick``, ``--queue-type`` and ``--shards`` to a command.
+
+    The command hands them to :func:`topology_of`.
+    """
+    for option in (
+        click.option("--shards", type=int, help="How many queues each digit has."),
+        click.option("--queue-type", help="quorum or classic."),
+        click.option("--tick", type=float, help="The resolution in seconds."),
+        click.option(
+            "--layout",
+            type=_LayoutText(),
+            help="clock, binary, geometric, or as JSON what rabbitdelay_layout takes.",
+        ),
+        click.option("--prefix", help="The first part of all names."),
+    ):
+        command = option(command)
+    return command
+
+
+def topology_of(context: CLIContext, options: dict[str, Any]) -> Topology:
+    """Return the application's topology, with what the options replace.
+
+    Args:
+        context: Celery's.
+        options: What :func:`topology_options` has added; None where the application's value counts.
+
+    Raises:
+        click.UsageError: The application's delays do not wait in RabbitMQ, or a value is wrong.
+    """
+    settings = delays_of(context).settings
+    given = {name: options[name] for name in _SETTINGS if options.get(name) is not None}
+    if not given:
+        return settings.topology
+    try:
+        return replace(settings, **given).topology
+    except InvalidSetting as wrong:
+        raise click.UsageError(str(wrong)) from wrong

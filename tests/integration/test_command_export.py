@@ -1,0 +1,127 @@
+"""The exported definitions, imported into a virtual host that is empty."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+from celery_rabbitdelay.kombu import (
+    Layout,
+    Topology,
+    binary,
+    bind_destination,
+    clock,
+    custom,
+    declare,
+    geometric,
+    missing,
+)
+from celery_rabbitdelay.operations.export.formats import exported
+from celery_rabbitdelay.publishing.declaration import check_complete, is_declared
+from celery_rabbitdelay.testing import RabbitMQServer
+from tests.integration.conftest import LEVELS
+from tests.integration.shop import PATIENCE, make_app
+from tests.integration.waited import assert_waited
+from tests.integration.worker import Worker, run_celery
+
+LAYOUTS = {
+    "clock-bind": lambda: clock(),
+    "binary-skip": lambda: binary(levels=12, zeros="skip"),
+    "geometric-queue": lambda: geometric(levels=4, zeros="queue"),
+    "custom-skip": lambda: custom(LEVELS, "skip"),
+}
+
+
+@pytest.fixture
+def empty(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[str]:
+    """The URL of an empty virtual host."""
+    private_rabbitmq.ctl("add_vhost", prefix)
+    private_rabbitmq.ctl("set_permissions", "-p", prefix, "guest", ".*", ".*", ".*")
+    yield private_rabbitmq.url.removesuffix("//") + f"/{prefix}"
+    private_rabbitmq.ctl("delete_vhost", prefix)
+
+
+@pytest.fixture
+def import_text(private_rabbitmq: RabbitMQServer) -> Iterator[Callable[[str], None]]:
+    """Imports definitions by ``rabbitmqctl``."""
+    path = private_rabbitmq.folder / "exported.json"
+
+    def do(text: str) -> None:
+        path.write_text(text)
+        private_rabbitmq.ctl("import_definitions", f"{private_rabbitmq._home}/{path.name}")
+
+    yield do
+    path.unlink(missing_ok=True)
+
+
+def _bindings(server: RabbitMQServer, vhost: str) -> set[tuple[str, ...]]:
+    columns = ("source_name", "routing_key", "destination_name", "destination_kind")
+    lines = server.ctl("list_bindings", "-p", vhost, *columns).splitlines()
+    # The broker itself binds each queue to the default exchange.
+    return {tuple(line.split("\t")) for line in lines if not line.startswith("\t")} - {columns}
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_imported_definitions_are_what_declare_makes(
+    make: Callable[[], Layout],
+    empty: str,
+    prefix: str,
+    import_text: Callable[[str], None],
+    private_rabbitmq: RabbitMQServer,
+) -> None:
+    topology = Topology("shop.delay", make(), shards=2 if make().name == "geometric" else 1)
+    with Connection(empty) as connection:
+        assert missing(connection, topology)
+
+        import_text(exported(topology, "definitions", prefix))
+
+        assert missing(connection, topology) == ()
+        assert is_declared(connection, topology)
+        check_complete(connection, topology)
+        imported = _bindings(private_rabbitmq, prefix)
+        assert len(imported) == len(topology.bindings)
+        # RabbitMQ refuses to declare anything that has other arguments.
+        declare(connection, topology)
+        assert _bindings(private_rabbitmq, prefix) == imported
+
+
+@pytest.mark.parametrize("declaring", ["never", "auto"])
+def test_delayed_tasks_run_on_imported_definitions(
+    declaring: str,
+    configuration: dict[str, Any],
+    empty: str,
+    prefix: str,
+    import_text: Callable[[str], None],
+    tmp_path: Path,
+) -> None:
+    settings = {
+        **configuration,
+        "broker_url": empty,
+        "rabbitdelay_declare": declaring,
+        # Without distribution, a task reaches its queue by its binding alone.
+        "rabbitdelay_modules": [],
+    }
+    path = tmp_path / "definitions.json"
+    told = run_celery(settings, f"rabbitdelay export --format definitions --output {path}")
+    assert told.returncode == 0, told.stderr
+    import_text(path.read_text())
+
+    app: Any = make_app(settings)
+    try:
+        if declaring == "never":
+            with Connection(empty) as connection:
+                for queue in app.amqp.queues.values():
+                    queue(connection.default_channel).declare()
+                    bind_destination(connection, app.rabbitdelay.topology, queue.name)
+        with Worker(settings):
+            since = time.time()
+            sent = [app.tasks["look"].apply_async(delay=delay) for delay in (0.3, 1.4)]
+            for result, delay in zip(sent, (0.3, 1.4), strict=True):
+                assert_waited(result.get(timeout=PATIENCE), since, delay)
+    finally:
+        app.close()

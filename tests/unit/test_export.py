@@ -1,0 +1,263 @@
+"""A topology in other formats has everything that ``declare`` makes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import DelayTooLong
+from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.layout import Zeros
+from celery_rabbitdelay.operations.export.definitions import definitions
+from celery_rabbitdelay.operations.export.formats import FORMATS, exported
+from celery_rabbitdelay.operations.export.graph import graph
+from celery_rabbitdelay.operations.export.setting import as_setting, cut
+from tests.json_schemas import checked
+from tests.unit.declaring_model import DeclaringModel
+from tests.unit.strategies import layouts
+from tests.unit.terraform_model import Module
+
+LAYOUTS: dict[str, Callable[..., Layout]] = {
+    "clock": clock,
+    "binary": binary,
+    "geometric": geometric,
+    "custom": lambda zeros: custom([("minutes", 3, 60), ("seconds", 60, 1)], zeros),
+}
+
+ALL = [
+    pytest.param(make(zeros=zeros), id=f"{name}-{zeros}")
+    for name, make in LAYOUTS.items()
+    for zeros in get_args(Zeros)
+]
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
+    module = Module(exported(Topology("shop.delay", layout), "terraform"), name="other")
+    made = DeclaringModel(Topology("other", layout))
+
+    exchanges = module.resources("rabbitmq_exchange")
+    assert [each["vhost"] for each in exchanges] == ["/"] * len(exchanges)
+    assert {
+        each["name"]: (setting["type"], setting["durable"], setting["auto_delete"], arguments)
+        for each in exchanges
+        for setting in each["settings"]
+        for arguments in [setting["arguments"]]
+    } == made.exchanges
+    assert len(exchanges) == len(made.exchanges)
+
+    queues = module.resources("rabbitmq_queue")
+    assert {
+        each["name"]: (
+            setting["durable"],
+            setting["auto_delete"],
+            json.loads(setting["arguments_json"]),
+        )
+        for each in queues
+        for setting in each["settings"]
+    } == made.queues
+    assert len(queues) == len(made.queues)
+
+    bindings = module.resources("rabbitmq_binding")
+    keys = ("source", "routing_key", "destination", "destination_type")
+    assert {tuple(each[key] for key in keys) for each in bindings} == made.bindings
+    assert len(bindings) == len(made.bindings)
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_the_definitions_have_what_declare_makes(layout: Layout) -> None:
+    topology = Topology("shop", layout, "classic", 2)
+    found, made = definitions(topology, "v"), DeclaringModel(topology)
+    assert {
+        each["name"]: (each["type"], each["durable"], each["auto_delete"], each["arguments"])
+        for each in found["exchanges"]
+    } == made.exchanges
+    assert {
+        each["name"]: (each["durable"], each["auto_delete"], each["arguments"])
+        for each in found["queues"]
+    } == made.queues
+    keys = ("source", "routing_key", "destination", "destination_type")
+    assert {tuple(each[key] for key in keys) for each in found["bindings"]} == made.bindings
+    assert {each["vhost"] for kind in found.values() for each in kind} == {"v"}
+
+
+def test_the_marker_comes_last_and_queues_are_never_destroyed() -> None:
+    text = exported(Topology(), "terraform")
+    order = Module(text).order()
+    assert order["rabbitmq_exchange.all"] == ["rabbitmq_exchange.guard"]
+    assert order["rabbitmq_queue.all"] == ["rabbitmq_exchange.all"]
+    assert order["rabbitmq_binding.all"] == ["rabbitmq_exchange.all", "rabbitmq_queue.all"]
+    assert order["rabbitmq_exchange.marker"] == ["rabbitmq_queue.all", "rabbitmq_binding.all"]
+    (lifecycle,) = [each["lifecycle"] for each in Module(text).resources("rabbitmq_queue")[:1]]
+    assert lifecycle == [{"prevent_destroy": True}]
+
+
+def test_the_module_says_its_inputs_and_the_setting_of_the_applications() -> None:
+    topology = Topology("shop", geometric(factor=60, levels=4, tick=1))
+    module = Module(exported(topology, "terraform", 'a"${b}'))
+    defaults = {name: each["default"] for name, each in module.variables.items()}
+    assert defaults == {"name": "shop", "vhost": 'a"$${b}', "max_delay": 60**4 - 1}
+    (condition,) = module.variables["max_delay"]["validation"]
+    assert condition["condition"] == f"${{var.max_delay <= {60**4 - 1}}}"
+    (provider,) = module.settings["required_providers"]
+    assert provider["rabbitmq"]["source"] == "cyrilgdn/rabbitmq"
+    assert Settings(layout=module.output["layout"]["value"]).topology.layout == topology.layout
+
+
+@given(layouts)
+def test_a_layout_is_made_again_from_its_setting(layout: Layout) -> None:
+    setting = json.loads(json.dumps(as_setting(layout)))
+    assert Settings(layout=setting).topology.layout == layout
+
+
+def test_a_layout_that_only_python_can_make_has_no_setting() -> None:
+    odd = Layout("mine", clock().levels)
+    assert as_setting(odd) is None
+    assert as_setting(Layout("clock", clock().levels[1:])) is None
+    assert Module(exported(Topology(layout=odd), "terraform")).output["layout"]["value"] is None
+
+
+@given(layouts, st.data())
+@settings(max_examples=50)
+def test_a_cut_layout_is_the_smallest_that_holds_the_delay(layout: Layout, data: Any) -> None:
+    max_ms = data.draw(st.integers(0, layout.capacity_ms))
+    shorter = cut(layout, max_ms / 1000)
+    assert shorter.levels == layout.levels[len(layout.levels) - len(shorter.levels) :]
+    assert shorter.zeros == layout.zeros
+    assert shorter.capacity_ms >= max_ms
+    if len(shorter.levels) > 1:
+        assert custom(as_setting_levels(shorter)[1:]).capacity_ms < max_ms
+
+
+def as_setting_levels(layout: Layout) -> list[Any]:
+    return [(each.unit, each.base, each.place_ms / 1000) for each in layout.levels]
+
+
+def test_a_delay_that_no_level_holds_cannot_be_cut() -> None:
+    with pytest.raises(DelayTooLong):
+        cut(clock(), 10**10)
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_the_drawings_show_every_level_and_where_it_leads(layout: Layout) -> None:
+    topology = Topology("shop", layout)
+    drawing = graph(topology)
+    ids = {node.id for node in drawing.nodes}
+    assert len(ids) == len(drawing.nodes)
+    assert {edge.source for edge in drawing.edges} | {e.target for e in drawing.edges} <= ids
+    # Each pair of exchange and level that a binding joins has one edge, and no other has.
+    of_queue = {
+        queue.name: f"queues{index}"
+        for index, level in enumerate(layout.levels)
+        for queue in topology.level_queues[level.name]
+    }
+    of_exchange = {
+        f"shop.{level.name}": f"exchange{index}" for index, level in enumerate(layout.levels)
+    } | {"shop.delivery": "delivery"}
+    bound = {
+        (
+            of_exchange[each.source],
+            (of_exchange if each.target_is_exchange else of_queue)[each.target],
+        )
+        for each in topology.bindings
+        if each.source in of_exchange and "distribution" not in each.target
+    }
+    drawn = [
+        (edge.source, edge.target)
+        for edge in drawing.edges
+        if edge.line == "route" and edge.source.startswith("exchange")
+    ]
+    assert set(drawn) == bound
+    assert len(set(drawn)) == len(drawn)
+    dead_letters = {(e.source, e.target) for e in drawing.edges if e.line == "dead-letter"}
+    assert {
+        (of_queue[queue.name], of_exchange[(queue.queue_arguments or {})["x-dead-letter-exchange"]])
+        for queue in topology.digit_queues
+    } == dead_letters - {("meditation", "checkin")}
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_each_drawing_has_all_nodes_and_edges(layout: Layout) -> None:
+    topology = Topology("shop", layout)
+    drawing = graph(topology)
+    svg = ElementTree.fromstring(exported(topology, "svg"))
+    name = "{http://www.w3.org/2000/svg}"
+    boxes = [each.get("id") for each in svg.iter(f"{name}rect") if each.get("id")]
+    assert boxes == [node.id for node in drawing.nodes]
+    lines = [each for each in svg.iter(f"{name}path") if each.get("marker-end")]
+    assert len(lines) == len(drawing.edges)
+
+    mermaid = exported(topology, "mermaid").splitlines()
+    assert mermaid[3] == "flowchart LR"
+    arrow = re.compile(r'  (\w+) (?:-->|==>|-\.->)(?:\|"([^"|]*)"\|)? (\w+)')
+    arrows = [found.groups("") for line in mermaid if (found := arrow.fullmatch(line))]
+    assert arrows == [(each.source, each.label, each.target) for each in drawing.edges]
+
+    dot = exported(topology, "dot").splitlines()
+    assert sum(" -> " in line for line in dot) == len(drawing.edges)
+    assert sum("shape=" in line for line in dot) == len(drawing.nodes)
+
+
+def test_the_command_writes_every_format(offline: Callable[..., Result], tmp_path: Path) -> None:
+    for name in FORMATS:
+        told = offline("export", "--format", name, "--prefix", "shop", "--layout", "binary")
+        assert told.exit_code == 0, told.output
+        assert told.stdout == exported(Topology("shop", binary()), name)
+        path = tmp_path / name
+        options = ("-f", name, "-o", str(path), "--prefix", "shop", "--layout", "binary", "-j")
+        found = checked("export", offline("export", *options).stdout)
+        assert path.read_text() == told.stdout
+        assert found["output"] == str(path)
+        assert found["text"] is None
+
+
+def test_the_command_leaves_out_levels_that_the_longest_delay_does_not_need(
+    offline: Callable[..., Result],
+) -> None:
+    told = offline("export", "-f", "definitions", "--max-delay", "1d", "-j", "--vhost", "v")
+    found = checked("export", told.stdout)
+    assert "The applications need rabbitdelay_layout = " in told.stderr
+    cut_down = Settings(layout=found["layout"]).topology
+    assert cut_down.identity.fingerprint == found["fingerprint"]
+    assert json.loads(found["text"]) == definitions(cut_down, "v")
+    assert [level.name for level in cut_down.layout.levels] == [
+        "days.x1",
+        "hours.x1",
+        "minutes.x1",
+        "seconds.x1",
+        "ms.x100",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-f", "yaml"], "'yaml' is not one of"),
+        ([], "--format"),
+        (["-f", "dot", "--max-delay", "9999999d"], "above the layout's capacity"),
+        (["-f", "dot", "-o", "/nowhere/at/all"], "--output: "),
+    ],
+)
+def test_what_the_command_cannot_write_is_a_usage_error(
+    offline: Callable[..., Result], arguments: list[str], said: str
+) -> None:
+    told = offline("export", *arguments)
+    assert told.exit_code == 2
+    assert said in told.stderr
+
+
+def test_the_virtual_host_is_that_of_the_application(offline: Callable[..., Result]) -> None:
+    told = offline(
+        "export", "-f", "definitions", "--layout", "binary", broker_url="amqp://guest@nowhere/shop"
+    )
+    assert json.loads(told.stdout)["queues"][0]["vhost"] == "shop"

@@ -1,0 +1,114 @@
+"""``celery rabbitdelay route`` and the route that it explains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from click.testing import Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.levels.layout import Layout, clock, custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.route import explain
+from tests.json_schemas import checked
+from tests.unit.broker_model import BrokerModel
+from tests.unit.strategies import custom_layouts
+
+SEED = '[["a",2,8],["b",2,4],["c",2,2],["d",2,1]]'
+
+
+@given(layout=custom_layouts(), delay_ms=st.integers(0, 10**8), shards=st.integers(1, 3))
+def test_the_explained_route_is_the_one_that_a_message_takes(
+    layout: Layout, delay_ms: int, shards: int
+) -> None:
+    topology = Topology("p", layout, shards=shards)
+    delay_ms %= 4 * layout.capacity_ms
+    found = explain(topology, delay_ms / 1000, "reports", task_id="t")
+
+    walk = BrokerModel(topology, ("reports",)).walk(found.entered)
+    levels = found.stops[1:] if found.meditations else found.stops
+    assert tuple(stop.queue for stop in levels) == walk.stops
+    assert walk.delivered_to == {"reports"}
+    looped = found.stops[0].ttl_ms * found.meditations if found.meditations else 0
+    assert looped + walk.waited_ms == found.total_ms
+    passed = walk.waited_ms if layout.zeros == "queue" else 0
+    assert 0 <= found.total_ms - delay_ms < layout.tick_ms + (passed and len(layout.levels))
+
+
+def test_27_seconds_through_levels_of_15_meditate_once() -> None:
+    topology = Topology("p", custom([("a", 2, 8), ("b", 2, 4), ("c", 2, 2), ("d", 2, 1)]))
+    found = explain(topology, 27, "my-key")
+    assert found.meditations == 1
+    assert found.published == topology.route(27, "my-key")
+    assert found.entered.routing_key == "1.1.0.0.my-key"
+    assert [stop.ttl_ms for stop in found.stops] == [15_000, 8000, 4000]
+
+
+def test_a_delay_far_above_the_capacity_meditates_as_often_as_needed() -> None:
+    topology = Topology("p", custom([("seconds", 6, 1)]))
+    for delay, times in ((5, 0), (5.1, 1), (10, 1), (11, 2), (1000, 199)):
+        assert explain(topology, delay, "q").meditations == times
+
+
+def test_a_tolerance_saves_stops() -> None:
+    topology = Topology(layout=clock())
+    assert len(explain(topology, 3599, "q").stops) == 2
+    found = explain(topology, 3599, "q", tolerance=60)
+    assert [stop.queue for stop in found.stops] == ["rabbitdelay.hours.1"]
+    assert (found.delay_ms, found.total_ms) == (3_599_000, 3_600_000)
+
+
+def test_the_command_says_it_in_words_and_as_a_table(offline: Callable[..., Result]) -> None:
+    told = offline("route", "3d7h45m30s", "-Q", "reminders")
+    assert told.exit_code == 0
+    assert "3 days 7:45:30 to the queue reminders: 4 stops" in told.stdout
+    assert "the routing key 0.0.0.3.7.45.30.0.reminders" in told.stdout
+    row = "2     rabbitdelay.hours.7     7:00:00  rabbitdelay.minutes.x1"
+    assert row in told.stdout.splitlines()
+
+
+def test_the_command_takes_any_layout(offline: Callable[..., Result]) -> None:
+    found = checked("route", offline("route", "27", "--layout", SEED, "-Q", "my-key", "-j").stdout)
+    assert found["meditations"] == 1
+    assert found["entered"]["routing_key"] == "1.1.0.0.my-key"
+    words = offline("route", "27", "--layout", SEED, "-Q", "my-key").stdout
+    assert "waits 0:00:15 in rabbitdelay.meditation once" in words
+
+    skip = json.dumps({"name": "binary", "levels": 4, "zeros": "skip"})
+    options = ("--layout", skip, "--tick", "1", "--prefix", "p", "--shards", "2", "--task-id", "x")
+    found = checked("route", offline("route", "0:00:05", *options, "-j").stdout)
+    assert found["destination"] == "celery"
+    assert found["published"]["exchange"] == "p.seconds.x4"
+    shard = found["published"]["routing_key"].split(".")[0]
+    assert [stop["queue"] for stop in found["stops"]] == [
+        f"p.seconds.4.{shard}",
+        f"p.seconds.1.{shard}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["soon"], "takes seconds (90"),
+        (["5", "--tolerance", "much"], "tolerance 'much'"),
+        (["5", "--layout", "calendar"], 'takes "clock"'),
+        (["5", "--layout", "[["], "is not JSON"),
+        (["5", "--shards", "0"], "takes a whole number from 1"),
+        (["5", "-Q", ""], "takes the name of a queue"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_is_taken(
+    offline: Callable[..., Result], arguments: list[str], said: str
+) -> None:
+    told = offline("route", *arguments)
+    assert told.exit_code == 2
+    assert said in told.stderr
+
+
+def test_a_module_that_nobody_serves_is_named(offline: Callable[..., Result]) -> None:
+    told = offline("route", "5000d", rabbitdelay_modules=["distribution"])
+    assert "rabbitdelay_modules lacks 'check-in'" in told.stdout
+    assert "rabbitdelay_modules" not in offline("route", "5000d").stdout
