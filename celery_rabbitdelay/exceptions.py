@@ -24,11 +24,13 @@ __all__ = [
     "InvalidDelayType",
     "InvalidEnvelope",
     "InvalidLayout",
+    "InvalidManagementURL",
     "InvalidOption",
     "InvalidRow",
     "InvalidSetting",
     "JobClosed",
     "LayoutConflict",
+    "ManagementUnavailable",
     "MessageNacked",
     "MessageRefused",
     "MessageReturned",
@@ -569,6 +571,40 @@ class JobClosed(RabbitDelayError, ValueError):
             "open": "commit or abort it, or choose another name",
         }
         return f"job {self.job!r} is {self.state}: {way_out.get(self.state, 'open another one')}"
+
+
+class InvalidManagementURL(RabbitDelayError, ValueError):
+    """The URL of RabbitMQ's management API is malformed.
+
+    Attributes:
+        url: The URL, without what may be a user and a password.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
+
+    def __str__(self) -> str:
+        return f"{self.url!r} is not a URL such as http://user:password@host:15672"
+
+
+class ManagementUnavailable(RabbitDelayError, OperationalError):
+    """RabbitMQ's management API cannot be reached, or refuses to answer.
+
+    Attributes:
+        url: Its URL, without user and password.
+        reason: What went wrong.
+        status: The status of HTTP; None without an answer.
+    """
+
+    def __init__(self, url: str, reason: str, status: int | None = None) -> None:
+        super().__init__(url, reason, status)
+        self.url = url
+        self.reason = reason
+        self.status = status
+
+    def __str__(self) -> str:
+        return f"the management API {self.url} cannot be used: {self.reason}"
 
 
 def _may_have_arrived(error: Exception) -> bool:

@@ -12,6 +12,7 @@ from celery_rabbitdelay.command.pending import forecast, pending
 from celery_rabbitdelay.command.route import route
 from celery_rabbitdelay.command.send import send
 from celery_rabbitdelay.command.status import status
+from celery_rabbitdelay.command.verify import verify
 from celery_rabbitdelay.command.waiting import cancel, job, postpone
 
 # Registers the control command, so that `celery inspect` knows it in this process.
@@ -40,5 +41,6 @@ for command in (
     send,
     status,
     transfer,
+    verify,
 ):
     rabbitdelay.add_command(command)

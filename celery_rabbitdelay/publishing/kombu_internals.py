@@ -9,14 +9,16 @@ from collections.abc import Callable, Mapping
 from queue import LifoQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from kombu import Connection, Consumer, Producer
+from kombu import Connection, Consumer, Producer, Queue
 from kombu.resource import Resource
 from kombu.serialization import registry  # type: ignore[attr-defined]
+from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
 from kombu.utils import json
 
 __all__ = [
     "LazyPool",
     "consumed_queue_name",
+    "declared_arguments",
     "declared_entities",
     "drop_connection",
     "is_kombus_json",
@@ -65,6 +67,13 @@ def declared_entities(connection: Connection) -> set[Any]:
     """Return the set of what was declared on a connection; kombu empties it on a new one."""
     declared: set[Any] = connection.declared_entities  # type: ignore[assignment]
     return declared
+
+
+def declared_arguments(queue: Queue) -> dict[str, Any]:
+    """Return the arguments that a queue is declared with: its own, and those of its attributes."""
+    names = ("expires", "message_ttl", "max_length", "max_length_bytes", "max_priority")
+    attributes = {name: getattr(queue, name) for name in names}
+    return dict(to_rabbitmq_queue_arguments(queue.queue_arguments or {}, **attributes))
 
 
 def drop_connection(connection: Connection, timeout: float = 0.1) -> None:

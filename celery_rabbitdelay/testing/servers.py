@@ -266,6 +266,8 @@ class RabbitMQServer(Server):
         settings: Lines for the node's ``rabbitmq.conf``.
         cluster_with: A node that runs already, whose cluster this one joins at its first start. It
             shares that node's port mapper and cookie: stop it before that one.
+        management: Whether the node serves the HTTP API and the pages of ``rabbitmq_management``,
+            at :attr:`management_url`.
     """
 
     package = "rabbitmq-server"
@@ -278,11 +280,14 @@ class RabbitMQServer(Server):
         root: Path | None = None,
         settings: Sequence[str] = (),
         cluster_with: RabbitMQServer | None = None,
+        management: bool = False,
     ) -> None:
         super().__init__()
         self.root = root
         self.settings = settings
         self.cluster_with = cluster_with
+        self.management = management
+        self._management_port = free_port()
         self._mapper_port: int = cluster_with._mapper_port if cluster_with else free_port()
         self._distribution_port = free_port()
         self._mapper: subprocess.Popen[bytes] | None = None
@@ -294,6 +299,11 @@ class RabbitMQServer(Server):
     def url(self) -> str:
         """``amqp://`` URL of the virtual host ``/``."""
         return f"amqp://guest:guest@127.0.0.1:{self.port}//"
+
+    @property
+    def management_url(self) -> str:
+        """URL of the management HTTP API, with user and password."""
+        return f"http://guest:guest@127.0.0.1:{self._management_port}"
 
     @property
     def node(self) -> str:
@@ -348,6 +358,11 @@ class RabbitMQServer(Server):
             "disk_free_limit.absolute = 50MB",
             *self.settings,
         ]
+        if self.management:
+            lines += [
+                "management.tcp.ip = 127.0.0.1",
+                f"management.tcp.port = {self._management_port}",
+            ]
         if self.cluster_with is not None:
             lines += [
                 "cluster_formation.peer_discovery_backend = classic_config",
@@ -357,7 +372,8 @@ class RabbitMQServer(Server):
             if not cookie.exists():
                 shutil.copy(self.cluster_with.folder / cookie.name, cookie)
         (self.folder / "rabbitmq.conf").write_text("\n".join(lines) + "\n")
-        (self.folder / "enabled_plugins").write_text("[].\n")
+        plugins = "rabbitmq_management" if self.management else ""
+        (self.folder / "enabled_plugins").write_text(f"[{plugins}].\n")
 
     def _command(self) -> list[str]:
         return self._inside([self.program])

@@ -17,6 +17,7 @@ from kombu.utils import json
 from celery_rabbitdelay.publishing.kombu_internals import (
     LazyPool,
     consumed_queue_name,
+    declared_arguments,
     declared_entities,
     drop_connection,
     is_kombus_json,
@@ -54,6 +55,13 @@ def test_a_serializer_is_known_by_its_encoder() -> None:
     assert is_kombus_json("json")
     assert not is_kombus_json("pickle")
     assert not is_kombus_json("unknown")
+
+
+def test_a_queue_is_declared_with_its_arguments_and_attributes() -> None:
+    attributes: Any = {"max_length": 5, "message_ttl": 1.5}
+    queue = Queue("q", queue_arguments={"x-overflow": "reject-publish"}, **attributes)
+    expected = {"x-overflow": "reject-publish", "x-max-length": 5, "x-message-ttl": 1500}
+    assert declared_arguments(queue) == expected, moved("to_rabbitmq_queue_arguments")
 
 
 def test_a_connection_knows_what_was_declared_on_it_and_forgets_it_on_a_new_one() -> None:

@@ -1,0 +1,116 @@
+"""RabbitMQ's management HTTP API, read only.
+
+It needs the plugin ``rabbitmq_management`` and a user with the tag ``management`` or more:
+https://www.rabbitmq.com/docs/management#permissions
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+from typing import Any, Final
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, unquote, urlsplit
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
+
+from kombu import Connection
+from kombu.transport.pyamqp import SSLTransport
+
+from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
+
+__all__ = ["ManagementAPI", "management_api_of"]
+
+#: Seconds that each step of a request may take.
+TIMEOUT: Final = 10.0
+
+#: The plugin's default ports, without and with TLS.
+PORTS: Final = {"http": 15672, "https": 15671}
+
+
+class ManagementAPI:
+    """Reads from the management HTTP API.
+
+    Args:
+        url: ``http://user:password@host:15672``; ``https`` for TLS. A path is a ``path_prefix`` of
+            the plugin.
+        cafile: A file with the certificates of authorities, for TLS; the system's by default.
+
+    Attributes:
+        url: The URL without user and password.
+
+    Raises:
+        InvalidManagementURL: It is not such a URL.
+    """
+
+    def __init__(self, url: str, cafile: str | None = None) -> None:
+        try:
+            parts = urlsplit(url)
+            port, host = parts.port, parts.hostname
+        except ValueError as wrong:
+            raise InvalidManagementURL(_without_user(url)) from wrong
+        if parts.scheme not in PORTS or not host:
+            raise InvalidManagementURL(_without_user(url))
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{parts.scheme}://{shown}:{port or PORTS[parts.scheme]}{parts.path.rstrip('/')}"
+        user = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
+        self._authorization = f"Basic {base64.b64encode(user.encode()).decode()}"
+        try:
+            context = ssl.create_default_context(cafile=cafile)
+        except OSError as wrong:
+            raise ManagementUnavailable(self.url, f"cannot read {cafile}: {wrong}") from wrong
+        # Not through a proxy: AMQP reaches the broker without one. Not after a redirection: it
+        # would take the password to another host.
+        self._opener = build_opener(ProxyHandler({}), _NoRedirection, HTTPSHandler(context=context))
+
+    def get(self, *path: str, accept: int | None = None, **query: str) -> Any:
+        """Return what the API says under a path.
+
+        Args:
+            *path: The words of the path behind ``/api``; they are quoted.
+            accept: A status of HTTP that is an answer as well, and not an error.
+            **query: The query.
+
+        Raises:
+            ManagementUnavailable: It does not answer, or not with JSON, or refuses.
+        """
+        address = "/".join([f"{self.url}/api", *(quote(word, safe="") for word in path)])
+        if query:
+            address += "?" + "&".join(f"{name}={quote(value)}" for name, value in query.items())
+        request = Request(address, headers={"Authorization": self._authorization})
+        try:
+            with self._opener.open(request, timeout=TIMEOUT) as answer:
+                return json.load(answer)
+        except HTTPError as refused:
+            with refused:
+                if refused.code == accept:
+                    return json.load(refused)
+                reason = f"{'/'.join(path)}: {refused.code} {refused.reason}"
+            raise ManagementUnavailable(self.url, reason, refused.code) from refused
+        except URLError as error:
+            raise ManagementUnavailable(self.url, str(error.reason)) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ManagementUnavailable(self.url, str(error) or repr(error)) from error
+
+
+class _NoRedirection(HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **options: Any) -> None:
+        return None
+
+
+def management_api_of(connection: Connection) -> ManagementAPI:
+    """Return the API at the broker's host and the plugin's default port, with AMQP's user."""
+    is_tls = connection.ssl or isinstance(connection.transport, SSLTransport)
+    scheme = "https" if is_tls else "http"
+    host = connection.hostname or "localhost"
+    host = f"[{host}]" if ":" in host else host
+    user, password = connection.userid or "guest", connection.password or "guest"
+    cafile = connection.ssl.get("ca_certs") if isinstance(connection.ssl, dict) else None
+    return ManagementAPI(f"{scheme}://{quote(user, '')}:{quote(password, '')}@{host}", cafile)
+
+
+def _without_user(url: str) -> str:
+    """Return a URL that may be malformed without what may be a user and a password."""
+    start, slashes, rest = url.rpartition("://")
+    return f"{start}{slashes}{rest.rpartition('@')[2]}"

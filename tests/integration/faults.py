@@ -1,0 +1,251 @@
+"""Faults that an operator, or an accident, plants on a broker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import amqp
+from kombu import Exchange, Queue
+
+from celery_rabbitdelay.levels.layout import custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import delete, forget
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.management import QUORUM, Place
+
+#: The policy that the documentation recommends.
+GUARD: dict[str, Any] = {"pattern": r"^shop\.", "priority": 1000, "overflow": "reject-publish"}
+
+Plant = Callable[[Place], object]
+
+
+def channel(place: Place) -> Any:
+    return place.connection.default_channel
+
+
+def without_queue(place: Place) -> None:
+    channel(place).queue_delete("shop.ms.300")
+
+
+def without_exchange(place: Place) -> None:
+    channel(place).exchange_delete("shop.ms.x100")
+
+
+def without_marker(place: Place) -> None:
+    place.topology.identity.marker(channel(place)).delete()
+
+
+def without_levels(place: Place) -> None:
+    delete(place.connection, place.topology)
+
+
+def longer_ttl(place: Place) -> None:
+    channel(place).queue_delete("shop.ms.300")
+    queue = next(each for each in place.topology.queues if each.name == "shop.ms.300")
+    arguments = {**(queue.queue_arguments or {}), "x-message-ttl": 5000}
+    Queue(queue.name, queue_arguments=arguments)(channel(place)).queue_declare()
+    bind_again(place, queue.name)
+
+
+def no_alternate(place: Place) -> None:
+    channel(place).exchange_delete("shop.meditated")
+    Exchange("shop.meditated", type="fanout")(channel(place)).declare()
+    channel(place).queue_bind("shop.checkin", "shop.meditated")
+
+
+def other_layout(place: Place) -> None:
+    guard = place.topology.identity.guard
+    guard(channel(place)).delete()
+    arguments = {"alternate-exchange": "shop.layout.other"}
+    Exchange(guard.name, type="fanout", arguments=arguments)(channel(place)).declare()
+
+
+def bind_again(place: Place, name: str) -> None:
+    for binding in place.topology.bindings:
+        if binding.target == name:
+            channel(place).queue_bind(name, binding.source, binding.pattern)
+
+
+def unbound_digit(place: Place) -> None:
+    binding = next(each for each in place.topology.bindings if each.target == "shop.seconds.3")
+    channel(place).queue_unbind(binding.target, binding.source, binding.pattern)
+
+
+def copies_of_all(place: Place) -> None:
+    copies = Queue("copies", queue_arguments=QUORUM)
+    copies(channel(place)).declare()
+    channel(place).queue_bind("copies", "shop.delivery", "#")
+
+
+def foreign_source(place: Place) -> None:
+    channel(place).queue_bind("shop.seconds.3", "amq.topic", "#")
+
+
+def consumer_of_a_level(place: Place) -> None:
+    channel(place).basic_consume("shop.seconds.3", arguments={"x-priority": -10})
+
+
+def policy(pattern: str, **keys: Any) -> Plant:
+    return lambda place: place.policy(pattern, **keys)
+
+
+def operator_policy_despite_the_guard(place: Place) -> None:
+    place.policy(**GUARD)
+    place.policy(r"^shop\.ms", kind="operator-policies", message_ttl=50)
+
+
+def refusing_stranger(place: Place) -> None:
+    arguments = {**QUORUM, "x-max-length": 5, "x-overflow": "reject-publish"}
+    Queue("audit", queue_arguments=arguments)(channel(place)).declare()
+    pattern = place.topology.keys.destination_pattern("audit")
+    channel(place).queue_bind("audit", "shop.delivery", pattern)
+
+
+def never_declares(place: Place) -> None:
+    unknown = Queue("invoices", queue_arguments=QUORUM)
+    destinations = (place.orders, unknown)
+    place.application = replace(place.application, may_declare=False, destinations=destinations)
+
+
+def another_destination(place: Place) -> None:
+    destinations = (place.orders, Queue("invoices", queue_arguments=QUORUM))
+    place.application = replace(place.application, destinations=destinations)
+
+
+def unbound_destination(place: Place) -> None:
+    pattern = place.topology.keys.destination_pattern("orders")
+    channel(place).queue_unbind("orders", "shop.delivery", pattern)
+
+
+def unbound_without_distribution(place: Place) -> None:
+    unbound_destination(place)
+    place.application = replace(place.application, modules=("check-in",))
+
+
+def classic_destination(place: Place) -> None:
+    channel(place).queue_delete("orders")
+    place.orders.queue_arguments = {}
+    forget(place.connection)
+    place.declare()
+
+
+def other_destination(place: Place) -> None:
+    place.orders.queue_arguments = {**QUORUM, "x-delivery-limit": 3}
+
+
+def may_only(**permissions: str) -> Plant:
+    everything = {"configure": ".*", "write": ".*", "read": ".*"}
+    return lambda place: place.user(**{**everything, **permissions})
+
+
+def older_layout(place: Place) -> None:
+    """The exchanges stay, and messages wait in a queue of an older layout."""
+    older = Topology("shop", custom([("hours", 3, 3600), ("minutes", 60, 60)]))
+    declare_beside(place, older)
+    channel(place).basic_publish(amqp.Message("late"), "", "shop.hours.1")
+    wait_for(
+        lambda: channel(place).queue_declare("shop.hours.1", passive=True).message_count,
+        "the message",
+    )
+
+
+def declare_beside(place: Place, older: Topology) -> None:
+    """Declare the levels of another layout under the same prefix, without its guard."""
+    for exchange in older.exchanges[1:3]:
+        exchange(channel(place)).declare()
+    for queue in older.digit_queues[:3]:
+        queue(channel(place)).queue_declare()
+
+
+def empty_older_layout(place: Place) -> None:
+    declare_beside(place, Topology("shop", custom([("hours", 3, 3600), ("minutes", 60, 60)])))
+
+
+def fast_clock(place: Place) -> None:
+    place.now = lambda: time.time() + 90
+
+
+def slow_clock(place: Place) -> None:
+    place.now = lambda: time.time() - 90
+
+
+#: What is planted, how bad it is, and the codes that have to be found, no others.
+FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
+    "queue-deleted": (without_queue, "danger", {"missing"}),
+    "exchange-deleted": (without_exchange, "danger", {"missing"}),
+    "marker-deleted": (without_marker, "warning", {"marker-missing"}),
+    "nothing-declared": (without_levels, "warning", {"not-declared"}),
+    "longer-ttl": (longer_ttl, "danger", {"differs"}),
+    "no-alternate-exchange": (no_alternate, "danger", {"differs"}),
+    "other-layout": (other_layout, "danger", {"layout-conflict"}),
+    "digit-unbound": (unbound_digit, "danger", {"binding-missing"}),
+    "copies-of-all": (copies_of_all, "danger", {"binding-additional"}),
+    "foreign-source": (foreign_source, "danger", {"binding-additional"}),
+    "consumer-of-a-level": (consumer_of_a_level, "danger", {"level-consumed"}),
+    "expires": (policy(r"^shop\.", expires=3_600_000), "danger", {"policy-expires"}),
+    "shorter-ttl": (policy(r"^shop\.seconds", message_ttl=1500), "danger", {"policy-message-ttl"}),
+    "ttl-of-a-module": (policy("checkin", message_ttl=9999), "danger", {"policy-message-ttl"}),
+    "ttl-of-undeliverable": (
+        policy(r"^shop\.und", message_ttl=9999),
+        "danger",
+        {"policy-message-ttl"},
+    ),
+    "bounded-level": (policy(r"\.ms\.", max_length=10), "danger", {"policy-max-length"}),
+    "bounded-bytes": (policy(r"\.ms\.", max_length_bytes=10), "danger", {"policy-max-length"}),
+    "drop-head": (policy(r"\.ms\.", overflow="drop-head"), "danger", {"policy-overflow"}),
+    "other-routing-key": (
+        policy(r"\.ms\.", dead_letter_routing_key="elsewhere"),
+        "danger",
+        {"policy-dead-letter"},
+    ),
+    "drop-undeliverable": (
+        policy("undeliverable", delivery_limit=5),
+        "danger",
+        {"policy-delivery-limit"},
+    ),
+    "impatient-module": (
+        policy("distribution", delivery_limit=5),
+        "warning",
+        {"policy-delivery-limit"},
+    ),
+    "operator-policy": (operator_policy_despite_the_guard, "danger", {"policy-message-ttl"}),
+    "destination-expires": (policy("orders", expires=60_000), "warning", {"policy-expires"}),
+    "destination-ttl": (policy("orders", message_ttl=1000), "warning", {"policy-message-ttl"}),
+    "destination-drops-poison": (
+        policy("orders", delivery_limit=5),
+        "warning",
+        {"policy-delivery-limit"},
+    ),
+    "destination-drops": (policy("orders", max_length=5), "warning", {"destination-drops"}),
+    "destination-refuses": (
+        policy("orders", max_length=5, overflow="reject-publish"),
+        "danger",
+        {"destination-refuses"},
+    ),
+    "unknown-destination-refuses": (refusing_stranger, "danger", {"destination-refuses"}),
+    "destination-not-declared": (never_declares, "danger", {"destination-missing"}),
+    "destination-not-yet-declared": (another_destination, "note", {"destination-missing"}),
+    "destination-unbound": (unbound_destination, "warning", {"destination-unbound"}),
+    "destination-cut-off": (unbound_without_distribution, "danger", {"destination-unbound"}),
+    "destination-classic": (classic_destination, "note", {"destination-classic"}),
+    "destination-differs": (other_destination, "danger", {"destination-differs"}),
+    "may-not-declare": (
+        may_only(configure=r"^(orders|shop\.(layout|s).*|amq\.gen.*)"),
+        "danger",
+        {"permission-configure"},
+    ),
+    "may-not-send": (may_only(write=r"^(orders|amq\..*)"), "danger", {"permission-write"}),
+    "may-not-bind": (may_only(read=r"^(amq\.gen|shop\.[^d])"), "danger", {"permission-read"}),
+    "may-not-consume": (
+        may_only(read=r"^(amq\.gen|shop\.delivery)"),
+        "danger",
+        {"permission-read"},
+    ),
+    "older-layout": (older_layout, "danger", {"orphan"}),
+    "empty-older-layout": (empty_older_layout, "note", {"orphan"}),
+    "clock-ahead": (fast_clock, "warning", {"clock-difference"}),
+    "clock-behind": (slow_clock, "warning", {"clock-difference"}),
+}

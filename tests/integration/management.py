@@ -1,0 +1,152 @@
+"""A private broker with its management API, and what an operator may do to it."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+from uuid import uuid4
+
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.exceptions import ManagementUnavailable
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.verify.application import Application
+from celery_rabbitdelay.operations.verify.finding import Report
+from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
+from celery_rabbitdelay.operations.verify.verification import verify
+from celery_rabbitdelay.publishing.declaration import declare_destination
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.conftest import SHORT
+
+QUORUM = {"x-queue-type": "quorum"}
+
+
+class Place:
+    """A virtual host with small levels and a destination, which an operator may damage.
+
+    Args:
+        node: A node with its management API.
+        queue_type: The type of the levels' queues.
+    """
+
+    def __init__(self, node: RabbitMQServer, queue_type: Any = "quorum") -> None:
+        self.node = node
+        self.name = f"verify-{uuid4().hex[:8]}"
+        self.url = f"{node.url.removesuffix('//')}/{self.name}"
+        self.topology = Topology("shop", SHORT, queue_type)
+        self.orders = Queue("orders", queue_arguments=QUORUM)
+        self.application = Application(self.topology, (self.orders,))
+        self.connection = Connection(self.url)
+        self.api = ManagementAPI(node.management_url)
+        self.now: Callable[[], float] | None = None
+
+    def declare(self) -> None:
+        """Declare levels and destination."""
+        declare_destination(self.connection, self.topology, self.orders)
+
+    def put(self, *path: str, **value: Any) -> None:
+        """Put something under a path of the management API."""
+        self._request("PUT", path, value)
+
+    def post(self, *path: str, **value: Any) -> None:
+        """Send something to a path of the management API."""
+        self._request("POST", path, value)
+
+    def delete(self, *path: str) -> None:
+        """Delete what is under a path of the management API, in this virtual host."""
+        self._request("DELETE", path, None)
+
+    def _request(self, method: str, path: tuple[str, ...], value: Any) -> None:
+        credentials = b64encode(b"guest:guest").decode()
+        request = Request(
+            "/".join([self.api.url, "api", *(quote(word, safe="") for word in path)]),
+            data=None if value is None else json.dumps(value).encode(),
+            method=method,
+            headers={
+                "Authorization": f"Basic {credentials}",
+                "Content-Type": "application/json",
+            },
+        )
+        try:
+            urlopen(request).close()
+        except HTTPError as refused:
+            raise AssertionError(refused.read()) from refused
+
+    def policy(self, pattern: str, priority: int = 0, kind: str = "policies", **keys: Any) -> None:
+        """Set a policy for queues; ``message_ttl=5`` stands for ``message-ttl``."""
+        definition = {key.replace("_", "-"): value for key, value in keys.items()}
+        name = f"{kind}-{uuid4().hex[:4]}"
+        settings = {"pattern": pattern, "priority": priority, "apply-to": "queues"}
+        self.put(kind, self.name, name, definition=definition, **settings)
+
+    def user(self, configure: str, write: str, read: str) -> None:
+        """Let the application be another user from now on, who has these permissions."""
+        name = f"user-{self.name}"
+        self.put("users", name, password="secret", tags="")
+        self.put("permissions", self.name, name, configure=configure, write=write, read=read)
+        self.connection = Connection(self.url.replace("guest:guest", f"{name}:secret"))
+
+    def verify(self, management: bool = True) -> Report:
+        """Look for faults."""
+        clock = {} if self.now is None else {"now": self.now}
+        api = self.api if management else None
+        with self.connection.clone() as connection:
+            return verify(connection, self.application, api, **clock)
+
+    def verify_until(self, codes: set[str]) -> Report:
+        """Look for faults until they are these, as far as the broker reports them late."""
+        report = self.verify()
+
+        def is_found() -> bool:
+            nonlocal report
+            if codes_of(report) == codes:
+                return True
+            report = self.verify()
+            return codes_of(report) == codes
+
+        try:
+            wait_for(is_found, f"{codes}")
+        except TimeoutError:
+            assert codes_of(report) == codes, report
+        return report
+
+
+@contextmanager
+def place_on(node: RabbitMQServer, queue_type: Any = "quorum") -> Iterator[Place]:
+    """A virtual host of its own, deleted at the end."""
+    place = Place(node, queue_type)
+    place.put("vhosts", place.name)
+    place.put("permissions", place.name, "guest", configure=".*", write=".*", read=".*")
+    try:
+        place.declare()
+        yield place
+    finally:
+        place.connection.release()
+        place.delete("vhosts", place.name)
+
+
+def codes_of(report: Report) -> set[str]:
+    """Return the codes of all findings."""
+    return {finding.code for finding in report.findings}
+
+
+def wait_until_managed(node: RabbitMQServer) -> None:
+    """Wait until the management API answers; it starts behind the listener of AMQP."""
+    api = ManagementAPI(node.management_url)
+
+    def answers() -> bool:
+        try:
+            return bool(api.get("overview"))
+        except ManagementUnavailable as error:
+            # Where nothing listens yet, and where the plugin has not started as a whole.
+            if error.status in (None, 500):
+                return False
+            raise
+
+    wait_for(answers, "the management API")

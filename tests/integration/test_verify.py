@@ -1,0 +1,245 @@
+"""``verify`` finds each fault that is planted on a real broker, and none on a sound one."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.levels.layout import binary, custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.export.definitions import definitions
+from celery_rabbitdelay.operations.verify.finding import Finding
+from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
+from celery_rabbitdelay.publishing.declaration import bind_destination, declare_destination
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.conftest import LEVELS, SHORT
+from tests.integration.faults import (
+    FAULTS,
+    GUARD,
+    channel,
+    operator_policy_despite_the_guard,
+    unbound_digit,
+    without_queue,
+)
+from tests.integration.management import Place, codes_of, place_on, wait_until_managed
+
+
+@pytest.fixture(scope="module")
+def node(broker_root: Path | None) -> Iterator[RabbitMQServer]:
+    """A node with its management API."""
+    with RabbitMQServer(broker_root, management=True) as node:
+        wait_until_managed(node)
+        yield node
+
+
+@pytest.fixture
+def place(node: RabbitMQServer) -> Iterator[Place]:
+    """Sound levels and a destination in a virtual host of this test's own."""
+    with place_on(node) as place:
+        yield place
+
+
+def test_nothing_is_found_on_a_sound_broker(place: Place) -> None:
+    report = place.verify()
+    assert report.findings == ()
+    assert report.not_seen == ()
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology("clock"),
+        Topology("skipping", custom(LEVELS, zeros="skip"), shards=2),
+        Topology("queueing", custom(LEVELS, zeros="queue")),
+        Topology("shop.eu", binary(levels=6)),
+    ],
+    ids=lambda topology: topology.prefix,
+)
+def test_nothing_is_found_in_any_layout(place: Place, topology: Topology) -> None:
+    declare_destination(place.connection, topology, place.orders)
+    for each in (topology, place.topology):
+        place.application = replace(place.application, topology=each)
+        for management in (True, False):
+            assert place.verify(management).findings == ()
+
+
+def test_nothing_is_found_where_the_exported_definitions_were_imported(place: Place) -> None:
+    topology = Topology("imported", SHORT)
+    place.post("definitions", place.name, **definitions(topology, place.name))
+    bind_destination(place.connection, topology, "orders")
+    place.application = replace(place.application, topology=topology, may_declare=False)
+    assert place.verify().findings == ()
+
+
+def test_nothing_is_found_if_the_recommended_policy_keeps_another_one_away(place: Place) -> None:
+    place.policy(**GUARD)
+    place.policy(".*", 999, message_ttl=1000, max_length=10, expires=60_000, overflow="drop-head")
+    assert {finding.subjects for finding in place.verify().findings} == {("queue orders",)}
+
+
+def test_nothing_is_found_if_a_policy_is_harmless(place: Place) -> None:
+    # No level waits longer; where there is an argument, that of a policy does not count.
+    place.policy(r"^shop\.(seconds|ms)", message_ttl=5000, dead_letter_exchange="amq.fanout")
+    assert place.verify().findings == ()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_planted_fault_is_found_alone(place: Place, fault: str) -> None:
+    plant, severity, codes = FAULTS[fault]
+    plant(place)
+    report = place.verify_until(codes)
+    assert report.findings[0].severity == severity
+    assert all(each.consequence and each.remedy for each in report.findings)
+    assert report.not_seen == ()
+
+
+def finding(place: Place) -> Finding:
+    [found] = place.verify().findings
+    return found
+
+
+def test_a_policy_is_one_finding_with_all_its_queues(place: Place) -> None:
+    place.policy(r"^shop\.ms", max_length=5)
+    found = finding(place)
+    assert found.subjects == tuple(f"queue shop.ms.{digit}00" for digit in range(1, 10))
+    assert r"'^shop\.ms'" in found.what
+    assert "--priority 1000" in found.remedy
+
+
+def test_the_remedy_outranks_the_policy(place: Place) -> None:
+    place.policy("ms", 5000, max_length=5)
+    assert "--priority 5001" in finding(place).remedy
+
+
+def test_the_remedy_works(place: Place) -> None:
+    place.policy("ms", max_length=5)
+    command = finding(place).remedy.partition(";")[0]
+    assert command.startswith("rabbitmqctl set_policy -p ")
+    place.node.ctl(*shlex.split(command)[1:])
+    assert place.verify().findings == ()
+
+
+def test_an_operator_policy_is_named(place: Place) -> None:
+    operator_policy_despite_the_guard(place)
+    assert "operator policy" in finding(place).what
+    assert "change the operator policy's pattern" in finding(place).remedy
+
+
+def test_the_smaller_value_of_policy_and_operator_policy_counts(place: Place) -> None:
+    place.policy(r"\.seconds\.5", message_ttl=60_000)
+    place.policy(r"\.seconds\.5", kind="operator-policies", message_ttl=4000)
+    assert "message-ttl to 4000" in finding(place).what
+
+
+def test_a_destination_that_is_known_to_refuse_is_no_fault(place: Place) -> None:
+    place.policy("orders", max_length=5, overflow="reject-publish")
+    place.application = replace(place.application, may_refuse=["ord*"])
+    assert place.verify().findings == ()
+
+
+def test_classic_levels_are_a_warning(node: RabbitMQServer) -> None:
+    with place_on(node, "classic") as place:
+        assert codes_of(place.verify()) == {"classic-levels"}
+
+
+def test_an_alarm_is_a_danger(place: Place) -> None:
+    place.node.ctl("set_vm_memory_high_watermark", "absolute", "1000")
+    try:
+        report = place.verify_until({"alarm"})
+        assert report.findings[0].severity == "danger"
+        assert "the broker's clock" in report.not_seen[0]
+    finally:
+        place.node.ctl("set_vm_memory_high_watermark", "0.4")
+        wait_for(lambda: not codes_of(place.verify()), "the end of the alarm")
+
+
+def test_nothing_on_the_broker_is_changed(place: Place) -> None:
+    def everything() -> Any:
+        lists = ("exchanges", "bindings", "policies")
+        queues = place.api.get("queues", place.name, disable_stats="true")
+        names = sorted(queue["name"] for queue in queues)
+        return names, *(place.api.get(each, place.name) for each in lists)
+
+    without_queue(place)
+    unbound_digit(place)
+    before = everything()
+    place.verify()
+    place.verify(management=False)
+    assert everything() == before
+
+
+def test_without_the_management_api_it_says_what_it_has_not_seen(place: Place) -> None:
+    report = place.verify(management=False)
+    assert report.findings == ()
+    assert "bindings: no management API is given" in report.not_seen
+    assert len(report.not_seen) == 8
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "queue-deleted",
+        "exchange-deleted",
+        "marker-deleted",
+        "nothing-declared",
+        "longer-ttl",
+        "no-alternate-exchange",
+        "other-layout",
+        "destination-not-declared",
+        "destination-not-yet-declared",
+        "destination-differs",
+        "may-not-send",
+        "may-not-consume",
+        "clock-ahead",
+    ],
+)
+def test_these_faults_are_found_over_amqp_alone(place: Place, fault: str) -> None:
+    plant, severity, codes = FAULTS[fault]
+    plant(place)
+    report = place.verify(management=False)
+    assert codes_of(report) == codes
+    assert report.findings[0].severity == severity
+
+
+def test_a_user_who_may_see_little_is_told_so(place: Place) -> None:
+    place.put("users", "little", password="secret", tags="management")
+    place.put("permissions", place.name, "little", configure=".*", write=".*", read=".*")
+    place.policy(r"\.ms\.", max_length=5)
+    place.api = ManagementAPI(place.node.management_url.replace("guest:guest", "little:secret"))
+    report = place.verify_until({"policy-max-length"})
+    unseen = {each.partition(":")[0] for each in report.not_seen}
+    assert unseen - {"feature flags"} == {"the cluster's nodes"}
+    place.delete("users", "little")
+
+
+def test_a_feature_flag_that_dead_lettering_needs_is_missed(broker_root: Path | None) -> None:
+    class Node(RabbitMQServer):
+        def _environment(self) -> dict[str, str]:
+            return {**super()._environment(), "RABBITMQ_FEATURE_FLAGS": "quorum_queue"}
+
+    with ExitStack() as stack:
+        node = stack.enter_context(Node(broker_root, management=True))
+        with Connection(node.url) as connection:
+            connection.connect()
+            version = connection.connection.server_properties["version"]
+        if not version.startswith("3.10."):
+            pytest.skip("later versions require the flag")
+        wait_until_managed(node)
+        report = stack.enter_context(place_on(node)).verify()
+        assert "feature flag stream_queue" in report.findings[0].subjects
+        assert report.findings[0].severity == "danger"
+        assert codes_of(report) == {"feature-flag-disabled"}
+
+
+def test_a_deprecated_feature_in_use_is_noted(place: Place) -> None:
+    if place.api.get("overview")["rabbitmq_version"].startswith("3."):
+        pytest.skip("up to 3.12, RabbitMQ knows no deprecated features")
+    Queue("passing", durable=False, queue_arguments={})(channel(place)).declare()
+    place.verify_until({"deprecated-feature"})
