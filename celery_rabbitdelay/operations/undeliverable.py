@@ -308,7 +308,9 @@ class Reader:
 
     @property
     def _tag(self) -> str:
-        return f"undeliverable-{self._number}"
+        # RabbitMQ 3.10.8 gives the messages of a closed channel back by the names of consumers, in
+        # their order up to 32 of them (measured).
+        return f"undeliverable-{self._number:06}"
 
     def _answers(self) -> AbstractContextManager[None]:
         return self._wire.answers_within(ANSWER_TIMEOUT)
