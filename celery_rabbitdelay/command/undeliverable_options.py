@@ -56,7 +56,7 @@ class _Age(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click
         read = _AGE.fullmatch(str(value))
         if read is None:
             self.fail(
-                f"{value!r} is not a number of seconds, nor one with s, m, h or d", param, ctx
+                f"{value!r} is neither a number of seconds nor one with s, m, h or d", param, ctx
             )
         try:
             return timedelta(seconds=float(read[1]) * UNITS[read[2]])

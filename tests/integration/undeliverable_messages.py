@@ -13,7 +13,7 @@ from celery_rabbitdelay.publishing.declaration import bind_destination, declare
 from tests.integration.arrivals import count, wait_until_waiting
 
 
-def straight(queue: str, **more: Any) -> dict[str, Any]:
+def straight(queue: Any, **more: Any) -> dict[str, Any]:
     """The headers of a task that was delayed for a queue."""
     return {
         header_names.DUE: 1_700_000_000_000,
