@@ -30,7 +30,6 @@ from celery_rabbitdelay.operations.progress_bar import progress_bar
 from celery_rabbitdelay.operations.purge import purge as purge_messages
 from celery_rabbitdelay.operations.undeliverable import (
     UndeliverableMessage,
-    ready_messages,
     undeliverable_messages,
 )
 from celery_rabbitdelay.operations.undeliverable_export import (
@@ -41,6 +40,7 @@ from celery_rabbitdelay.operations.undeliverable_export import (
     write_records,
 )
 from celery_rabbitdelay.operations.undeliverable_filter import Contents, UndeliverableFilter
+from celery_rabbitdelay.operations.undeliverable_reader import ready_messages
 from celery_rabbitdelay.operations.undeliverable_summary import UndeliverableSummary
 
 __all__ = ["undeliverable"]

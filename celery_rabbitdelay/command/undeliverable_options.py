@@ -19,8 +19,8 @@ from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.progress_bar import progress_bar
 from celery_rabbitdelay.operations.removal import RemovalReport
-from celery_rabbitdelay.operations.undeliverable import ready_messages
 from celery_rabbitdelay.operations.undeliverable_filter import UndeliverableFilter
+from celery_rabbitdelay.operations.undeliverable_reader import ready_messages
 
 __all__ = [
     "age_type",

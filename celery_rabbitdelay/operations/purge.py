@@ -6,7 +6,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.removal import Matches, Progress, Removal, RemovalReport
-from celery_rabbitdelay.operations.undeliverable import reading
+from celery_rabbitdelay.operations.undeliverable_reader import reading
 
 __all__ = ["purge"]
 
@@ -37,7 +37,7 @@ def purge(
         amqp.exceptions.NotFound: The queue does not exist.
         OSError: The broker cannot be reached.
     """
-    with reading(connection, topology) as reader:
+    with reading(connection, topology, is_removing=True) as reader:
         removal = Removal(reader, topology, matches, progress)
         with removal.reporting() as report:
             for message in removal.matching():

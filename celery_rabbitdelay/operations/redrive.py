@@ -19,7 +19,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import encoded
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.operations.removal import Matches, Progress, Removal, RemovalReport
-from celery_rabbitdelay.operations.undeliverable import reading
+from celery_rabbitdelay.operations.undeliverable_reader import reading
 from celery_rabbitdelay.publishing.message import shortened
 from celery_rabbitdelay.publishing.policy import DEFAULT_POLICY, PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
@@ -75,7 +75,7 @@ def redrive(
         OSError: The broker cannot be reached.
         RabbitDelayError: What ``declare`` raises.
     """
-    with reading(connection, topology) as reader:
+    with reading(connection, topology, is_removing=True, rate=rate) as reader:
         removal = Removal(reader, topology, matches, progress)
         run = _Run(removal, redriving, reader.frame_max, limit)
         with removal.reporting() as report:
@@ -145,8 +145,6 @@ class _Run:
         next_at = time.monotonic()
         for publication in self.outgoing():
             if rate is not None:
-                # A message is there twice from its confirm until it is acknowledged.
-                self._removal.acknowledge()
                 time.sleep(max(next_at - time.monotonic(), 0))
                 next_at = max(next_at, time.monotonic() - MOST_BEHIND) + 1 / rate
             self.in_flight += 1

@@ -17,17 +17,10 @@ import amqp
 
 from celery_rabbitdelay.exceptions import ReadTooLong
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.undeliverable import (
-    LIMIT,
-    Reader,
-    UndeliverableMessage,
-    copy_of,
-)
+from celery_rabbitdelay.operations.undeliverable import LIMIT, UndeliverableMessage, copy_of
+from celery_rabbitdelay.operations.undeliverable_reader import Reader
 
 __all__ = ["Matches", "Progress", "Removal", "RemovalReport"]
-
-#: Messages that are acknowledged together.
-ACKNOWLEDGED_AT_ONCE: Final = 100
 
 #: Seconds between two reports on the progress.
 REPORT_EVERY: Final = 0.2
@@ -106,7 +99,6 @@ class Removal:
         self._matches = matches
         self._progress = progress
         self._began = self._reported_at = time.monotonic()
-        self._settled: list[amqp.Message] = []
 
     @contextmanager
     def reporting(self) -> Iterator[RemovalReport]:
@@ -115,7 +107,11 @@ class Removal:
         try:
             yield self.report
         finally:
-            self.acknowledge()
+            try:
+                self._reader.finish()
+            except self._reader.errors as error:
+                self.report.uncertain += self._reader.not_acknowledged
+                self.stop(f"the messages cannot be acknowledged: {error}")
             self._report()
 
     def matching(self) -> Iterator[amqp.Message]:
@@ -145,19 +141,10 @@ class Removal:
     def settle(self, message: amqp.Message) -> None:
         """Let a message leave the queue; nothing else may still need it."""
         self.report.removed += 1
-        self._settled.append(message)
-        if len(self._settled) >= ACKNOWLEDGED_AT_ONCE:
-            self.acknowledge()
-
-    def acknowledge(self) -> None:
-        """Acknowledge the messages that may leave the queue."""
-        messages, self._settled = self._settled, []
-        if not messages:
-            return
         try:
-            self._reader.acknowledge(messages)
+            self._reader.acknowledge(message)
         except self._reader.errors as error:
-            self.report.uncertain += len(messages)
+            # The report counts it at the end.
             self.stop(f"the messages cannot be acknowledged: {error}")
 
     def stop(self, why: str) -> None:

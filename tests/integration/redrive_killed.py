@@ -18,14 +18,14 @@ from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.operations.redrive import redrive
 from celery_rabbitdelay.operations.redrive_destinations import redriving_for
 from celery_rabbitdelay.operations.removal import Removal
-from celery_rabbitdelay.operations.undeliverable import Reader
+from celery_rabbitdelay.operations.undeliverable_reader import Reader
 from tests.integration.shop import app
 
 #: Where each point is: whose method, and whether it comes before it is called.
 POINTS: dict[str, tuple[type, str, bool]] = {
     "taken": (Redriving, "redriven", True),
     "confirmed": (Removal, "settle", True),
-    "acknowledged": (Reader, "acknowledge", False),
+    "acknowledged": (Reader, "_acknowledge", False),
 }
 
 
@@ -37,8 +37,12 @@ def die_at(point: str, count: int) -> None:
 
     def counted(self: Any, *args: Any) -> Any:
         nonlocal calls
-        calls += 1
-        result = None if before and calls == count else method(self, *args)
+        if before and calls + 1 == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        former = getattr(self, "_acknowledged", None)
+        result = method(self, *args)
+        # Some calls find nothing to acknowledge.
+        calls += former is None or former != self._acknowledged
         if calls == count:
             os.kill(os.getpid(), signal.SIGKILL)
         return result

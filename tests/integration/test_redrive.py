@@ -18,7 +18,7 @@ from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
 from celery_rabbitdelay.modules.redriving import Redriving
-from celery_rabbitdelay.operations import removal, undeliverable
+from celery_rabbitdelay.operations import undeliverable_reader
 from celery_rabbitdelay.operations.purge import purge
 from celery_rabbitdelay.operations.redrive import redrive
 from celery_rabbitdelay.operations.redrive_destinations import (
@@ -65,8 +65,7 @@ def declared(connection: Connection, topology: Topology, queue: Queue) -> Topolo
 def test_messages_come_to_their_queue_and_the_others_stay_in_their_order(
     connection: Connection, declared: Topology, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(undeliverable, "AHEAD", 10)
-    monkeypatch.setattr(removal, "ACKNOWLEDGED_AT_ONCE", 7)
+    monkeypatch.setattr(undeliverable_reader, "AHEAD", 10)
     name = put(connection, declared, *numbered(range(95), queue.name))
 
     def odd(copy: Any) -> bool:
@@ -382,7 +381,7 @@ def test_messages_that_were_read_stay_if_reading_takes_too_long(
     connection: Connection, declared: Topology, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = put(connection, declared, *numbered(range(5), queue.name))
-    monkeypatch.setattr(undeliverable, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(undeliverable_reader, "MOST_SECONDS", 0.0)
     report = redrive(connection, declared, to_queues(declared, queue))
     assert report.removed == 0
     assert "cannot be read further" in str(report.stopped)
