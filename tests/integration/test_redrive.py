@@ -28,6 +28,7 @@ from celery_rabbitdelay.operations.redrive_destinations import (
 )
 from celery_rabbitdelay.operations.removal import RemovalReport
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.notes import Notes
 from tests.integration.shop import named
@@ -84,6 +85,22 @@ def test_messages_come_to_their_queue_and_the_others_stay_in_their_order(
     # The header says how often; the others are those of any delayed message.
     headers = arrived[0].message.headers
     assert headers == straight(queue.name, **{module_headers.REDRIVEN: 1})
+
+
+def test_of_many_messages_none_comes_twice_and_the_others_keep_their_order(
+    connection: Connection, declared: Topology, queue: Queue
+) -> None:
+    name = put(connection, declared, *numbered(range(3000), queue.name))
+
+    def odd(copy: Any) -> bool:
+        return int(copy.body) % 2 == 1
+
+    assert redrive(connection, declared, to_queues(declared, queue), odd).removed == 1500
+    assert count(connection, name) == 1500
+    assert bodies(connection, declared) == [*range(0, 3000, 2)]
+    assert purge(connection, declared).removed == 1500
+    assert bodies(connection, declared) == []
+    assert count(connection, queue.name) == 1500
 
 
 def test_a_limit_is_kept_and_a_dry_run_changes_nothing(
@@ -412,6 +429,32 @@ def test_what_a_client_checks_in_and_check_in_refuses_keeps_its_delay(
     assert headers[header_names.ROUTING_KEY] == queue.name
     assert headers[header_names.EXCHANGE] == ""
     assert "x-delay" not in headers
+
+
+def test_if_the_connections_are_lost_the_report_says_so_and_no_message_is(
+    private_rabbitmq: RabbitMQServer, connection: Connection, declared: Topology, queue: Queue
+) -> None:
+    name = put(connection, declared, *numbered(range(100), queue.name))
+    lost = []
+
+    def lose(report: RemovalReport) -> None:
+        if report.removed >= 20 and not lost:
+            lost.append(report.removed)
+            private_rabbitmq.ctl("close_all_connections", "a test")
+
+    report = redrive(connection, declared, to_queues(declared, queue), rate=50, progress=lose)
+
+    assert lost
+    assert report.stopped is not None
+    assert not report.is_complete
+    with connection.clone() as again:
+        wait_for(
+            lambda: count(again, name) + count(again, queue.name) >= 100, "all of the messages"
+        )
+        assert redrive(again, declared, to_queues(declared, queue)).left == {}
+        wait_until_waiting(again, name, 0)
+        arrived = take(again, [queue], count(again, queue.name))
+    assert {int(each.body) for each in arrived} == {*range(100)}
 
 
 def test_only_messages_that_are_meant_are_deleted(
