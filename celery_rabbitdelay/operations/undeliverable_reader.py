@@ -20,11 +20,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Final, cast
 
 import amqp
-from amqp.exceptions import AccessRefused
+from amqp.exceptions import AccessRefused, RecoverableConnectionError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ReadTooLong
@@ -149,6 +149,7 @@ class Reader:
         )
         self._queue: Queue = topology.module_queues.undeliverable
         self._wire = Wire(connection)
+        self._is_lost = False
         with self._answers():
             self._channel = cast(Any, connection.channel())
         # Bodies stay bytes.
@@ -191,7 +192,8 @@ class Reader:
             amqp.exceptions.NotFound: The queue does not exist.
         """
         channel: Any
-        with self._answers(), suppress(AccessRefused), self._connection.channel() as channel:
+        within = self._wire.answers_within(ANSWER_TIMEOUT)
+        with within, suppress(AccessRefused), self._connection.channel() as channel:
             count: int = channel.queue_declare(self._queue.name, passive=True).message_count
             return count
         return None
@@ -239,20 +241,22 @@ class Reader:
         messages = self._to_acknowledge
         if not messages:
             return
+        with self._answers():
+            self._wire.write(self._frames_for(messages), ANSWER_TIMEOUT)
         # Messages that are held fill up the prefetch count of their consumer.
         held_by = [each.delivery_info.get("consumer_tag") for each in messages]
         self._of_consumer -= held_by.count(self._tag)
+        self._acknowledged += len(messages)
+        self._to_acknowledge = []
+
+    def _frames_for(self, messages: list[amqp.Message]) -> bytes:
         tags = deque(sorted(cast(int, each.delivery_tag) for each in messages))
-        frames = b""
         before = self._all_up_to
         while tags and tags[0] == self._all_up_to + 1:
             self._all_up_to = tags.popleft()
-        if self._all_up_to > before:
-            frames = ack_all_frame(self._channel.channel_id, self._all_up_to)
-        frames += ack_frames(self._channel.channel_id, tags)
-        self._wire.write(frames, ANSWER_TIMEOUT)
-        self._acknowledged += len(messages)
-        self._to_acknowledge = []
+        channel = self._channel.channel_id
+        first = ack_all_frame(channel, self._all_up_to) if self._all_up_to > before else b""
+        return first + ack_frames(channel, tags)
 
     def _consume(self, wanted: int) -> None:
         if not self._restarts or self._of_consumer + wanted > MOST_OF_A_TAG:
@@ -269,7 +273,7 @@ class Reader:
 
     def _arrived(self) -> bool:
         """Return whether there is another message; wait for it for a while."""
-        with suppress(TimeoutError):
+        with self._answers(), suppress(TimeoutError):
             while not self._received:
                 self._connection.drain_events(timeout=SILENCE)
         return bool(self._received)
@@ -320,7 +324,8 @@ class Reader:
                 # On RabbitMQ 4.3, a closed channel counts as a failed delivery, and this does not.
                 # On 3.10.8, this would change the order (measured).
                 frame = requeue_all_frame(self._channel.channel_id, self._last_tag)
-                self._wire.write(frame, ANSWER_TIMEOUT)
+                with self._answers():
+                    self._wire.write(frame, ANSWER_TIMEOUT)
             with self._answers():
                 self._channel.close()
             self._wait_until_back(held)
@@ -343,5 +348,18 @@ class Reader:
         # their order up to 32 of them (measured).
         return f"undeliverable-{self._number:06}"
 
-    def _answers(self) -> AbstractContextManager[None]:
-        return self._wire.answers_within(ANSWER_TIMEOUT)
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Bound the wait for an answer; once the channel is lost, raise at once.
+
+        The broker has taken all messages back then. py-amqp may have opened the channel again,
+        where delivery tags begin anew.
+        """
+        if self._is_lost:
+            raise RecoverableConnectionError("the connection, or its channel, is lost")
+        try:
+            with self._wire.answers_within(ANSWER_TIMEOUT):
+                yield
+        except self.errors:
+            self._is_lost = True
+            raise

@@ -435,7 +435,7 @@ def test_if_the_connections_are_lost_the_report_says_so_and_no_message_is(
     private_rabbitmq: RabbitMQServer, connection: Connection, declared: Topology, queue: Queue
 ) -> None:
     name = put(connection, declared, *numbered(range(100), queue.name))
-    lost = []
+    lost: list[int] = []
 
     def lose(report: RemovalReport) -> None:
         if report.removed >= 20 and not lost:
