@@ -19,9 +19,11 @@ __all__ = [
     "ConnectionLost",
     "DeclarationRefused",
     "DelayTooLong",
+    "FileNotWritten",
     "InvalidColumn",
     "InvalidDelay",
     "InvalidDelayType",
+    "InvalidDestination",
     "InvalidEnvelope",
     "InvalidLayout",
     "InvalidManagementURL",
@@ -393,6 +395,40 @@ class UnprocessableMessage(RabbitDelayError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class FileNotWritten(RabbitDelayError):
+    """The file for exported messages cannot be written.
+
+    Attributes:
+        path: Its path.
+        reason: Why, as the operating system says it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path} cannot be written: {self.reason}"
+
+
+class InvalidDestination(RabbitDelayError, ValueError):
+    """Undeliverable messages cannot be redirected to this queue.
+
+    Attributes:
+        queue: The queue's name, as it was given.
+        reason: What is wrong with it, and what to do.
+    """
+
+    def __init__(self, queue: str, reason: str) -> None:
+        super().__init__(queue, reason)
+        self.queue = queue
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the queue {self.queue!r} {self.reason}"
 
 
 class RowsNotConfirmed(RabbitDelayError, OperationalError):

@@ -20,6 +20,7 @@ from celery_rabbitdelay.exceptions import InvalidSetting, RabbitDelayError, Regi
 
 __all__ = [
     "BROKER_ERRORS",
+    "REFUSED",
     "delays_of",
     "fail",
     "instant_type",

@@ -12,6 +12,7 @@ from celery_rabbitdelay.command.pending import forecast, pending
 from celery_rabbitdelay.command.route import route
 from celery_rabbitdelay.command.send import send
 from celery_rabbitdelay.command.status import status
+from celery_rabbitdelay.command.undeliverable import undeliverable
 from celery_rabbitdelay.command.verify import verify
 from celery_rabbitdelay.command.waiting import cancel, job, postpone
 
@@ -41,6 +42,7 @@ for command in (
     send,
     status,
     transfer,
+    undeliverable,
     verify,
 ):
     rabbitdelay.add_command(command)

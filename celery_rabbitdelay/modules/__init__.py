@@ -8,5 +8,6 @@ Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``ea
 the levels too early), ``allowed``, ``envelope``, ``forwarding`` (the messages to publish) and
 ``undeliverable``; then ``consumer`` (receive, publish, acknowledge) with ``attempts`` (what becomes
 of a message that is not taken), ``destinations`` (which ones do not answer) and ``redelivery``
-(when to try again); then ``service`` (the thread that reconnects) and ``statistics``.
+(when to try again); then ``intended`` and ``redriving`` (what is published for a message that is
+taken out of ``undeliverable``); then ``service`` (the thread that reconnects) and ``statistics``.
 """

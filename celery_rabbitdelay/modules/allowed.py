@@ -1,4 +1,4 @@
-"""Which queues and exchanges check-in may publish to. Pure."""
+"""Which queues and exchanges messages of strangers may be published to. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ class AllowedDestinations:
         queues: The names of queues, reached over the default exchange.
         exchanges: The names of exchanges.
         patterns: Glob patterns for the names of both: ``*`` matches any characters, ``?`` one.
+        never: The names of queues and exchanges that are not allowed, whatever the others say.
+        never_patterns: Glob patterns for such names.
     """
 
     queues: frozenset[str] = frozenset()
     exchanges: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
+    never: frozenset[str] = frozenset()
+    never_patterns: tuple[str, ...] = ()
 
     @classmethod
     def matching(cls, patterns: Iterable[str]) -> Self:
@@ -48,4 +52,12 @@ class AllowedDestinations:
     def includes(self, exchange: str, routing_key: str) -> bool:
         """Return whether a message may go to an exchange (empty: the default one) with a key."""
         names, name = (self.exchanges, exchange) if exchange else (self.queues, routing_key)
+        if self.forbids(name):
+            return False
         return name in names or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def forbids(self, name: str) -> bool:
+        """Return whether no message may go to a queue or exchange, whoever asks for it."""
+        return name in self.never or any(
+            fnmatchcase(name, pattern) for pattern in self.never_patterns
+        )

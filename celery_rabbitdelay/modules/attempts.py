@@ -209,11 +209,12 @@ class Attempts:
             undeliverable: The message for ``undeliverable``, if it has been made already.
         """
         logger.warning("%s: a message is undeliverable: %s", self._name, reason)
-        refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason)
+        headers = headers_of(received.message)
+        refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason, headers)
         try:
             content = encoded(refused, self._frame_max)
         except UnprocessableMessage:
-            refused = without_headers(self._undeliverable, outgoing.message, reason)
+            refused = without_headers(self._undeliverable, outgoing.message, reason, headers)
             content = encoded(refused, self._frame_max)
         return self._publication(received, refused, None, content)
 

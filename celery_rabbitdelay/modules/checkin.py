@@ -28,7 +28,7 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 
-__all__ = ["CheckIn", "for_distribution"]
+__all__ = ["SENDER_SELECTED", "CheckIn", "client_delay_ms", "for_distribution"]
 
 #: Headers with further routing keys, by which RabbitMQ routes a message past any check of its own
 #: (https://www.rabbitmq.com/docs/sender-selected).
@@ -92,7 +92,7 @@ class CheckIn:
                 )
         exchange = headers.get(header_names.EXCHANGE) or ""
         self._check_destination(exchange, routing_key)
-        delay_ms = _milliseconds(headers.pop(module_headers.X_DELAY, 0))
+        delay_ms = client_delay_ms(headers.pop(module_headers.X_DELAY, 0))
         headers = header_names.strip(headers)
         if not delay_ms:
             return Outgoing(exchange, routing_key, with_headers(message, headers))
@@ -147,7 +147,12 @@ def for_distribution(
     return with_headers(message, {**headers, **own}, priority=priority, expiration=None)
 
 
-def _milliseconds(delay: Any) -> int:
+def client_delay_ms(delay: Any) -> int:
+    """Return the value of the header ``x-delay`` in milliseconds, rounded up.
+
+    Raises:
+        UnprocessableMessage: It is not a number of milliseconds, or negative.
+    """
     reason = f"{module_headers.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
     if isinstance(delay, bool) or not isinstance(delay, int | float | str):
         raise UnprocessableMessage(reason)

@@ -26,6 +26,7 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope
 __all__ = [
     "CONTENT_TYPE",
     "DICTIONARY",
+    "ENVELOPES",
     "MAX_ENVELOPE_BYTES",
     "MAX_ENVELOPE_MESSAGES",
     "Envelope",
@@ -36,8 +37,11 @@ __all__ = [
     "shared_block",
 ]
 
+#: The ``content_type`` properties of envelopes of every version begin with this.
+ENVELOPES: Final = "application/vnd.rabbitdelay.envelope."
+
 #: The ``content_type`` property of an envelope; the number is the format's version.
-CONTENT_TYPE: Final = "application/vnd.rabbitdelay.envelope.1"
+CONTENT_TYPE: Final = f"{ENVELOPES}1"
 
 #: Maximum messages in an envelope.
 MAX_ENVELOPE_MESSAGES: Final = 100_000

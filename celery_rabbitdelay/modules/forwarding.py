@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import amqp
@@ -28,6 +29,7 @@ __all__ = [
     "destination_headers",
     "encoded",
     "into_levels",
+    "redriven_header",
     "to_undeliverable",
     "with_headers",
     "without_broker_headers",
@@ -37,6 +39,9 @@ __all__ = [
 #: The properties that are never forwarded: ``user_id`` has to be the connection's own user
 #: (https://www.rabbitmq.com/docs/validated-user-id), and ``cluster_id`` is deprecated.
 DROPPED_PROPERTIES: Final = ("user_id", "cluster_id", "application_headers")
+
+#: Of a message that has none.
+NO_HEADERS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 #: Bytes of a frame reserved for headers that the broker adds, such as ``x-death``.
 FRAME_RESERVE: Final = 2048
@@ -145,22 +150,46 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
     return content
 
 
-def without_headers(undeliverable: str, message: amqp.Message, reason: str) -> Outgoing:
+def without_headers(
+    undeliverable: str, message: amqp.Message, reason: str, received: Mapping[str, Any] = NO_HEADERS
+) -> Outgoing:
     """Return a message for ``undeliverable`` without its headers, which do not fit into a frame."""
-    left = amqp.Message(
-        message.body, application_headers={module_headers.REASON: reason}, delivery_mode=PERSISTENT
-    )
+    headers = {**redriven_header(received), module_headers.REASON: reason}
+    left = amqp.Message(message.body, application_headers=headers, delivery_mode=PERSISTENT)
     return Outgoing(undeliverable, "", left)
 
 
-def to_undeliverable(undeliverable: str, outgoing: Outgoing, reason: str) -> Outgoing:
+def redriven_header(received: Mapping[str, Any]) -> dict[str, int]:
+    """Return the header that counts how often a message was taken out of ``undeliverable``.
+
+    Args:
+        received: The headers of the message that the module has received; anybody may have written
+            them. A value that is no count is dropped.
+    """
+    count = received.get(module_headers.REDRIVEN)
+    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+        return {module_headers.REDRIVEN: count}
+    return {}
+
+
+def to_undeliverable(
+    undeliverable: str,
+    outgoing: Outgoing,
+    reason: str,
+    received: Mapping[str, Any] = NO_HEADERS,
+) -> Outgoing:
     """Return a message for ``undeliverable``, with its destination and the reason in headers.
 
     Args:
         undeliverable: The name of the exchange of undeliverable messages.
         outgoing: The message, with the exchange and key that it was meant for.
         reason: Why it cannot be delivered.
+        received: The headers of the message that the module has received for it.
     """
-    headers = {**destination_headers(outgoing), module_headers.REASON: reason}
+    headers = {
+        **destination_headers(outgoing),
+        **redriven_header(received),
+        module_headers.REASON: reason,
+    }
     message = with_headers(outgoing.message, headers, expiration=None)
     return Outgoing(undeliverable, outgoing.routing_key, message)

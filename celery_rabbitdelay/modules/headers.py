@@ -22,3 +22,7 @@ ATTEMPTS: Final = "rabbitdelay-attempts"
 #: When that was tried first, int, milliseconds since 1970-01-01 UTC, and why it failed, in words.
 FAILED_SINCE: Final = "rabbitdelay-failed-since"
 FIRST_REASON: Final = "rabbitdelay-first-reason"
+
+#: How often a message was taken out of ``undeliverable`` and published again: int. It stays until
+#: the message reaches its destination.
+REDRIVEN: Final = "rabbitdelay-redriven"

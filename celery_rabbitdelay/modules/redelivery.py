@@ -19,6 +19,7 @@ from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     destination_headers,
     into_levels,
+    redriven_header,
     to_undeliverable,
     with_headers,
 )
@@ -115,11 +116,13 @@ class Redelivery:
         failures = Failures.after(received, reason, now_ms)
         if now_ms - failures.since_ms >= self._ms:
             undeliverable = self._topology.module_queues.undeliverable.exchange.name
-            return to_undeliverable(undeliverable, outgoing, _explained(failures, reason))
+            explained = _explained(failures, reason)
+            return to_undeliverable(undeliverable, outgoing, explained, received)
         priority, kept = split_priority(outgoing.message.properties.get("priority"))
         headers = {
             **destination_headers(outgoing),
             **kept,
+            **redriven_header(received),
             module_headers.ATTEMPTS: failures.attempts,
             module_headers.FAILED_SINCE: failures.since_ms,
             module_headers.FIRST_REASON: failures.first_reason,

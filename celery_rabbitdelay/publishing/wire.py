@@ -31,6 +31,7 @@ __all__ = [
     "Content",
     "PropertiesEncoder",
     "Wire",
+    "ack_all_frame",
     "ack_frames",
     "publish_frames",
     "reading_unreadable_properties",
@@ -78,7 +79,7 @@ _ACK: Final = (60, 80)
 _NACK: Final = (60, 120)
 _ACK_BYTES: Final = struct.pack(">HH", *_ACK)
 
-#: Of ``basic.nack``: all messages up to this one; give the message back to its queue.
+#: Of both: all messages up to this one. Of ``basic.nack``: give the message back to its queue.
 _MULTIPLE: Final = 1
 _REQUEUE: Final = 2
 
@@ -167,6 +168,11 @@ def publish_frames(
 def ack_frames(channel: int, tags: Iterable[int]) -> bytes:
     """Return the frames that acknowledge messages, by their delivery tags."""
     return _settle_frames(channel, _ACK, tags, 0)
+
+
+def ack_all_frame(channel: int, last_tag: int) -> bytes:
+    """Return the frame that acknowledges all messages up to a delivery tag."""
+    return _settle_frames(channel, _ACK, [last_tag], _MULTIPLE)
 
 
 def requeue_frames(channel: int, tags: Iterable[int]) -> bytes:

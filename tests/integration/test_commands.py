@@ -35,6 +35,12 @@ LEAST: dict[str, str | None] = {
     "send": None,
     "status": "",
     "transfer": "--from amqp://guest:secret@127.0.0.1:2//",
+    "undeliverable export": "never-written.jsonl",
+    "undeliverable list": "",
+    "undeliverable purge": "--yes",
+    "undeliverable redrive": "",
+    "undeliverable show": "some-id",
+    "verify": "",
 }
 
 

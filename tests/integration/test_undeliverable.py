@@ -18,7 +18,7 @@ from celery_rabbitdelay.exceptions import ReadTooLong
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.operations import undeliverable
+from celery_rabbitdelay.operations import undeliverable_reader
 from celery_rabbitdelay.operations.undeliverable import headers_as_json, undeliverable_messages
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES
@@ -56,7 +56,7 @@ def read(connection: Connection, topology: Topology, **options: int) -> list[int
 def test_messages_stay_where_they_are_however_often_they_are_read(
     connection: Connection, declared: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(undeliverable, "SILENCE", 0.01)
+    monkeypatch.setattr(undeliverable_reader, "SILENCE", 0.01)
     name = put(connection, declared, *numbered(40))
     for _ in range(LOOKS):
         assert read(connection, declared) == [*range(40)]
@@ -74,8 +74,8 @@ def test_a_read_has_a_limit(connection: Connection, declared: Topology) -> None:
 def test_a_read_goes_on_behind_what_it_has_taken(
     connection: Connection, declared: Topology, monkeypatch: pytest.MonkeyPatch, of_a_tag: int
 ) -> None:
-    monkeypatch.setattr(undeliverable, "AHEAD", 10)
-    monkeypatch.setattr(undeliverable, "MOST_OF_A_TAG", of_a_tag)
+    monkeypatch.setattr(undeliverable_reader, "AHEAD", 10)
+    monkeypatch.setattr(undeliverable_reader, "MOST_OF_A_TAG", of_a_tag)
     name = put(connection, declared, *numbered(75))
     assert read(connection, declared) == [*range(75)]
     wait_until_waiting(connection, name, 75)
@@ -88,7 +88,7 @@ def test_a_read_goes_on_behind_what_it_has_taken(
 def test_the_broker_sends_few_messages_ahead(
     connection: Connection, declared: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(undeliverable, "AHEAD", 10)
+    monkeypatch.setattr(undeliverable_reader, "AHEAD", 10)
     name = put(connection, declared, *numbered(75))
     with closing(undeliverable_messages(connection, declared)) as messages:
         for number in range(1, 31):
@@ -104,7 +104,7 @@ def test_messages_of_a_classic_queue_stay_too(
     make_topology: Callable[..., Topology],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(undeliverable, "AHEAD", 10)
+    monkeypatch.setattr(undeliverable_reader, "AHEAD", 10)
     topology = make_topology(queue_type="classic")
     declare(connection, topology)
     name = put(connection, topology, *numbered(35))
@@ -171,7 +171,7 @@ def test_a_read_that_takes_too_long_fails_and_loses_nothing(
     name = put(connection, declared, *numbered(5))
     messages = undeliverable_messages(connection, declared)
     assert int(next(messages).body) == 0
-    monkeypatch.setattr(undeliverable, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(undeliverable_reader, "MOST_SECONDS", 0.0)
     with pytest.raises(ReadTooLong, match=r"1 undeliverable messages.*with a limit"):
         next(messages)
     wait_until_waiting(connection, name, 5)

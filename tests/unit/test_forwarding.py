@@ -144,3 +144,16 @@ def test_headers_that_no_frame_can_hold_are_left_away() -> None:
         "application_headers": {module_headers.REASON: "why"},
         "delivery_mode": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"), [(2, 2), (0, None), (-1, None), (True, None), ("2", None), ([2], None)]
+)
+def test_the_count_of_redriving_stays_until_the_destination(value: Any, kept: Any) -> None:
+    received = {module_headers.REDRIVEN: value}
+    given = Outgoing("", "q", amqp.Message(b"", application_headers={}))
+    for made in (
+        to_undeliverable(UNDELIVERABLE, given, "full", received),
+        without_headers(UNDELIVERABLE, given.message, "too long", received),
+    ):
+        assert told(made).get(module_headers.REDRIVEN) == kept

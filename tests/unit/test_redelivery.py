@@ -89,6 +89,13 @@ def test_the_pauses_double_from_a_second_to_ten_minutes() -> None:
     assert pauses[-5:] == [512.0, *[TEN_MINUTES] * 4]
 
 
+def test_the_count_of_redriving_stays_while_a_message_is_tried_again() -> None:
+    received = {module_headers.REDRIVEN: 2}
+    for seconds in (86_400, 0):
+        later = Clock().redelivery(seconds).after_failure(message(), received, "it is full")
+        assert headers_of(later)[module_headers.REDRIVEN] == 2
+
+
 def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
     redelivery = Redelivery(TOPOLOGY, 60)
     pauses = {pause_of(redelivery.after_failure(message(), {}, "")) for _ in range(200)}

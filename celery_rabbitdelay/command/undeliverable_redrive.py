@@ -1,0 +1,98 @@
+"""``celery rabbitdelay undeliverable redrive``: publish what could not be delivered again."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import click
+from celery.bin.base import CLIContext
+
+from celery_rabbitdelay.command.context import delays_of, json_option
+from celery_rabbitdelay.command.undeliverable_options import (
+    age_type,
+    errors_told,
+    filter_options,
+    filter_with,
+    limit_option,
+    progress_of_removal,
+    tell_removal,
+)
+from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
+from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS
+from celery_rabbitdelay.operations.redrive import redrive as redrive_messages
+from celery_rabbitdelay.operations.redrive_destinations import check_exists, redriving_for
+from celery_rabbitdelay.publishing.policy import PublishPolicy
+
+__all__ = ["redrive"]
+
+
+@click.command()
+@filter_options
+@click.option("--delay", type=age_type, help="Each waits for so long at least: 90, 15m, 2h, 3d.")
+@click.option("--to", metavar="QUEUE", help="To this queue, wherever they were meant to go.")
+@click.option(
+    "--allow",
+    multiple=True,
+    metavar="PATTERN",
+    help="Also to queues and exchanges of this name or pattern, which the application lacks.",
+)
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(1),
+    default=MAX_ATTEMPTS,
+    show_default=True,
+    help="A message that was redriven so often stays.",
+)
+@limit_option
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="NUMBER",
+    help="At most so many messages in a second.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@json_option
+@click.pass_obj
+def redrive(
+    context: CLIContext,
+    /,
+    delay: timedelta | None,
+    to: str | None,
+    allow: tuple[str, ...],
+    max_attempts: int,
+    limit: int | None,
+    rate: float | None,
+    dry_run: bool,
+    as_json: bool,
+    **filters: Any,
+) -> None:
+    """Publish messages into the levels again, and take them out of the queue."""
+    delays = delays_of(context)
+    settings, topology = delays.settings, delays.topology
+    context.app.loader.import_default_modules()
+    try:
+        redriving = redriving_for(
+            context.app, delay=delay, to=to, allow=allow, max_attempts=max_attempts
+        )
+    except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
+        raise click.UsageError(str(wrong)) from wrong
+    connection = context.app.connection_for_write()
+    with errors_told(connection, topology, as_json), connection:
+        if to is not None:
+            check_exists(connection, to)
+        with progress_of_removal("redrive", connection, topology) as progress:
+            report = redrive_messages(
+                connection,
+                topology,
+                redriving,
+                filter_with(filters).matches,
+                limit=limit,
+                rate=rate,
+                dry_run=dry_run,
+                policy=PublishPolicy(timeout=settings.confirm_timeout, window=settings.window),
+                declare=delays.declare,
+                redeclare=delays.declare if settings.declare == "auto" else None,
+                progress=progress,
+            )
+    tell_removal(report, "redriven", dry_run, as_json)

@@ -1,0 +1,317 @@
+"""What is published for a message that is taken out of ``undeliverable`` again. Pure.
+
+Anybody who can publish to an exchange of the levels can put a message into ``undeliverable``, with
+any headers. So the destination has to be one that the application allows, whatever the headers say,
+and only those headers are written again whose values are valid.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
+
+import amqp
+
+from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.allowed import AllowedDestinations
+from celery_rabbitdelay.modules.checkin import SENDER_SELECTED, client_delay_ms
+from celery_rabbitdelay.modules.early import PutBack
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, ENVELOPES, Envelope
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
+from celery_rabbitdelay.modules.intended import Intended, intended, never_accepted
+from celery_rabbitdelay.publishing.message import (
+    MAX_PRIORITY,
+    body_of,
+    headers_of,
+    shortened,
+    split_priority,
+)
+from celery_rabbitdelay.publishing.wire import UNREADABLE
+from celery_rabbitdelay.registry.decision import registry_headers
+
+__all__ = ["MAX_ATTEMPTS", "Redriving"]
+
+#: How often a message is redriven at most, unless the caller says otherwise.
+MAX_ATTEMPTS: Final = 3
+
+#: AMQP's highest priority.
+HIGHEST_PRIORITY: Final = 255
+
+#: An ``expiration`` that RabbitMQ takes.
+_MILLISECONDS: Final = re.compile("[0-9]{1,10}")
+
+
+class Redriving:
+    """Decides what is published for each message, and which ones have to stay.
+
+    Args:
+        topology: The levels that the messages go back into.
+        allowed: Where they may go.
+        modules: The names of the modules that workers serve; see ``rabbitdelay_modules``.
+        refuses: Returns whether a queue may refuse a message; such messages go through
+            distribution.
+        delay_ms: For how many milliseconds each message waits at least; None: no longer than until
+            it is due.
+        to: The queue that gets all messages, wherever they were meant to go; None: each goes where
+            it was meant to go. It need not be an allowed one, unless it is never allowed.
+        max_attempts: How often a message may be redriven, this time included.
+        now_ns: The time, in nanoseconds since 1970.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        allowed: AllowedDestinations,
+        *,
+        modules: Collection[str] = (),
+        refuses: Callable[[str], bool] = lambda queue: False,
+        delay_ms: int | None = None,
+        to: str | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._topology = topology
+        self._allowed = allowed
+        self._modules = modules
+        self._refuses = refuses
+        self._delay_ms = delay_ms
+        self._to = to
+        self._max_attempts = max_attempts
+        self._now_ns = now_ns
+
+    def redriven(self, message: amqp.Message) -> Outgoing:
+        """Return what to publish for a message.
+
+        It goes into the levels, until it is due if that is still ahead, and for the delay at least.
+        Body and properties stay, and all headers except those of the broker and of former attempts
+        to deliver it.
+
+        Raises:
+            UnprocessableMessage: It has to stay where it is.
+        """
+        headers, information = headers_of(message), message.delivery_info
+        _refuse_unreadable(message, headers)
+        count = self._count(headers) + 1
+        key: str = information["routing_key"]
+        is_new = never_accepted(headers, self._topology, key)
+        due_ms, due = self._due(headers, is_new)
+        destination: Intended | None = None
+        if message.properties.get("content_type") == CONTENT_TYPE:
+            if is_new:
+                raise UnprocessableMessage("it is an envelope, which clients may not check in")
+            message, own = self._envelope(message, headers)
+        else:
+            destination = self._checked(headers, key)
+            own = self._own(headers, destination)
+        own |= {header_names.DUE: due_ms, module_headers.REDRIVEN: count}
+        priority = message.properties.get("priority")
+        if self._topology.queue_type == "quorum":
+            priority, kept = split_priority(priority)
+            own = {**kept, **own}
+        self._check_modules(due, destination, own)
+        if is_new:
+            headers.pop(module_headers.X_DELAY, None)
+        restored = {**header_names.strip(headers), **own}
+        redriven = with_headers(message, restored, priority=priority, expiration=None)
+        return into_levels(self._topology, redriven, due, self._word(destination, own))
+
+    def _count(self, headers: Mapping[str, Any]) -> int:
+        """Return how often the message was redriven already.
+
+        A client may publish a message anew without the header; nobody can tell. But a value that
+        this package never writes counts as exhausted: such a message stays.
+        """
+        count = headers.get(module_headers.REDRIVEN, 0)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise UnprocessableMessage(
+                f"its header {module_headers.REDRIVEN} is {shortened(count)}, not a count"
+            )
+        if count >= self._max_attempts:
+            times = "once" if count == 1 else f"{count:,} times"
+            raise UnprocessableMessage(f"it was redriven {times} already")
+        return count
+
+    def _due(self, headers: Mapping[str, Any], is_new: bool) -> tuple[int, Due]:
+        """Return the value of the header for the due time, and until when the message waits.
+
+        A message whose due time has passed keeps it in its header, unless it waits again.
+        """
+        now_ms = self._now_ns() // NS_PER_MS
+        was_due_ms = headers.get(header_names.DUE)
+        if not _is_int(was_due_ms, 0, MAX_DUE_MS):
+            was_due_ms = None
+        delay_ms = self._delay_ms or 0
+        if is_new:
+            delay_ms = max(delay_ms, self._delay_of_client(headers))
+        until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
+        due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
+        return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
+
+    def _delay_of_client(self, headers: Mapping[str, Any]) -> int:
+        try:
+            return client_delay_ms(headers.get(module_headers.X_DELAY, 0))
+        except UnprocessableMessage as invalid:
+            if self._delay_ms is None:
+                raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
+            return self._delay_ms
+
+    def _checked(self, headers: Mapping[str, Any], routing_key: str) -> Intended:
+        """Return where a message goes, which is allowed."""
+        if self._to is not None:
+            self._check(Intended.straight_to(self._to))
+            return Intended.straight_to(self._to)
+        destination = intended(headers, self._topology, routing_key)
+        self._check(destination)
+        return destination
+
+    def _check(self, destination: Intended) -> None:
+        exchange, routing_key, queue = destination
+        if queue is not None:
+            self._check_one("", queue)
+        # For one queue as well: its worker publishes a retry of the task to the exchange.
+        self._check_one(exchange, routing_key)
+
+    def _check_one(self, exchange: str, routing_key: str) -> None:
+        kind, name = ("exchange", exchange) if exchange else ("queue", routing_key)
+        if self._allowed.forbids(name):
+            raise UnprocessableMessage(f"the {kind} {shortened(name)} is never published to")
+        if name != self._to and not self._allowed.includes(exchange, routing_key):
+            raise UnprocessableMessage(
+                f"the {kind} {shortened(name)} is not one that the application allows"
+            )
+
+    def _own(self, headers: Mapping[str, Any], destination: Intended) -> dict[str, Any]:
+        """Return the headers of this package that a message keeps."""
+        own = {
+            **_valid(headers),
+            header_names.EXCHANGE: destination.exchange,
+            header_names.ROUTING_KEY: destination.routing_key,
+        }
+        if destination.queue is not None:
+            return {**own, header_names.QUEUE: destination.queue}
+        put_back = PutBack.of(headers)
+        if put_back.exchange is not None and put_back.routing_key is not None:
+            # Its worker publishes a retry to this exchange.
+            self._check(Intended(put_back.exchange, put_back.routing_key))
+            own |= put_back._replace(times=0).header()
+        return own
+
+    def _envelope(
+        self, message: amqp.Message, headers: Mapping[str, Any]
+    ) -> tuple[amqp.Message, dict[str, Any]]:
+        """Return an envelope and the headers of this package that it keeps.
+
+        Each message in it goes where it was meant to go, which is allowed.
+        """
+        try:
+            envelope = Envelope.unpack(body_of(message))
+            if self._to is not None:
+                envelope, headers = _redirected(envelope, headers, self._to)
+                message = amqp.Message(envelope.pack(), **message.properties)
+        except InvalidEnvelope as invalid:
+            raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
+        shared = {**headers, **envelope.headers}
+        for destination in {_destination_of({**shared, **item.headers}) for item in envelope.items}:
+            self._check(destination)
+        names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
+        kept = {name: headers[name] for name in names if isinstance(headers.get(name), str)}
+        return message, {**_valid(headers), **kept}
+
+    def _check_modules(
+        self, due: Due, destination: Intended | None, own: Mapping[str, Any]
+    ) -> None:
+        needs = None
+        if destination is None:
+            needs = "it is an envelope"
+        elif destination.queue is None:
+            needs = "only its exchange can route it"
+        elif header_names.PRIORITY in own:
+            needs = f"its priority is above {MAX_PRIORITY}"
+        if needs is not None and "distribution" not in self._modules:
+            raise UnprocessableMessage(f"no worker serves distribution, and {needs}")
+        capacity_ms = self._topology.layout.capacity_ms
+        if due.delay_ms > capacity_ms and "check-in" not in self._modules:
+            raise UnprocessableMessage(
+                f"no worker serves check-in, and it would wait for {due.delay_ms / 1000:,.3f} s; "
+                f"the levels take {capacity_ms / 1000:,.3f} s"
+            )
+
+    def _word(self, destination: Intended | None, own: Mapping[str, Any]) -> str:
+        """Return the queue that a message goes straight to, or distribution."""
+        if destination is None or destination.queue is None or header_names.PRIORITY in own:
+            return DISTRIBUTION
+        refuses = "distribution" in self._modules and self._refuses(destination.queue)
+        return DISTRIBUTION if refuses else destination.queue
+
+
+def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> None:
+    """Refuse a message that this version cannot read, or that chooses further queues itself."""
+    if UNREADABLE in headers:
+        raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
+    content_type = str(message.properties.get("content_type"))
+    if content_type.startswith(ENVELOPES) and content_type != CONTENT_TYPE:
+        raise UnprocessableMessage(
+            f"it is an envelope of another version of this package, {shortened(content_type)}"
+        )
+    _refuse_sender_selected(headers)
+
+
+def _refuse_sender_selected(headers: Mapping[str, Any]) -> None:
+    for name in SENDER_SELECTED:
+        if name in headers:
+            raise UnprocessableMessage(
+                f"it has the header {name}, by which it could reach any queue"
+            )
+
+
+def _destination_of(headers: Mapping[str, Any]) -> Intended:
+    """Return where distribution publishes a message of an envelope."""
+    _refuse_sender_selected(headers)
+    exchange, key = headers.get(header_names.EXCHANGE), headers.get(header_names.ROUTING_KEY)
+    if not isinstance(exchange, str) or not isinstance(key, str):
+        raise UnprocessableMessage(
+            f"the destination of a message in the envelope is unknown: {header_names.EXCHANGE} is "
+            f"{shortened(exchange)}, {header_names.ROUTING_KEY} is {shortened(key)}"
+        )
+    return Intended(exchange, key)
+
+
+def _redirected(
+    envelope: Envelope, headers: Mapping[str, Any], queue: str
+) -> tuple[Envelope, dict[str, Any]]:
+    """Return an envelope whose messages all go to one queue, and its headers."""
+    names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
+
+    def without(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if name not in names}
+
+    items = tuple(item._replace(headers=without(item.headers)) for item in envelope.items)
+    redirected = Envelope(items, without(envelope.headers), envelope.properties)
+    return redirected, {**headers, names[0]: "", names[1]: queue}
+
+
+def _valid(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those headers for distribution and the registry whose values are valid."""
+    valid: dict[str, Any] = {
+        name: value
+        for name, value in registry_headers(headers).items()
+        if isinstance(value, str) or value is True
+    }
+    priority = headers.get(header_names.PRIORITY)
+    if _is_int(priority, MAX_PRIORITY + 1, HIGHEST_PRIORITY):
+        valid[header_names.PRIORITY] = priority
+    expiration = headers.get(header_names.EXPIRATION)
+    if isinstance(expiration, str) and _MILLISECONDS.fullmatch(expiration):
+        valid[header_names.EXPIRATION] = expiration
+    return valid
+
+
+def _is_int(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

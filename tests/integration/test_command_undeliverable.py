@@ -1,0 +1,287 @@
+"""``celery rabbitdelay undeliverable``, run as a user does."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pty
+import time
+from pathlib import Path
+from typing import Any
+
+import amqp
+import pytest
+from celery.platforms import EX_UNAVAILABLE
+from kombu import Connection
+
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.publishing.message import body_of
+from celery_rabbitdelay.publishing.wire import Content
+from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.shop import named
+from tests.integration.undeliverable_messages import declare_with, message, put, straight
+from tests.integration.unreadable import FAR_TIMESTAMP, Raw
+from tests.integration.worker import run_celery
+from tests.json_schemas import checked
+
+COMMANDS = ["list", "show 1", "redrive", "purge --yes", "export {file}"]
+
+
+@pytest.fixture
+def topology(shop: Any, connection: Connection) -> Topology:
+    found: Topology = shop.rabbitdelay.topology
+    declare_with(connection, found, shop.amqp.queues[named(shop, "default")])
+    return found
+
+
+@pytest.fixture
+def name(connection: Connection, shop: Any, topology: Topology) -> str:
+    """``undeliverable`` with six messages of five kinds."""
+    queue, now_ms = named(shop, "default"), int(time.time() * 1000)
+
+    def failed(seconds: int, reason: str, **more: Any) -> dict[str, Any]:
+        since = {module_headers.FAILED_SINCE: now_ms - seconds * 1000}
+        return straight(queue, **since, **{module_headers.REASON: reason}, **more)
+
+    tried = "the queue is full ({} attempts since 2026-11-22 10:00:00 UTC; the first time: gone)"
+    item = Item(b"[]", {"task": "inner", "id": "id-inner"})
+    return put(
+        connection,
+        topology,
+        message("one", failed(60, tried.format(7), task="look", id="id-1")),
+        message("two", failed(7200, tried.format(12), task="note", id="id-2")),
+        message("three", failed(200_000, "no [way] to \x1b[31mit", task="note", id="id-3")),
+        amqp.Message(
+            Envelope((item, item)).pack(),
+            application_headers=straight("elsewhere", own=b"\xff"),
+            content_type=CONTENT_TYPE,
+            delivery_mode=2,
+        ),
+        message("stranger", {header_names.QUEUE: "secret"}),
+        Raw("unreadable", FAR_TIMESTAMP),
+    )
+
+
+def run(configuration: dict[str, Any], command: str, given: str | None = None) -> Any:
+    return run_celery(configuration, f"rabbitdelay undeliverable {command}", given)
+
+
+def test_the_list_counts_by_reason(configuration: dict[str, Any], name: str) -> None:
+    told = run(configuration, "list")
+    answer = run(configuration, "list --json")
+    data = checked("undeliverable_list", answer.stdout)
+    assert told.returncode == answer.returncode == 0, told.stderr
+    lines = told.stdout.splitlines()
+    assert lines[0].startswith("        2  the queue is full (since ")
+    assert lines[-1] == "6 undeliverable messages"
+    # A terminal would obey it.
+    assert "\x1b" not in told.stdout
+    assert r"no [way] to \x1b[31mit" in told.stdout
+    assert (data["examined"], data["count"], len(data["reasons"])) == (6, 6, 4)
+    assert data["messages"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ("--task look", [1]),
+        ("--task n?te --task inner", [2, 3, 4]),
+        ("--id id-inner", [4]),
+        ("--queue elsewhere", [4]),
+        ("--queue *default --older-than 1h", [2, 3]),
+        ("--newer-than 2d", [1, 2]),
+        ("--older-than 1.5h --newer-than 86400s", [2]),
+        ("--reason full", [1, 2]),
+        ("--reason full*", []),
+        ("--reason *[way]*", [3]),
+    ],
+)
+def test_the_list_shows_only_what_is_meant(
+    configuration: dict[str, Any], name: str, options: str, numbers: list[int]
+) -> None:
+    data = checked("undeliverable_list", run(configuration, f"list -n 10 -j {options}").stdout)
+    assert [each["number"] for each in data["messages"]] == numbers
+    assert data["count"] == len(numbers)
+
+
+def test_the_list_has_a_line_for_each_message(configuration: dict[str, Any], name: str) -> None:
+    lines = run(configuration, "list -n 4").stdout.splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("     1  look id-1 to ")
+    assert "an envelope of 2 tasks to elsewhere" in lines[3]
+
+
+def test_a_message_is_shown_by_its_id_or_its_number(
+    configuration: dict[str, Any], name: str
+) -> None:
+    told = run(configuration, "show id-2")
+    assert told.returncode == 0, told.stderr
+    assert "task: note" in told.stdout
+    assert "  rabbitdelay-reason: the queue is full" in told.stdout
+    assert told.stdout.endswith("body, 3 bytes:\ntwo\n")
+    for wanted, number, body in (
+        ("1", 1, {"size": 3, "is_cut_off": True, "text": "on", "base64": None}),
+        ("id-inner", 4, None),
+    ):
+        answer = run(configuration, f"show {wanted} --json --body-bytes 2")
+        (found,) = checked("undeliverable_show", answer.stdout)["messages"]
+        assert found["number"] == number
+        assert body in (None, found["body"])
+    missing = run(configuration, "show 99 --json")
+    assert missing.returncode == 1
+    assert checked("undeliverable_show", missing.stdout) == {"messages": []}
+    assert "no undeliverable message has" in run(configuration, "show x").stderr
+
+
+def test_messages_are_redriven_and_the_others_named_with_the_reason(
+    configuration: dict[str, Any], connection: Connection, shop: Any, name: str
+) -> None:
+    tried = run(configuration, "redrive --task look --dry-run --json")
+    data = checked("undeliverable_redrive", tried.stdout)
+    assert (tried.returncode, data["removed"], data["dry_run"]) == (0, 1, True)
+    assert count(connection, name) == 6
+
+    told = run(configuration, "redrive")
+
+    assert told.returncode == 1
+    assert told.stdout.startswith("3 of 6 messages redriven in ")
+    assert "1 stay: the queue 'secret' is not one that the application allows" in told.stderr
+    assert "1 stay: the queue 'elsewhere' is not one" in told.stderr
+    assert "1 stay: it cannot be read: " in told.stderr
+    queue = shop.amqp.queues[named(shop, "default")]
+    assert [each.body for each in take(connection, [queue], 3)] == ["one", "two", "three"]
+    wait_until_waiting(connection, name, 3)
+
+    answer = run(configuration, "redrive --json --allow secret --allow else* --limit 1 --rate 9")
+    data = checked("undeliverable_redrive", answer.stdout)
+    assert (answer.returncode, data["removed"], data["left"]) == (0, 1, {})
+    wait_until_waiting(connection, name, 2)
+
+
+def test_messages_are_deleted_only_after_a_yes(
+    configuration: dict[str, Any], connection: Connection, name: str
+) -> None:
+    refused = run(configuration, "purge --task note", "n\n")
+    assert refused.returncode == 1
+    assert "Delete 2 undeliverable messages?" in refused.stdout
+    assert run(configuration, "purge --json").returncode == 2
+    tried = run(configuration, "purge --dry-run --json")
+    assert checked("undeliverable_purge", tried.stdout)["removed"] == 6
+    assert count(connection, name) == 6
+    agreed = run(configuration, "purge --task note", "y\n")
+    assert agreed.returncode == 0, agreed.stderr
+    assert "2 of 2 messages deleted" in agreed.stdout
+    wait_until_waiting(connection, name, 4)
+    assert run(configuration, "purge --task nothing").returncode == 0
+    answer = run(configuration, "purge --yes --json")
+    assert checked("undeliverable_purge", answer.stdout)["removed"] == 4
+    wait_until_waiting(connection, name, 0)
+
+
+def test_messages_are_exported_with_all_that_they_are_made_of(
+    configuration: dict[str, Any], connection: Connection, name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "messages.jsonl"
+    answer = run(configuration, f"export {file} --json")
+    assert checked("undeliverable_export", answer.stdout) == {"file": str(file), "count": 6}
+    assert file.stat().st_mode & 0o777 == 0o600
+    records = [checked("undeliverable_export_line", line) for line in file.read_text().splitlines()]
+    made = [
+        Content(
+            base64.b64decode(each["amqp_properties"]),
+            base64.b64decode(each["body"]["base64"] or "") or each["body"]["text"].encode(),
+        )
+        for each in records
+    ]
+    # Published again, they are the same messages.
+    *readable, unreadable = made
+    first, *_, envelope, _ = (each.message() for each in readable)
+    assert first.properties["application_headers"]["id"] == "id-1"
+    assert envelope.properties["application_headers"]["own"] == b"\xff"
+    assert len(Envelope.unpack(body_of(envelope)).items) == 2
+    assert (unreadable.properties, unreadable.body) == (FAR_TIMESTAMP, b"unreadable")
+    assert count(connection, name) == 6
+
+    again = run(configuration, f"export {file}")
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
+    printed = run(configuration, "export - --task look")
+    assert json.loads(printed.stdout)["task_id"] == "id-1"
+    assert "1 undeliverable messages written to -" in printed.stderr
+    nowhere = run(configuration, f"export {tmp_path}/missing/file")
+    assert (nowhere.returncode, len(nowhere.stderr.splitlines())) == (1, 1)
+    assert "No such file or directory" in nowhere.stderr
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_broker_that_is_down_is_one_line(
+    configuration: dict[str, Any], command: str, tmp_path: Path
+) -> None:
+    down = {**configuration, "broker_url": "amqp://guest:secret@127.0.0.1:1//"}
+    command = command.format(file=tmp_path / "file")
+    told = run(down, command)
+    answer = run(down, f"{command} --json")
+    assert told.returncode == answer.returncode == EX_UNAVAILABLE
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("Error: cannot ask the broker amqp://guest")
+    assert "secret" not in line
+    assert json.loads(answer.stdout) == {"error": line.removeprefix("Error: ")}
+    assert not [*tmp_path.iterdir()]
+    assert "Usage: " in run(down, f"{command.split()[0]} --help").stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_levels_that_do_not_stand_are_one_line(
+    configuration: dict[str, Any], command: str, tmp_path: Path
+) -> None:
+    told = run(configuration, command.format(file=tmp_path / "file"))
+    assert told.returncode == 1
+    (line,) = told.stderr.splitlines()
+    assert line.endswith("undeliverable does not exist: declare the levels")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("redrive --to celery@x.celery.pidbox", "belongs to the levels, to the broker or"),
+        ("redrive --delay soon", "'soon' is neither"),
+        ("redrive --max-attempts 0", "0 is not in the range"),
+        ("list --older-than 1w", "'1w' is neither"),
+    ],
+)
+def test_wrong_options_are_usage_errors(
+    configuration: dict[str, Any], options: str, says: str
+) -> None:
+    told = run(configuration, options)
+    assert told.returncode == 2
+    assert says in told.stderr
+
+
+def test_a_queue_to_redrive_to_has_to_exist(
+    configuration: dict[str, Any], name: str, shop: Any, connection: Connection
+) -> None:
+    told = run(configuration, "redrive --to nowhere-at-all")
+    assert told.returncode == 1
+    assert "the queue 'nowhere-at-all' does not exist: declare it first" in told.stderr
+    queue = named(shop, "default")
+    assert (
+        "2 of 2 messages redriven"
+        in run(configuration, f"redrive --to {queue} --queue secret --queue elsewhere").stdout
+    )
+    # The envelope is on its way to distribution.
+    wait_until_waiting(connection, queue, 1)
+
+
+def test_a_terminal_shows_how_many_are_read(configuration: dict[str, Any], name: str) -> None:
+    reader, writer = pty.openpty()
+    told = run_celery(configuration, "rabbitdelay undeliverable redrive -j", errors=writer)
+    os.close(writer)
+    shown = os.read(reader, 10_000).decode()
+    os.close(reader)
+    assert json.loads(told.stdout)["removed"] == 3
+    assert "redrive" in shown
+    assert "6/6" in shown

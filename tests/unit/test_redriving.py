@@ -1,0 +1,436 @@
+"""What is published for a message that was undeliverable, and which ones stay; without a broker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import amqp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kombu import Exchange, Queue
+
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels import delay, headers
+from celery_rabbitdelay.levels.layout import custom
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.allowed import AllowedDestinations
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.redriving import Redriving
+from celery_rabbitdelay.publishing.wire import UNREADABLE
+
+TOPOLOGY = Topology("p", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
+CHECKIN = TOPOLOGY.module_queues.checkin
+
+#: An instant, in milliseconds since 1970.
+NOW = 1_800_000_000_000
+
+QUEUES = [Queue("reports"), Queue("daily", Exchange("topic", "topic"), "daily.#")]
+ALLOWED = AllowedDestinations.of_queues(QUEUES)
+
+#: The names that are allowed, that are not, and that never are.
+NAMES = ["", "reports", "daily", "topic", "other", "amq.topic", "celery.pidbox", CHECKIN.name]
+
+
+class Standstill:
+    """Stands in for the module ``time``, so that a route does not depend on a busy machine."""
+
+    @staticmethod
+    def time_ns() -> int:
+        return NOW * delay.NS_PER_MS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def standstill() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delay, "time", Standstill)
+        yield
+
+
+def redrive(
+    given: Mapping[str, Any],
+    *,
+    key: str = "",
+    body: bytes = b"body",
+    properties: Mapping[str, Any] | None = None,
+    topology: Topology = TOPOLOGY,
+    allowed: AllowedDestinations = ALLOWED,
+    **options: Any,
+) -> Outgoing:
+    message = amqp.Message(body, application_headers=dict(given), **(properties or {}))
+    message.delivery_info = {"exchange": "p.undeliverable", "routing_key": key}
+    options = {"modules": ("check-in", "distribution"), "now_ns": Standstill.time_ns, **options}
+    return Redriving(topology, allowed, **options).redriven(message)
+
+
+def told(outgoing: Outgoing) -> dict[str, Any]:
+    found: dict[str, Any] = outgoing.message.properties["application_headers"]
+    return found
+
+
+def straight(queue: Any = "reports", **more: Any) -> dict[str, Any]:
+    return {
+        headers.DUE: NOW - 5000,
+        headers.EXCHANGE: "",
+        headers.ROUTING_KEY: queue,
+        headers.QUEUE: queue,
+        **more,
+    }
+
+
+def for_exchange(exchange: Any, key: Any, **more: Any) -> dict[str, Any]:
+    return {headers.DUE: NOW, headers.EXCHANGE: exchange, headers.ROUTING_KEY: key, **more}
+
+
+def died(queue: str) -> list[dict[str, Any]]:
+    return [{"queue": queue, "reason": "delivery_limit", "count": 1, "routing-keys": ["daily"]}]
+
+
+def test_a_task_goes_straight_to_its_queue_with_its_own_headers() -> None:
+    own = {"id": "4d5e", "x-own": 1, "rabbitdelay-key": "k", "rabbitdelay-once": True}
+    left = {
+        "x-death": died("p.ms.500"),
+        "x-delivery-count": 3,
+        module_headers.REASON: "full",
+        module_headers.ATTEMPTS: 9,
+        module_headers.FAILED_SINCE: 5,
+        module_headers.FIRST_REASON: "gone",
+        "rabbitdelay-later": "of a version to come",
+    }
+    outgoing = redrive(straight(**own, **left), properties={"priority": 3, "reply_to": "r"})
+    assert (outgoing.exchange, outgoing.routing_key) == ("p.delivery", "0.0.reports")
+    assert told(outgoing) == straight(**own, **{module_headers.REDRIVEN: 1})
+    properties = outgoing.message.properties
+    assert (properties["priority"], properties["reply_to"]) == (3, "r")
+    assert properties["delivery_mode"] == 2
+    assert outgoing.message.body == b"body"
+
+
+@pytest.mark.parametrize(
+    ("due_ms", "options", "header", "key"),
+    [
+        (NOW - 5, {}, NOW - 5, "0.0.reports"),
+        (NOW + 2500, {}, NOW + 2500, "2.5.reports"),
+        (NOW - 5, {"delay_ms": 1200}, NOW + 1200, "1.2.reports"),
+        (NOW + 2500, {"delay_ms": 1200}, NOW + 2500, "2.5.reports"),
+        (NOW + 200, {"delay_ms": 1200}, NOW + 1200, "1.2.reports"),
+        (NOW - 5, {"delay_ms": 0}, NOW - 5, "0.0.reports"),
+        ("soon", {}, NOW, "0.0.reports"),
+        (True, {}, NOW, "0.0.reports"),
+        (2**63, {}, NOW, "0.0.reports"),
+    ],
+)
+def test_it_waits_until_it_is_due_and_for_the_delay(
+    due_ms: Any, options: dict[str, Any], header: int, key: str
+) -> None:
+    outgoing = redrive(straight(**{headers.DUE: due_ms}), **options)
+    assert told(outgoing)[headers.DUE] == header
+    assert outgoing.routing_key == key
+
+
+def test_what_only_its_exchange_can_route_goes_through_distribution() -> None:
+    early = {"times": 3, "exchange": "topic", "routing-key": "daily.x"}
+    given = for_exchange(
+        "topic",
+        "daily.x",
+        **{headers.PRIORITY: 9, headers.EXPIRATION: "700", module_headers.EARLY: early},
+    )
+    outgoing = redrive(given, properties={"priority": 4})
+    assert outgoing.routing_key == "0.0." + encode_destination(DISTRIBUTION)
+    kept = {**given, module_headers.EARLY: {**early, "times": 0}, module_headers.REDRIVEN: 1}
+    assert told(outgoing) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        (headers.PRIORITY, 4),
+        (headers.PRIORITY, 256),
+        (headers.PRIORITY, "9"),
+        (headers.PRIORITY, True),
+        (headers.EXPIRATION, "-1"),
+        (headers.EXPIRATION, 700),
+        (headers.EXPIRATION, "1" * 11),
+        ("rabbitdelay-key", ["k"]),
+        ("rabbitdelay-once", 1),
+        (module_headers.EARLY, {"times": 2}),
+        (module_headers.EARLY, "x"),
+    ],
+)
+def test_headers_whose_values_are_invalid_are_left_out(name: str, wrong: Any) -> None:
+    assert name not in told(redrive(for_exchange("topic", "x", **{name: wrong})))
+
+
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+def test_a_high_priority_waits_as_a_lower_one_in_quorum_queues(queue_type: Any) -> None:
+    topology = Topology("p", TOPOLOGY.layout, queue_type)
+    outgoing = redrive(straight(), properties={"priority": 9}, topology=topology)
+    is_quorum = queue_type == "quorum"
+    assert outgoing.message.properties["priority"] == (4 if is_quorum else 9)
+    assert told(outgoing).get(headers.PRIORITY) == (9 if is_quorum else None)
+    word = encode_destination(DISTRIBUTION) if is_quorum else "reports"
+    assert outgoing.routing_key == f"0.0.{word}"
+
+
+def test_a_queue_that_may_refuse_gets_its_messages_through_distribution() -> None:
+    outgoing = redrive(straight(), refuses=lambda name: name == "reports")
+    assert outgoing.routing_key == "0.0." + encode_destination(DISTRIBUTION)
+    assert told(outgoing)[headers.QUEUE] == "reports"
+    without = redrive(straight(), refuses=lambda name: True, modules=())
+    assert without.routing_key == "0.0.reports"
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "queue"),
+    [
+        ({}, "1.2.reports", "reports"),
+        ({"x-death": died("p.ms.500")}, "0.0.daily", "daily"),
+        ({"x-death": died("p.meditation")}, "daily", "daily"),
+        ({headers.QUEUE: "daily"}, "", "daily"),
+    ],
+)
+def test_a_message_of_another_client_goes_to_the_queue_that_it_names(
+    given: dict[str, Any], key: str, queue: str
+) -> None:
+    outgoing = redrive(given, key=key)
+    expected = {headers.EXCHANGE: "", headers.ROUTING_KEY: queue, headers.QUEUE: queue}
+    assert told(outgoing).items() >= {**expected, headers.DUE: NOW}.items()
+
+
+@pytest.mark.parametrize(
+    ("given", "exchange"),
+    [
+        ({"x-death": died(CHECKIN.name), "x-delay": 900}, ""),
+        ({"x-death": died(CHECKIN.name), "x-delay": "900", headers.EXCHANGE: "topic"}, "topic"),
+        ({headers.EXCHANGE: CHECKIN.exchange.name, "x-delay": 900.0}, ""),
+        ({headers.EXCHANGE: CHECKIN.exchange.name, headers.ROUTING_KEY: "daily"}, ""),
+    ],
+)
+def test_what_check_in_has_not_accepted_keeps_its_delay(
+    given: dict[str, Any], exchange: str
+) -> None:
+    outgoing = redrive(given, key="daily")
+    due_ms = NOW + (900 if "x-delay" in given else 0)
+    assert told(outgoing) == {
+        **for_exchange(exchange, "daily"),
+        headers.DUE: due_ms,
+        module_headers.REDRIVEN: 1,
+    }
+    longer = redrive(given, key="daily", delay_ms=1000)
+    assert told(longer)[headers.DUE] == NOW + 1000
+
+
+def test_a_task_that_check_in_has_accepted_keeps_a_header_of_its_own() -> None:
+    assert told(redrive(straight(**{"x-delay": 900})))["x-delay"] == 900
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({}, "destination is unknown"),
+        (straight("other"), "queue 'other' is not one that the application allows"),
+        (straight(**{headers.EXCHANGE: "other"}), "exchange 'other' is not one"),
+        (
+            straight("other", **{headers.EXCHANGE: "topic", headers.ROUTING_KEY: "daily"}),
+            "queue 'other' is not one",
+        ),
+        (straight(""), "rabbitdelay-queue is ''"),
+        (straight(**{headers.QUEUE: 7}), "rabbitdelay-queue is 7"),
+        (straight(**{headers.EXCHANGE: 7}), "destination is unknown"),
+        (for_exchange("other", "reports"), "exchange 'other' is not one"),
+        (for_exchange("", ""), "destination is unknown"),
+        (for_exchange("topic", "x", CC=["other"]), "header CC"),
+        (straight(BCC="x"), "header BCC"),
+        (straight(**{UNREADABLE: "year 55840"}), "cannot be read"),
+        (
+            for_exchange(
+                "topic", "x", **{module_headers.EARLY: {"exchange": "amq.x", "routing-key": ""}}
+            ),
+            "exchange 'amq.x' is not one",
+        ),
+        *(
+            (straight(**{module_headers.REDRIVEN: wrong}), "not a count")
+            for wrong in (-1, "1", True, None, 1.0, [1])
+        ),
+        (straight(**{module_headers.REDRIVEN: 3}), "it was redriven 3 times already"),
+        (straight(**{module_headers.REDRIVEN: 2**60}), "times already"),
+        ({"x-death": died(CHECKIN.name), "x-delay": "soon"}, "give a delay"),
+    ],
+)
+def test_messages_stay_with_the_reason(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnprocessableMessage, match=reason):
+        redrive(given)
+
+
+def test_what_is_never_allowed_stays_whatever_a_pattern_allows() -> None:
+    allowed = AllowedDestinations(
+        patterns=("*",), never=frozenset({"p.delivery"}), never_patterns=("amq.*",)
+    )
+    for told_by in (straight("p.delivery"), for_exchange("p.delivery", ""), straight("amq.gen-1")):
+        with pytest.raises(UnprocessableMessage, match="is never published to"):
+            redrive(told_by, allowed=allowed)
+    with pytest.raises(UnprocessableMessage, match="is never published to"):
+        redrive({}, allowed=allowed, to="amq.gen-1")
+    assert redrive(straight("other"), allowed=allowed).routing_key == "0.0.other"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (for_exchange("topic", "x"), "no worker serves distribution, and only its exchange"),
+        (straight(**{headers.PRIORITY: 9}), "no worker serves distribution, and its priority"),
+        (straight(**{headers.DUE: NOW + 60_000}), "no worker serves check-in, and it would wait"),
+    ],
+)
+def test_messages_stay_that_need_a_module_which_is_not_served(
+    given: dict[str, Any], reason: str
+) -> None:
+    redrive(given)
+    with pytest.raises(UnprocessableMessage, match=reason):
+        redrive(given, modules=())
+
+
+def test_each_time_counts_until_it_is_enough() -> None:
+    counts = []
+    given: dict[str, Any] = straight()
+    for _ in range(3):
+        given = told(redrive(given))
+        counts.append(given[module_headers.REDRIVEN])
+    assert counts == [1, 2, 3]
+    with pytest.raises(UnprocessableMessage, match="3 times"):
+        redrive(given)
+    assert told(redrive(given, max_attempts=4))[module_headers.REDRIVEN] == 4
+    with pytest.raises(UnprocessableMessage, match="redriven once already"):
+        redrive(straight(**{module_headers.REDRIVEN: 1}), max_attempts=1)
+
+
+def test_with_a_queue_to_go_to_the_headers_of_the_destination_do_not_count() -> None:
+    for told_by in ({}, straight("other", **{headers.EXCHANGE: 7}), for_exchange("amq.x", "y")):
+        outgoing = redrive(told_by, to="aside")
+        expected = {headers.EXCHANGE: "", headers.ROUTING_KEY: "aside", headers.QUEUE: "aside"}
+        assert told(outgoing).items() >= expected.items()
+        assert outgoing.routing_key == "0.0.aside"
+
+
+def envelope(*items: Item, shared: Mapping[str, Any] | None = None, **options: Any) -> Outgoing:
+    body = Envelope(items, shared or {}).pack()
+    given = options.pop("given", for_exchange("topic", "daily.x"))
+    properties = {"content_type": CONTENT_TYPE, "priority": 0}
+    return redrive(given, body=body, properties=properties, **options)
+
+
+def test_an_envelope_goes_back_as_a_whole() -> None:
+    items = (Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"}))
+    outgoing = envelope(*items, shared={"task": "t"})
+    assert outgoing.routing_key == "0.0." + encode_destination(DISTRIBUTION)
+    assert told(outgoing) == for_exchange("topic", "daily.x", **{module_headers.REDRIVEN: 1})
+    assert outgoing.message.body == Envelope(items, {"task": "t"}).pack()
+
+
+@pytest.mark.parametrize(
+    ("item", "shared", "reason"),
+    [
+        (Item(b"", {headers.EXCHANGE: "other"}), {}, "exchange 'other' is not one"),
+        (Item(b""), {headers.EXCHANGE: "", headers.ROUTING_KEY: "secret"}, "queue 'secret'"),
+        (Item(b"", {headers.ROUTING_KEY: 5}), {}, "a message in the envelope is unknown"),
+        (Item(b"", {"BCC": ["x"]}), {}, "header BCC"),
+        (Item(b""), {"CC": ["x"]}, "header CC"),
+    ],
+)
+def test_an_envelope_stays_if_one_of_its_messages_may_not_go(
+    item: Item, shared: dict[str, Any], reason: str
+) -> None:
+    fine = Item(b"", {headers.EXCHANGE: "", headers.ROUTING_KEY: "reports"})
+    with pytest.raises(UnprocessableMessage, match=reason):
+        envelope(fine, item, shared=shared)
+
+
+def test_envelopes_of_other_versions_and_of_clients_stay() -> None:
+    for properties, own, reason in (
+        ({"content_type": "application/vnd.rabbitdelay.envelope.2"}, straight(), "version"),
+        ({"content_type": CONTENT_TYPE}, straight(), "cannot be opened"),
+        ({"content_type": CONTENT_TYPE}, {"x-delay": 5}, "clients may not check in"),
+    ):
+        with pytest.raises(UnprocessableMessage, match=reason):
+            redrive(own, properties=properties)
+
+
+def test_all_messages_of_an_envelope_can_go_to_one_queue() -> None:
+    items = (Item(b"1", {"id": "1", headers.EXCHANGE: "other"}), Item(b"2", {"id": "2"}))
+    outgoing = envelope(*items, shared={headers.ROUTING_KEY: "x"}, to="aside", given={})
+    assert told(outgoing)[headers.ROUTING_KEY] == "aside"
+    read = Envelope.unpack(outgoing.message.body)  # type: ignore[arg-type]
+    assert read.headers == {}
+    assert read.items == (Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"}))
+
+
+def claimed(*usual: Any) -> st.SearchStrategy[Any]:
+    """What a stranger may write into a header: one of the usual values, or anything."""
+    anything = st.none() | st.booleans() | st.integers() | st.text(max_size=9)
+    return st.sampled_from(usual) | st.sampled_from(usual) | anything | st.lists(anything)
+
+
+claims = st.fixed_dictionaries(
+    {},
+    optional={
+        headers.DUE: claimed(NOW, 0),
+        headers.EXCHANGE: claimed(*NAMES),
+        headers.ROUTING_KEY: claimed(*NAMES),
+        headers.QUEUE: claimed(*NAMES),
+        headers.PRIORITY: claimed(9, 255),
+        headers.EXPIRATION: claimed("700"),
+        module_headers.EARLY: claimed({"exchange": "topic"})
+        | st.fixed_dictionaries(
+            {"exchange": st.sampled_from(NAMES), "routing-key": st.sampled_from(NAMES)}
+        ),
+        module_headers.REDRIVEN: claimed(1, 2, 3),
+        module_headers.X_DELAY: claimed(500, "500"),
+        "x-death": claimed(*map(died, [*NAMES, "p.ms.500", "p.meditation"])),
+        "id": claimed("4d5e"),
+    },
+)
+
+
+@settings(max_examples=1000)
+@given(
+    given_headers=claims,
+    key=st.sampled_from(NAMES) | st.sampled_from([f"0.0.{name}" for name in NAMES]),
+    inner=st.none() | st.none() | claims,
+    selected=st.sampled_from([{}] * 9 + [{"CC": ["other"]}, {"BCC": ["other"]}]),
+)
+def test_no_header_reaches_more_than_what_is_allowed(
+    given_headers: dict[str, Any],
+    key: str,
+    inner: dict[str, Any] | None,
+    selected: dict[str, Any],
+) -> None:
+    properties, body = dict[str, Any](), b""
+    if inner is not None:
+        body = Envelope((Item(b"", inner),)).pack()
+        properties = {"content_type": CONTENT_TYPE}
+    try:
+        outgoing = redrive({**given_headers, **selected}, key=key, body=body, properties=properties)
+    except UnprocessableMessage:
+        return
+    sent = told(outgoing)
+    assert not selected
+    assert 1 <= sent[module_headers.REDRIVEN] <= 3
+    word = outgoing.routing_key.split(".")[-1]
+    if outgoing.exchange == TOPOLOGY.module_queues.meditation.exchange.name:
+        word = encode_destination(outgoing.routing_key)
+    else:
+        assert outgoing.exchange in ("p.delivery", "p.seconds.x1", "p.ms.x100")
+    if headers.QUEUE in sent:
+        assert ALLOWED.includes("", sent[headers.QUEUE])
+        assert word in (sent[headers.QUEUE], encode_destination(DISTRIBUTION))
+    else:
+        assert word == encode_destination(DISTRIBUTION)
+    effective = {**sent, **(inner or {})}
+    assert ALLOWED.includes(effective[headers.EXCHANGE], effective[headers.ROUTING_KEY])
+    if inner is None and module_headers.EARLY in sent:
+        early = sent[module_headers.EARLY]
+        assert ALLOWED.includes(early["exchange"], early["routing-key"])

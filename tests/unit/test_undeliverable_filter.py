@@ -1,0 +1,126 @@
+"""Which undeliverable messages a filter means, and how they are counted by reason."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.undeliverable import Undeliverable
+from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage
+from celery_rabbitdelay.operations.undeliverable_export import shown_body
+from celery_rabbitdelay.operations.undeliverable_filter import Contents, UndeliverableFilter
+from celery_rabbitdelay.operations.undeliverable_summary import (
+    MOST_REASONS,
+    OTHER_REASONS,
+    UndeliverableSummary,
+)
+
+NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+
+def copy(
+    reason: str = "gone",
+    minutes: float | None = 10,
+    body: bytes = b"",
+    told: dict[str, Any] | None = None,
+    **properties: Any,
+) -> UndeliverableMessage:
+    since = None if minutes is None else NOW - timedelta(minutes=minutes)
+    found = Undeliverable("4d5e", "shop.remind", "reports", None, reason, None, since)
+    return UndeliverableMessage(found, told or {}, body, "", "", properties)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_meant"),
+    [
+        ({}, True),
+        ({"tasks": ["shop.*"], "queues": ["reports"], "ids": ["4d5e"]}, True),
+        ({"tasks": ["shop.*"], "queues": ["other"]}, False),
+        ({"tasks": ["shop.pay", "shop.remin?"]}, True),
+        ({"tasks": ["shop.remin"]}, False),
+        ({"tasks": ["[s]hop.remind"]}, False),
+        ({"ids": ["4d5"]}, False),
+        ({"reasons": ["on"]}, True),
+        ({"reasons": ["on*"]}, False),
+        ({"reasons": ["none", "g?ne"]}, True),
+        ({"older_than": timedelta(minutes=10), "newer_than": timedelta(minutes=10)}, True),
+        ({"older_than": timedelta(minutes=11)}, False),
+        ({"newer_than": timedelta(minutes=9)}, False),
+    ],
+)
+def test_a_filter_means_messages_for_which_all_conditions_hold(
+    options: dict[str, Any], is_meant: bool
+) -> None:
+    assert UndeliverableFilter(**options).matches(copy(), NOW) is is_meant
+
+
+def test_a_message_without_a_time_is_neither_older_nor_newer() -> None:
+    for meant in (
+        UndeliverableFilter(older_than=timedelta(0)),
+        UndeliverableFilter(newer_than=timedelta(days=9999)),
+    ):
+        assert not meant.matches(copy(minutes=None), NOW)
+
+
+def test_an_envelope_is_meant_by_each_of_its_tasks() -> None:
+    items = (Item(b"", {"id": "1"}), Item(b"", {"id": "2", "task": "shop.pay"}))
+    body = Envelope(items, {"task": "shop.ship"}).pack()
+    told = {headers.EXCHANGE: "", headers.ROUTING_KEY: "letters"}
+    packed = copy(body=body, told=told, content_type=CONTENT_TYPE)
+    assert UndeliverableFilter(tasks=["shop.pay"], ids=["1"], queues=["letters"]).matches(packed)
+    assert not UndeliverableFilter(tasks=["shop.remind"]).matches(packed)
+    assert Contents.of(packed).messages == 2
+
+
+@given(st.binary())
+def test_what_is_no_envelope_is_none(body: bytes) -> None:
+    contents = Contents.of(copy(body=body, content_type=CONTENT_TYPE))
+    assert contents.tasks == {"shop.remind"} or contents.messages is not None
+
+
+def test_reasons_that_differ_only_in_their_attempts_are_one() -> None:
+    summary = UndeliverableSummary()
+    for minutes, reason in (
+        (5, "full (7 attempts since 2026-11-22 10:00:00 UTC)"),
+        (9, "full (9 attempts since 2026-11-22 10:00:01 UTC; the first time: gone (x))"),
+        (7, "full"),
+        (None, "full"),
+        (7, "gone"),
+    ):
+        summary.add(copy(reason, minutes))
+    (first, group), (second, _) = summary.by_count()
+    assert (first, second, group.count, summary.count) == ("full", "gone", 4, 5)
+    assert group.oldest == NOW - timedelta(minutes=9)
+    assert group.newest == NOW - timedelta(minutes=5)
+
+
+def test_strangers_cannot_make_up_reasons_without_end() -> None:
+    summary = UndeliverableSummary()
+    for number in range(MOST_REASONS + 50):
+        summary.add(copy(str(number)))
+    assert len(summary.reasons) == MOST_REASONS + 1
+    assert summary.reasons[OTHER_REASONS].count == 50
+
+
+@pytest.mark.parametrize(
+    ("body", "most", "text", "encoded"),
+    [
+        (b"caf\xc3\xa9", 10, "café", None),
+        (b"caf\xc3\xa9", 4, "caf", None),
+        (b"\xff\x00", 10, None, "/wA="),
+        (b"\xff\x00", 1, None, "/w=="),
+        (b"", 0, "", None),
+    ],
+)
+def test_a_body_is_shown_as_text_if_it_is_one(
+    body: bytes, most: int, text: str | None, encoded: str | None
+) -> None:
+    shown = shown_body(body, most)
+    assert (shown["text"], shown["base64"]) == (text, encoded)
+    assert (shown["size"], shown["is_cut_off"]) == (len(body), len(body) > most)
