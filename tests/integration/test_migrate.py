@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -325,3 +326,25 @@ def test_a_cancelled_task_stays_cancelled_after_the_migration(
     with pytest.raises(TaskRevokedError):
         first.get(timeout=PATIENCE)
     notes.forget()
+
+
+def test_after_ctrl_c_nothing_exists_twice_and_the_rest_is_where_it_was(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
+) -> None:
+    before, after = make(old), make(new)
+    rows = [Row(delay=random.uniform(*FAR)) for _ in range(2000)]
+    before.rabbitdelay.send_many(before.tasks["look"], rows, envelopes=False)
+    source, target = place(old, before), place(new, after)
+    all_waiting = sum(waiting(source).values())
+    command = f"rabbitdelay migrate {from_old(old)} --rate 500 --json"
+    process = start_celery(new, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: waiting(target), "the first messages moved", 60)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    moved = checked("moved", printed)
+    assert not moved["finished"]
+    assert moved["moved"] > 0
+    here, there = waiting(source), waiting(target)
+    assert sum(there.values()) == moved["moved"]
+    assert sum(here.values()) == all_waiting - moved["moved"]
