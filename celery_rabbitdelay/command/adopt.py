@@ -1,8 +1,8 @@
-"""``celery rabbitdelay adopt``: take over what waits elsewhere on the broker."""
+"""``celery rabbitdelay adopt``: adopt delayed messages of other mechanisms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import click
@@ -18,6 +18,7 @@ from celery_rabbitdelay.command.migrate import (
     tell_waiting,
 )
 from celery_rabbitdelay.operations.adoption import (
+    KEEPS_OWN,
     NOT_DELAYED,
     EtaTasks,
     NativeChain,
@@ -82,8 +83,10 @@ def nservicebus(context: CLIContext, /, version: int, **options: Any) -> None:
     """
 
     def convert(adopting: _Adopting) -> Convert:
-        return NServiceBusChain(adopting.target.topology, adopting.destinations.exists).convert
+        return NServiceBusChain(adopting.target.topology, version).convert
 
+    if "distribution" not in delays_of(context).settings.modules:
+        raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
     _adopt(context, nservicebus_queues(version), convert, **options)
 
 
@@ -101,11 +104,11 @@ def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
     def convert(adopting: _Adopting) -> Convert:
         return EtaTasks(adopting.tasks, adopting.target.topology, adopting.queues).convert
 
-    _adopt(context, queues, convert, expected=NOT_DELAYED, **options)
+    _adopt(context, queues, convert, expected=(KEEPS_OWN, NOT_DELAYED), **options)
 
 
 class _Adopting:
-    """The application's levels, and what makes delayed tasks for them."""
+    """The application's levels, and a converter for tasks."""
 
     def __init__(self, context: CLIContext) -> None:
         self.delays = delays_of(context)
@@ -116,7 +119,13 @@ class _Adopting:
         producer = DelayedProducer(
             Publisher(self.target.connection), **self.delays.settings.for_producer
         )
-        self.tasks = TaskMessages(producer, context.app.timezone, self.destinations.ensure)
+        tasks = context.app.tasks
+        self.tasks = TaskMessages(
+            producer,
+            context.app.timezone,
+            self.destinations.ensure,
+            lambda name: not getattr(tasks.get(name), "rabbitdelay", True),
+        )
 
 
 def _adopt(
@@ -129,7 +138,7 @@ def _adopt(
     follow: bool,
     rate: float | None,
     timeout: float,
-    expected: str = "",
+    expected: Collection[str] = (KEEPS_OWN,),
 ) -> None:
     adopting = _Adopting(context)
     connection, topology = adopting.target

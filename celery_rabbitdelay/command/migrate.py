@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -16,8 +16,19 @@ from kombu import Connection
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
-from celery_rabbitdelay.exceptions import InvalidSetting, SameTopology
-from celery_rabbitdelay.operations.migration import Destinations, Place, migration, waiting
+from celery_rabbitdelay.exceptions import (
+    InvalidSetting,
+    LayoutConflict,
+    SameTopology,
+    TopologyIncomplete,
+)
+from celery_rabbitdelay.operations.migration import (
+    Destinations,
+    Place,
+    check_source,
+    migration,
+    waiting,
+)
 from celery_rabbitdelay.operations.mover import Moved, Mover
 from celery_rabbitdelay.operations.progress_bar import progress_bar
 
@@ -62,7 +73,7 @@ def _source_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--ignore-registry",
             is_flag=True,
-            help="Move although the registry has another prefix, and forgets what it knows.",
+            help="Move even if the registry's prefix differs; cancelled tasks then run.",
         ),
     ):
         command = option(command)
@@ -77,8 +88,8 @@ def _source_options(command: Callable[..., None]) -> Callable[..., None]:
 def migrate(context: CLIContext, /, from_vhost: str | None, **options: Any) -> None:
     """Move all that waits in other levels of this broker into the application's.
 
-    The levels that are emptied are described by the --from options; what is not given is as the
-    application has it. Producers and workers may run meanwhile. The command can be ended at any
+    The --from options describe the levels that are emptied; omitted ones default to the
+    application's settings. Producers and workers may run meanwhile. The command can be ended at any
     time and started again.
     """
     delays = delays_of(context)
@@ -101,7 +112,7 @@ def migrate(context: CLIContext, /, from_vhost: str | None, **options: Any) -> N
 def transfer(context: CLIContext, /, from_url: str, **options: Any) -> None:
     """Move all that waits on another broker into the levels of the application's broker.
 
-    Between any two versions of RabbitMQ. What else is said for migrate holds here as well.
+    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate.
     """
     delays = delays_of(context)
     there = context.app.connection_for_write(url=from_url)
@@ -129,6 +140,7 @@ def _migrate(
     destinations = Destinations(target, context.app.amqp.queues, may_declare)
     try:
         if dry_run:
+            check_source(source)
             tell_waiting(waiting(source), as_json)
             return
         with progress_bar("messages", 1) as show:
@@ -142,7 +154,7 @@ def _migrate(
                 show=lambda moved, known: show(moved, length=max(known, moved, 1)),
             )
             moved = moved_and_told(mover, follow, as_json)
-    except SameTopology as error:
+    except (SameTopology, LayoutConflict, TopologyIncomplete) as error:
         raise click.UsageError(str(error)) from error
     except BROKER_ERRORS as error:
         fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE, as_json)
@@ -193,7 +205,7 @@ def moved_and_told(mover: Mover, follow: bool, as_json: bool) -> Moved:
 
 @contextmanager
 def _stopped_by_ctrl_c(mover: Mover) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end a move in order: what is in flight is confirmed first."""
+    """Let Ctrl-C and SIGTERM stop a move gracefully: it waits for outstanding confirms first."""
 
     def stop(number: int, frame: object) -> None:
         if mover.stopping.is_set():
@@ -220,20 +232,22 @@ def tell_waiting(found: Mapping[str, int], as_json: bool) -> None:
     click.echo(f"{sum(found.values()):,} messages wait; nothing was moved")
 
 
-def tell(moved: Moved, as_json: bool, *, missing_queues: Sequence[str], expected: str = "") -> None:
-    """Print what was moved; end with the status 1 if messages are left, or may be.
+def tell(
+    moved: Moved, as_json: bool, *, missing_queues: Sequence[str], expected: Collection[str] = ()
+) -> None:
+    """Print what was moved; end with the status 1 if some are left or undeliverable.
 
     Args:
         moved: What was moved.
         as_json: Whether to print it as JSON.
         missing_queues: The queues that messages are for and that do not exist.
-        expected: The reason for which messages are meant to stay.
+        expected: The reasons for which messages are meant to stay.
     """
     if as_json:
         click.echo(json.dumps({**moved._asdict(), "missing_queues": missing_queues}))
     else:
         click.echo("\n".join(_lines(moved, missing_queues)))
-    if set(moved.left) - {expected} or not moved.finished:
+    if set(moved.left) - set(expected) or moved.undeliverable or not moved.finished:
         raise SystemExit(MESSAGES_LEFT)
 
 

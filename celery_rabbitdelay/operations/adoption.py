@@ -19,15 +19,23 @@ from typing import Any, Final, NamedTuple
 import amqp
 from kombu import Exchange, Queue
 
+from celery_rabbitdelay.exceptions import DelayTooLong, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.checkin import for_distribution
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.modules.checkin import SENDER_SELECTED, for_distribution
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    into_levels,
+    with_headers,
+    without_broker_headers,
+)
 from celery_rabbitdelay.operations.mover import Stay
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
 from celery_rabbitdelay.publishing.message import PERSISTENT, body_of, headers_of, shortened
 from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.wire import UNREADABLE
+from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.celery_internals import eta_of
 
 __all__ = [
@@ -42,13 +50,28 @@ __all__ = [
 #: How many queues a chain has, and bits a routing key.
 BITS: Final = 28
 
-#: Why a task stays in its queue that has nothing to wait for.
+#: The reason for leaving a task that is not delayed.
 NOT_DELAYED: Final = "it is due, or has no eta"
+
+#: How often a message may have been given back to a task queue. After 20 times, RabbitMQ 4.0 and
+#: later drop it from a quorum queue (https://www.rabbitmq.com/docs/quorum-queues#position-in-queue),
+#: so before that it is published to its queue anew, which begins the count again.
+MOST_RETURNS: Final = 8
+
+#: The headers in which RabbitMQ counts that; from 4.3 on, the second one.
+RETURNS: Final = ("x-delivery-count", "x-acquired-count")
 
 #: What NServiceBus writes into the headers of a delayed message.
 NSB_DELAY: Final = "NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 NSB_SENT: Final = "NServiceBus.TimeSent"
 NSB_TIME: Final = "%Y-%m-%d %H:%M:%S:%f Z"
+
+#: The reason for leaving a task that keeps Celery's own delays (``rabbitdelay=False``).
+KEEPS_OWN: Final = "its task has rabbitdelay=False"
+
+#: Milliseconds by which a due time may be earlier than the chain: it counts in whole seconds, and
+#: from when the broker has a message.
+SLACK_MS: Final = 2000
 
 #: The properties of a task's message that are published again; see ``worker/put_back.py``.
 KEPT_PROPERTIES: Final = (
@@ -88,12 +111,20 @@ class _ChainKey(NamedTuple):
     """The routing key of a message in a chain.
 
     Attributes:
+        least: Seconds that it still waits at least.
         longest: Seconds that it still waits at the most.
         routing_key: The routing key of its destination.
     """
 
+    least: int
     longest: int
     routing_key: str
+
+    def due(self, due: Due | None) -> Due:
+        """Return a due time that a message's headers tell, unless the chain waits longer."""
+        if due is None or due.delay_ms < self.least * 1000 - SLACK_MS:
+            return Due.after(self.longest)
+        return due
 
     @classmethod
     def of(cls, message: amqp.Message, queue: str) -> _ChainKey:
@@ -104,8 +135,10 @@ class _ChainKey(NamedTuple):
             queue: The queue of the chain that it was in, whose name ends with its level.
 
         Raises:
-            Stay: It is not a key of a chain.
+            Stay: It is not a key of a chain, or the message cannot be read.
         """
+        if UNREADABLE in headers_of(message):
+            raise Stay("its properties cannot be read")
         info: Any = message.delivery_info
         found = _BITS.fullmatch(info["routing_key"])
         if found is None:
@@ -113,7 +146,8 @@ class _ChainKey(NamedTuple):
         level = int(re.split("[_-]", queue)[-1])
         # The higher levels are behind it.
         lower = found[1].replace(".", "")[-(level + 1) :]
-        return cls(int(lower, 2), found[2])
+        longest = int(lower, 2)
+        return cls(max(longest - 2**level, 0), longest, found[2])
 
 
 class TaskMessages:
@@ -123,21 +157,33 @@ class TaskMessages:
         producer: Makes the messages; nothing is published with it.
         timezone: The application's time zone.
         ensure: Called with the name of each queue that messages are for.
+        keeps_own: Returns whether a task, by its name, keeps Celery's own delays.
     """
 
     def __init__(
-        self, producer: DelayedProducer, timezone: tzinfo, ensure: Callable[[str], None]
+        self,
+        producer: DelayedProducer,
+        timezone: tzinfo,
+        ensure: Callable[[str], None],
+        keeps_own: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self._producer = producer
         self._timezone = timezone
         self._ensure = ensure
+        self._keeps_own = keeps_own
 
     def eta(self, message: amqp.Message) -> datetime | None:
         """Return a task's eta; None if it has none. Only of tasks of Celery's protocol 2."""
         return eta_of(headers_of(message).get("eta"), self._timezone)
 
     def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:
-        """Return the message that waits in the levels."""
+        """Return the message that waits in the levels.
+
+        Raises:
+            Stay: The levels do not take it.
+        """
+        if self._keeps_own(str(headers_of(message).get("task"))):
+            raise Stay(KEEPS_OWN)
         properties = {
             name: message.properties[name]
             for name in KEPT_PROPERTIES
@@ -148,15 +194,19 @@ class TaskMessages:
         headers = headers_of(message)
         if "eta" in headers:
             headers["eta"] = None
-        delayed = self._producer.delayed_message(
-            body_of(message),
-            destination,
-            due,
-            headers=headers,
-            content_type=message.properties.get("content_type", "application/data"),
-            content_encoding=message.properties.get("content_encoding", "binary"),
-            **properties,
-        )
+        self._producer.further_headers = registry_headers(headers)
+        try:
+            delayed = self._producer.delayed_message(
+                body_of(message),
+                destination,
+                due,
+                headers=headers,
+                content_type=message.properties.get("content_type", "application/data"),
+                content_encoding=message.properties.get("content_encoding", "binary"),
+                **properties,
+            )
+        except (NeedsDistribution, DelayTooLong) as error:
+            raise Stay(str(error)) from error
         delayed.message.properties["delivery_mode"] = PERSISTENT
         if delayed.queue is not None:
             self._ensure(delayed.queue.name)
@@ -165,7 +215,7 @@ class TaskMessages:
 
 
 class NativeChain:
-    """Says what becomes of a task in Celery's native delayed delivery.
+    """Converts tasks in Celery's native delayed delivery.
 
     Args:
         tasks: Makes the delayed task.
@@ -182,10 +232,10 @@ class NativeChain:
         Raises:
             Stay: It is not known where it goes.
         """
-        longest, routing_key = _ChainKey.of(message, queue)
+        key = _ChainKey.of(message, queue)
         eta = self._tasks.eta(message)
-        due = Due.after(longest) if eta is None else Due.at(eta)
-        return self._tasks.delayed(message, self._destination(routing_key), due)
+        due = key.due(None if eta is None else Due.at(eta))
+        return self._tasks.delayed(message, self._destination(key.routing_key), due)
 
     def _destination(self, routing_key: str) -> Destination:
         """Return where the chain would deliver a task: by the pattern ``#.`` and the key."""
@@ -237,34 +287,35 @@ def _bound_to_chain(queues: Iterable[Queue]) -> Iterator[_Bound]:
 
 
 class NServiceBusChain:
-    """Says what becomes of a message in NServiceBus's delay infrastructure.
+    """Converts messages in NServiceBus's delay infrastructure.
 
-    It reaches its queue by its name, unchanged: its endpoint need not know of the levels.
+    When they are due, they go to the exchange in which the infrastructure itself ends, and so reach
+    what they would have reached, and nothing else.
 
     Args:
         topology: The levels.
-        exists: Returns whether a queue exists.
+        version: 1 or 2; see :func:`nservicebus_queues`.
     """
 
-    def __init__(self, topology: Topology, exists: Callable[[str], bool]) -> None:
+    def __init__(self, topology: Topology, version: int = 2) -> None:
         self._topology = topology
-        self._exists = exists
+        self._exchange = "nsb.delay-delivery" if version == 1 else f"nsb.v{version}.delay-delivery"
 
     def convert(self, message: amqp.Message, queue: str) -> Outgoing:
         """Return what to publish for a message.
 
         Raises:
-            Stay: Its queue does not exist.
+            Stay: It has headers by which it could reach any queue.
         """
-        longest, address = _ChainKey.of(message, queue)
-        if not self._exists(address):
-            raise Stay(f"the queue {shortened(address)} does not exist")
+        key = _ChainKey.of(message, queue)
         headers = headers_of(message)
-        due = _nservicebus_due(headers) or Due.after(longest)
+        if any(name in headers for name in SENDER_SELECTED):
+            raise Stay(f"it has the header {' or '.join(SENDER_SELECTED)}")
+        # A delayed retry has the time at which the message was sent first.
+        due = key.due(_nservicebus_due(headers))
         own = header_names.strip(headers)
-        return into_levels(
-            self._topology, for_distribution(message, own, due.at_ms, "", address), due
-        )
+        waiting = for_distribution(message, own, due.at_ms, self._exchange, key.routing_key)
+        return into_levels(self._topology, waiting, due)
 
 
 def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
@@ -282,7 +333,7 @@ def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
 
 
 class EtaTasks:
-    """Says what becomes of a task in its own queue, where workers would hold it until its eta.
+    """Converts tasks in their own queue, where workers would hold them until their eta.
 
     Args:
         tasks: Makes the delayed task.
@@ -303,13 +354,25 @@ class EtaTasks:
         Raises:
             Stay: It has nothing to wait for.
         """
+        try:
+            return self._delayed(message, queue)
+        except Stay:
+            returns = max(_count(headers_of(message).get(name)) for name in RETURNS)
+            if returns < MOST_RETURNS:
+                raise
+        kept = without_broker_headers(headers_of(message))
+        return Outgoing("", queue, with_headers(message, kept))
+
+    def _delayed(self, message: amqp.Message, queue: str) -> Outgoing:
         eta = self._tasks.eta(message)
-        if eta is None:
-            raise Stay(NOT_DELAYED)
-        due = Due.at(eta)
-        if due.delay_ms <= self._tick_ms:
+        due = None if eta is None else Due.at(eta)
+        if due is None or due.delay_ms <= self._tick_ms:
             raise Stay(NOT_DELAYED)
         info: Any = message.delivery_info
         known = self._queues.get(queue) or Queue(queue, no_declare=True)
         destination = Destination(known, info["exchange"], info["routing_key"])
         return self._tasks.delayed(message, destination, due)
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,4 +1,4 @@
-"""All that waits in the levels of one topology goes to another one, on the same broker or not.
+"""Moves delayed messages from the levels of one topology to another, on the same broker or not.
 
 A message keeps its due time, and so waits in the new levels for the rest of its delay. Producers
 and workers may run meanwhile: what still comes due in the old levels reaches its queue from there.
@@ -12,10 +12,14 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import amqp
-from amqp.exceptions import NotFound
+from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import SameTopology, UnprocessableMessage
+from celery_rabbitdelay.exceptions import (
+    SameTopology,
+    TopologyIncomplete,
+    UnprocessableMessage,
+)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.routing_key import (
@@ -32,10 +36,11 @@ from celery_rabbitdelay.modules.forwarding import (
     without_broker_headers,
 )
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.operations.mover import Mover, Target
+from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
     check_complete,
+    check_layout,
     connect,
     declare_destination,
     declare_if_missing,
@@ -44,7 +49,15 @@ from celery_rabbitdelay.publishing.declaration import (
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 
-__all__ = ["Destinations", "Migration", "Place", "check_places", "migration", "waiting"]
+__all__ = [
+    "Destinations",
+    "Migration",
+    "Place",
+    "check_places",
+    "check_source",
+    "migration",
+    "waiting",
+]
 
 
 class Place(NamedTuple):
@@ -69,8 +82,8 @@ class Destinations:
         may_declare: Whether anything may be declared or bound.
 
     Attributes:
-        missing: The queues that messages are for and that do not exist. Distribution tries to
-            deliver these messages when they are due.
+        missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
+            deliver their messages when they are due.
     """
 
     def __init__(self, target: Place, known: Mapping[str, Queue], may_declare: bool = True) -> None:
@@ -86,21 +99,32 @@ class Destinations:
 
         Raises:
             OSError: The broker cannot be reached.
-            amqp.AMQPError: It refuses.
+            amqp.exceptions.AccessRefused: The user lacks a permission.
         """
         if name in self._seen or not self._may_declare:
             return
         connect(self._connection)
         queue = self._known.get(name)
-        try:
-            declare_if_missing(self._connection, self._topology)
-            if queue is not None and not getattr(queue, "no_declare", False):
-                declare_destination(self._connection, self._topology, queue)
-            else:
-                bind_destination(self._connection, self._topology, name)
-        except NotFound:
+        declare_if_missing(self._connection, self._topology)
+        is_bound = (
+            queue is not None
+            and not getattr(queue, "no_declare", False)
+            and self._try(partial(declare_destination, queue=queue))
+        )
+        # It may exist with other arguments than the application gives it.
+        if not is_bound and not self._try(partial(bind_destination, queue_name=name)):
             self.missing.add(name)
         self._seen.add(name)
+
+    def _try(self, declare: Callable[..., None]) -> bool:
+        """Declare something; return whether the broker has taken it."""
+        try:
+            declare(self._connection, self._topology)
+        except amqp.ChannelError as refused:
+            if isinstance(refused, AccessRefused):
+                raise
+            return False
+        return True
 
     def exists(self, name: str) -> bool:
         """Return whether a queue exists; one that does not is noted in ``missing``.
@@ -121,7 +145,7 @@ class Destinations:
 
 
 class Migration:
-    """Says what to publish at the target for a message of the source. Opens no connection.
+    """Converts messages of the source into those of the target. Opens no connection.
 
     ================ ================================================================
     a level's queue  the target's levels, for the rest of the delay
@@ -156,7 +180,8 @@ class Migration:
             queue: The queue that it was in.
 
         Raises:
-            UnprocessableMessage: It is not a message of the levels.
+            UnprocessableMessage: It cannot be a message of these levels.
+            Stay: Its routing key is of other levels.
         """
         return self._convert_of.get(queue, self._in_levels)(message)
 
@@ -175,9 +200,7 @@ class Migration:
         info: Any = message.delivery_info
         key = info["routing_key"]
         if self._source.keys.digits(key) is None:
-            raise UnprocessableMessage(
-                f"its routing key {shortened(key)} does not belong to this layout"
-            )
+            raise Stay("its routing key is of another layout: see the --from options")
         word = key.split(".")[-1]
         if word == encode_destination(DISTRIBUTION):
             return self._waiting(message, DISTRIBUTION)
@@ -208,16 +231,17 @@ class Migration:
             )
         priority = message.properties.get("priority")
         kept = without_broker_headers(headers)
-        if self._target.queue_type == "quorum" and destination and header_names.QUEUE in kept:
+        if self._target.queue_type == "quorum":
             # A priority that classic queues have taken; see split_priority.
             priority, own = split_priority(priority)
-            if own:
+            kept = {**own, **kept}
+            if own and header_names.QUEUE in kept:
                 destination = DISTRIBUTION
-                kept = {**own, **kept}
         if destination:
             self._ensure(destination)
         due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
-        moved = with_headers(message, kept, priority=priority)
+        # The levels drop no message before it is due; no message of theirs has an expiration.
+        moved = with_headers(message, kept, priority=priority, expiration=None)
         return into_levels(self._target, moved, due, destination)
 
     def _undeliverable(self, message: amqp.Message) -> Outgoing:
@@ -240,7 +264,7 @@ def migration(
     rate: float | None = None,
     show: Callable[[int, int], None] = lambda moved, known: None,
 ) -> Mover:
-    """Return what moves all that waits at the source into the levels of the target.
+    """Return a mover that empties the source's queues into the levels of the target.
 
     Args:
         source: Where messages wait; nothing is declared or deleted there.
@@ -253,8 +277,12 @@ def migration(
 
     Raises:
         SameTopology: Source and target are the same.
+        LayoutConflict: Another layout is declared under the source's prefix.
+        TopologyIncomplete: Nothing of the source exists.
+        OSError: A broker cannot be reached.
     """
     check_places(source, target)
+    check_source(source)
     convert = Migration(source.topology, target.topology, destinations.ensure).convert
     declare = declare_if_missing if may_declare else check_complete
     undeliverable = target.topology.module_queues.undeliverable.exchange.name
@@ -288,16 +316,42 @@ def check_places(source: Place, target: Place) -> None:
     """
     if source.topology.prefix != target.topology.prefix:
         return
-    if _identity(source.connection) == _identity(target.connection):
+    if _are_the_same(source.connection, target.connection):
         raise SameTopology(source.topology.prefix)
 
 
-def _identity(connection: Connection) -> tuple[str, str]:
-    """Return a broker's name of its own, whatever address it is reached by, and the host."""
-    with connection.clone(heartbeat=0) as own:
+def _are_the_same(one: Connection, other: Connection) -> bool:
+    """Return whether two connections are to the same virtual host, whatever its address."""
+    with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
+        first.connect()
+        second.connect()
+        channel: Any = first.default_channel
+        # The broker gives it a name that nobody else has.
+        name = channel.queue_declare(exclusive=True).queue
+        channel = second.default_channel
+        try:
+            channel.queue_declare(name, passive=True)
+        except ResourceLocked:
+            return True
+        except NotFound:
+            return False
+    return True
+
+
+def check_source(source: Place) -> None:
+    """Check that a topology is declared as it is described.
+
+    Raises:
+        LayoutConflict: Another layout is declared under its prefix.
+        TopologyIncomplete: Nothing of it exists.
+        OSError: The broker cannot be reached.
+    """
+    with source.connection.clone(heartbeat=0) as own:
         own.connect()
-        name = str(own.connection.server_properties.get("cluster_name", own.as_uri()))
-    return name, connection.virtual_host
+        check_layout(own, source.topology)
+        counts = queue_counts(own, source.topology.queues)
+    if not any(counts.values()):
+        raise TopologyIncomplete(source.topology.prefix, tuple(counts))
 
 
 def waiting(place: Place) -> dict[str, int]:

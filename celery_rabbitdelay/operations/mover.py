@@ -14,27 +14,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Event
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import amqp
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PublishError, UnprocessableMessage
-from celery_rabbitdelay.modules.forwarding import (
-    Outgoing,
-    encoded,
-    to_undeliverable,
-    without_headers,
-)
-from celery_rabbitdelay.operations.source import Source, SourceLost, Taken
+from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
+from celery_rabbitdelay.operations.source import Source, SourceLost, SourceRefused, Taken
+from celery_rabbitdelay.publishing.message import shortened
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 
 __all__ = ["Convert", "Moved", "Mover", "Stay", "Target"]
 
-#: Messages that are taken from all queues together before one is acknowledged. What comes due
-#: meanwhile is late by the time that these take; at a limited rate, they are those of a second.
+#: Messages that are taken from all queues together before one is acknowledged; at a limited rate,
+#: those of a second. A message that comes due meanwhile is late by the time that these take.
 TAKEN_AHEAD: Final = 4000
 
 #: Messages that are taken from each queue at least.
@@ -53,6 +49,13 @@ ACKNOWLEDGED_AFTER: Final = 0.02
 
 #: Seconds of a pause that are caught up with, at a limited rate.
 CATCH_UP: Final = 0.1
+
+#: Rounds in which no message comes from queues that have some, until the move ends: another
+#: consumer may have them for itself.
+MOST_IDLE_ROUNDS: Final = 3
+
+#: Lost connections to the source, with nothing moved in between, until the move ends.
+MOST_LOSSES: Final = 5
 
 #: Seconds between two attempts to connect to the source again.
 RECONNECT_EVERY: Final = 1.0
@@ -98,7 +101,8 @@ class Moved(NamedTuple):
         copies: How many of those moved may still be in their queues as well: the source was lost
             before they were acknowledged.
         seconds: How long it took.
-        finished: Whether the queues were empty in the end, except for what is left.
+        finished: Whether the queues were empty in the end, except for what is left; with
+            ``follow``, always.
     """
 
     moved: int
@@ -150,7 +154,9 @@ class Mover:
         self._known = 0
         #: Why the connection to the source is lost; None while it is open.
         self._lost: Exception | None = None
-        self._copies = 0
+        self._copies = self._taken = 0
+        #: How often the source was lost since something was moved, and how much was moved then.
+        self._losses = self._moved_before = 0
         self._undeliverable: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
 
@@ -158,44 +164,59 @@ class Mover:
         """Move messages until all queues are empty, or ``stopping`` is set.
 
         Args:
-            follow: Go on when they are empty, for what other processes still send.
+            follow: Keep running when they are empty, to move what producers still publish. It ends
+                once a message stays: what is held does not expire.
 
         Raises:
             PublishError: The target takes no messages any more.
-            OSError: A broker cannot be reached, or not any more. What is not moved is in its queue.
+            OSError: A broker cannot be reached, its connection was lost, or it refuses to let a
+                queue be read. Messages that are not moved remain in their queues.
             amqp.AMQPError: A broker refuses the connection, or what has to be declared.
         """
-        began, was_empty = time.monotonic(), False
+        began, idle_rounds, finished = time.monotonic(), 0, False
+        was_empty = False
         try:
             self._source.open()
             while not self.stopping.is_set() and not self._is_full:
                 ready = self._with_source(lambda: self._source.ready(self._queues))
-                if ready:
-                    self._move_what_is_there(ready)
-                elif was_empty and not follow:
+                taken = self._taken
+                if ready and idle_rounds < MOST_IDLE_ROUNDS:
+                    self._move_ready(ready)
+                    idle_rounds = 0 if self._taken > taken else idle_rounds + 1
+                elif ready:
+                    self._left["no message comes, another consumer may have it"] += sum(
+                        ready.values()
+                    )
                     break
-                else:
+                elif was_empty and not (follow and not self._left):
+                    finished = True
+                    break
+                if self._taken == taken:
                     self.stopping.wait(SETTLE)
                 was_empty = not ready
         finally:
             self._source.close()
             self._publisher.close()
         seconds = time.monotonic() - began
-        found = self._undeliverable, self._left, self._copies
-        return Moved(self.moved, *found, seconds, not self.stopping.is_set() and not self._is_full)
+        return Moved(
+            self.moved, self._undeliverable, self._left, self._copies, seconds, finished or follow
+        )
 
     @property
     def _is_full(self) -> bool:
         return self._left.total() >= MOST_STAYING
 
-    def _move_what_is_there(self, ready: Mapping[str, int]) -> None:
+    def _move_ready(self, ready: Mapping[str, int]) -> None:
         self._known = self.moved + sum(ready.values())
+        # At a low rate, the other queues have their turn in the next rounds.
+        queues = list(ready) if self._ahead == TAKEN_AHEAD else list(ready)[: self._ahead]
         least = TAKEN_OF_A_QUEUE if self._ahead == TAKEN_AHEAD else 1
-        prefetch = max(self._ahead // len(ready), least)
-        self._with_source(lambda: self._source.consume(list(ready), prefetch))
+        prefetch = max(self._ahead // len(queues), least)
+        self._with_source(lambda: self._source.consume(queues, prefetch))
         self._publish()
+        self._try_source(self._source.acknowledge)
         self._try_source(self._source.cancel)
-        # What has come before the broker stopped sending.
+        # Messages that had come before the consumers were cancelled.
         self._publish()
         self._try_source(self._source.acknowledge)
         self._show(self.moved, self._known)
@@ -212,6 +233,7 @@ class Mover:
             if taken is None:
                 # If the source is lost, what is in flight is confirmed first.
                 return
+            self._taken += 1
             publication = self._publication(taken)
             if publication is not None:
                 self._keep_to_the_rate()
@@ -219,27 +241,27 @@ class Mover:
 
     def _publication(self, taken: Taken) -> Publication | None:
         """Return what to publish for a message; None if it stays in its queue."""
-        message, reason = taken.message, ""
         try:
-            outgoing = self._convert(message, taken.queue)
-        except Stay as stay:
+            outgoing, reason = self._converted(taken)
+            content = encoded(outgoing, self._source.frame_max)
+        except (Stay, UnprocessableMessage) as stay:
             self._left[str(stay)] += 1
             return None
-        except UnprocessableMessage as error:
-            reason = str(error)
-            key = cast(Any, message.delivery_info)["routing_key"]
-            outgoing = to_undeliverable(
-                self._target.undeliverable, Outgoing("", key, message), reason
-            )
-        frame_max = self._source.frame_max
-        try:
-            content = encoded(outgoing, frame_max)
-        except UnprocessableMessage as error:
-            reason = str(error)
-            outgoing = without_headers(self._target.undeliverable, message, reason)
-            content = encoded(outgoing, frame_max)
         address = outgoing.reroute or partial(_address, outgoing.exchange, outgoing.routing_key)
         return Publication(content, address, (taken, reason))
+
+    def _converted(self, taken: Taken) -> tuple[Outgoing, str]:
+        """Return what to publish for a message, and why it is undeliverable; empty if it is not."""
+        try:
+            return self._convert(taken.message, taken.queue), ""
+        except (Stay, OSError, amqp.AMQPError):
+            raise
+        except UnprocessableMessage as error:
+            outgoing = Outgoing("", "", taken.message)
+            return to_undeliverable(self._target.undeliverable, outgoing, str(error)), str(error)
+        except Exception as error:
+            # One message, which anybody may have written, does not end the move.
+            raise Stay(f"it cannot be converted: {shortened(error)}") from error
 
     def _acknowledge_some(self) -> None:
         number, now = len(self._source.to_acknowledge), time.monotonic()
@@ -284,17 +306,25 @@ class Mover:
         while True:
             try:
                 if self._lost is not None:
+                    self._count_loss()
                     self._copies += len(self._source.to_acknowledge)
                     self._source.open()
-                    # What was to stay is in its queue again, and is taken once more.
+                    # The broker has given back all that was taken; it is delivered again.
                     self._left.clear()
                     self._lost = None
                 return call()
-            except (SourceLost, OSError, amqp.AMQPError) as lost:
-                if time.monotonic() >= until or self.stopping.is_set():
+            except SourceRefused:
+                raise
+            except (OSError, amqp.AMQPError) as lost:
+                is_over = time.monotonic() >= until or self._losses > MOST_LOSSES
+                if is_over or self.stopping.is_set():
                     raise OSError(f"the connection to the source is lost: {lost}") from lost
                 self._lost = lost
                 self.stopping.wait(RECONNECT_EVERY)
+
+    def _count_loss(self) -> None:
+        self._losses = self._losses + 1 if self.moved == self._moved_before else 1
+        self._moved_before = self.moved
 
 
 def _address(exchange: str, routing_key: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, cast
 
 import amqp
+from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.publishing.declaration import queue_counts
@@ -19,7 +20,7 @@ from celery_rabbitdelay.publishing.wire import (
     requeue_all_frame,
 )
 
-__all__ = ["Source", "SourceLost", "Taken"]
+__all__ = ["Source", "SourceLost", "SourceRefused", "Taken"]
 
 #: How often the queues are asked something before the channel is closed, so that they have all
 #: acknowledgements by then: a channel passes only some at a time to a quorum queue, and forgets the
@@ -30,8 +31,12 @@ BARRIERS: Final = 3
 SILENCE: Final = 0.2
 
 
-class SourceLost(Exception):
+class SourceLost(OSError):
     """The connection to the source is lost: the broker has given back all that was taken."""
+
+
+class SourceRefused(OSError):
+    """The broker does not let a queue be read: no permission, or an exclusive consumer has it."""
 
 
 class Taken(NamedTuple):
@@ -115,16 +120,23 @@ class Source:
             queues: Their names.
             prefetch: How many messages are taken from each before one is acknowledged; what former
                 calls have taken does not count.
+
+        Raises:
+            SourceRefused: The broker refuses one of them.
         """
         self._consumed.update(queues)
         with self._errors():
             self._channel.basic_qos(0, prefetch, False)
-            for queue in queues:
+            for number, queue in enumerate(queues, 1):
                 self._consumers += 1
                 tag = f"rabbitdelay-{self._consumers}"
                 self._consumer_tags.append(tag)
                 self._channel.basic_consume(
-                    queue, tag, callback=partial(self._on_message, queue), nowait=True
+                    queue,
+                    tag,
+                    callback=partial(self._on_message, queue),
+                    # One answer for all: the broker closes the channel if it refuses one of them.
+                    nowait=number < len(queues),
                 )
 
     def _on_message(self, queue: str, message: amqp.Message) -> None:
@@ -150,14 +162,14 @@ class Source:
             self.to_acknowledge = []
 
     def cancel(self) -> None:
-        """Take no more messages; those that have come already are still returned by ``take``."""
+        """Cancel the consumers; messages that have come already are still returned by ``take``."""
         with self._errors():
             while self._consumer_tags:
                 self._channel.basic_cancel(self._consumer_tags.pop())
 
     def close(self) -> None:
         """Give back what was not acknowledged, and close the connection."""
-        with suppress(SourceLost, TimeoutError):
+        with suppress(OSError):
             if self._connection is not None:
                 self.cancel()
                 self.acknowledge()
@@ -184,7 +196,7 @@ class Source:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Bound each wait for an answer; raise SourceLost for any error but a time-out."""
+        """Bound each wait for an answer; raise errors but a time-out as one of the two above."""
         assert self._connection is not None, "the source is not open"
         errors = (*self._connection.connection_errors, *self._connection.channel_errors)
         try:
@@ -193,4 +205,6 @@ class Source:
         except TimeoutError:
             raise
         except errors as lost:
-            raise SourceLost(str(lost)) from lost
+            # A queue that does not exist may have been deleted a moment ago.
+            is_refused = isinstance(lost, amqp.ChannelError) and not isinstance(lost, NotFound)
+            raise (SourceRefused if is_refused else SourceLost)(str(lost)) from lost

@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
             [
                 Target("tasks that are lost", lost, 0, at_most=True),
                 Target("tasks that were early", sum(each < -0.001 for each in late), 0, True),
-                Target("rate, as a part of send_many", rate, 0.3),
+                Target("rate, as a part of send_many", rate, 0.2),
             ]
         )
         save(

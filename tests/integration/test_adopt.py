@@ -19,8 +19,18 @@ from kombu.transport.native_delayed_delivery import (
     level_name,
 )
 
-from celery_rabbitdelay.operations.adoption import native_queues, nservicebus_queues
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.adoption import (
+    NOT_DELAYED,
+    EtaTasks,
+    TaskMessages,
+    native_queues,
+    nservicebus_queues,
+)
+from celery_rabbitdelay.operations.mover import Mover, Target
 from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
 from tests.integration.notes import Notes
@@ -187,6 +197,7 @@ def test_messages_laid_out_as_nservicebus_does_arrive_on_time_and_once(
         assert each.at >= due[each.body["number"]] - 0.001
         assert each.message.headers["NServiceBus.MessageId"] == str(each.body["number"])
         assert not any(name.startswith("x-") for name in each.message.headers)
+        assert each.message.delivery_info["exchange"] == "nsb.v2.delay-delivery"
         assert each.message.delivery_info["routing_key"] == nservicebus.name
 
 
@@ -222,3 +233,20 @@ def test_a_dry_run_of_adopt_counts_and_takes_nothing(
     told = adopt(configuration, "native --dry-run", schema="waiting")
     assert told == {"waiting": 1, "queues": {"celery_delayed_11": 1}}
     assert waiting(connection, native_chain) == 1
+
+
+def test_tasks_that_stay_survive_many_runs(
+    configuration: dict[str, Any], connection: Connection, make_queue: Callable[..., Queue]
+) -> None:
+    # From 4.0 on, RabbitMQ drops what was given back to a quorum queue more than 20 times.
+    queue = make_queue("many", queue_arguments={"x-queue-type": "quorum"})
+    queue(connection.default_channel).declare()
+    for number in range(5):
+        connection.Producer().publish({"number": number}, routing_key=queue.name)
+    topology = Topology(configuration["prefix"])
+    producer = DelayedProducer(Publisher(connection), topology)
+    convert = EtaTasks(TaskMessages(producer, UTC, lambda name: None), topology, {}).convert
+    for _ in range(25):
+        moved = Mover(connection, [queue.name], Target(connection, "undeliverable"), convert).move()
+        assert moved.left.keys() == {NOT_DELAYED}
+    wait_for(lambda: waiting(connection, [queue.name]) == 5, "the tasks")

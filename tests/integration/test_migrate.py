@@ -16,19 +16,21 @@ from uuid import uuid4
 
 import pytest
 from celery.exceptions import TaskRevokedError
-from kombu import Connection
+from kombu import Connection, Queue
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.operations.migration import Place, waiting
+from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.operations.source import Source, Taken
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.arrivals import count
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Worker, run_celery, start_celery
 from tests.json_schemas import checked
 
@@ -249,16 +251,16 @@ def test_what_cannot_be_read_and_what_is_undeliverable_goes_to_undeliverable(
         producer.publish({}, exchange=f"{prefix}.minutes.x1", routing_key=key)
         producer.publish({}, exchange=f"{prefix}.undeliverable", routing_key="any")
         wait_for(lambda: sum(waiting(place(old, before)).values()) == 4, "the messages")
-        moved = migrate(new, from_old(old))
+        moved = migrate(new, from_old(old), status=1)
         prefix = new["rabbitdelay_prefix"]
-        assert moved["moved"] == 4
+        assert moved["moved"] == 3
+        assert moved["left"] == {"its routing key is of another layout: see the --from options": 1}
         assert moved["undeliverable"] == {
-            f"its routing key '{old['prefix']}.minutes.10' does not belong to this layout": 1,
             "rabbitdelay-due is None, not milliseconds since 1970": 1,
         }
         found = undeliverable_messages(connection, after.rabbitdelay.topology)
-        assert len({each.found.reason for each in found}) == 3
-    assert waiting(place(new, after))[f"{prefix}.undeliverable"] == 3
+        assert len({each.found.reason for each in found}) == 2
+    assert waiting(place(new, after))[f"{prefix}.undeliverable"] == 2
 
 
 def test_a_task_for_a_queue_that_does_not_exist_is_moved_and_the_queue_named(
@@ -348,3 +350,59 @@ def test_after_ctrl_c_nothing_exists_twice_and_the_rest_is_where_it_was(
     here, there = waiting(source), waiting(target)
     assert sum(there.values()) == moved["moved"]
     assert sum(here.values()) == all_waiting - moved["moved"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--from-tick 0.01 --from-layout clock --from-shards 1", "another layout"),
+        ("--from-prefix nobodys", "nobodys"),
+    ],
+)
+def test_levels_that_are_not_as_described_are_refused(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any], options: str, text: str
+) -> None:
+    make(old).tasks["look"].apply_async(delay=600)
+    for dry_run in ("", " --dry-run"):
+        told = run_celery(
+            new, f"rabbitdelay migrate --from-prefix {old['prefix']} {options}{dry_run}"
+        )
+        assert told.returncode == 2, told.stdout
+        assert text in told.stderr
+
+
+def mover_of(connection: Connection, *queues: str) -> Mover:
+    def stay(message: Any, queue: str) -> Any:
+        raise Stay("it stays")
+
+    return Mover(connection, queues, Target(connection, "undeliverable"), stay)
+
+
+def test_a_queue_that_another_consumer_has_for_itself_ends_the_move(
+    connection: Connection, make_queue: Callable[..., Queue]
+) -> None:
+    queue = make_queue("busy")
+    queue(connection.default_channel).declare()
+    connection.Producer().publish({}, routing_key=queue.name)
+    wait_for(lambda: count(connection, queue.name) == 1, "the message")
+    with connection.clone() as other:
+        channel: Any = other.default_channel
+        channel.basic_qos(0, 1, False)
+        channel.basic_consume(queue.name, callback=list, exclusive=True)
+        connection.Producer().publish({}, routing_key=queue.name)
+        with pytest.raises(OSError, match="exclusive"):
+            mover_of(connection, queue.name).move()
+
+
+def test_a_destination_that_cannot_be_declared_is_bound_as_it_is(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any], connection: Connection
+) -> None:
+    before = make(old)
+    name = named(before, "default")
+    before.tasks["look"].apply_async(delay=600)
+    # As the application does not declare it.
+    channel: Any = connection.default_channel
+    channel.queue_delete(name)
+    channel.queue_declare(name, durable=True, auto_delete=False)
+    moved = migrate(new, from_old(old))
+    assert (moved["moved"], moved["missing_queues"]) == (1, [])

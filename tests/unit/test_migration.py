@@ -19,6 +19,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.migration import Migration
+from celery_rabbitdelay.operations.mover import Stay
 from celery_rabbitdelay.publishing.message import headers_of
 
 SOURCE = Topology("old", binary(), shards=3)
@@ -178,5 +179,25 @@ def test_no_routing_key_breaks_the_migration(key: str) -> None:
     for queue in SOURCE.queues:
         try:
             migration.convert(message, queue.name)
-        except UnprocessableMessage:
+        except (Stay, UnprocessableMessage):
             assert queue.name not in (MODULES.checkin.name, MODULES.undeliverable.name)
+
+
+def test_a_message_of_another_layout_stays(convert: Callable[..., Outgoing]) -> None:
+    with pytest.raises(Stay, match="another layout"):
+        convert("old.s.1", "0.1.emails", task())
+
+
+def test_a_message_for_an_exchange_keeps_a_high_priority_for_distribution(
+    convert: Callable[..., Outgoing],
+) -> None:
+    headers = task()
+    del headers[header_names.QUEUE]
+    outgoing = convert("old.s.1", key_of(SOURCE, DISTRIBUTION), headers, priority=9)
+    assert outgoing.message.properties["priority"] == 4
+    assert headers_of(outgoing.message)[header_names.PRIORITY] == 9
+
+
+def test_an_expiration_does_not_count_in_the_levels(convert: Callable[..., Outgoing]) -> None:
+    outgoing = convert("old.s.1", key_of(SOURCE, "emails"), task(), expiration="5000")
+    assert outgoing.message.properties["expiration"] is None

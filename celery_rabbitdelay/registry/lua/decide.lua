@@ -14,6 +14,10 @@ local function settle(record, copy, of_record, state, lives)
   redis.call('HSET', record, 'arrived:' .. copy, '1')
   if of_record then
     redis.call('HSET', record, 'state', state)
+    if state == 'expired' then
+      -- It may not have been registered.
+      redis.call('HSET', record, 'copy', copy)
+    end
     forget(record)
   end
   keep(record, lives)

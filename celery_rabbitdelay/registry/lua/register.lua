@@ -11,6 +11,10 @@ local copy, due, lives, key, name, job, message = unpack(ARGV)
 local state, arrived, is_void, known, later =
   unpack(redis.call('HMGET', record, 'state', 'arrived:' .. copy, 'void:' .. copy, 'copy', 'later'))
 if arrived then
+  if state == 'expired' and known ~= copy then
+    -- An earlier message was dropped with its job, and this one has run already.
+    redis.call('HSET', record, 'state', 'released', 'copy', copy)
+  end
   return 'released'
 end
 if state == 'cancelled' then

@@ -1,0 +1,194 @@
+"""What is published for a message of another delay mechanism, whoever has written it."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import amqp
+import pytest
+from kombu import Connection, Exchange, Queue
+from kombu.transport.native_delayed_delivery import calculate_routing_key
+
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.operations.adoption import (
+    NOT_DELAYED,
+    EtaTasks,
+    NativeChain,
+    NServiceBusChain,
+    TaskMessages,
+)
+from celery_rabbitdelay.operations.mover import Stay
+from celery_rabbitdelay.publishing.message import headers_of
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import UNREADABLE
+from celery_rabbitdelay.registry.decision import ONCE
+
+TOPOLOGY = Topology("test")
+REPORTS = Exchange("reports", "topic")
+QUEUES = [
+    Queue("daily", REPORTS, "daily"),
+    Queue("paper.daily", REPORTS, "paper.daily"),
+    Queue("all", Exchange("news", "fanout"), "everyone"),
+    Queue("plain", Exchange("plain", "direct"), "plain"),
+]
+MODULES = ("check-in", "distribution")
+
+
+def tasks(modules: tuple[str, ...] = MODULES, **more: Any) -> TaskMessages:
+    producer = DelayedProducer(Publisher(Connection("amqp://")), TOPOLOGY, modules=modules)
+    return TaskMessages(producer, UTC, lambda name: None, **more)
+
+
+def message(key: str, exchange: str = "", **headers: Any) -> amqp.Message:
+    made = amqp.Message(
+        b"[[], {}, {}]",
+        application_headers={"id": "1", "task": "remind", **headers},
+        content_type="application/json",
+        content_encoding="utf-8",
+        priority=headers.pop("priority", None),
+    )
+    made.delivery_info = {"exchange": exchange, "routing_key": key, "delivery_tag": 1}
+    return made
+
+
+def native(
+    key: str, level: int = 5, modules: tuple[str, ...] = MODULES, **headers: Any
+) -> Outgoing:
+    chain = NativeChain(tasks(modules), QUEUES)
+    return chain.convert(message(key, **headers), f"celery_delayed_{level}")
+
+
+def in_seconds(seconds: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+
+
+def due_in(outgoing: Outgoing) -> float:
+    due: int = headers_of(outgoing.message)[header_names.DUE]
+    return due / 1000 - time.time()
+
+
+def test_a_native_task_waits_until_its_eta_and_then_goes_where_it_was_sent() -> None:
+    outgoing = native(calculate_routing_key(40, "paper.daily"), eta=in_seconds(40))
+    headers = headers_of(outgoing.message)
+    assert 20 < due_in(outgoing) < 40.001
+    assert (headers[header_names.EXCHANGE], headers[header_names.QUEUE]) == (
+        "reports",
+        "paper.daily",
+    )
+    assert headers[header_names.ROUTING_KEY] == "paper.daily"
+    assert headers["eta"] is None
+
+
+@pytest.mark.parametrize("eta", [None, "soon", 5])
+def test_without_a_readable_eta_it_waits_as_long_as_the_chain_might(eta: Any) -> None:
+    # Of 40 s, 32 are those of the queue that it is in.
+    assert 20 < due_in(native(calculate_routing_key(40, "daily"), eta=eta)) <= 40.001
+    assert 0 < due_in(native(calculate_routing_key(40, "daily"), level=3, eta=eta)) <= 8.001
+
+
+def test_an_eta_that_is_earlier_than_the_chain_does_not_count() -> None:
+    outgoing = native(calculate_routing_key(40, "daily"), eta=in_seconds(-3600))
+    assert due_in(outgoing) > 20
+
+
+def test_a_native_task_for_a_fanout_exchange_goes_through_distribution() -> None:
+    outgoing = native(calculate_routing_key(40, "everyone"), eta=in_seconds(40))
+    assert outgoing.routing_key.endswith(".%distribution")
+    assert headers_of(outgoing.message)[header_names.EXCHANGE] == "news"
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        (calculate_routing_key(40, "plain"), "no queue of the application"),
+        (calculate_routing_key(40, "nobody"), "no queue of the application"),
+        ("daily", "28 bits"),
+    ],
+)
+def test_a_native_task_whose_destination_is_unknown_stays(key: str, reason: str) -> None:
+    with pytest.raises(Stay, match=reason):
+        native(key)
+
+
+def test_a_task_that_the_modules_cannot_take_stays() -> None:
+    with pytest.raises(Stay, match="distribution"):
+        native(calculate_routing_key(40, "everyone"), modules=())
+    with pytest.raises(Stay, match="capacity"):
+        native(calculate_routing_key(40, "daily"), modules=(), eta=in_seconds(10**9))
+
+
+def test_what_cannot_be_read_stays() -> None:
+    with pytest.raises(Stay, match="cannot be read"):
+        native(calculate_routing_key(40, "daily"), 5, MODULES, **{UNREADABLE: "why"})
+
+
+def test_the_registrys_headers_stay() -> None:
+    outgoing = native(calculate_routing_key(40, "daily"), 5, MODULES, **{ONCE: True})
+    assert headers_of(outgoing.message)[ONCE] is True
+
+
+def test_a_task_that_keeps_celerys_own_delays_stays() -> None:
+    chain = NativeChain(tasks(keeps_own=lambda name: name == "remind"), QUEUES)
+    with pytest.raises(Stay, match="rabbitdelay=False"):
+        chain.convert(message(calculate_routing_key(40, "daily")), "celery_delayed_5")
+
+
+def nservicebus(seconds: int, level: int, sent: datetime, **headers: Any) -> Outgoing:
+    told = {
+        "NServiceBus.TimeSent": f"{sent:%Y-%m-%d %H:%M:%S}:{sent.microsecond:06} Z",
+        "NServiceBus.Transport.RabbitMQ.DelayInSeconds": str(seconds),
+        **headers,
+    }
+    key = calculate_routing_key(seconds, "endpoint")
+    queue = f"nsb.v2.delay-level-{level:02}"
+    return NServiceBusChain(TOPOLOGY).convert(message(key, **told), queue)
+
+
+def test_a_message_of_nservicebus_ends_where_its_chain_ends() -> None:
+    outgoing = nservicebus(40, 5, datetime.now(UTC) - timedelta(seconds=10))
+    headers = headers_of(outgoing.message)
+    assert 10 < due_in(outgoing) <= 30.001
+    assert headers[header_names.EXCHANGE] == "nsb.v2.delay-delivery"
+    assert headers[header_names.ROUTING_KEY] == "endpoint"
+
+
+def test_a_delayed_retry_of_nservicebus_is_not_early() -> None:
+    # It has the time at which its message was sent first.
+    outgoing = nservicebus(2052, 11, datetime.now(UTC) - timedelta(hours=2))
+    assert due_in(outgoing) > 2000
+
+
+def test_a_message_of_nservicebus_reaches_nothing_else() -> None:
+    with pytest.raises(Stay, match="CC"):
+        nservicebus(40, 5, datetime.now(UTC), CC=["celery"])
+
+
+def eta_task(**headers: Any) -> Outgoing:
+    tasks_in_queue = EtaTasks(tasks(), TOPOLOGY, {queue.name: queue for queue in QUEUES})
+    return tasks_in_queue.convert(message("daily", "reports", **headers), "daily")
+
+
+def test_a_task_with_an_eta_returns_to_its_queue() -> None:
+    outgoing = eta_task(eta=in_seconds(40))
+    assert 20 < due_in(outgoing) < 40.001
+    assert headers_of(outgoing.message)[header_names.QUEUE] == "daily"
+
+
+@pytest.mark.parametrize("eta", [None, in_seconds(-5)])
+def test_a_task_that_is_not_delayed_stays(eta: Any) -> None:
+    with pytest.raises(Stay) as stay:
+        eta_task(eta=eta)
+    assert str(stay.value) == NOT_DELAYED
+
+
+@pytest.mark.parametrize("header", ["x-delivery-count", "x-acquired-count"])
+def test_a_task_that_was_given_back_often_is_published_to_its_queue_anew(header: str) -> None:
+    # RabbitMQ would drop it after some more times.
+    outgoing = eta_task(**{header: 8})
+    assert (outgoing.exchange, outgoing.routing_key) == ("", "daily")
+    assert header not in headers_of(outgoing.message)
