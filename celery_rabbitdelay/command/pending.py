@@ -108,7 +108,8 @@ def forecast(
     if plot is not None:
         _draw(steps, step, plot)
     if as_json:
-        click.echo(json.dumps([{"start": at.isoformat(), "tasks": count} for at, count in steps]))
+        told = [{"start": at.isoformat(), "tasks": count} for at, count in steps]
+        click.echo(json.dumps({"tasks": sum(count for _, count in steps), "steps": told}))
         return
     most = max((count for _, count in steps), default=0)
     for at, count in steps[:MAX_BARS]:

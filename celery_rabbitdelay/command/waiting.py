@@ -34,7 +34,8 @@ TOO_LATE: Final = 1
 
 def _tell(outcomes: dict[str, Outcome], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps({name: each.value for name, each in outcomes.items()}))
+        told = {name: each.value for name, each in outcomes.items()}
+        click.echo(json.dumps({"outcomes": told}))
     else:
         for name, each in outcomes.items():
             click.echo(f"{name}: {WORDS[each]}")

@@ -24,6 +24,7 @@ from tests.integration.modules import MODULES
 from tests.integration.shop import PATIENCE
 from tests.integration.waited import put_into
 from tests.integration.worker import PlainWorker, run_celery, start_celery
+from tests.json_schemas import checked
 
 
 def test_the_status_says_what_waits_where_and_what_the_workers_do(
@@ -196,7 +197,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_sending(
 
     told, _ = sending.communicate('{"delay": 3600}\n' * 7)
 
-    assert json.loads(told)["confirmed"] == 7
+    assert checked("send", told)["confirmed"] == 7
     assert sending.returncode == 0
 
 
@@ -211,7 +212,7 @@ def test_a_file_of_another_system_is_read_line_by_line(
     told = run_celery(configuration, f"rabbitdelay send look {path} --json")
 
     assert told.returncode == 1
-    report = json.loads(told.stdout)
+    report = checked("send", told.stdout)
     assert report["confirmed"] == 3, told.stderr
     assert set(report["not_confirmed"]) == {"2", "4"}
     assert "line 2 was not confirmed: row '{" in told.stderr
@@ -225,7 +226,7 @@ def test_wrong_lines_are_named_and_all_others_are_sent(
     told = run_celery(configuration, "rabbitdelay send look --json", lines)
 
     assert told.returncode == 1
-    report = json.loads(told.stdout)
+    report = checked("send", told.stdout)
     assert report["confirmed"] == 1
     assert set(report["not_confirmed"]) == {"2", "3", "4"}
     assert report["may_have_arrived"] == []
@@ -257,7 +258,7 @@ def test_a_line_that_does_not_fit_the_task_s_signature_is_wrong(
     by_name = run_celery(configuration, "rabbitdelay send note --json --by-name", lines)
 
     assert told.returncode == 1
-    assert set(json.loads(told.stdout)["not_confirmed"]) == {"1"}
+    assert set(checked("send", told.stdout)["not_confirmed"]) == {"1"}
     assert "missing 1 required keyword-only argument: 'key'" in told.stderr
     assert by_name.returncode == 0, by_name.stderr
 
@@ -359,7 +360,7 @@ def test_ctrl_c_waits_for_the_confirms_and_says_what_is_confirmed(
         wait_for(has_sent, "the first message", interval=0.2)
         sending.send_signal(signal.SIGINT)
         told, errors = sending.communicate()
-        report = json.loads(told)
+        report = checked("send", told)
         assert 1 <= report["confirmed"] <= written
         assert report["confirmed"] == waiting()
     assert report["not_confirmed"] == {}
@@ -392,7 +393,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_broker(
                 sending.send_signal(signal.SIGINT)
                 told, errors = sending.communicate()
 
-    report = json.loads(told)
+    report = checked("send", told)
     assert report["confirmed"] == 0
     assert report["not_taken_from"] == 2
     assert report["stopped"] == "interrupted"

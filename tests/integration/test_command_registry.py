@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from celery.platforms import EX_UNAVAILABLE
 
 from tests.integration.worker import run_celery
+from tests.json_schemas import checked
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_pending_lists_the_tasks_that_wait_the_next_one_first(
 
     told = run_celery(settings, "rabbitdelay pending")
     answer = run_celery(settings, "rabbitdelay pending --json --limit 1")
-    keyed = json.loads(run_celery(settings, f"rabbitdelay pending -j --key {key}").stdout)
+    keyed = checked("pending", run_celery(settings, f"rabbitdelay pending -j --key {key}").stdout)
 
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
@@ -45,7 +45,7 @@ def test_pending_lists_the_tasks_that_wait_the_next_one_first(
     assert first in lines[1]
     assert second in lines[2]
     assert lines[3].startswith("2 tracked tasks wait; complete since ")
-    data = json.loads(answer.stdout)
+    data = checked("pending", answer.stdout)
     assert data["count"] == 2
     assert [each["task_id"] for each in data["tasks"]] == [first]
     assert datetime.fromisoformat(data["tasks"][0]["due"]) > datetime.now(UTC)
@@ -60,8 +60,8 @@ def test_pending_takes_due_times(settings: dict[str, Any], shop: Any) -> None:
     after = run_celery(settings, f"rabbitdelay pending -j --due-after {in_90_minutes}")
     wrong = run_celery(settings, "rabbitdelay pending --due-after tomorrow")
 
-    assert [each["task_id"] for each in json.loads(before.stdout)["tasks"]] == sent[:1]
-    assert [each["task_id"] for each in json.loads(after.stdout)["tasks"]] == sent[1:]
+    assert [each["task_id"] for each in checked("pending", before.stdout)["tasks"]] == sent[:1]
+    assert [each["task_id"] for each in checked("pending", after.stdout)["tasks"]] == sent[1:]
     assert wrong.returncode == 2
     assert "tomorrow" in wrong.stderr
 
@@ -79,7 +79,9 @@ def test_the_forecast_says_how_many_tasks_are_due_when(
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines()[-1] == "3 tracked tasks wait"
     assert "#" in told.stdout
-    assert [each["tasks"] for each in json.loads(answer.stdout)] == [2, 1]
+    data = checked("forecast", answer.stdout)
+    assert data["tasks"] == 3
+    assert [each["tasks"] for each in data["steps"]] == [2, 1]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -94,8 +96,11 @@ def test_tasks_are_cancelled_by_id_and_by_key(settings: dict[str, Any], shop: An
 
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines() == [f"{each}: done" for each in ids]
-    assert json.loads(again.stdout) == {ids[0]: "cancelled", "unheard-of": "unknown"}
-    assert json.loads(keyed.stdout) == {key: "done"}
+    assert checked("outcomes", again.stdout)["outcomes"] == {
+        ids[0]: "cancelled",
+        "unheard-of": "unknown",
+    }
+    assert checked("outcomes", keyed.stdout) == {"outcomes": {key: "done"}}
     assert shop.rabbitdelay.count() == 0
 
 
@@ -108,7 +113,7 @@ def test_a_task_is_postponed(settings: dict[str, Any], shop: Any) -> None:
     wrong = run_celery(settings, f"rabbitdelay postpone {task_id}")
 
     assert told.stdout == f"{task_id}: done\n"
-    assert json.loads(by_delay.stdout) == {task_id: "done"}
+    assert checked("outcomes", by_delay.stdout) == {"outcomes": {task_id: "done"}}
     assert wrong.returncode == 2
     (found,) = shop.rabbitdelay.pending()
     assert found.due > datetime.now(UTC) + timedelta(hours=1, minutes=50)
@@ -124,7 +129,7 @@ def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any
 
     assert unknown.stdout == f"{job}: unknown\n"
     assert opened.stdout == f"{job}: open\n"
-    assert json.loads(committed.stdout) == {"job": job, "state": "committed"}
+    assert checked("job", committed.stdout) == {"job": job, "state": "committed"}
     assert aborted.returncode == 1
     assert f"job '{job}' is committed" in aborted.stderr
 
@@ -145,4 +150,4 @@ def test_without_a_registry_each_command_says_what_to_set(
     (line,) = away.stderr.splitlines()
     assert line.startswith("Error: the registry cannot be used: ")
     assert "secret" not in line
-    assert json.loads(away.stdout) == {"error": line.removeprefix("Error: ")}
+    assert checked("error", away.stdout) == {"error": line.removeprefix("Error: ")}
