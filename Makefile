@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-spark bench-spark-10m unit integration acceptance test-brokers test-valkey mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-valkey mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
         bench-burst bench-pending bench-growth bench-memory bench-migration bench-metrics bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -26,11 +26,18 @@ demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is k
 # What starts Spark; the other tests take as long as these.
 SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/tests/test_pipelines.py
 
-test: $(VENV)/test.done  ## All tests but those with Spark, on private RabbitMQ and Redis servers
+# The operator's commands against real servers, and metrics.
+OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command_* commands metrics migrate prometheus \
+        redrive* undeliverable verify*))
+
+test: $(VENV)/test.done  ## All tests but those of the next two, on private RabbitMQ and Redis servers
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses=3 --dist=loadfile $(SPARK_TESTS:%=--ignore=%)
+	$(BIN)/coverage run -m pytest --numprocesses=3 --dist=loadfile $(SPARK_TESTS:%=--ignore=%) $(OPERATIONS_TESTS:%=--ignore=%)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+test-operations: $(VENV)/test.done  ## The tests of the operator's commands and of metrics, likewise
+	$(BIN)/pytest --numprocesses=3 --dist=loadfile $(OPERATIONS_TESTS)
 
 test-spark: $(VENV)/test.done  ## The tests that start Spark, likewise
 	$(BIN)/pytest --numprocesses=2 --dist=loadfile $(SPARK_TESTS)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from threading import Event
 from typing import Any, Final, NoReturn
 
 import amqp
@@ -26,6 +28,7 @@ __all__ = [
     "instant_type",
     "json_option",
     "registry_errors",
+    "set_by_ctrl_c",
     "with_registry",
 ]
 
@@ -61,6 +64,26 @@ def delays_of(context: CLIContext) -> RabbitDelay:
     except InvalidSetting as error:
         raise click.UsageError(str(error)) from error
     return delays
+
+
+@contextmanager
+def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
+    """Let the first Ctrl-C, or SIGTERM, set an event, and the second one end the command at once.
+
+    A KeyboardInterrupt would be lost if it were raised in a destructor.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        if stopping.is_set():
+            raise KeyboardInterrupt
+        stopping.set()
+
+    former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 class _Instant(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version

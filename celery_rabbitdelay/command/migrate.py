@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 import click
@@ -15,7 +13,13 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
+from celery_rabbitdelay.command.context import (
+    BROKER_ERRORS,
+    delays_of,
+    fail,
+    json_option,
+    set_by_ctrl_c,
+)
 from celery_rabbitdelay.exceptions import (
     InvalidSetting,
     LayoutConflict,
@@ -196,28 +200,11 @@ def _check_registry(delays: RabbitDelay, prefix: str) -> None:
 def moved_and_told(mover: Mover, follow: bool, as_json: bool) -> Moved:
     """Move, and say how much was moved if a broker fails in between."""
     try:
-        with _stopped_by_ctrl_c(mover):
+        with set_by_ctrl_c(mover.stopping):
             return mover.move(follow=follow)
     except BROKER_ERRORS as error:
         text = f"{mover.moved:,} messages are moved, the others are where they were: {error}"
         fail(error, text, EX_UNAVAILABLE, as_json)
-
-
-@contextmanager
-def _stopped_by_ctrl_c(mover: Mover) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM stop a move gracefully: it waits for outstanding confirms first."""
-
-    def stop(number: int, frame: object) -> None:
-        if mover.stopping.is_set():
-            raise KeyboardInterrupt
-        mover.stopping.set()
-
-    former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def tell_waiting(found: Mapping[str, int], as_json: bool) -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
+from threading import Event
 from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
 from celery.platforms import EX_UNAVAILABLE
 
-from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
+from celery_rabbitdelay.command.context import (
+    BROKER_ERRORS,
+    delays_of,
+    fail,
+    json_option,
+    set_by_ctrl_c,
+)
 from celery_rabbitdelay.command.status_text import ASCII_BLOCKS, BLOCKS, status_lines
 from celery_rabbitdelay.operations.status import Status, changes, status_of
 
@@ -70,9 +78,10 @@ def status(
     # The levels are where tasks are sent, which may be another broker than the consumers'.
     connection = context.app.connection_for_write()
     before = last = None
+    stopping = Event()
     try:
-        with connection:
-            while last is None or watch is not None:
+        with connection, nullcontext() if watch is None else set_by_ctrl_c(stopping):
+            while last is None or (watch is not None and not stopping.is_set()):
                 before, last = last, status_of(delays, connection, timeout, most_reasons)
                 if as_json:
                     click.echo(json.dumps(_as_json(last)))
@@ -83,10 +92,7 @@ def status(
                 )
                 _show("\n".join(lines), watch is not None)
                 if watch is not None:
-                    time.sleep(watch)
-    except KeyboardInterrupt:
-        if watch is None:
-            raise
+                    stopping.wait(watch)
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {connection.as_uri()}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)

@@ -41,7 +41,8 @@ NEW = [["hours", 24, 3600], ["halves", 120, 30], ["seconds", 30, 1], ["tenths", 
 #: Seconds for which near tasks wait at least and at most, and far ones.
 NEAR, FAR, BEYOND = (15.0, 45.0), (1800.0, 3500.0), (4000.0, 9000.0)
 
-KILLS = 10
+#: How often a move is killed; ten times by ``RABBITDELAY_KILLS=10``.
+KILLS = int(os.environ.get("RABBITDELAY_KILLS", "4"))
 
 
 class Sent(NamedTuple):
@@ -128,7 +129,7 @@ def place(configuration: dict[str, Any], shop: Any) -> Place:
 def killed_and_then_finished(
     configuration: dict[str, Any], command: str, source: Place, target: Place
 ) -> None:
-    """Start a command and kill it in the middle, ten times; then let it finish."""
+    """Start a command and kill it in the middle, again and again; then let it finish."""
     for _ in range(KILLS):
         there, here = sum(waiting(source).values()), sum(waiting(target).values())
         process = start_celery(configuration, f"{command} --rate 100", stderr=subprocess.PIPE)
