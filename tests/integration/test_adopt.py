@@ -57,6 +57,7 @@ def plain(shop: Any) -> Iterator[Any]:
         task_queues=shop.conf.task_queues,
         task_default_queue=shop.conf.task_default_queue,
         broker_native_delayed_delivery_queue_type="quorum",
+        broker_transport_options={"confirm_publish": True},
     )
     yield app
     app.close()
@@ -171,21 +172,25 @@ def test_messages_laid_out_as_nservicebus_does_arrive_on_time_and_once(
     shop: Any,
     nservicebus: Queue,
 ) -> None:
-    producer, due = connection.Producer(), {}
-    for number in range(TASKS):
-        seconds, sent = random.randint(*map(int, DELAYS)), datetime.now(UTC)
-        due[number] = sent.timestamp() + seconds
-        producer.publish(
-            {"number": number},
-            exchange="nsb.v2.delay-level-27",
-            routing_key=calculate_routing_key(seconds, nservicebus.name),
-            headers={
-                "NServiceBus.TimeSent": f"{sent:%Y-%m-%d %H:%M:%S}:{sent.microsecond:06} Z",
-                "NServiceBus.Transport.RabbitMQ.DelayInSeconds": seconds,
-                "NServiceBus.MessageId": str(number),
-            },
-            serializer="json",
-        )
+    due = {}
+    # A broker that is busy reads nothing for a while, unless each message is confirmed.
+    confirming = connection.clone(transport_options={"confirm_publish": True})
+    with confirming as sending:
+        producer = sending.Producer()
+        for number in range(TASKS):
+            seconds, sent = random.randint(*map(int, DELAYS)), datetime.now(UTC)
+            due[number] = sent.timestamp() + seconds
+            producer.publish(
+                {"number": number},
+                exchange="nsb.v2.delay-level-27",
+                routing_key=calculate_routing_key(seconds, nservicebus.name),
+                headers={
+                    "NServiceBus.TimeSent": f"{sent:%Y-%m-%d %H:%M:%S}:{sent.microsecond:06} Z",
+                    "NServiceBus.Transport.RabbitMQ.DelayInSeconds": seconds,
+                    "NServiceBus.MessageId": str(number),
+                },
+                serializer="json",
+            )
     wait_for(lambda: waiting(connection, nservicebus_queues()) == TASKS, "the messages")
     moved = adopt(configuration, "nservicebus")
     assert (moved["moved"], moved["left"], moved["copies"]) == (TASKS, {}, 0)
