@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import amqp
@@ -160,15 +160,21 @@ def test_what_a_blocked_broker_got_arrives_when_the_alarm_is_over(
     private_rabbitmq: RabbitMQServer, connection: Connection, target: Queue
 ) -> None:
     arrived = []
-    with alarm(private_rabbitmq):
-        for number in range(3):
-            publisher = Publisher(Connection(private_rabbitmq.url))
-            with pytest.raises(ConnectionBlocked) as caught:
-                publish(publisher, target.name, str(number), timeout=TIMEOUT)
-            assert caught.value.may_have_arrived
-            publisher.close()
-            arrived.append(str(number))
-    wait_for(lambda: count(connection, target.name) == len(arrived), "the end of the alarm")
+    with ExitStack() as sockets:
+        with alarm(private_rabbitmq):
+            for number in range(3):
+                publisher = Publisher(Connection(private_rabbitmq.url))
+                publisher.connection.ensure_connection()
+                # A socket that stays open for the kernel: RabbitMQ reads what was written before it
+                # learns that the connection is gone.
+                transport: Any = publisher.connection.connection
+                sockets.enter_context(transport.transport.sock.dup())
+                with pytest.raises(ConnectionBlocked) as caught:
+                    publish(publisher, target.name, str(number), timeout=TIMEOUT)
+                assert caught.value.may_have_arrived
+                publisher.close()
+                arrived.append(str(number))
+        wait_for(lambda: count(connection, target.name) == len(arrived), "the end of the alarm")
     assert sorted(each.body for each in take(connection, [target], len(arrived))) == arrived
 
 
