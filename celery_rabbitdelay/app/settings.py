@@ -64,6 +64,7 @@ _KINDS: Final = {
     "window": whole_number(MAX_PREFETCH),
     "modules": _MODULES,
     "checkin_allowed": optional(NAMES),
+    "distribution_allowed": optional(NAMES),
     "redelivery": SECONDS_OR_ZERO,
     "may_refuse": NAMES,
     "registry_url": optional(REDIS_URL),
@@ -109,6 +110,9 @@ class Settings:
             setting lacks one refuses what only that one could deliver.
         checkin_allowed: The names of the queues and exchanges that check-in may reach; ``*`` and
             ``?`` stand for any characters and for one. None: those that the application knows.
+        distribution_allowed: The names of the queues and exchanges that distribution may reach, in
+            the same way. None: the queues that the application knows or that are bound to the
+            levels, and every exchange but those of Celery, of the broker and of the levels.
         redelivery: Seconds during which a due message that its destination does not take is tried
             again, with growing pauses. After that, or at once with 0, it is undeliverable.
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``. Their
@@ -146,6 +150,7 @@ class Settings:
     window: int = 1000
     modules: Sequence[str] = MODULES
     checkin_allowed: Sequence[str] | None = None
+    distribution_allowed: Sequence[str] | None = None
     redelivery: float = 86_400.0
     may_refuse: Sequence[str] = ()
     registry_url: str | None = None

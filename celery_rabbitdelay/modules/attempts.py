@@ -155,7 +155,7 @@ class Attempts:
         received.pending += 1
         try:
             content = encoded(outgoing, self._frame_max)
-            trouble = self._trouble(outgoing, destination, broker_silent_for)
+            trouble = outgoing.trouble or self._trouble(outgoing, destination, broker_silent_for)
         except UnprocessableMessage as invalid:
             return self.give_up(received, outgoing, invalid.reason)
         finally:
@@ -187,7 +187,7 @@ class Attempts:
             raise error
         if isinstance(error.__cause__, NotFound):
             # Those behind it are put into the levels without closing the channel.
-            self._missing.add(outgoing.exchange)
+            self._missing.add(outgoing.address[0])
         reason = _reason(error, outgoing)
         if destination is None or isinstance(error, MessageRefused):
             return self.give_up(received, outgoing, reason)
@@ -222,7 +222,7 @@ class Attempts:
         self, outgoing: Outgoing, destination: str | None, broker_silent_for: float
     ) -> str | None:
         """Return why a message should not be published at the moment; None if it should be."""
-        if self._missing.has(outgoing.exchange):
+        if self._missing.has(outgoing.address[0]):
             return _no_exchange(outgoing)
         if destination is None:
             return None
@@ -240,7 +240,7 @@ class Attempts:
     def _publication(
         self, received: Received, outgoing: Outgoing, destination: str | None, content: Content
     ) -> Publication:
-        address = outgoing.exchange, outgoing.routing_key
+        address = outgoing.address
         origin = _Origin(received, outgoing, destination)
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
         publication.deadline = time.monotonic() + self._timeout
@@ -292,4 +292,4 @@ def _reason(error: PublishError, outgoing: Outgoing) -> str:
 
 
 def _no_exchange(outgoing: Outgoing) -> str:
-    return f"there is no exchange {outgoing.exchange!r}"
+    return f"there is no exchange {outgoing.address[0]!r}"

@@ -19,6 +19,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.allowed import refuse_sender_selected, where_in_words
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -28,11 +29,7 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 
-__all__ = ["SENDER_SELECTED", "CheckIn", "client_delay_ms", "for_distribution"]
-
-#: Headers with further routing keys, by which RabbitMQ routes a message past any check of its own
-#: (https://www.rabbitmq.com/docs/sender-selected).
-SENDER_SELECTED: Final = ("CC", "BCC")
+__all__ = ["CheckIn", "client_delay_ms", "for_distribution"]
 
 _INTEGER: Final = re.compile("-?[0-9]+")
 
@@ -59,6 +56,7 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
+        refuse_sender_selected(headers)
         if info["exchange"] == self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
@@ -85,11 +83,6 @@ class CheckIn:
     ) -> Outgoing:
         if message.properties.get("content_type") == CONTENT_TYPE:
             raise UnprocessableMessage("it is an envelope, which clients may not check in")
-        for name in SENDER_SELECTED:
-            if name in headers:
-                raise UnprocessableMessage(
-                    f"it has the header {name}, by which it could reach any queue"
-                )
         exchange = headers.get(header_names.EXCHANGE) or ""
         self._check_destination(exchange, routing_key)
         delay_ms = client_delay_ms(headers.pop(module_headers.X_DELAY, 0))
@@ -115,10 +108,9 @@ class CheckIn:
                 f"it has no destination, neither a routing key nor {header_names.EXCHANGE}"
             )
         if not self._allowed(exchange, routing_key):
-            name = shortened(exchange or routing_key)
-            where = f"the exchange {name}" if exchange else f"the queue {name}"
             raise UnprocessableMessage(
-                f"check-in may not reach {where}: see rabbitdelay_checkin_allowed"
+                f"check-in may not reach {where_in_words(exchange, routing_key)}: "
+                "see rabbitdelay_checkin_allowed"
             )
 
 

@@ -21,10 +21,18 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.allowed import (
+    ANYWHERE,
+    Reach,
+    not_allowed,
+    refuse_sender_selected,
+    where_in_words,
+)
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
+    to_undeliverable,
     with_headers,
     without_broker_headers,
 )
@@ -56,6 +64,7 @@ class Distribution:
         put_back: Returns what to publish instead if a message is not due yet; see
             :class:`.EarlyMessages`.
         look: Returns what the registry says about the messages of an envelope; None without one.
+        reach: Where they may go.
     """
 
     def __init__(
@@ -63,11 +72,13 @@ class Distribution:
         topology: Topology,
         put_back: Callable[[amqp.Message], Outgoing | None] = lambda message: None,
         look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None,
+        reach: Reach = ANYWHERE,
     ) -> None:
         self._topology = topology
         self._keys = topology.keys
         self._put_back = put_back
         self._look = look
+        self._reach = reach
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -78,27 +89,62 @@ class Distribution:
         the due time stays.
 
         Raises:
-            UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be
-                read.
+            UnprocessableMessage: Its destination is missing or not allowed, or it is an envelope
+                that cannot be read. Nothing was published for it.
         """
+        headers = headers_of(message)
+        refuse_sender_selected(headers)
+        is_envelope = message.properties.get("content_type") == CONTENT_TYPE
+        one = None if is_envelope else self._outgoing(message, headers)
         early = self._put_back(message)
         if early is not None:
             yield early
-            return
-        headers = headers_of(message)
-        if message.properties.get("content_type") == CONTENT_TYPE:
-            unpacked = _unpacked(message, headers)
+        elif one is not None:
+            yield one
+        else:
+            unpacked = self._unpacked(message, headers)
             if self._look is not None:
                 unpacked = self._asked(message, list(unpacked), self._look)
             yield from unpacked
-            return
-        if header_names.EXCHANGE not in headers:
-            headers |= self._destination_in_key(message)
+
+    def _outgoing(self, message: amqp.Message, headers: dict[str, Any]) -> Outgoing:
+        """Return what to publish for a message that is no envelope."""
+        key = _routing_key(message)
+        unrouted = self._queue_in_key(key)
+        if unrouted is not None and self._keys.has_no_digits(key):
+            return self._returned(message, unrouted or str(headers.get(header_names.QUEUE)))
+        if header_names.EXCHANGE not in headers and unrouted:
+            headers = {**headers, header_names.EXCHANGE: "", header_names.ROUTING_KEY: unrouted}
         queue = headers.get(header_names.QUEUE)
         if queue is None:
-            yield _restored(message, headers, headers)
+            outgoing = _restored(message, headers, headers)
         else:
-            yield _for_queue(message, headers, queue)
+            outgoing = _for_queue(message, headers, queue)
+        return self._reached(outgoing, is_unrouted=unrouted is not None)
+
+    def _reached(self, outgoing: Outgoing, *, is_unrouted: bool = False) -> Outgoing:
+        """Return a message with how it reaches its destination.
+
+        A queue that the application does not name is reached by its binding to the delivery
+        exchange. If the message comes from there, the queue is not bound at the moment: it waits,
+        and leaves the levels straight for its queue again.
+        """
+        if self._reach.names(outgoing.exchange, outgoing.routing_key):
+            return outgoing
+        queue, delivery = outgoing.routing_key, self._topology.delivery.name
+        if is_unrouted:
+            return outgoing._replace(trouble=f"no queue {shortened(queue)} is bound to {delivery}")
+        return outgoing._replace(through=(delivery, self._keys.key_without_digits(queue)))
+
+    def _returned(self, message: amqp.Message, queue: str) -> Outgoing:
+        """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
+        delivery = self._topology.delivery.name
+        reason = not_allowed(
+            f"{where_in_words('', queue)}, which the application does not name and which is not "
+            f"bound to {delivery}"
+        )
+        undeliverable = self._topology.module_queues.undeliverable.exchange.name
+        return to_undeliverable(undeliverable, Outgoing("", queue, message), reason)
 
     def _asked(
         self,
@@ -136,36 +182,42 @@ class Distribution:
             if decision.verdict is not Verdict.EXPIRED:
                 yield outgoing
 
-    def _destination_in_key(self, message: amqp.Message) -> dict[str, str]:
-        """Return the destination of a message that was published without our headers.
+    def _queue_in_key(self, key: str) -> str | None:
+        """Return the queue that a message has not found on leaving the levels.
 
-        It has found no queue on leaving the levels, and its routing key says which one it is for.
+        None if its routing key is that of messages for distribution, and empty if the key holds
+        only a hash of the queue's name.
         """
-        info: Any = message.delivery_info
-        key = (info or {}).get("routing_key", "")
         word = key.split(".")[-1]
         if self._keys.digits(key) is None or word == encode_destination(DISTRIBUTION):
-            return {}
-        queue = decode_destination(word)
-        return {header_names.EXCHANGE: "", header_names.ROUTING_KEY: queue} if queue else {}
+            return None
+        return decode_destination(word) or ""
+
+    def _unpacked(self, message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
+        try:
+            envelope = Envelope.unpack(body_of(message))
+        except InvalidEnvelope as invalid:
+            raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
+        shared = {**headers, **envelope.headers}
+        # Validate all items first: an invalid envelope goes to undeliverable as a whole, so none of
+        # its messages may be published before.
+        for item in envelope.items:
+            effective_headers = {**shared, **item.headers}
+            refuse_sender_selected(effective_headers)
+            self._reach.names(*_destination(effective_headers))
+        own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}
+        for item in envelope.items:
+            properties = {**envelope.properties, **item.properties}
+            inner = amqp.Message(item.body, **properties)
+            effective_headers = {**shared, **item.headers}
+            inner_headers = {**envelope.headers, **item.headers, **own}
+            yield self._reached(_restored(inner, effective_headers, inner_headers))
 
 
-def _unpacked(message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
-    try:
-        envelope = Envelope.unpack(body_of(message))
-    except InvalidEnvelope as invalid:
-        raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-    shared = {**headers, **envelope.headers}
-    # Validate all items first: an invalid envelope goes to undeliverable as a whole, so none of its
-    # messages may be published before.
-    for item in envelope.items:
-        _destination({**shared, **item.headers})
-    own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}
-    for item in envelope.items:
-        properties = {**envelope.properties, **item.properties}
-        inner = amqp.Message(item.body, **properties)
-        effective_headers = {**shared, **item.headers}
-        yield _restored(inner, effective_headers, {**envelope.headers, **item.headers, **own})
+def _routing_key(message: amqp.Message) -> str:
+    info: Any = message.delivery_info
+    key: str = (info or {}).get("routing_key", "")
+    return key
 
 
 def _for_queue(message: amqp.Message, headers: Mapping[str, Any], queue: Any) -> Outgoing:

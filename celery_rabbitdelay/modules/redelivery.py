@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Self, TypeGuard
 
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.forwarding import (
@@ -129,7 +130,9 @@ class Redelivery:
             module_headers.REASON: reason,
         }
         message = with_headers(outgoing.message, headers, priority=priority, expiration=None)
-        return into_levels(self._topology, message, Due.after(self._pause(failures.attempts)))
+        destination = outgoing.routing_key if outgoing.trouble else DISTRIBUTION
+        due = Due.after(self._pause(failures.attempts))
+        return into_levels(self._topology, message, due, destination)
 
     def _pause(self, attempts: int) -> float:
         """The seconds until the next attempt."""

@@ -20,8 +20,8 @@ from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.allowed import AllowedDestinations
-from celery_rabbitdelay.modules.checkin import SENDER_SELECTED, client_delay_ms
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, refuse_sender_selected
+from celery_rabbitdelay.modules.checkin import client_delay_ms
 from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, ENVELOPES, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
@@ -260,20 +260,12 @@ def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> Non
         raise UnprocessableMessage(
             f"it is an envelope of another version of this package, {shortened(content_type)}"
         )
-    _refuse_sender_selected(headers)
-
-
-def _refuse_sender_selected(headers: Mapping[str, Any]) -> None:
-    for name in SENDER_SELECTED:
-        if name in headers:
-            raise UnprocessableMessage(
-                f"it has the header {name}, by which it could reach any queue"
-            )
+    refuse_sender_selected(headers)
 
 
 def _destination_of(headers: Mapping[str, Any]) -> Intended:
     """Return where distribution publishes a message of an envelope."""
-    _refuse_sender_selected(headers)
+    refuse_sender_selected(headers)
     exchange, key = headers.get(header_names.EXCHANGE), headers.get(header_names.ROUTING_KEY)
     if not isinstance(exchange, str) or not isinstance(key, str):
         raise UnprocessableMessage(

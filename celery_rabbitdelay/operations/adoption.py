@@ -23,7 +23,8 @@ from celery_rabbitdelay.exceptions import DelayTooLong, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.checkin import SENDER_SELECTED, for_distribution
+from celery_rabbitdelay.modules.allowed import SENDER_SELECTED
+from celery_rabbitdelay.modules.checkin import for_distribution
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,

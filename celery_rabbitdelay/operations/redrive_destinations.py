@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import celery
 from amqp.exceptions import ResourceLocked
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.topology import Topology
@@ -20,13 +22,10 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 
-__all__ = ["NEVER", "check_exists", "redrive_destinations", "redriving_for"]
+__all__ = ["check_exists", "redrive_destinations", "redriving_for"]
 
-#: Names of queues and exchanges that never get a message: those of the broker, those by which
-#: workers are controlled, and those of events.
-NEVER: Final = ("amq.*", "*.pidbox", "celeryev", "celeryev.*")
-
-#: Names of the same kind that an application may have for a queue of its own.
+#: Names of queues and exchanges for replies. They get no message unless the application has a queue
+#: or an exchange of such a name.
 NEVER_UNLESS_OWN: Final = "reply.*"
 
 
@@ -61,7 +60,7 @@ def redriving_for(
         raise InvalidDelay(delay, "must not be negative")
     if delay_ms is not None and "check-in" not in settings.modules:
         topology.layout.check_capacity(delay_ms)
-    queues = _queues(app)
+    queues = configured_queues(app)
     allowed = redrive_destinations(app, allow)
     if to is not None:
         _check_name(to, allowed)
@@ -89,18 +88,13 @@ def redrive_destinations(app: celery.Celery, allow: Iterable[str] = ()) -> Allow
         app: The application, which has ``app.rabbitdelay``.
         allow: Patterns for the names of further queues and exchanges.
     """
-    settings = app.rabbitdelay.settings  # type: ignore[attr-defined]
-    known = AllowedDestinations.of_queues(_queues(app).values())
-    never = [*NEVER, app.conf.event_exchange, f"{app.conf.event_queue_prefix}.*"]
-    names = known.queues | known.exchanges
-    if not any(name.startswith(NEVER_UNLESS_OWN.rstrip("*")) for name in names):
-        never.append(NEVER_UNLESS_OWN)
-    return AllowedDestinations(
-        known.queues,
-        known.exchanges,
-        (*(settings.checkin_allowed or ()), *allow),
-        frozenset(_names_of_levels(settings.topology)),
-        tuple(never),
+    named = configured_destinations(app)
+    names = named.queues | named.exchanges
+    has_own = any(name.startswith(NEVER_UNLESS_OWN.rstrip("*")) for name in names)
+    return replace(
+        named,
+        patterns=(*named.patterns, *allow),
+        never_patterns=(*named.never_patterns, *(() if has_own else (NEVER_UNLESS_OWN,))),
     )
 
 
@@ -124,48 +118,3 @@ def _check_name(queue: str, allowed: AllowedDestinations) -> None:
         raise InvalidDestination(
             queue, "belongs to the levels, to the broker or to Celery: name one of your own"
         )
-
-
-def _queues(app: celery.Celery) -> Mapping[str, Queue]:
-    """Return the queues that the configuration names.
-
-    Not ``app.amqp.queues``, which grows with every queue that the application sends to.
-    """
-    queues: Any = app.amqp.Queues(app.conf.task_queues)
-    for name in {*_routed(app.conf.task_routes), *_of_tasks(app)}:
-        # It makes the queue as Celery does, unless task_create_missing_queues is off.
-        with suppress(KeyError):
-            queues[name]
-    made: Mapping[str, Queue] = queues
-    return made
-
-
-def _routed(routes: object) -> Iterator[str]:
-    """Yield the queues that ``task_routes`` names; routers that are functions name none."""
-    if isinstance(routes, list | tuple):
-        for each in routes:
-            # A pair of pattern and route, or routes one after another.
-            yield from _routed(dict([each]) if _is_pair(each) else each)
-    elif isinstance(routes, Mapping):
-        for route in routes.values():
-            queue = route.get("queue") if isinstance(route, Mapping) else route
-            name = queue.name if isinstance(queue, Queue) else queue
-            if isinstance(name, str):
-                yield name
-
-
-def _is_pair(route: object) -> bool:
-    return isinstance(route, list | tuple) and len(route) == 2 and isinstance(route[0], str)
-
-
-def _of_tasks(app: celery.Celery) -> Iterator[str]:
-    for task in app.tasks.values():
-        queue = getattr(task, "queue", None)
-        if isinstance(queue, str) and queue:
-            yield queue
-
-
-def _names_of_levels(topology: Topology) -> Iterator[str]:
-    yield from (queue.name for queue in topology.queues)
-    yield from (exchange.name for exchange in topology.exchanges)
-    yield from (topology.identity.guard.name, topology.identity.marker.name)
