@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import click
@@ -12,6 +12,7 @@ from celery.bin.base import CLIContext
 from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
+from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command.context import (
     BROKER_ERRORS,
@@ -75,6 +76,12 @@ def _source_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--from-layout", help="Their rabbitdelay_layout: a name, or JSON."),
         click.option("--from-prefix", help="Their rabbitdelay_prefix."),
         click.option(
+            "--allow",
+            multiple=True,
+            metavar="PATTERN",
+            help="Also bind queues of this name or pattern, which the application does not name.",
+        ),
+        click.option(
             "--ignore-registry",
             is_flag=True,
             help="Move even if the registry's prefix differs; cancelled tasks then run.",
@@ -134,6 +141,7 @@ def _migrate(
     rate: float | None,
     timeout: float,
     ignore_registry: bool,
+    allow: tuple[str, ...],
     **source_options: Any,
 ) -> None:
     source = Place(there, _source_settings(delays, source_options).topology)
@@ -141,7 +149,15 @@ def _migrate(
     if not ignore_registry:
         _check_registry(delays, source.topology.prefix)
     may_declare = delays.settings.declare == "auto"
-    destinations = Destinations(target, context.app.amqp.queues, may_declare)
+    context.app.loader.import_default_modules()
+    named = configured_destinations(context.app)
+    allowed = replace(named, patterns=(*named.patterns, *allow))
+    destinations = Destinations(
+        target,
+        configured_queues(context.app),
+        may_declare,
+        lambda name: allowed.includes("", name),
+    )
     try:
         if dry_run:
             check_source(source)
@@ -164,7 +180,12 @@ def _migrate(
         fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE, as_json)
     finally:
         destinations.close()
-    tell(moved, as_json, missing_queues=sorted(destinations.missing))
+    tell(
+        moved,
+        as_json,
+        missing_queues=sorted(destinations.missing),
+        unnamed_queues=sorted(destinations.unnamed),
+    )
 
 
 def _source_settings(delays: RabbitDelay, options: dict[str, Any]) -> Any:
@@ -179,7 +200,7 @@ def _source_settings(delays: RabbitDelay, options: dict[str, Any]) -> Any:
             text = f"{layout!r} is not JSON: {wrong}"
             raise click.BadParameter(text, param_hint="--from-layout") from wrong
     try:
-        return dataclasses.replace(delays.settings, **given)
+        return replace(delays.settings, **given)
     except InvalidSetting as wrong:
         raise click.UsageError(f"of the levels that are emptied: {wrong}") from wrong
 
@@ -220,7 +241,12 @@ def tell_waiting(found: Mapping[str, int], as_json: bool) -> None:
 
 
 def tell(
-    moved: Moved, as_json: bool, *, missing_queues: Sequence[str], expected: Collection[str] = ()
+    moved: Moved,
+    as_json: bool,
+    *,
+    missing_queues: Sequence[str],
+    unnamed_queues: Sequence[str] = (),
+    expected: Collection[str] = (),
 ) -> None:
     """Print what was moved; end with the status 1 if some are left or undeliverable.
 
@@ -228,17 +254,21 @@ def tell(
         moved: What was moved.
         as_json: Whether to print it as JSON.
         missing_queues: The queues that messages are for and that do not exist.
+        unnamed_queues: Those that are not bound, because the application does not name them.
         expected: The reasons for which messages are meant to stay.
     """
     if as_json:
-        click.echo(json.dumps({**moved._asdict(), "missing_queues": missing_queues}))
+        queues = {"missing_queues": missing_queues, "unnamed_queues": unnamed_queues}
+        click.echo(json.dumps({**moved._asdict(), **queues}))
     else:
-        click.echo("\n".join(_lines(moved, missing_queues)))
+        click.echo("\n".join(_lines(moved, missing_queues, unnamed_queues)))
     if set(moved.left) - set(expected) or moved.undeliverable or not moved.finished:
         raise SystemExit(MESSAGES_LEFT)
 
 
-def _lines(moved: Moved, missing_queues: Sequence[str]) -> Iterator[str]:
+def _lines(
+    moved: Moved, missing_queues: Sequence[str], unnamed_queues: Sequence[str]
+) -> Iterator[str]:
     rate = moved.moved / moved.seconds if moved.seconds else 0
     yield f"{moved.moved:,} messages moved in {moved.seconds:,.1f} s ({rate:,.0f}/s)"
     for what, reasons in (("undeliverable", moved.undeliverable), ("left", moved.left)):
@@ -251,3 +281,9 @@ def _lines(moved: Moved, missing_queues: Sequence[str]) -> Iterator[str]:
     if missing_queues:
         names = ", ".join(missing_queues[:MAX_NAMED])
         yield f"  these queues do not exist; distribution tries them later: {names}"
+    if unnamed_queues:
+        names = ", ".join(unnamed_queues[:MAX_NAMED])
+        yield (
+            "  not bound, because the application does not name them; messages wait until a worker "
+            f"or a producer binds these queues, or say --allow: {names}"
+        )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
 import click
 from celery.bin.base import CLIContext
 
+from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.command.context import delays_of, json_option
 from celery_rabbitdelay.command.undeliverable_options import (
     age_type,
@@ -20,8 +22,13 @@ from celery_rabbitdelay.command.undeliverable_options import (
 )
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
 from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS
+from celery_rabbitdelay.operations.migration import Destinations, Place
 from celery_rabbitdelay.operations.redrive import redrive as redrive_messages
-from celery_rabbitdelay.operations.redrive_destinations import check_exists, redriving_for
+from celery_rabbitdelay.operations.redrive_destinations import (
+    bound_by,
+    check_exists,
+    redriving_for,
+)
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 
 __all__ = ["redrive"]
@@ -71,14 +78,23 @@ def redrive(
     delays = delays_of(context)
     settings, topology = delays.settings, delays.topology
     context.app.loader.import_default_modules()
+    connection = context.app.connection_for_write()
+    may_declare = settings.declare == "auto" and not dry_run
+    destinations = Destinations(
+        Place(connection, topology), configured_queues(context.app), may_declare
+    )
     try:
         redriving = redriving_for(
-            context.app, delay=delay, to=to, allow=allow, max_attempts=max_attempts
+            context.app,
+            delay=delay,
+            to=to,
+            allow=allow,
+            max_attempts=max_attempts,
+            ensure=bound_by(destinations),
         )
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
         raise click.UsageError(str(wrong)) from wrong
-    connection = context.app.connection_for_write()
-    with errors_told(connection, topology, as_json), connection:
+    with errors_told(connection, topology, as_json), connection, closing(destinations):
         if to is not None:
             check_exists(connection, to)
         with progress_of_removal("redrive", connection, topology) as progress:

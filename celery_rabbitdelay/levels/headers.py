@@ -30,6 +30,11 @@ OWN_PREFIX: Final = "rabbitdelay-"
 #: ``task.request.headers`` (https://github.com/celery/celery/issues/4875).
 NESTED_HEADERS: Final = "headers"
 
+#: Headers with further routing keys, by which RabbitMQ routes a message past any check of a module
+#: (https://www.rabbitmq.com/docs/sender-selected). In the levels, whose keys are digits, they can
+#: only do harm.
+SENDER_SELECTED: Final = ("CC", "BCC")
+
 #: What RabbitMQ adds to a dead-lettered or redelivered message
 #: (https://www.rabbitmq.com/docs/dlx#effects). Up to 3.13 it trusts an ``x-death`` that a client
 #: publishes, and drops the message as a cycle when the queue is in it already.

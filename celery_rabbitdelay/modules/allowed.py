@@ -11,21 +11,17 @@ from typing import Any, Final, Self
 from kombu import Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.message import shortened
 
 __all__ = [
     "ANYWHERE",
-    "SENDER_SELECTED",
     "AllowedDestinations",
     "Reach",
     "not_allowed",
     "refuse_sender_selected",
     "where_in_words",
 ]
-
-#: Headers with further routing keys, by which RabbitMQ routes a message past any check of its own
-#: (https://www.rabbitmq.com/docs/sender-selected).
-SENDER_SELECTED: Final = ("CC", "BCC")
 
 #: Names of destinations for which a decision is remembered.
 REMEMBERED: Final = 4096
@@ -158,7 +154,7 @@ def refuse_sender_selected(headers: Mapping[str, Any]) -> None:
     Raises:
         UnprocessableMessage: It has such a header.
     """
-    for name in SENDER_SELECTED:
+    for name in header_names.SENDER_SELECTED:
         if name in headers:
             raise UnprocessableMessage(
                 f"it has the header {name}, by which it could reach any queue"

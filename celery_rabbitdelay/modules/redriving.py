@@ -62,6 +62,8 @@ class Redriving:
         to: The queue that gets all messages, wherever they were meant to go; None: each goes where
             it was meant to go. It need not be an allowed one, unless it is never allowed.
         max_attempts: How often a message may be redriven, this time included.
+        ensure: Called with the name of each queue that a message goes to, to bind it to the levels.
+            It may raise :class:`.UnprocessableMessage`.
         now_ns: The time, in nanoseconds since 1970.
     """
 
@@ -75,6 +77,7 @@ class Redriving:
         delay_ms: int | None = None,
         to: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
+        ensure: Callable[[str], None] = lambda queue: None,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._topology = topology
@@ -84,6 +87,7 @@ class Redriving:
         self._delay_ms = delay_ms
         self._to = to
         self._max_attempts = max_attempts
+        self._ensure = ensure
         self._now_ns = now_ns
 
     def redriven(self, message: amqp.Message) -> Outgoing:
@@ -186,6 +190,8 @@ class Redriving:
             raise UnprocessableMessage(
                 f"the {kind} {shortened(name)} is not one that the application allows"
             )
+        if not exchange:
+            self._ensure(name)
 
     def _own(self, headers: Mapping[str, Any], destination: Intended) -> dict[str, Any]:
         """Return the headers of this package that a message keeps."""

@@ -23,7 +23,6 @@ from celery_rabbitdelay.exceptions import DelayTooLong, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import SENDER_SELECTED
 from celery_rabbitdelay.modules.checkin import for_distribution
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -310,8 +309,8 @@ class NServiceBusChain:
         """
         key = _ChainKey.of(message, queue)
         headers = headers_of(message)
-        if any(name in headers for name in SENDER_SELECTED):
-            raise Stay(f"it has the header {' or '.join(SENDER_SELECTED)}")
+        if any(name in headers for name in header_names.SENDER_SELECTED):
+            raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
         # A delayed retry has the time at which the message was sent first.
         due = key.due(_nservicebus_due(headers))
         own = header_names.strip(headers)

@@ -29,6 +29,7 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.allowed import refuse_sender_selected
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
@@ -80,19 +81,31 @@ class Destinations:
         known: The queues that the application knows, by their names: they are declared as the
             application declares them.
         may_declare: Whether anything may be declared or bound.
+        may_bind: Returns whether another queue may be bound. Anybody may have written its name into
+            a routing key, and what is bound to the levels can be reached by every producer.
 
     Attributes:
         missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
             deliver their messages when they are due.
+        unnamed: Destination queues that may not be bound. Their messages wait until the queue is
+            bound by a worker that consumes from it, or by a producer.
     """
 
-    def __init__(self, target: Place, known: Mapping[str, Queue], may_declare: bool = True) -> None:
+    def __init__(
+        self,
+        target: Place,
+        known: Mapping[str, Queue],
+        may_declare: bool = True,
+        may_bind: Callable[[str], bool] = lambda name: True,
+    ) -> None:
         self._connection = target.connection.clone(heartbeat=0)
         self._topology = target.topology
         self._known = known
         self._may_declare = may_declare
+        self._may_bind = may_bind
         self._seen: set[str] = set()
         self.missing: set[str] = set()
+        self.unnamed: set[str] = set()
 
     def ensure(self, name: str) -> None:
         """Declare a queue that the application knows, and bind it; bind any other one.
@@ -102,6 +115,9 @@ class Destinations:
             amqp.exceptions.AccessRefused: The user lacks a permission.
         """
         if name in self._seen or not self._may_declare:
+            return
+        if name not in self._known and not self._may_bind(name):
+            self.unnamed.add(name)
             return
         connect(self._connection)
         queue = self._known.get(name)
@@ -224,6 +240,7 @@ class Migration:
         headers = headers_of(message)
         if UNREADABLE in headers:
             raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
+        refuse_sender_selected(headers)
         due_ms = headers.get(header_names.DUE)
         if not isinstance(due_ms, int) or isinstance(due_ms, bool) or not 0 <= due_ms <= MAX_DUE_MS:
             raise UnprocessableMessage(

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Final
 
+import amqp
 import celery
 from amqp.exceptions import ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
-from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination
+from celery_rabbitdelay.exceptions import (
+    InvalidDelay,
+    InvalidDestination,
+    UnprocessableMessage,
+)
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS, Redriving
+from celery_rabbitdelay.operations.migration import Destinations
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
-from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
 
-__all__ = ["check_exists", "redrive_destinations", "redriving_for"]
+__all__ = ["bound_by", "check_exists", "redrive_destinations", "redriving_for"]
 
 #: Names of queues and exchanges for replies. They get no message unless the application has a queue
 #: or an exchange of such a name.
@@ -36,6 +42,7 @@ def redriving_for(
     to: str | None = None,
     allow: Iterable[str] = (),
     max_attempts: int = MAX_ATTEMPTS,
+    ensure: Callable[[str], None] = lambda queue: None,
 ) -> Redriving:
     """Return what decides how the undeliverable messages of an application are redriven.
 
@@ -47,6 +54,7 @@ def redriving_for(
         allow: Names of further queues and exchanges that messages may go to; ``*`` and ``?`` stand
             for any characters and for one.
         max_attempts: How often a message may be redriven, this time included.
+        ensure: Binds a queue to the levels; see :func:`.bound_by`.
 
     Raises:
         InvalidDestination: Nothing is published to the queue ``to``.
@@ -74,6 +82,7 @@ def redriving_for(
         delay_ms=delay_ms,
         to=to,
         max_attempts=max_attempts,
+        ensure=ensure,
     )
 
 
@@ -108,6 +117,25 @@ def check_exists(connection: Connection, queue: str) -> None:
     with suppress(ResourceLocked):
         if queue_counts(connection, [Queue(queue)])[queue] is None:
             raise InvalidDestination(queue, "does not exist: declare it first")
+
+
+def bound_by(destinations: Destinations) -> Callable[[str], None]:
+    """Return what binds a queue to the levels before a message is redriven to it.
+
+    Where the configuration does not name a queue, it is reached by its binding alone.
+
+    Args:
+        destinations: Binds it.
+    """
+
+    def ensure(queue: str) -> None:
+        try:
+            destinations.ensure(queue)
+        except (OSError, amqp.AMQPError) as error:
+            reason = f"the queue {shortened(queue)} cannot be bound to the levels: {error}"
+            raise UnprocessableMessage(reason) from error
+
+    return ensure
 
 
 def _check_name(queue: str, allowed: AllowedDestinations) -> None:

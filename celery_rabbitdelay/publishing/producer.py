@@ -118,8 +118,8 @@ class DelayedProducer(Producer):
                 timeout.
             backoff: Seconds before the first resend, step and maximum; up to a quarter of each is
                 left out at random.
-            **options: ``headers`` (broker headers and ``rabbitdelay-*`` headers are removed);
-                kombu's ``serializer`` and ``compression``; ``content_type`` and
+            **options: ``headers`` (broker headers, ``rabbitdelay-*``, ``CC`` and ``BCC`` are
+                removed); kombu's ``serializer`` and ``compression``; ``content_type`` and
                 ``content_encoding`` of a body that is serialized already; AMQP's message
                 properties. ``expiration`` is dropped: RabbitMQ would apply it to the wait in each
                 level.
@@ -219,6 +219,9 @@ class DelayedProducer(Producer):
             header_names.ROUTING_KEY: destination.routing_key,
             **self.further_headers,
         }
+        # It goes to one destination; modules refuse a message that names others.
+        for name in header_names.SENDER_SELECTED:
+            own_headers.pop(name, None)
         queue = destination.queue
         is_too_high = self.topology.queue_type == "quorum" and priority > MAX_PRIORITY
         if queue is None or is_too_high:

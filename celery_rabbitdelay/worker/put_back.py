@@ -17,7 +17,6 @@ from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import NoPublisherFree
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.modules.allowed import SENDER_SELECTED
 from celery_rabbitdelay.modules.early import PutBack, pause_ms
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY
@@ -206,10 +205,7 @@ class PutBackThread(BatchThread[Early]):
     def _delayed(self, producer: DelayedProducer, early: Early, due: Due) -> Delayed:
         """Return what replaces a message, and waits until ``due``."""
         message = early.message
-        # RabbitMQ has routed the message by CC already; this copy is for this queue alone.
-        headers: dict[str, Any] = {
-            name: value for name, value in message.headers.items() if name not in SENDER_SELECTED
-        }
+        headers: dict[str, Any] = dict(message.headers)
         if "eta" in headers:
             headers["eta"] = None
         properties: dict[str, Any] = {

@@ -1,0 +1,167 @@
+"""Signatures: who has the key has said where a message goes and when. Pure.
+
+The signature is an HMAC with SHA-256 (RFC 2104) over what distribution and workers believe of a
+message: where it goes, when it is due, with which priority and expiration, its id, and for an
+envelope its body, because the messages in it may name destinations of their own. It does not cover
+the body and the user's headers of a single task. All that it covers stays as it is on the way
+through the levels, so it still verifies after years, and after the message was moved to others.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Final
+
+import amqp
+
+from celery_rabbitdelay.exceptions import InvalidSigningKey
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.publishing.message import ENVELOPES, body_of, headers_of
+
+__all__ = ["MIN_KEY_BYTES", "SigningKeys"]
+
+#: Minimum bytes of a key: as many as the hash has (https://www.rfc-editor.org/rfc/rfc2104#section-3).
+MIN_KEY_BYTES: Final = 32
+
+#: The version of what is signed and how; the beginning of each signature.
+VERSION: Final = "1:"
+
+#: The headers that are signed, and the type of each.
+SIGNED_HEADERS: Final[Mapping[str, type]] = {
+    header_names.EXCHANGE: str,
+    header_names.ROUTING_KEY: str,
+    header_names.QUEUE: str,
+    header_names.DUE: int,
+    header_names.PRIORITY: int,
+    header_names.EXPIRATION: str,
+}
+
+#: The fields of the header ``rabbitdelay-early`` that are signed, both texts. The others change
+#: while a message waits.
+SIGNED_OF_EARLY: Final = ("exchange", "routing-key")
+
+#: The properties that are signed, all of them texts.
+SIGNED_PROPERTIES: Final = ("correlation_id", "message_id")
+
+
+class SigningKeys:
+    """One or more keys: the first one signs, and a signature by any of them is valid.
+
+    Args:
+        keys: A key, or several. A text counts as its UTF-8 bytes.
+
+    Raises:
+        InvalidSigningKey: There is none, or one has fewer than :data:`MIN_KEY_BYTES` bytes.
+    """
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, keys: str | bytes | Sequence[str | bytes]) -> None:
+        given = [keys] if isinstance(keys, str | bytes) else list(keys)
+        if not given:
+            raise InvalidSigningKey("takes at least one key")
+        self._keys = tuple(map(_checked, given))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._keys)} hidden)"
+
+    def sign(self, message: amqp.Message) -> None:
+        """Write the signature of a message into its headers; replace one that it has.
+
+        It has to be the last change of the message.
+        """
+        headers = message.properties["application_headers"]
+        headers[header_names.SIGNATURE] = self.signature(
+            headers, message.properties, body_of(message)
+        )
+
+    def signature(
+        self, headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes
+    ) -> str:
+        """Return the signature of a message.
+
+        Args:
+            headers: Its headers; those that are not signed do not matter.
+            properties: Its AMQP message properties, likewise.
+            body: Its body; only that of an envelope matters.
+
+        Raises:
+            TypeError: What is signed has a wrong type.
+        """
+        signed = _signed(headers, properties, body)
+        if signed is None:
+            raise TypeError("a header or property that is signed has a wrong type")
+        return VERSION + hmac.digest(self._keys[0], signed, "sha256").hex()
+
+    def verifies(
+        self, headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes
+    ) -> bool:
+        """Return whether a message has a valid signature; takes the same as :meth:`signature`.
+
+        Anybody may have written the message: it never raises.
+        """
+        given = headers.get(header_names.SIGNATURE)
+        signed = _signed(headers, properties, body)
+        if not isinstance(given, str) or signed is None:
+            return False
+        found = given.encode("utf-8", "surrogatepass")
+        # All keys, so that the time tells nothing about them.
+        valid = [
+            hmac.compare_digest(
+                found, (VERSION + hmac.digest(key, signed, "sha256").hex()).encode()
+            )
+            for key in self._keys
+        ]
+        return any(valid)
+
+    def verify(self, message: amqp.Message) -> bool:
+        """Return whether a message that was received has a valid signature."""
+        return self.verifies(headers_of(message), message.properties, body_of(message))
+
+
+def _checked(key: object) -> bytes:
+    if isinstance(key, str):
+        key = key.encode("utf-8", "surrogatepass")
+    if not isinstance(key, bytes):
+        raise InvalidSigningKey("takes texts or bytes")
+    if len(key) < MIN_KEY_BYTES:
+        raise InvalidSigningKey(
+            f"takes at least {MIN_KEY_BYTES} bytes, and one key has {len(key)}: "
+            "python -c 'import secrets; print(secrets.token_hex(32))' makes one"
+        )
+    return key
+
+
+def _signed(
+    headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes
+) -> bytes | None:
+    """Return what is signed, as bytes; None if a value has a wrong type.
+
+    Each value stands behind its length, so that no two messages have the same bytes.
+    """
+    parts = []
+    for name, kind in SIGNED_HEADERS.items():
+        value = headers.get(name)
+        if value is None:
+            parts.append("-")
+        elif type(value) is kind:
+            text = str(value)
+            parts.append(f"{len(text)}:{text}")
+        else:
+            return None
+    early = headers.get(header_names.EARLY)
+    others = [early.get(name) for name in SIGNED_OF_EARLY] if isinstance(early, Mapping) else [None]
+    others += [properties.get(name) for name in SIGNED_PROPERTIES]
+    for value in others:
+        if value is None:
+            parts.append("-")
+        elif isinstance(value, str):
+            parts.append(f"{len(value)}:{value}")
+        else:
+            return None
+    content_type = properties.get("content_type")
+    if isinstance(content_type, str) and content_type.startswith(ENVELOPES):
+        parts += (content_type, sha256(body).hexdigest())
+    return ",".join(parts).encode("utf-8", "surrogatepass")
