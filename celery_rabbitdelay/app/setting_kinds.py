@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Final, NamedTuple, TypeGuard, get_args
+from typing import Any, Final, NamedTuple, TypeGuard, cast, get_args
 
+from celery_rabbitdelay.exceptions import InvalidSigningKey
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
 
 __all__ = [
     "CLIENT_OPTIONS",
@@ -19,6 +21,7 @@ __all__ = [
     "REDIS_URL",
     "SECONDS",
     "SECONDS_OR_ZERO",
+    "SIGNING_KEY",
     "TICK",
     "Kind",
     "is_list_of_words",
@@ -147,6 +150,14 @@ def _is_pause(value: object) -> bool:
     return is_positive(value) or (value == 0 and not isinstance(value, bool))
 
 
+def _is_signing_key(value: object) -> bool:
+    try:
+        SigningKeys(cast(Any, value))
+    except (InvalidSigningKey, TypeError):
+        return False
+    return True
+
+
 FLAG: Final = Kind("takes True or False", lambda value: isinstance(value, bool))
 
 NAMES: Final = Kind("takes a list of names in which * and ? may stand", is_list_of_words)
@@ -155,6 +166,12 @@ SECONDS: Final = Kind("takes a positive number of seconds, at most 366 days", is
 
 SECONDS_OR_ZERO: Final = Kind(
     "takes 0 or a positive number of seconds, at most 366 days", _is_pause
+)
+
+SIGNING_KEY: Final = Kind(
+    f"takes a text of at least {MIN_KEY_BYTES} bytes, or a list of such texts, of which the first "
+    "signs: python -c 'import secrets; print(secrets.token_hex(32))' makes one",
+    _is_signing_key,
 )
 
 TICK: Final = Kind(

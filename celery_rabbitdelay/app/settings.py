@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias
 
-from celery_rabbitdelay.app.setting_keys import PREFIX, key_of, name_in_capitals, name_of
+from celery_rabbitdelay.app.setting_keys import PREFIX, key_of, name_in_capitals, name_of, shown
 from celery_rabbitdelay.app.setting_kinds import (
     CLIENT_OPTIONS,
     FLAG,
@@ -19,6 +19,7 @@ from celery_rabbitdelay.app.setting_kinds import (
     REDIS_URL,
     SECONDS,
     SECONDS_OR_ZERO,
+    SIGNING_KEY,
     TICK,
     layout_of,
     list_of,
@@ -30,6 +31,7 @@ from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
 from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.consumer import MAX_PREFETCH
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = ["MODULES", "Settings", "checked_modules", "checked_port", "checked_seconds"]
 
@@ -65,6 +67,8 @@ _KINDS: Final = {
     "modules": _MODULES,
     "checkin_allowed": optional(NAMES),
     "distribution_allowed": optional(NAMES),
+    "signing_key": optional(SIGNING_KEY),
+    "signing_required": FLAG,
     "redelivery": SECONDS_OR_ZERO,
     "may_refuse": NAMES,
     "registry_url": optional(REDIS_URL),
@@ -113,6 +117,9 @@ class Settings:
         distribution_allowed: The names of the queues and exchanges that distribution may reach, in
             the same way. None: the queues that the application knows or that are bound to the
             levels, and every exchange but those of Celery, of the broker and of the levels.
+        signing_key: The key with which destination and due time are signed, or a list of keys: the
+            first one signs, and all verify. None: nothing is signed.
+        signing_required: Whether, with a key, distribution refuses what has no valid signature.
         redelivery: Seconds during which a due message that its destination does not take is tried
             again, with growing pauses. After that, or at once with 0, it is undeliverable.
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``. Their
@@ -151,6 +158,8 @@ class Settings:
     modules: Sequence[str] = MODULES
     checkin_allowed: Sequence[str] | None = None
     distribution_allowed: Sequence[str] | None = None
+    signing_key: str | Sequence[str] | None = field(default=None, repr=False)
+    signing_required: bool = True
     redelivery: float = 86_400.0
     may_refuse: Sequence[str] = ()
     registry_url: str | None = None
@@ -187,13 +196,15 @@ class Settings:
                 continue
             if name not in known:
                 keys = ", ".join(PREFIX + name for name in known)
-                raise InvalidSetting(key, configuration[key], f"no such key; there are {keys}")
+                value = shown(key, configuration[key])
+                raise InvalidSetting(key, value, f"no such key; there are {keys}")
             found[name] = configuration[key]
             as_written[PREFIX + name] = key
         for name in known:
             if name in unread and name not in found:
                 reason = f"the setting is not read from this key, write {key_of(name, namespace)}"
-                raise InvalidSetting(unread[name], configuration[unread[name]], reason)
+                value = shown(unread[name], configuration[unread[name]])
+                raise InvalidSetting(unread[name], value, reason)
         try:
             return cls(**found)
         except InvalidSetting as wrong:
@@ -205,7 +216,7 @@ class Settings:
         for setting in fields(self):
             kind, value = _KINDS[setting.name], getattr(self, setting.name)
             if not kind.accepts(value):
-                raise InvalidSetting(PREFIX + setting.name, value, kind.takes)
+                raise InvalidSetting(PREFIX + setting.name, shown(setting.name, value), kind.takes)
         for name, without in NEEDS_REGISTRY.items():
             value = getattr(self, name)
             if value != without and self.registry_url is None:
@@ -224,6 +235,11 @@ class Settings:
             self.prefix, layout_of(self.layout, self.tick), self.queue_type, self.shards
         )
 
+    @cached_property
+    def signing_keys(self) -> SigningKeys | None:
+        """What signs and verifies messages; None without a key."""
+        return None if self.signing_key is None else SigningKeys(self.signing_key)
+
     @property
     def for_producer(self) -> dict[str, Any]:
         """The arguments of a :class:`~celery_rabbitdelay.kombu.DelayedProducer`."""
@@ -233,6 +249,7 @@ class Settings:
             "may_declare": self.declare == "auto",
             "modules": self.modules,
             "may_refuse": self.may_refuse,
+            "signing_keys": self.signing_keys,
         }
 
 

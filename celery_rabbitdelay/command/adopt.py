@@ -83,7 +83,8 @@ def nservicebus(context: CLIContext, /, version: int, **options: Any) -> None:
     """
 
     def convert(adopting: _Adopting) -> Convert:
-        return NServiceBusChain(adopting.target.topology, version).convert
+        keys = adopting.delays.settings.signing_keys
+        return NServiceBusChain(adopting.target.topology, version, keys).convert
 
     if "distribution" not in delays_of(context).settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")

@@ -82,6 +82,9 @@ def _source_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Also bind queues of this name or pattern, which the application does not name.",
         ),
         click.option(
+            "--sign", is_flag=True, help="Sign messages that have no valid signature, too."
+        ),
+        click.option(
             "--ignore-registry",
             is_flag=True,
             help="Move even if the registry's prefix differs; cancelled tasks then run.",
@@ -142,6 +145,7 @@ def _migrate(
     timeout: float,
     ignore_registry: bool,
     allow: tuple[str, ...],
+    sign: bool,
     **source_options: Any,
 ) -> None:
     source = Place(there, _source_settings(delays, source_options).topology)
@@ -172,6 +176,8 @@ def _migrate(
                 timeout=timeout,
                 rate=rate,
                 show=lambda moved, known: show(moved, length=max(known, moved, 1)),
+                signing_keys=delays.settings.signing_keys,
+                vouches=sign,
             )
             moved = moved_and_told(mover, follow, as_json)
     except (SameTopology, LayoutConflict, TopologyIncomplete) as error:

@@ -51,6 +51,9 @@ __all__ = ["redrive"]
     show_default=True,
     help="A message that was redriven so often stays.",
 )
+@click.option(
+    "--sign", is_flag=True, help="Also messages without a valid signature: they are signed."
+)
 @limit_option
 @click.option(
     "--rate",
@@ -68,6 +71,7 @@ def redrive(
     to: str | None,
     allow: tuple[str, ...],
     max_attempts: int,
+    sign: bool,
     limit: int | None,
     rate: float | None,
     dry_run: bool,
@@ -91,6 +95,7 @@ def redrive(
             allow=allow,
             max_attempts=max_attempts,
             ensure=bound_by(destinations),
+            vouches=sign,
         )
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
         raise click.UsageError(str(wrong)) from wrong

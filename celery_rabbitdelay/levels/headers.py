@@ -23,6 +23,14 @@ PRIORITY: Final = "rabbitdelay-priority"
 #: The ``expiration`` property that distribution gives back to the message: str, milliseconds.
 EXPIRATION: Final = "rabbitdelay-expiration"
 
+#: Marks a message that left the levels before it was due and was put back: a table with ``times``
+#: (how often) and, if distribution gives it back to one queue, the ``exchange`` and the
+#: ``routing-key`` that its consumer is to see.
+EARLY: Final = "rabbitdelay-early"
+
+#: The signature of what these headers say, if the sender has a key: str.
+SIGNATURE: Final = "rabbitdelay-signature"
+
 #: The prefix of all our own headers.
 OWN_PREFIX: Final = "rabbitdelay-"
 

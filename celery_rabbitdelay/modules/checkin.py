@@ -28,6 +28,7 @@ from celery_rabbitdelay.modules.forwarding import (
     without_broker_headers,
 )
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = ["CheckIn", "client_delay_ms", "for_distribution"]
 
@@ -41,12 +42,19 @@ class CheckIn:
         topology: The levels.
         allowed: Returns whether a message may go to an exchange (empty: the default one) with a
             routing key.
+        signing_keys: What signs the messages that may go there, for distribution; None: nothing.
     """
 
-    def __init__(self, topology: Topology, allowed: Callable[[str, str], bool]) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        allowed: Callable[[str, str], bool],
+        signing_keys: SigningKeys | None = None,
+    ) -> None:
         self._topology = topology
         self._meditated = topology.module_queues.meditated.name
         self._allowed = allowed
+        self._signing_keys = signing_keys
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message.
@@ -96,6 +104,8 @@ class CheckIn:
                 "since 1970, exceeds 64 bits"
             )
         waiting = for_distribution(message, headers, due.at_ms, exchange, routing_key)
+        if self._signing_keys is not None:
+            self._signing_keys.sign(waiting)
         return into_levels(self._topology, waiting, due)
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:

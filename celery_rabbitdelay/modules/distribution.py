@@ -28,6 +28,7 @@ from celery_rabbitdelay.modules.allowed import (
     refuse_sender_selected,
     where_in_words,
 )
+from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -37,6 +38,7 @@ from celery_rabbitdelay.modules.forwarding import (
     without_broker_headers,
 )
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
+from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.registry.decision import (
     Arrival,
     Decision,
@@ -65,6 +67,9 @@ class Distribution:
             :class:`.EarlyMessages`.
         look: Returns what the registry says about the messages of an envelope; None without one.
         reach: Where they may go.
+        signing_keys: What verifies their signatures; None: signatures do not matter.
+        is_signing_required: Whether a message without a valid signature is refused, if there are
+            keys.
     """
 
     def __init__(
@@ -73,12 +78,16 @@ class Distribution:
         put_back: Callable[[amqp.Message], Outgoing | None] = lambda message: None,
         look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None,
         reach: Reach = ANYWHERE,
+        signing_keys: SigningKeys | None = None,
+        is_signing_required: bool = True,
     ) -> None:
         self._topology = topology
         self._keys = topology.keys
         self._put_back = put_back
         self._look = look
         self._reach = reach
+        self._signing_keys = signing_keys
+        self._is_signing_required = is_signing_required
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -94,8 +103,14 @@ class Distribution:
         """
         headers = headers_of(message)
         refuse_sender_selected(headers)
+        key = _routing_key(message)
+        unrouted = self._queue_in_key(key)
+        if unrouted is not None and self._keys.has_no_digits(key):
+            yield self._returned(message, unrouted or str(headers.get(header_names.QUEUE)))
+            return
+        self._refuse_unsigned(message)
         is_envelope = message.properties.get("content_type") == CONTENT_TYPE
-        one = None if is_envelope else self._outgoing(message, headers)
+        one = None if is_envelope else self._outgoing(message, headers, unrouted)
         early = self._put_back(message)
         if early is not None:
             yield early
@@ -107,12 +122,21 @@ class Distribution:
                 unpacked = self._asked(message, list(unpacked), self._look)
             yield from unpacked
 
-    def _outgoing(self, message: amqp.Message, headers: dict[str, Any]) -> Outgoing:
-        """Return what to publish for a message that is no envelope."""
-        key = _routing_key(message)
-        unrouted = self._queue_in_key(key)
-        if unrouted is not None and self._keys.has_no_digits(key):
-            return self._returned(message, unrouted or str(headers.get(header_names.QUEUE)))
+    def _refuse_unsigned(self, message: amqp.Message) -> None:
+        keys = self._signing_keys
+        if keys is not None and self._is_signing_required and not keys.verify(message):
+            raise UnprocessableMessage(NOT_SIGNED)
+
+    def _outgoing(
+        self, message: amqp.Message, headers: dict[str, Any], unrouted: str | None
+    ) -> Outgoing:
+        """Return what to publish for a message that is no envelope.
+
+        Args:
+            message: The message.
+            headers: Its headers.
+            unrouted: The queue in its routing key, if it has not found this one.
+        """
         if header_names.EXCHANGE not in headers and unrouted:
             headers = {**headers, header_names.EXCHANGE: "", header_names.ROUTING_KEY: unrouted}
         queue = headers.get(header_names.QUEUE)
@@ -120,6 +144,9 @@ class Distribution:
             outgoing = _restored(message, headers, headers)
         else:
             outgoing = _for_queue(message, headers, queue)
+        if self._signing_keys is not None and _names_origin(outgoing.message):
+            # Its worker verifies where the task came from.
+            self._signing_keys.sign(outgoing.message)
         return self._reached(outgoing, is_unrouted=unrouted is not None)
 
     def _reached(self, outgoing: Outgoing, *, is_unrouted: bool = False) -> Outgoing:
@@ -212,6 +239,12 @@ class Distribution:
             effective_headers = {**shared, **item.headers}
             inner_headers = {**envelope.headers, **item.headers, **own}
             yield self._reached(_restored(inner, effective_headers, inner_headers))
+
+
+def _names_origin(message: amqp.Message) -> bool:
+    """Return whether a worker restores where a task came from, by the message's headers."""
+    headers = headers_of(message)
+    return header_names.QUEUE in headers or PutBack.of(headers).exchange is not None
 
 
 def _routing_key(message: amqp.Message) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Self, TypeGuard
 
+import amqp
+
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -25,6 +27,7 @@ from celery_rabbitdelay.modules.forwarding import (
     with_headers,
 )
 from celery_rabbitdelay.publishing.message import split_priority
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = ["Failures", "Redelivery"]
 
@@ -86,6 +89,7 @@ class Redelivery:
         seconds: How long a message is tried again; 0 for not at all.
         jitter: Returns a random number between two others.
         now_ns: The time, in nanoseconds since 1970.
+        signing_keys: What signs the message that waits; None: nothing does.
     """
 
     def __init__(
@@ -94,11 +98,13 @@ class Redelivery:
         seconds: float,
         jitter: Callable[[float, float], float] = random.uniform,
         now_ns: Callable[[], int] = time.time_ns,
+        signing_keys: SigningKeys | None = None,
     ) -> None:
         self._topology = topology
         self._ms = seconds * _MS_PER_S
         self._jitter = jitter
         self._now_ns = now_ns
+        self._signing_keys = signing_keys
 
     def after_failure(
         self, outgoing: Outgoing, received: Mapping[str, Any], reason: str
@@ -130,9 +136,15 @@ class Redelivery:
             module_headers.REASON: reason,
         }
         message = with_headers(outgoing.message, headers, priority=priority, expiration=None)
+        self.sign(message)
         destination = outgoing.routing_key if outgoing.trouble else DISTRIBUTION
         due = Due.after(self._pause(failures.attempts))
         return into_levels(self._topology, message, due, destination)
+
+    def sign(self, message: amqp.Message) -> None:
+        """Sign a message that the module has made, if there is a key."""
+        if self._signing_keys is not None:
+            self._signing_keys.sign(message)
 
     def _pause(self, attempts: int) -> float:
         """The seconds until the next attempt."""

@@ -33,6 +33,7 @@ from celery_rabbitdelay.publishing.message import (
     shortened,
     split_priority,
 )
+from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 from celery_rabbitdelay.registry.decision import registry_headers
 
@@ -64,6 +65,8 @@ class Redriving:
         max_attempts: How often a message may be redriven, this time included.
         ensure: Called with the name of each queue that a message goes to, to bind it to the levels.
             It may raise :class:`.UnprocessableMessage`.
+        signing_keys: What verifies and signs messages; None: signatures do not matter.
+        vouches: Whether messages without a valid signature are signed as well.
         now_ns: The time, in nanoseconds since 1970.
     """
 
@@ -78,6 +81,8 @@ class Redriving:
         to: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
         ensure: Callable[[str], None] = lambda queue: None,
+        signing_keys: SigningKeys | None = None,
+        vouches: bool = False,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._topology = topology
@@ -88,6 +93,8 @@ class Redriving:
         self._to = to
         self._max_attempts = max_attempts
         self._ensure = ensure
+        self._signing_keys = signing_keys
+        self._vouches = vouches
         self._now_ns = now_ns
 
     def redriven(self, message: amqp.Message) -> Outgoing:
@@ -105,6 +112,10 @@ class Redriving:
         count = self._count(headers) + 1
         key: str = information["routing_key"]
         is_new = never_accepted(headers, self._topology, key)
+        keys = self._signing_keys
+        # A client of check-in has no key: its destination is checked, as check-in does.
+        if keys is not None and not (is_new or self._vouches or keys.verify(message)):
+            raise UnprocessableMessage(NOT_SIGNED)
         due_ms, due = self._due(headers, is_new)
         destination: Intended | None = None
         if message.properties.get("content_type") == CONTENT_TYPE:
@@ -124,6 +135,8 @@ class Redriving:
             headers.pop(module_headers.X_DELAY, None)
         restored = {**header_names.strip(headers), **own}
         redriven = with_headers(message, restored, priority=priority, expiration=None)
+        if keys is not None:
+            keys.sign(redriven)
         return into_levels(self._topology, redriven, due, self._word(destination, own))
 
     def _count(self, headers: Mapping[str, Any]) -> int:

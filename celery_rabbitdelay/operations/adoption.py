@@ -34,6 +34,7 @@ from celery_rabbitdelay.operations.mover import Stay
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
 from celery_rabbitdelay.publishing.message import PERSISTENT, body_of, headers_of, shortened
 from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.celery_internals import eta_of
@@ -295,10 +296,14 @@ class NServiceBusChain:
     Args:
         topology: The levels.
         version: 1 or 2; see :func:`nservicebus_queues`.
+        signing_keys: What signs the messages, for distribution; None: nothing does.
     """
 
-    def __init__(self, topology: Topology, version: int = 2) -> None:
+    def __init__(
+        self, topology: Topology, version: int = 2, signing_keys: SigningKeys | None = None
+    ) -> None:
         self._topology = topology
+        self._signing_keys = signing_keys
         self._exchange = "nsb.delay-delivery" if version == 1 else f"nsb.v{version}.delay-delivery"
 
     def convert(self, message: amqp.Message, queue: str) -> Outgoing:
@@ -315,6 +320,8 @@ class NServiceBusChain:
         due = key.due(_nservicebus_due(headers))
         own = header_names.strip(headers)
         waiting = for_distribution(message, own, due.at_ms, self._exchange, key.routing_key)
+        if self._signing_keys is not None:
+            self._signing_keys.sign(waiting)
         return into_levels(self._topology, waiting, due)
 
 

@@ -48,6 +48,7 @@ from celery_rabbitdelay.publishing.declaration import (
     queue_counts,
 )
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
+from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 
 __all__ = [
@@ -175,12 +176,23 @@ class Migration:
         source: The topology that the messages are in.
         target: The topology that they go to.
         ensure: Called with the name of each queue that messages are for.
+        signing_keys: What verifies and signs messages; None: signatures stay as they are.
+        vouches: Whether messages without a valid signature are signed.
     """
 
-    def __init__(self, source: Topology, target: Topology, ensure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        source: Topology,
+        target: Topology,
+        ensure: Callable[[str], None],
+        signing_keys: SigningKeys | None = None,
+        vouches: bool = False,
+    ) -> None:
         self._source = source
         self._target = target
         self._ensure = ensure
+        self._signing_keys = signing_keys
+        self._vouches = vouches
         modules = source.module_queues
         self._convert_of: Final[Mapping[str, Callable[[amqp.Message], Outgoing]]] = {
             modules.checkin.name: self._of_checkin,
@@ -259,6 +271,10 @@ class Migration:
         due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
         # The levels drop no message before it is due; no message of theirs has an expiration.
         moved = with_headers(message, kept, priority=priority, expiration=None)
+        keys = self._signing_keys
+        if keys is not None and (self._vouches or keys.verify(message)):
+            # It may have another priority in its headers; and the first key signs.
+            keys.sign(moved)
         return into_levels(self._target, moved, due, destination)
 
     def _undeliverable(self, message: amqp.Message) -> Outgoing:
@@ -280,6 +296,8 @@ def migration(
     timeout: float = 30.0,
     rate: float | None = None,
     show: Callable[[int, int], None] = lambda moved, known: None,
+    signing_keys: SigningKeys | None = None,
+    vouches: bool = False,
 ) -> Mover:
     """Return a mover that empties the source's queues into the levels of the target.
 
@@ -291,6 +309,8 @@ def migration(
         timeout: Seconds in which a broker has to answer.
         rate: How many messages a second at the most; None for no limit.
         show: Called with how many are moved, and how many there are as far as is known.
+        signing_keys: As for :class:`Migration`.
+        vouches: As for :class:`Migration`.
 
     Raises:
         SameTopology: Source and target are the same.
@@ -300,7 +320,9 @@ def migration(
     """
     check_places(source, target)
     check_source(source)
-    convert = Migration(source.topology, target.topology, destinations.ensure).convert
+    convert = Migration(
+        source.topology, target.topology, destinations.ensure, signing_keys, vouches
+    ).convert
     declare = declare_if_missing if may_declare else check_complete
     undeliverable = target.topology.module_queues.undeliverable.exchange.name
     return Mover(

@@ -43,6 +43,7 @@ def redriving_for(
     allow: Iterable[str] = (),
     max_attempts: int = MAX_ATTEMPTS,
     ensure: Callable[[str], None] = lambda queue: None,
+    vouches: bool = False,
 ) -> Redriving:
     """Return what decides how the undeliverable messages of an application are redriven.
 
@@ -55,6 +56,7 @@ def redriving_for(
             for any characters and for one.
         max_attempts: How often a message may be redriven, this time included.
         ensure: Binds a queue to the levels; see :func:`.bound_by`.
+        vouches: Whether messages without a valid signature are redriven, and signed.
 
     Raises:
         InvalidDestination: Nothing is published to the queue ``to``.
@@ -83,6 +85,8 @@ def redriving_for(
         to=to,
         max_attempts=max_attempts,
         ensure=ensure,
+        signing_keys=settings.signing_keys,
+        vouches=vouches or not settings.signing_required,
     )
 
 

@@ -20,10 +20,13 @@ from celery_rabbitdelay.exceptions import InvalidSigningKey
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.message import ENVELOPES, body_of, headers_of
 
-__all__ = ["MIN_KEY_BYTES", "SigningKeys"]
+__all__ = ["MIN_KEY_BYTES", "NOT_SIGNED", "SigningKeys"]
 
 #: Minimum bytes of a key: as many as the hash has (https://www.rfc-editor.org/rfc/rfc2104#section-3).
 MIN_KEY_BYTES: Final = 32
+
+#: The reason why a message without a valid signature is undeliverable.
+NOT_SIGNED: Final = "it has no valid signature: see rabbitdelay_signing_key"
 
 #: The version of what is signed and how; the beginning of each signature.
 VERSION: Final = "1:"
@@ -70,29 +73,28 @@ class SigningKeys:
     def sign(self, message: amqp.Message) -> None:
         """Write the signature of a message into its headers; replace one that it has.
 
-        It has to be the last change of the message.
+        It has to be the last change of the message. If what is signed has a wrong type, the message
+        has no signature afterwards.
         """
         headers = message.properties["application_headers"]
-        headers[header_names.SIGNATURE] = self.signature(
-            headers, message.properties, body_of(message)
-        )
+        signature = self.signature(headers, message.properties, body_of(message))
+        headers.pop(header_names.SIGNATURE, None)
+        if signature is not None:
+            headers[header_names.SIGNATURE] = signature
 
     def signature(
         self, headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes
-    ) -> str:
-        """Return the signature of a message.
+    ) -> str | None:
+        """Return the signature of a message; None if what is signed has a wrong type.
 
         Args:
             headers: Its headers; those that are not signed do not matter.
             properties: Its AMQP message properties, likewise.
             body: Its body; only that of an envelope matters.
-
-        Raises:
-            TypeError: What is signed has a wrong type.
         """
         signed = _signed(headers, properties, body)
         if signed is None:
-            raise TypeError("a header or property that is signed has a wrong type")
+            return None
         return VERSION + hmac.digest(self._keys[0], signed, "sha256").hex()
 
     def verifies(
@@ -134,9 +136,7 @@ def _checked(key: object) -> bytes:
     return key
 
 
-def _signed(
-    headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes
-) -> bytes | None:
+def _signed(headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes) -> bytes | None:
     """Return what is signed, as bytes; None if a value has a wrong type.
 
     Each value stands behind its length, so that no two messages have the same bytes.
@@ -146,13 +146,14 @@ def _signed(
         value = headers.get(name)
         if value is None:
             parts.append("-")
-        elif type(value) is kind:
-            text = str(value)
-            parts.append(f"{len(text)}:{text}")
-        else:
+        elif not isinstance(value, kind) or isinstance(value, bool):
             return None
+        else:
+            text = f"{value:d}" if kind is int else str(value)
+            parts.append(f"{len(text)}:{text}")
     early = headers.get(header_names.EARLY)
-    others = [early.get(name) for name in SIGNED_OF_EARLY] if isinstance(early, Mapping) else [None]
+    told = early if isinstance(early, Mapping) else {}
+    others = [told.get(name) for name in SIGNED_OF_EARLY]
     others += [properties.get(name) for name in SIGNED_PROPERTIES]
     for value in others:
         if value is None:

@@ -310,7 +310,9 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     on_lost = declaration.connection_lost
     if name == "check-in":
         queue = topology.module_queues.checkin
-        receive = CheckIn(topology, checkin_destinations(app).includes).receive
+        receive = CheckIn(
+            topology, checkin_destinations(app).includes, settings.signing_keys
+        ).receive
     else:
         queue = topology.module_queues.distribution
 
@@ -321,7 +323,14 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
 
         early = EarlyMessages(topology, milliseconds(settings.early), on_early=on_early)
         look = _look(app) if settings.registry_url is not None else None
-        receive = Distribution(topology, early.put_back, look, distribution_reach(app)).receive
+        receive = Distribution(
+            topology,
+            early.put_back,
+            look,
+            distribution_reach(app),
+            settings.signing_keys,
+            settings.signing_required,
+        ).receive
 
         def on_lost() -> None:
             declaration.connection_lost()
@@ -336,6 +345,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         window=settings.window,
         timeout=settings.confirm_timeout,
         redelivery=settings.redelivery,
+        signing_keys=settings.signing_keys,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
     return ModuleService(module, connection, declaration.declare, on_lost)

@@ -31,7 +31,8 @@ class Origins:
 
     Celery publishes a retry of a task to where the task came from, and anybody who can put a
     message into the levels can write there what he likes. So a worker believes what distribution
-    would publish to. For any other message, the origin is the queue that it was consumed from.
+    would publish to, and with a key, what is signed. For any other message, the origin is the queue
+    that it was consumed from.
 
     Args:
         consumer: The worker's consumer.
@@ -40,20 +41,32 @@ class Origins:
     def __init__(self, consumer: Any) -> None:
         self._consumer = consumer
         self._reach = distribution_reach(consumer.app)
+        settings = consumer.app.rabbitdelay.settings
+        self._signing_keys = settings.signing_keys if settings.signing_required else None
 
     def checked(self, message: Message, exchange: Any, routing_key: Any) -> tuple[str, str]:
         """Return where a retry goes: an :data:`Origin`."""
         queue = name_of_queue(self._consumer, message) or ""
-        if (exchange, routing_key) == ("", queue) or self._reaches(exchange, routing_key):
+        if (exchange, routing_key) == ("", queue):
+            return exchange, routing_key
+        if not self._is_signed(message):
+            why = "is not signed: see rabbitdelay_signing_key"
+        elif not self._reaches(exchange, routing_key):
+            why = "may not be published there: see rabbitdelay_distribution_allowed"
+        else:
             return exchange, routing_key
         logger.warning(
-            "Task %s claims the origin %r, where this application does not publish: its retries go "
-            "to the queue %r. See rabbitdelay_distribution_allowed.",
+            "Task %s claims the origin %r, and its retries go to the queue %r: it %s.",
             message.headers.get("id"),
             (exchange, routing_key),
             queue,
+            why,
         )
         return "", queue
+
+    def _is_signed(self, message: Message) -> bool:
+        keys = self._signing_keys
+        return keys is None or keys.verifies(message.headers, message.properties, b"")
 
     def _reaches(self, exchange: object, routing_key: object) -> bool:
         if not isinstance(exchange, str) or not isinstance(routing_key, str):
