@@ -24,7 +24,7 @@ from celery_rabbitdelay.modules.envelope import (
     shared_block,
 )
 from celery_rabbitdelay.publishing.message import PERSISTENT
-from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.publishing.signature import Signer, SigningKeys
 from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
 
 __all__ = ["DESTINATION_HEADERS", "NO_HEADERS", "MessageTemplate"]
@@ -92,6 +92,7 @@ class MessageTemplate:
         own.add(header_names.SIGNATURE)
         self._signing_keys = signing_keys
         self._encoder = PropertiesEncoder(message, own)
+        self._sign = self._signer(self._encoder)
         self._embedded = embedded
         self._encode = encode
         self._json = JSONEncoder().encode
@@ -141,19 +142,9 @@ class MessageTemplate:
         own = self._own(task_id, args, kwargs)
         own.update(further)
         body, correlation_id = self.body(args, kwargs), self._correlation_id or task_id
-        own |= self._signature(self._encoder, due_ms, correlation_id, body)
+        if self._sign is not None:
+            own[header_names.SIGNATURE] = self._sign(due_ms, correlation_id, body)
         return Content(self._encoder.encode(own, due_ms, correlation_id), body)
-
-    def _signature(
-        self, encoder: PropertiesEncoder, due_ms: int, correlation_id: str | None, body: bytes
-    ) -> dict[str, str]:
-        """Return the header with the signature of a message; empty without a key."""
-        if self._signing_keys is None:
-            return {}
-        headers = {**encoder.headers, header_names.DUE: due_ms}
-        properties = {**encoder.properties, "correlation_id": correlation_id}
-        signature = self._signing_keys.signature(headers, properties, body)
-        return {} if signature is None else {header_names.SIGNATURE: signature}
 
     def item(
         self,
@@ -186,8 +177,10 @@ class MessageTemplate:
         encoder = self._envelope
         shared = self._shared if shares else _NOTHING_SHARED
         body = compressed(shared + items, COMPRESSION)
-        signature = self._signature(encoder, due_ms, None, body)
-        return Content(encoder.encode(signature, due_ms, None), body)
+        own = {}
+        if self._sign_envelope is not None:
+            own[header_names.SIGNATURE] = self._sign_envelope(due_ms, None, body)
+        return Content(encoder.encode(own, due_ms, None), body)
 
     @cached_property
     def _envelope(self) -> PropertiesEncoder:
@@ -204,6 +197,16 @@ class MessageTemplate:
             priority=self.properties.get("priority", 0),
         )
         return PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
+
+    @cached_property
+    def _sign_envelope(self) -> Signer | None:
+        return self._signer(self._envelope)
+
+    def _signer(self, encoder: PropertiesEncoder) -> Signer | None:
+        """Return what signs the messages of an encoder; None without a key."""
+        if self._signing_keys is None:
+            return None
+        return self._signing_keys.signer(encoder.headers, encoder.properties)
 
     @cached_property
     def _shared(self) -> bytes:

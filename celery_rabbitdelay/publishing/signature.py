@@ -10,9 +10,9 @@ through the levels, so it still verifies after years, and after the message was 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import amqp
 
@@ -20,7 +20,7 @@ from celery_rabbitdelay.exceptions import InvalidSigningKey
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.message import ENVELOPES, body_of, headers_of
 
-__all__ = ["MIN_KEY_BYTES", "NOT_SIGNED", "SigningKeys"]
+__all__ = ["MIN_KEY_BYTES", "NOT_SIGNED", "Signer", "SigningKeys"]
 
 #: Minimum bytes of a key: as many as the hash has (https://www.rfc-editor.org/rfc/rfc2104#section-3).
 MIN_KEY_BYTES: Final = 32
@@ -47,6 +47,19 @@ SIGNED_OF_EARLY: Final = ("exchange", "routing-key")
 
 #: The properties that are signed, all of them texts.
 SIGNED_PROPERTIES: Final = ("correlation_id", "message_id")
+
+
+#: Stands for a value that is missing.
+_NOTHING: Final = "-"
+
+#: The places of two parts in which the messages of a template differ; see ``_parts``.
+_DUE: Final = list(SIGNED_HEADERS).index(header_names.DUE)
+_CORRELATION: Final = (
+    len(SIGNED_HEADERS) + len(SIGNED_OF_EARLY) + SIGNED_PROPERTIES.index("correlation_id")
+)
+
+#: Takes the due time, the correlation id and the body of a message; returns its signature.
+Signer: TypeAlias = Callable[[int, str | None, bytes], str]
 
 
 class SigningKeys:
@@ -97,6 +110,34 @@ class SigningKeys:
             return None
         return VERSION + hmac.digest(self._keys[0], signed, "sha256").hex()
 
+    def signer(self, headers: Mapping[str, Any], properties: Mapping[str, Any]) -> Signer | None:
+        """Return what signs many messages that differ in few places; None if it cannot.
+
+        It is several times as fast as :meth:`signature`.
+
+        Args:
+            headers: The headers that all of them have.
+            properties: The properties that all of them have.
+        """
+        parts = _parts(headers, properties)
+        if parts is None:
+            return None
+        before, between, after = (
+            ",".join(some)
+            for some in (parts[:_DUE], parts[_DUE + 1 : _CORRELATION], parts[_CORRELATION + 1 :])
+        )
+        is_envelope, key = _is_envelope(properties), self._keys[0]
+
+        def sign(due_ms: int, correlation_id: str | None, body: bytes) -> str:
+            correlation = _NOTHING if correlation_id is None else _part(correlation_id)
+            signed = f"{before},{_part(str(due_ms))},{between},{correlation},{after}"
+            if is_envelope:
+                signed = f"{signed},{_digest(properties, body)}"
+            encoded = signed.encode("utf-8", "surrogatepass")
+            return VERSION + hmac.digest(key, encoded, "sha256").hex()
+
+        return sign
+
     def verifies(
         self, headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes
     ) -> bool:
@@ -137,32 +178,49 @@ def _checked(key: object) -> bytes:
 
 
 def _signed(headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes) -> bytes | None:
-    """Return what is signed, as bytes; None if a value has a wrong type.
+    """Return what is signed, as bytes; None if a value has a wrong type."""
+    parts = _parts(headers, properties)
+    if parts is None:
+        return None
+    if _is_envelope(properties):
+        parts.append(_digest(properties, body))
+    return ",".join(parts).encode("utf-8", "surrogatepass")
 
-    Each value stands behind its length, so that no two messages have the same bytes.
+
+def _parts(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str] | None:
+    """Return what is signed of headers and properties, in an order that is fixed.
+
+    Each value stands behind its length, so that no two messages have the same parts.
     """
     parts = []
     for name, kind in SIGNED_HEADERS.items():
         value = headers.get(name)
         if value is None:
-            parts.append("-")
+            parts.append(_NOTHING)
         elif not isinstance(value, kind) or isinstance(value, bool):
             return None
         else:
-            text = f"{value:d}" if kind is int else str(value)
-            parts.append(f"{len(text)}:{text}")
+            parts.append(_part(f"{value:d}" if kind is int else str(value)))
     early = headers.get(header_names.EARLY)
     told = early if isinstance(early, Mapping) else {}
     others = [told.get(name) for name in SIGNED_OF_EARLY]
     others += [properties.get(name) for name in SIGNED_PROPERTIES]
     for value in others:
-        if value is None:
-            parts.append("-")
-        elif isinstance(value, str):
-            parts.append(f"{len(value)}:{value}")
-        else:
+        if value is not None and not isinstance(value, str):
             return None
+        parts.append(_NOTHING if value is None else _part(value))
+    return parts
+
+
+def _part(text: str) -> str:
+    return f"{len(text)}:{text}"
+
+
+def _is_envelope(properties: Mapping[str, Any]) -> bool:
     content_type = properties.get("content_type")
-    if isinstance(content_type, str) and content_type.startswith(ENVELOPES):
-        parts += (content_type, sha256(body).hexdigest())
-    return ",".join(parts).encode("utf-8", "surrogatepass")
+    return isinstance(content_type, str) and content_type.startswith(ENVELOPES)
+
+
+def _digest(properties: Mapping[str, Any], body: bytes) -> str:
+    """Return the part of an envelope's body."""
+    return f"{_part(properties['content_type'])},{sha256(body).hexdigest()}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+import celery
 import pytest
 from kombu import Connection, Exchange, Queue
 
@@ -67,7 +68,8 @@ def test_signed_tasks_of_every_kind_run(signing: Any, notes: Notes, connection: 
         signing.send_task("note", (number,), key, delay=0.5, **each)
         rows = [notes.row(10 * number + 4 + row, delay=0.5) for row in range(2)]
         assert delays.send_many("note", rows, envelopes=False, **each).messages == 2
-        rows = [notes.row(10 * number + 6 + row, delay=0.5) for row in range(2)]
+        soon = datetime.now(UTC) + timedelta(seconds=1)
+        rows = [notes.row(10 * number + 6 + row, eta=soon) for row in range(2)]
         assert delays.send_many("note", rows, envelopes=True, **each).envelopes == 1
     notes.wait(20)
     assert sorted(notes()) == sorted(
@@ -90,31 +92,17 @@ def test_a_retry_returns_to_its_exchange_and_is_signed_again(signing: Any) -> No
         assert [each["exchange"] for each in seen] == [options["exchange"]] * 3
 
 
-def test_a_task_that_a_worker_puts_back_is_signed_again(
-    signing: Any, connection: Connection, notes: Notes
-) -> None:
+def test_a_task_that_a_worker_puts_back_is_signed_again(signing: Any, notes: Notes) -> None:
     """One with an eta, of plain Celery, and of a priority that only distribution restores."""
-    due = time.time() + 3
-    signing.send_task("note", (1,), {"key": notes.key}, priority=9, delay=600)
-    queues = signing.rabbitdelay.topology.digit_queues
-    (taken,) = take(connection, [each for each in queues if count(connection, each.name)], 1)
-    told = {
-        name: value for name, value in taken.message.headers.items() if "rabbitdelay" not in name
-    }
-    connection.Producer().publish(
-        taken.body,
-        exchange="",
-        routing_key=named(signing, "default"),
-        headers={
-            **{name: value for name, value in told.items() if not name.startswith("x-")},
-            "eta": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(due)),
-        },
-        priority=9,
-        correlation_id=taken.message.properties["correlation_id"],
-        serializer="json",
-    )
+    plain = celery.Celery("plain", broker=signing.conf.broker_url, set_as_current=False)
+    plain.conf.task_default_queue = named(signing, "default")
+    due = datetime.now(UTC) + timedelta(seconds=3)
+    queue = Queue(named(signing, "default"), no_declare=True)
+    options: dict[str, Any] = {"eta": due, "priority": 9, "queue": queue}
+    plain.send_task("note", (1,), {"key": notes.key}, **options)
+    plain.close()
     (note,) = notes.wait(1)
-    assert note["at"] >= int(due)
+    assert note["at"] >= due.timestamp()
     assert (note["priority"], note["exchange"]) == (9, "")
 
 

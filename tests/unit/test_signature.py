@@ -96,6 +96,20 @@ def test_a_signature_does_not_verify_once_anything_that_it_covers_has_changed(
     assert not KEYS.verify(with_signature_of(made(changed), signed))
 
 
+@given(messages)
+def test_messages_of_a_template_have_the_same_signature_as_each_by_itself(
+    fields: dict[str, Any],
+) -> None:
+    message = made(fields)
+    headers, properties = headers_of(message), message.properties
+    shared = {name: each for name, each in headers.items() if name != header_names.DUE}
+    sign = KEYS.signer(shared, {**properties, "correlation_id": None})
+    assert sign is not None
+    signature = sign(7, fields["correlation_id"], fields["body"])
+    headers = {**shared, header_names.DUE: 7}
+    assert signature == KEYS.signature(headers, properties, fields["body"])
+
+
 @given(messages, messages)
 def test_two_messages_share_a_signature_only_if_they_say_the_same(
     one: dict[str, Any], other: dict[str, Any]
