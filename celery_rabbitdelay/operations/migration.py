@@ -6,7 +6,7 @@ and workers may run meanwhile: what still comes due in the old levels reaches it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -56,6 +56,7 @@ __all__ = [
     "check_places",
     "check_source",
     "migration",
+    "ready_in",
     "waiting",
 ]
 
@@ -355,8 +356,21 @@ def check_source(source: Place) -> None:
 
 
 def waiting(place: Place) -> dict[str, int]:
-    """Return how many messages are in each queue of a topology that has some."""
-    with place.connection.clone(heartbeat=0) as own:
+    """Return how many messages are ready in each queue of a topology that has some."""
+    return ready_in(place.connection, place.topology.queues)
+
+
+def ready_in(connection: Connection, queues: Sequence[Queue]) -> dict[str, int]:
+    """Return how many messages are ready in each of several queues that has some.
+
+    Args:
+        connection: A connection to the broker; another one like it is opened.
+        queues: The queues; missing ones are skipped.
+
+    Raises:
+        OSError: The broker cannot be reached.
+    """
+    with connection.clone(heartbeat=0) as own:
         own.connect()
-        counts = queue_counts(own, place.topology.queues)
+        counts = queue_counts(own, queues)
     return {name: found.messages for name, found in counts.items() if found and found.messages}
