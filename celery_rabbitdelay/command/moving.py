@@ -1,4 +1,4 @@
-"""What ``migrate``, ``transfer`` and ``adopt`` share: options, the move, and the report after it."""
+"""Shared by ``migrate``, ``transfer`` and ``adopt``: options, the move, and the report after it."""
 
 from __future__ import annotations
 
