@@ -54,9 +54,13 @@ def move_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         json_option,
         click.option("--dry-run", is_flag=True, help="Count the messages, and move none."),
-        click.option("--follow", is_flag=True, help="Go on when all is moved, until Ctrl-C."),
         click.option(
-            "--rate", type=click.FloatRange(min=0, min_open=True), help="Messages a second at most."
+            "--follow", is_flag=True, help="Keep running when all is moved, until Ctrl-C."
+        ),
+        click.option(
+            "--rate",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Move at most this many messages a second.",
         ),
         click.option(
             "--timeout",

@@ -67,7 +67,7 @@ class _Age(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click
 age_type: Final = _Age()
 
 limit_option: Final = click.option(
-    "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most so many messages."
+    "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
 )
 
 
@@ -77,9 +77,9 @@ def filter_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--newer-than",
             type=age_type,
-            help="Undeliverable for so long at most: 90, 15m, 2h, 3d.",
+            help="Undeliverable for at most this long: 90, 15m, 2h, 3d.",
         ),
-        click.option("--older-than", type=age_type, help="Undeliverable for so long at least."),
+        click.option("--older-than", type=age_type, help="Undeliverable for at least this long."),
         click.option(
             "--reason",
             "reasons",
