@@ -175,7 +175,8 @@ class Bench:
         )
         with worker:
             wait_for(lambda: len(at) == self.number, "all runs", PATIENCE, interval=0.2)
-            # A worker in a thread drops its connection at the end, with acknowledgements on the way.
+            # A worker in a thread drops its connection in the end, and the last acknowledgements
+            # with it.
             wait_for(self._is_acknowledged, "the last acknowledgement", interval=0.2)
         (began, spent_before), (ended, spent) = at[0], at[-1]
         return Figure.of(self.number - 1, ended - began, spent - spent_before)
