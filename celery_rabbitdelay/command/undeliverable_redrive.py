@@ -22,7 +22,7 @@ from celery_rabbitdelay.command.undeliverable_options import (
 )
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
 from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS
-from celery_rabbitdelay.operations.migration import Destinations, Place
+from celery_rabbitdelay.operations.destinations import Destinations, Place
 from celery_rabbitdelay.operations.redrive import redrive as redrive_messages
 from celery_rabbitdelay.operations.redrive_destinations import (
     bound_by,
@@ -36,7 +36,7 @@ __all__ = ["redrive"]
 
 @click.command()
 @filter_options
-@click.option("--delay", type=age_type, help="Each waits for so long at least: 90, 15m, 2h, 3d.")
+@click.option("--delay", type=age_type, help="Each waits for at least this long: 90, 15m, 2h, 3d.")
 @click.option("--to", metavar="QUEUE", help="To this queue, wherever they were meant to go.")
 @click.option(
     "--allow",
@@ -59,7 +59,7 @@ __all__ = ["redrive"]
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="NUMBER",
-    help="At most so many messages in a second.",
+    help="At most this many messages a second.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @json_option

@@ -1,18 +1,18 @@
 """Moves delayed messages from the levels of one topology to another, on the same broker or not.
 
 A message keeps its due time, and so waits in the new levels for the rest of its delay. Producers
-and workers may run meanwhile: what still comes due in the old levels reaches its queue from there.
+and workers may run meanwhile: messages that come due in the old levels reach their queues from
+there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import amqp
-from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
+from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import (
@@ -37,13 +37,11 @@ from celery_rabbitdelay.modules.forwarding import (
     without_broker_headers,
 )
 from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.operations.destinations import Destinations, Place
 from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.publishing.declaration import (
-    bind_destination,
     check_complete,
     check_layout,
-    connect,
-    declare_destination,
     declare_if_missing,
     queue_counts,
 )
@@ -52,130 +50,30 @@ from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 
 __all__ = [
-    "Destinations",
     "Migration",
-    "Place",
     "check_places",
     "check_source",
     "migration",
+    "ready_in",
     "waiting",
 ]
 
 
-class Place(NamedTuple):
-    """A topology on a broker.
-
-    Attributes:
-        connection: The broker, with its virtual host.
-        topology: The topology.
-    """
-
-    connection: Connection
-    topology: Topology
-
-
-class Destinations:
-    """Binds the queues that messages are for to the levels of the target, each once.
-
-    Args:
-        target: The target.
-        known: The queues that the application knows, by their names: they are declared as the
-            application declares them.
-        may_declare: Whether anything may be declared or bound.
-        may_bind: Returns whether another queue may be bound. Anybody may have written its name into
-            a routing key, and what is bound to the levels can be reached by every producer.
-
-    Attributes:
-        missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
-            deliver their messages when they are due.
-        unnamed: Destination queues that may not be bound. Their messages wait until the queue is
-            bound by a worker that consumes from it, or by a producer.
-    """
-
-    def __init__(
-        self,
-        target: Place,
-        known: Mapping[str, Queue],
-        may_declare: bool = True,
-        may_bind: Callable[[str], bool] = lambda name: True,
-    ) -> None:
-        self._connection = target.connection.clone(heartbeat=0)
-        self._topology = target.topology
-        self._known = known
-        self._may_declare = may_declare
-        self._may_bind = may_bind
-        self._seen: set[str] = set()
-        self.missing: set[str] = set()
-        self.unnamed: set[str] = set()
-
-    def ensure(self, name: str) -> None:
-        """Declare a queue that the application knows, and bind it; bind any other one.
-
-        Raises:
-            OSError: The broker cannot be reached.
-            amqp.exceptions.AccessRefused: The user lacks a permission.
-        """
-        if name in self._seen or not self._may_declare:
-            return
-        if name not in self._known and not self._may_bind(name):
-            self.unnamed.add(name)
-            return
-        connect(self._connection)
-        queue = self._known.get(name)
-        declare_if_missing(self._connection, self._topology)
-        is_bound = (
-            queue is not None
-            and not getattr(queue, "no_declare", False)
-            and self._try(partial(declare_destination, queue=queue))
-        )
-        # It may exist with other arguments than the application gives it.
-        if not is_bound and not self._try(partial(bind_destination, queue_name=name)):
-            self.missing.add(name)
-        self._seen.add(name)
-
-    def _try(self, declare: Callable[..., None]) -> bool:
-        """Declare something; return whether the broker has taken it."""
-        try:
-            declare(self._connection, self._topology)
-        except amqp.ChannelError as refused:
-            if isinstance(refused, AccessRefused):
-                raise
-            return False
-        return True
-
-    def exists(self, name: str) -> bool:
-        """Return whether a queue exists; one that does not is noted in ``missing``.
-
-        Raises:
-            OSError: The broker cannot be reached.
-        """
-        if name not in self._seen:
-            self._seen.add(name)
-            if queue_counts(self._connection, [Queue(name)])[name] is None:
-                self.missing.add(name)
-        return name not in self.missing
-
-    def close(self) -> None:
-        """Close the connection."""
-        with suppress(*self._connection.connection_errors, *self._connection.channel_errors):
-            self._connection.release()
-
-
 class Migration:
-    """Converts messages of the source into those of the target. Opens no connection.
+    """Converts messages of the source into messages of the target. Opens no connection.
 
     ================ ================================================================
     a level's queue  the target's levels, for the rest of the delay
-    meditation       likewise
-    distribution     the target's distribution: it is due
-    check-in         the target's check-in, as the client has published it
+    meditation       the target's levels, likewise
+    distribution     the target's distribution, because it is due
+    check-in         the target's check-in, as the client published it
     undeliverable    the target's ``undeliverable``, with the reason
     ================ ================================================================
 
     Args:
         source: The topology that the messages are in.
         target: The topology that they go to.
-        ensure: Called with the name of each queue that messages are for.
+        ensure: Called with the name of each destination queue.
         signing_keys: What verifies and signs messages; None: signatures stay as they are.
         vouches: Whether messages without a valid signature are signed.
     """
@@ -208,8 +106,8 @@ class Migration:
             queue: The queue that it was in.
 
         Raises:
-            UnprocessableMessage: It cannot be a message of these levels.
-            Stay: Its routing key is of other levels.
+            UnprocessableMessage: The message cannot be one of these levels.
+            Stay: Its routing key belongs to other levels.
         """
         return self._convert_of.get(queue, self._in_levels)(message)
 
@@ -236,10 +134,10 @@ class Migration:
 
     @staticmethod
     def _queue_of(word: str, message: amqp.Message) -> str:
-        """Return the name of the queue that a word of a routing key stands for."""
+        """Return the name of the queue that the last word of a routing key encodes."""
         name = decode_destination(word)
         if name is None:
-            # It is hashed.
+            # The word is a hash of the name.
             name = headers_of(message).get(header_names.QUEUE)
             if not isinstance(name, str) or encode_destination(name) != word:
                 raise UnprocessableMessage(
@@ -269,7 +167,7 @@ class Migration:
         if destination:
             self._ensure(destination)
         due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
-        # The levels drop no message before it is due; no message of theirs has an expiration.
+        # A message in the levels has no expiration, so that they drop none before it is due.
         moved = with_headers(message, kept, priority=priority, expiration=None)
         keys = self._signing_keys
         if keys is not None and (self._vouches or keys.verify(message)):
@@ -280,7 +178,7 @@ class Migration:
     def _undeliverable(self, message: amqp.Message) -> Outgoing:
         info: Any = message.delivery_info
         headers = headers_of(message)
-        # The broker's headers, which say why, do not go with it.
+        # The broker's headers, which give the reason, are removed.
         reason = examine(headers, self._source, info["routing_key"]).reason
         kept = {**without_broker_headers(headers), module_headers.REASON: reason}
         exchange = self._target.module_queues.undeliverable.exchange.name
@@ -302,20 +200,20 @@ def migration(
     """Return a mover that empties the source's queues into the levels of the target.
 
     Args:
-        source: Where messages wait; nothing is declared or deleted there.
-        target: Where they go; see :class:`Migration`.
-        destinations: Binds the queues that they are for to the target's levels.
+        source: The levels that are emptied; nothing is declared or deleted there.
+        target: The levels that the messages go to; see :class:`Migration`.
+        destinations: Binds the destination queues to the target's levels.
         may_declare: Whether the target's topology is declared if it is missing.
         timeout: Seconds in which a broker has to answer.
-        rate: How many messages a second at the most; None for no limit.
-        show: Called with how many are moved, and how many there are as far as is known.
+        rate: The most messages that are moved in a second; None for no limit.
+        show: Called with the number of moved messages and the number of all known messages.
         signing_keys: As for :class:`Migration`.
         vouches: As for :class:`Migration`.
 
     Raises:
         SameTopology: Source and target are the same.
         LayoutConflict: Another layout is declared under the source's prefix.
-        TopologyIncomplete: Nothing of the source exists.
+        TopologyIncomplete: No queue of the source exists.
         OSError: A broker cannot be reached.
     """
     check_places(source, target)
@@ -365,7 +263,7 @@ def _are_the_same(one: Connection, other: Connection) -> bool:
         first.connect()
         second.connect()
         channel: Any = first.default_channel
-        # The broker gives it a name that nobody else has.
+        # The broker generates a unique name.
         name = channel.queue_declare(exclusive=True).queue
         channel = second.default_channel
         try:
@@ -382,7 +280,7 @@ def check_source(source: Place) -> None:
 
     Raises:
         LayoutConflict: Another layout is declared under its prefix.
-        TopologyIncomplete: Nothing of it exists.
+        TopologyIncomplete: None of its queues exists.
         OSError: The broker cannot be reached.
     """
     with source.connection.clone(heartbeat=0) as own:
@@ -394,8 +292,21 @@ def check_source(source: Place) -> None:
 
 
 def waiting(place: Place) -> dict[str, int]:
-    """Return how many messages are in each queue of a topology that has some."""
-    with place.connection.clone(heartbeat=0) as own:
+    """Return how many messages are ready in each queue of a topology that has some."""
+    return ready_in(place.connection, place.topology.queues)
+
+
+def ready_in(connection: Connection, queues: Sequence[Queue]) -> dict[str, int]:
+    """Return how many messages are ready in each of several queues that has some.
+
+    Args:
+        connection: A connection to the broker; another one like it is opened.
+        queues: The queues; missing ones are skipped.
+
+    Raises:
+        OSError: The broker cannot be reached.
+    """
+    with connection.clone(heartbeat=0) as own:
         own.connect()
-        counts = queue_counts(own, place.topology.queues)
+        counts = queue_counts(own, queues)
     return {name: found.messages for name, found in counts.items() if found and found.messages}

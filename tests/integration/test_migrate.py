@@ -22,7 +22,8 @@ from celery_rabbitdelay import Row
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
-from celery_rabbitdelay.operations.migration import Place, waiting
+from celery_rabbitdelay.operations.destinations import Place
+from celery_rabbitdelay.operations.migration import waiting
 from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.operations.source import Source, Taken
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
