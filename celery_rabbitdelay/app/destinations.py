@@ -32,8 +32,9 @@ __all__ = [
 #: workers are controlled and answer, and those of events.
 NEVER: Final = ("amq.*", "*.pidbox", "celeryev", "celeryev.*")
 
-#: The end of the name of a worker's own queue for a broadcast.
+#: The end of the name of a worker's own queue for a broadcast, and the pattern for it.
 _UUID: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+_ANY_UUID: Final = "-".join("?" * length for length in (8, 4, 4, 4, 12))
 
 
 def checkin_destinations(app: celery.Celery) -> AllowedDestinations:
@@ -65,7 +66,7 @@ def distribution_reach(app: celery.Celery) -> Reach:
     queues = {*configured_queues(app).values(), *consumed}
     # Each worker has a queue of its own for a broadcast, with a name of its own.
     broadcasts = [
-        _UUID.sub("*", escape(queue.name)) for queue in queues if isinstance(queue, Broadcast)
+        _UUID.sub(_ANY_UUID, escape(queue.name)) for queue in queues if isinstance(queue, Broadcast)
     ]
     return Reach(
         replace(
