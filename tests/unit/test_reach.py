@@ -46,7 +46,7 @@ def test_the_queues_that_the_configuration_names_are_known(app: Celery) -> None:
     @app.task(queue="of-a-task", shared=False)
     def remind() -> None: ...
 
-    app.amqp.queues.select_add("consumed")
+    app.amqp.queues.select_add(Queue("consumed"))
     reach = distribution_reach(app)
     app.amqp.queues["later"]
     for queue in ("letters", "from-a-pair", "by-name", "usual", "of-a-task", "open.1", "consumed"):
@@ -98,7 +98,8 @@ def test_celery_s_names_those_of_the_broker_and_of_the_levels_are_never_reached(
 
 def test_the_names_are_those_of_the_control_of_this_celery(app: Celery) -> None:
     app.conf.control_exchange = "other"
-    reach, mailbox = distribution_reach(app), app.control.mailbox
+    control: Any = app.control
+    reach, mailbox = distribution_reach(app), control.mailbox
     for exchange in (mailbox.exchange, mailbox.reply_exchange, app.events.Receiver(None).exchange):
         with pytest.raises(UnprocessableMessage):
             reach.names(exchange.name, "")
