@@ -15,6 +15,7 @@ from kombu import Connection
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command.context import (
     BROKER_ERRORS,
+    broker_at,
     delays_of,
     fail,
     json_option,
@@ -119,7 +120,7 @@ def transfer(context: CLIContext, /, from_url: str, **options: Any) -> None:
     Works between any two versions of RabbitMQ. Otherwise it behaves like migrate.
     """
     delays = delays_of(context)
-    there = context.app.connection_for_write(url=from_url)
+    there = broker_at(context, from_url)
     _migrate(context, delays, there, **options)
 
 
