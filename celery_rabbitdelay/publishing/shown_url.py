@@ -21,7 +21,7 @@ HIDDEN: Final = "**"
 _BETWEEN_SERVERS: Final = re.compile(r";(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 #: A parameter with its value, such as ``?password=...`` of a URL of Redis.
-_PARAMETER: Final = re.compile(r"([?&])([^=&?]*)=([^&]*)")
+_PARAMETER: Final = re.compile(r"(?P<start>[?&](?P<name>[^=&?]*)=)(?P<value>[^&]*)")
 
 #: What the name of a secret parameter contains.
 _SECRET: Final = re.compile("pass|pwd|secret|token", re.IGNORECASE)
@@ -53,19 +53,24 @@ def shown_broker(connection: Connection) -> str:
     """Return the URL of a connection's broker without its password.
 
     Args:
-        connection: The connection, whose own ``as_uri`` is not enough: an unquoted ``/`` in a
-            password makes the rest of it the virtual host.
+        connection: The connection. Its own ``as_uri`` hides what it takes for the password. It
+            takes the end of one with an unquoted "/" for the virtual host, and a URL without
+            "://" for the host.
     """
-    if "@" in (connection.virtual_host or ""):
+    if "@" in f"{connection.hostname}{connection.virtual_host}":
         return f"{connection.transport_cls}://{HIDDEN}"
     return without_password(connection.as_uri())
 
 
 def _of_server(url: str) -> str:
+    secrets = [each for each in _PARAMETER.finditer(url) if _is_secret(each)]
+    is_ambiguous = any("@" in each["value"] for each in secrets)
     url = _PARAMETER.sub(_of_parameter, url)
     scheme, slashes, rest = url.partition("://")
+    if is_ambiguous:
+        # What stands before "@" may be the end of a parameter, or that of a password.
+        return f"{scheme}://{HIDDEN}" if slashes else HIDDEN
     if not slashes:
-        # No URL, so its parts cannot be told apart.
         return f"{HIDDEN}@{url.rpartition('@')[2]}" if "@" in url else url
     # Unquoted, a password may contain "@", "/", "?" and "#".
     credentials, at, server = rest.rpartition("@")
@@ -73,12 +78,15 @@ def _of_server(url: str) -> str:
         user, colon, _ = credentials.partition(":")
         return f"{scheme}://{user}:{HIDDEN}@{server}" if colon else url
     host, colon, port = re.split("[/?#]", rest, maxsplit=1)[0].rpartition(":")
-    if colon and not port.isdigit() and port and not port.endswith("]"):
-        # The host was forgotten.
+    if colon and port and not port.isdigit() and not port.endswith("]"):
+        # No port: the password of a URL whose host was forgotten.
         return f"{scheme}://{host}:{HIDDEN}"
     return url
 
 
-def _of_parameter(found: re.Match[str]) -> str:
-    before, name, _ = found.groups()
-    return f"{before}{name}={HIDDEN}" if _SECRET.search(unquote(name)) else found[0]
+def _is_secret(parameter: re.Match[str]) -> bool:
+    return _SECRET.search(unquote(parameter["name"])) is not None
+
+
+def _of_parameter(parameter: re.Match[str]) -> str:
+    return f"{parameter['start']}{HIDDEN}" if _is_secret(parameter) else parameter[0]
