@@ -86,7 +86,10 @@ def broker_at(context: CLIContext, url: str) -> Connection:
 def _check(connection: Callable[[], Connection], what: str) -> Connection:
     """Return a connection whose URL is well-formed."""
     with suppress(ValueError):
-        return connection()
+        made = connection()
+        # If a password contains "/", its end is taken for the virtual host.
+        if made.userid or "@" not in (made.virtual_host or ""):
+            return made
     # Without the cause, whose text quotes what it takes for the port: a part of the password.
     raise click.UsageError(
         f"{what} is malformed: percent-encode what is not a letter or digit in user and password"
