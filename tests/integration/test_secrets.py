@@ -141,7 +141,7 @@ class Shown:
         self._context = CLIContext(app, no_color=True, workdir=None)
 
     def by(self, command: str) -> str:
-        """Run ``celery rabbitdelay COMMAND``; each of its errors has to be one that click prints."""
+        """Run ``celery rabbitdelay COMMAND``; each error has to be one that click prints."""
         result = CliRunner().invoke(
             rabbitdelay, shlex.split(command), obj=self._context, input='{"args": []}\n'
         )
@@ -239,7 +239,7 @@ def test_no_error_of_a_send_shows_a_password(
 def test_a_redis_without_hello_does_not_make_an_error_repeat_the_password(
     configure: Callable[..., dict[str, Any]], logged: pytest.LogCaptureFixture
 ) -> None:
-    """Redis before 6.0, and some proxies, repeat the arguments of a command that they do not know."""
+    """Redis before 6.0, and some proxies, repeat the arguments of unknown commands."""
     with ConfiguredRedis("--rename-command", "HELLO", "") as old:
         url = f"redis://:{PLANTED}@127.0.0.1:{old.port}/0"
         app = make_app(configure(rabbitdelay_registry_url=url))
