@@ -29,7 +29,8 @@ MAGIC = b"\xff\x00\xfe"
 
 def _encrypts() -> None:
     fernet = Fernet(os.environ["SEAL_KEY"])
-    register(
+    any_register: Any = register  # its types know texts only
+    any_register(
         "encrypted",
         lambda body: MAGIC + fernet.encrypt(kombu_json.dumps(body).encode()),
         lambda body: kombu_json.loads(fernet.decrypt(bytes(body).removeprefix(MAGIC))),
@@ -60,7 +61,7 @@ def apply(name: str, args: list[Any], kwargs: dict[str, Any], options: dict[str,
     """Send a task; return its id."""
     if "link" in options:
         options = {**options, "link": app.signature(*options["link"], immutable=True)}
-    return str(app.tasks[name].apply_async(args, kwargs, **options).id)
+    return str(app.tasks[name].apply_async(tuple(args), kwargs, **options).id)
 
 
 def send_many(name: str, rows: list[dict[str, Any]], delay: float) -> int:

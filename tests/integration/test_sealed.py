@@ -145,8 +145,9 @@ def test_sealed_tasks_take_every_route(
     calls = [("apply", "note", [name, SECRET], told, each) for name, each in options.items()]
     ids = dict(zip(options, sealed.send(*calls), strict=True))
     with Connection(settings["broker_url"]) as connection:
-        connection.default_channel.queue_delete(nowhere)
-        held = first_of(connection, f"{prefix}.default")
+        channel: Any = connection.default_channel
+        channel.queue_delete(nowhere)
+        held = first_of(channel, f"{prefix}.default")
     assert SECRET not in f"{held.headers}"
     if seal["SEAL"] == "encrypted":
         assert SECRET.encode() not in held.body
@@ -181,14 +182,14 @@ def test_sealed_tasks_take_every_route(
         assert SECRET not in f"{shown} {exported} {worker.log}"
 
 
-def first_of(connection: Connection, queue: str) -> amqp.Message:
+def first_of(channel: Any, queue: str) -> amqp.Message:
     """Wait for the first message of a queue, and return a copy of it."""
     found: list[amqp.Message] = []
 
     def has_come() -> bool:
-        message = connection.default_channel.basic_get(queue, no_ack=False)
+        message = channel.basic_get(queue, no_ack=False)
         if message is not None:
-            connection.default_channel.basic_reject(message.delivery_tag, requeue=True)
+            channel.basic_reject(message.delivery_tag, requeue=True)
             found.append(message)
         return bool(found)
 

@@ -212,7 +212,7 @@ def test_no_error_of_a_send_shows_a_password(
     if which == "away":
         configuration["broker_url"] = f"amqp://{USER}:{PLANTED}@127.0.0.1:1//"
     app = make_app({**configuration, "rabbitdelay_registry_url": registry})
-    look = app.tasks["look"]
+    look: Any = app.tasks["look"]
     without = make_app(configuration)
     sends: dict[str, Callable[[], object]] = {
         "apply_async": lambda: look.apply_async(delay=1),
@@ -261,7 +261,7 @@ def test_a_worker_shows_no_password(
         rabbitdelay_track="all",
     )
     app = make_app(configuration)
-    look = app.tasks["look"]
+    look: Any = app.tasks["look"]
     shown: list[str] = []
     with Worker(configuration, None, "--loglevel", "DEBUG") as worker:
         look.apply_async(delay=0.3).get(timeout=PATIENCE)
