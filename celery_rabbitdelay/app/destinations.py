@@ -13,10 +13,10 @@ from dataclasses import replace
 from glob import escape
 from typing import Any, Final
 
-import celery
 from kombu import Queue
 from kombu.common import Broadcast
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
 
@@ -37,13 +37,13 @@ _UUID: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 _ANY_UUID: Final = "-".join("?" * length for length in (8, 4, 4, 4, 12))
 
 
-def checkin_destinations(app: celery.Celery) -> AllowedDestinations:
+def checkin_destinations(app: Celery) -> AllowedDestinations:
     """Return where check-in may publish: the setting, or the queues of ``task_queues``.
 
     Args:
-        app: The application, which has ``app.rabbitdelay``.
+        app: The application.
     """
-    patterns = _settings(app).checkin_allowed
+    patterns = app.rabbitdelay.settings.checkin_allowed
     if patterns is not None:
         return _never(AllowedDestinations.matching(patterns), app)
     # If task_queues is unset, Celery makes the default queue.
@@ -51,14 +51,14 @@ def checkin_destinations(app: celery.Celery) -> AllowedDestinations:
     return _never(AllowedDestinations.of_queues(queues.values()), app)
 
 
-def distribution_reach(app: celery.Celery) -> Reach:
+def distribution_reach(app: Celery) -> Reach:
     """Return where distribution may publish, by the setting or by what the application names.
 
     Args:
-        app: The application, which has ``app.rabbitdelay``. In a worker, the queues that it
+        app: The application. In a worker, the queues that it
             consumes from at its start are among those that it names.
     """
-    patterns = _settings(app).distribution_allowed
+    patterns = app.rabbitdelay.settings.distribution_allowed
     if patterns is not None:
         return Reach(_never(AllowedDestinations.matching(patterns), app), is_list=True)
     named = configured_destinations(app)
@@ -77,20 +77,22 @@ def distribution_reach(app: celery.Celery) -> Reach:
     )
 
 
-def configured_destinations(app: celery.Celery) -> AllowedDestinations:
+def configured_destinations(app: Celery) -> AllowedDestinations:
     """Return what the configuration names.
 
     These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
     and what ``rabbitdelay_checkin_allowed`` names.
 
     Args:
-        app: The application, which has ``app.rabbitdelay``.
+        app: The application.
     """
     known = AllowedDestinations.of_queues(configured_queues(app).values())
-    return _never(replace(known, patterns=tuple(_settings(app).checkin_allowed or ())), app)
+    return _never(
+        replace(known, patterns=tuple(app.rabbitdelay.settings.checkin_allowed or ())), app
+    )
 
 
-def configured_queues(app: celery.Celery) -> Mapping[str, Queue]:
+def configured_queues(app: Celery) -> Mapping[str, Queue]:
     """Return the queues that the configuration names, by their names."""
     queues: Any = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_routed(app.conf.task_routes), *_of_tasks(app)}:
@@ -101,24 +103,24 @@ def configured_queues(app: celery.Celery) -> Mapping[str, Queue]:
     return made
 
 
-def never_reached(app: celery.Celery) -> tuple[frozenset[str], tuple[str, ...]]:
+def never_reached(app: Celery) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return the names, and patterns for names, that no module ever publishes to.
 
     They are those of the levels and their modules, of the broker, and of Celery's remote control,
     its replies and its events, as the application's settings name them.
     """
     conf = app.conf
-    names = {conf.event_exchange, conf.result_exchange, *_names_of_levels(_settings(app).topology)}
+    names = {
+        conf.event_exchange,
+        conf.result_exchange,
+        *_names_of_levels(app.rabbitdelay.settings.topology),
+    }
     return frozenset(names), (*NEVER, f"{escape(conf.event_queue_prefix)}.*")
 
 
-def _never(allowed: AllowedDestinations, app: celery.Celery) -> AllowedDestinations:
+def _never(allowed: AllowedDestinations, app: Celery) -> AllowedDestinations:
     names, patterns = never_reached(app)
     return replace(allowed, never=names, never_patterns=patterns)
-
-
-def _settings(app: celery.Celery) -> Any:
-    return app.rabbitdelay.settings  # type: ignore[attr-defined]
 
 
 def _routed(routes: object) -> Iterator[str]:
@@ -139,7 +141,7 @@ def _is_pair(route: object) -> bool:
     return isinstance(route, list | tuple) and len(route) == 2 and isinstance(route[0], str)
 
 
-def _of_tasks(app: celery.Celery) -> Iterator[str]:
+def _of_tasks(app: Celery) -> Iterator[str]:
     for task in app.tasks.values():
         queue = getattr(task, "queue", None)
         if isinstance(queue, str) and queue:

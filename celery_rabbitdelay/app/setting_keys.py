@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
-__all__ = ["HIDDEN", "PREFIX", "key_of", "name_in_capitals", "name_of", "shown"]
+__all__ = ["PREFIX", "key_of", "name_in_capitals", "name_of"]
 
 #: The beginning of all our keys.
 PREFIX: Final = "rabbitdelay_"
-
-#: Stands in an error for a value that nobody may see.
-HIDDEN: Final = "********"
-
-#: What the names of such values contain, misspelled ones among them.
-_SECRET: Final = re.compile("sign.*key|secret|passw", re.IGNORECASE)
 
 
 def name_of(key: object, namespace: str | None) -> str | None:
@@ -46,8 +39,3 @@ def key_of(name: str, namespace: str | None) -> str:
         return PREFIX + name
     key = f"{namespace.rstrip('_')}_{PREFIX}{name}"
     return key.upper() if namespace.isupper() else key.lower()
-
-
-def shown(key: str, value: object) -> object:
-    """Return a setting's value as an error may show it: not that of a secret."""
-    return HIDDEN if _SECRET.search(key) else value

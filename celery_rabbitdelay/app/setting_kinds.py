@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeGuard, cast, get_args
 
 from celery_rabbitdelay.exceptions import InvalidSigningKey
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.publishing.shown_url import HIDDEN, without_password
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
 
 __all__ = [
@@ -55,10 +56,23 @@ class Kind(NamedTuple):
     Attributes:
         takes: In words, for the error.
         accepts: Returns whether the setting takes a value.
+        is_secret: Whether a value may contain a password, so that it is not shown as it is.
+        is_key: Whether nothing of a value is shown.
     """
 
     takes: str
     accepts: Callable[[object], bool]
+    is_secret: bool = False
+    is_key: bool = False
+
+    def shown(self, value: object) -> object:
+        """Return a value, valid or not, as errors and logs may show it."""
+        if self.is_key and value:
+            return HIDDEN
+        if not self.is_secret or not value:
+            return value
+        is_url = isinstance(value, str) and "://" in value
+        return without_password(str(value)) if is_url else HIDDEN
 
 
 def one_of(words: Any) -> Kind:
@@ -86,7 +100,7 @@ def whole_number(maximum: int) -> Kind:
 def optional(kind: Kind) -> Kind:
     """Return what also takes None."""
     takes = f"takes None, or {kind.takes.removeprefix('takes ')}"
-    return Kind(takes, lambda value: value is None or kind.accepts(value))
+    return kind._replace(takes=takes, accepts=lambda value: value is None or kind.accepts(value))
 
 
 def is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
@@ -172,6 +186,7 @@ SIGNING_KEY: Final = Kind(
     f"takes a text of at least {MIN_KEY_BYTES} bytes, or a list of such texts, of which the first "
     "signs: python -c 'import secrets; print(secrets.token_hex(32))' makes one",
     _is_signing_key,
+    is_key=True,
 )
 
 TICK: Final = Kind(
@@ -191,11 +206,15 @@ LAYOUT: Final = Kind(
 )
 
 REDIS_URL: Final = Kind(
-    "takes the URL of a Redis", lambda value: isinstance(value, str) and "://" in value
+    "takes the URL of a Redis",
+    lambda value: isinstance(value, str) and "://" in value,
+    is_secret=True,
 )
 
 CLIENT_OPTIONS: Final = Kind(
-    "takes a mapping of arguments of redis-py's client", lambda value: isinstance(value, Mapping)
+    "takes a mapping of arguments of redis-py's client",
+    lambda value: isinstance(value, Mapping),
+    is_secret=True,
 )
 
 INTERFACE: Final = Kind(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import click
 from celery.bin.base import CLIContext
 from kombu import Connection
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.command.context import delays_of
+from celery_rabbitdelay.command.context import broker_at, delays_of
 from celery_rabbitdelay.command.moving import Move, MoveOptions, move_options, run
 from celery_rabbitdelay.command.topology_options import layout_type
 from celery_rabbitdelay.exceptions import InvalidSetting
@@ -96,7 +97,7 @@ def transfer(
     Works between any two versions of RabbitMQ. Otherwise it behaves like migrate.
     """
     delays = delays_of(context)
-    there = context.app.connection_for_write(url=from_url)
+    there = broker_at(context, from_url)
     _migrate(context, delays, there, options, **source_options)
 
 
@@ -116,12 +117,13 @@ def _migrate(
     if not ignore_registry:
         _check_registry(delays, source.topology.prefix)
     may_declare = delays.settings.declare == "auto"
-    context.app.loader.import_default_modules()
-    named = configured_destinations(context.app)
+    app = cast(Celery, context.app)  # it has delays
+    app.loader.import_default_modules()
+    named = configured_destinations(app)
     allowed = dataclasses.replace(named, patterns=(*named.patterns, *allow))
     destinations = Destinations(
         target,
-        configured_queues(context.app),
+        configured_queues(app),
         may_declare,
         lambda name: allowed.includes("", name),
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import click
 from celery.bin.base import CLIContext
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.command.context import delays_of, json_option
 from celery_rabbitdelay.command.undeliverable_options import (
@@ -81,15 +82,15 @@ def redrive(
     """Publish messages into the levels again, and take them out of the queue."""
     delays = delays_of(context)
     settings, topology = delays.settings, delays.topology
-    context.app.loader.import_default_modules()
-    connection = context.app.connection_for_write()
+    app = cast(Celery, context.app)  # it has delays
+    app.loader.import_default_modules()
+    connection = app.connection_for_write()
     may_declare = settings.declare == "auto" and not dry_run
-    destinations = Destinations(
-        Place(connection, topology), configured_queues(context.app), may_declare
-    )
+    place = Place(connection, topology)
+    destinations = Destinations(place, configured_queues(app), may_declare)
     try:
         redriving = redriving_for(
-            context.app,
+            app,
             delay=delay,
             to=to,
             allow=allow,

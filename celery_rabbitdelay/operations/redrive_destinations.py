@@ -9,10 +9,10 @@ from functools import cache
 from typing import Final
 
 import amqp
-import celery
 from amqp.exceptions import ResourceLocked
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.exceptions import (
     InvalidDelay,
@@ -36,7 +36,7 @@ NEVER_UNLESS_OWN: Final = "reply.*"
 
 
 def redriving_for(
-    app: celery.Celery,
+    app: Celery,
     *,
     delay: Delay | None = None,
     to: str | None = None,
@@ -48,7 +48,7 @@ def redriving_for(
     """Return what decides how the undeliverable messages of an application are redriven.
 
     Args:
-        app: The application, which has ``app.rabbitdelay``.
+        app: The application.
         delay: Seconds, or a timedelta, that each message waits at least. None: not longer than
             until it is due.
         to: The queue that gets all messages instead of their own.
@@ -63,7 +63,7 @@ def redriving_for(
         InvalidDelay: The delay is negative or has no meaning.
         DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
     """
-    settings = app.rabbitdelay.settings  # type: ignore[attr-defined]
+    settings = app.rabbitdelay.settings
     topology: Topology = settings.topology
     delay_ms = None if delay is None else milliseconds(delay)
     if delay_ms is not None and delay_ms < 0:
@@ -90,7 +90,7 @@ def redriving_for(
     )
 
 
-def redrive_destinations(app: celery.Celery, allow: Iterable[str] = ()) -> AllowedDestinations:
+def redrive_destinations(app: Celery, allow: Iterable[str] = ()) -> AllowedDestinations:
     """Return where undeliverable messages may go.
 
     These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
@@ -98,7 +98,7 @@ def redrive_destinations(app: celery.Celery, allow: Iterable[str] = ()) -> Allow
     the broker and of Celery's remote control and events, whoever allows them.
 
     Args:
-        app: The application, which has ``app.rabbitdelay``.
+        app: The application.
         allow: Patterns for the names of further queues and exchanges.
     """
     named = configured_destinations(app)

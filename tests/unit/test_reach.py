@@ -35,6 +35,7 @@ def app() -> Iterator[Celery]:
     app.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*The 'queue' task attribute is deprecated:Warning")
 def test_the_queues_that_the_configuration_names_are_known(app: Celery) -> None:
     app.conf.update(
         task_queues=[Queue("letters", Exchange("office"), "a")],
