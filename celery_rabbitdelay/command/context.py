@@ -19,6 +19,7 @@ from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import InvalidSetting, RabbitDelayError, RegistryRequired
+from celery_rabbitdelay.publishing.permissions import missing_permission
 
 __all__ = [
     "BROKER_ERRORS",
@@ -137,6 +138,9 @@ def fail(error: Exception, message: str, exit_status: int, as_json: bool) -> NoR
         exit_status: The command's exit status.
         as_json: Whether to print an object with the key ``error`` as well.
     """
+    permission = missing_permission(error)
+    if permission is not None:
+        message = f"{message.removesuffix(str(error))}{permission}"
     line = " ".join(message.split())
     if as_json:
         click.echo(json.dumps({"error": line}))

@@ -77,7 +77,7 @@ LOOK_EVERY: Final = 0.02
 def ready_messages(connection: Connection, topology: Topology) -> int | None:
     """Return how many messages are in ``undeliverable``; None if the user may not ask.
 
-    From RabbitMQ 4.3 on, it takes the permission to configure the queue.
+    From RabbitMQ 4.3 on, it takes one of the three permissions on the queue.
 
     Raises:
         amqp.exceptions.NotFound: The queue does not exist.
@@ -186,7 +186,7 @@ class Reader:
     def ready(self) -> int | None:
         """Return how many messages are in the queue; None if the user may not ask.
 
-        From RabbitMQ 4.3 on, it takes the permission to configure the queue.
+        From RabbitMQ 4.3 on, it takes one of the three permissions on the queue.
 
         Raises:
             amqp.exceptions.NotFound: The queue does not exist.
