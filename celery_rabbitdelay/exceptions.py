@@ -399,8 +399,8 @@ class PermissionMissing(RabbitDelayError, OperationalError):
 class PublishNotPermitted(PublishError, PermissionMissing):
     """The user lacks a permission that the message needs.
 
-    It is a :class:`MessageNotPermitted` or a :class:`DeclarationNotPermitted`. The broker does not
-    have the message, unless an attempt before ended with a lost connection.
+    It is a :class:`MessageNotPermitted` or a :class:`DeclarationNotPermitted`. Nothing was sent,
+    unless an attempt before ended with a lost connection: nothing was written by this one.
     """
 
     def __init__(self, exchange: str, routing_key: str, permission: MissingPermission) -> None:

@@ -116,11 +116,19 @@ def migrate(context: CLIContext, /, from_vhost: str | None, **options: Any) -> N
 def transfer(context: CLIContext, /, from_url: str, **options: Any) -> None:
     """Move all that waits on another broker into the levels of the application's broker.
 
-    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate.
+    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
+    an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
     """
     delays = delays_of(context)
-    there = context.app.connection_for_write(url=from_url)
+    there = context.app.connection_for_write(url=from_url, ssl=_tls_of(context.app, from_url))
     _migrate(context, delays, there, **options)
+
+
+def _tls_of(app: Any, url: str) -> Any:
+    """Return kombu's ``ssl`` for another broker, which may use TLS where this one does not."""
+    if not url.startswith("amqps:"):
+        return False
+    return app.conf.broker_use_ssl or True
 
 
 def _migrate(

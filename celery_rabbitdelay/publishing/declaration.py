@@ -26,7 +26,7 @@ from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, To
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.amqp_methods import find_exchanges, find_queues
-from celery_rabbitdelay.publishing.kombu_internals import declared_entities
+from celery_rabbitdelay.publishing.kombu_internals import declared_entities, wait_without_limit
 
 __all__ = [
     "Counts",
@@ -354,6 +354,7 @@ def connect(connection: Connection) -> None:
         connection.ensure_connection(
             max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
         )
+        wait_without_limit(connection)
 
 
 def _known(connection: Connection) -> set[Any]:
