@@ -44,7 +44,7 @@ def test_a_client_without_a_certificate_is_refused_and_the_error_has_no_password
     tls_node: RabbitMQServer, certificates: Certificates, tls_configuration: dict[str, Any]
 ) -> None:
     without = {"ca_certs": str(certificates.authority), "cert_reqs": int(ssl.CERT_REQUIRED)}
-    app = make_app({**tls_configuration, "broker_use_ssl": without})
+    app: Any = make_app({**tls_configuration, "broker_use_ssl": without})
     with pytest.raises(ConnectionLost) as caught:
         app.tasks["look"].apply_async(delay=1, confirm_timeout=3)
     assert "guest:guest" not in str(caught.value)
@@ -56,7 +56,7 @@ def test_a_server_of_another_authority_is_refused(
 ) -> None:
     others = Certificates.make(tmp_path)
     told = {**tls_configuration["broker_use_ssl"], "ca_certs": str(others.authority)}
-    app = make_app({**tls_configuration, "broker_use_ssl": told})
+    app: Any = make_app({**tls_configuration, "broker_use_ssl": told})
     with pytest.raises(ConnectionLost, match="CERTIFICATE_VERIFY_FAILED"):
         app.tasks["look"].apply_async(delay=1, confirm_timeout=3)
     app.close()
@@ -131,7 +131,7 @@ def test_the_commands_of_an_operator(
     assert found["not_seen"] == []
     assert checked("undeliverable_list", run("undeliverable list --json"))["messages"] == []
 
-    app = make_app(tls_configuration)
+    app: Any = make_app(tls_configuration)
     for number in range(20):
         app.tasks["look"].apply_async((number,), delay=5)
     app.close()
@@ -202,7 +202,7 @@ def test_the_certificate_alone_authenticates_the_user(
         "broker_url": tls_node.url.replace("guest:guest@", "nobody:wrong@"),
         "broker_login_method": "EXTERNAL",
     }
-    app = make_app(settings)
+    app: Any = make_app(settings)
     with Worker(settings):
         assert app.tasks["look"].apply_async((1,), delay=0.5).get(timeout=PATIENCE)["given"] == [1]
     app.close()
