@@ -76,9 +76,9 @@ class RabbitMQServer(Server):
         return f"{scheme}://guest:guest@127.0.0.1:{self.port}//"
 
     @property
-    def ssl(self) -> dict[str, Any] | None:
-        """Celery's ``broker_use_ssl``, and kombu's ``ssl``; None without certificates."""
-        return None if self.certificates is None else self.certificates.for_amqp()
+    def ssl(self) -> dict[str, Any] | bool:
+        """Celery's ``broker_use_ssl``, and kombu's ``ssl``; False without certificates."""
+        return False if self.certificates is None else self.certificates.for_amqp()
 
     @property
     def management_url(self) -> str:

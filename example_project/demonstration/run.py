@@ -32,21 +32,22 @@ class Run:
         broker_url: RabbitMQ.
         redis_url: Redis, for the registry, Celery's results and the journal.
         mail_gateway_url: Where the mail gateway takes mails.
-        broker_use_ssl: Celery's setting; None without TLS.
+        broker_use_ssl: Celery's setting; False without TLS.
     """
 
     name: str
     broker_url: str
     redis_url: str
     mail_gateway_url: str
-    broker_use_ssl: dict[str, Any] | None = None
+    broker_use_ssl: dict[str, Any] | bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Run:
         """The run that this process belongs to."""
         names = (_RUN_NAME, "CELERY_BROKER_URL", _RUN_REDIS_URL, "MAIL_GATEWAY_URL")
-        ssl = json.loads(environment.get(_RUN_BROKER_USE_SSL, "null"))
-        return cls(*(environment[name] for name in names), ssl)
+        name, broker_url, redis_url, gateway_url = (environment[each] for each in names)
+        ssl = json.loads(environment.get(_RUN_BROKER_USE_SSL, "false"))
+        return cls(name, broker_url, redis_url, gateway_url, ssl)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -41,7 +41,7 @@ def running_servers(name: str, mail_gateway_url: str, tls: bool = False) -> Iter
     with ExitStack() as servers:
         broker_url = os.environ.get(BROKER_URL)
         redis_url = os.environ.get(REDIS_URL)
-        broker_use_ssl = None
+        broker_use_ssl: dict[str, Any] | bool = False
         if not broker_url:
             certificates = None
             if tls:

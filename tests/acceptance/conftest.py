@@ -80,19 +80,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def broker_use_ssl(broker_certificates: Certificates | None) -> Iterator[dict[str, Any] | None]:
-    """Celery's setting for all applications of the tests; None without TLS."""
-    given = None if broker_certificates is None else broker_certificates.for_amqp()
+def broker_use_ssl(broker_certificates: Certificates | None) -> Iterator[dict[str, Any] | bool]:
+    """Celery's setting for all applications of the tests; False without TLS."""
+    given = False if broker_certificates is None else broker_certificates.for_amqp()
     AcceptanceSetup.broker_use_ssl = given
     yield given
-    AcceptanceSetup.broker_use_ssl = None
+    AcceptanceSetup.broker_use_ssl = False
 
 
 class AcceptanceSetup(CeleryTestSetup):  # type: ignore[misc]  # pytest-celery has no types
     """A setup whose app is of our class and whose tasks survive their worker."""
 
-    #: Celery's setting; None without TLS.
-    broker_use_ssl: ClassVar[dict[str, Any] | None] = None
+    #: Celery's setting; False without TLS.
+    broker_use_ssl: ClassVar[dict[str, Any] | bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,7 +114,7 @@ class AcceptanceSetup(CeleryTestSetup):  # type: ignore[misc]  # pytest-celery h
     def update_app_config(cls, app: Celery) -> None:
         """Set what a user would set for tasks that must not be lost."""
         app.conf.update(task_default_queue=QUEUE, task_acks_late=True, rabbitdelay_prefix=PREFIX)
-        if cls.broker_use_ssl is not None:
+        if cls.broker_use_ssl:
             app.conf.broker_use_ssl = cls.broker_use_ssl
 
     def teardown(self) -> None:

@@ -312,7 +312,7 @@ class RabbitMQProcess(RabbitMQContainer, ProcessContainer):  # type: ignore[misc
     def client(self) -> Connection:
         """A connection to the node; the one of the base class forgets the port's URL."""
         server = getattr(self._container, "server", None)
-        return Connection(self.url, ssl=getattr(server, "ssl", None))
+        return Connection(self.url, ssl=getattr(server, "ssl", False))
 
 
 class RedisProcess(RedisContainer, ProcessContainer):  # type: ignore[misc]

@@ -34,7 +34,7 @@ def project(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     module_broker_url: str,
-    broker_use_ssl: dict[str, Any] | None,
+    broker_use_ssl: dict[str, Any] | bool,
 ) -> Iterator[Project]:
     """The project with its tables, its application written in both ways, and a worker."""
     folder = tmp_path_factory.mktemp("django") / "shop"
