@@ -1,4 +1,4 @@
-"""What the commands of ``undeliverable`` share: filters, errors, and the report at the end."""
+"""Shared by the commands of ``undeliverable``: filters, errors, and the report at the end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
 from celery_rabbitdelay.command.context import BROKER_ERRORS, REFUSED, fail
+from celery_rabbitdelay.command.parameter_type import ParameterType
 from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.progress_bar import progress_bar
 from celery_rabbitdelay.operations.removal import RemovalReport
 from celery_rabbitdelay.operations.undeliverable_filter import UndeliverableFilter
 from celery_rabbitdelay.operations.undeliverable_reader import ready_messages
+from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 __all__ = [
     "age_type",
@@ -36,7 +38,7 @@ __all__ = [
 #: The seconds of each unit that an age or a delay may be written in.
 UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
-#: The exit status if messages that are meant stay.
+#: The exit status if chosen messages stay.
 INCOMPLETE: Final = 1
 
 #: The most reasons that the text names; ``--json`` names all of them.
@@ -45,41 +47,33 @@ MOST_REASONS: Final = 20
 _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 
 
-class _Age(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
-    """A length of time: seconds, or a number with one of the units s, m, h and d."""
-
-    name = "age"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> timedelta:
-        read = _AGE.fullmatch(str(value))
-        if read is None:
-            self.fail(
-                f"{value!r} is neither a number of seconds nor one with s, m, h or d", param, ctx
-            )
-        try:
-            return timedelta(seconds=float(read[1]) * UNITS[read[2]])
-        except OverflowError:
-            self.fail(f"{value!r} is too long", param, ctx)
+def _age(text: str, what: str) -> timedelta:
+    """Read a length of time: seconds, or a number with one of the units s, m, h and d."""
+    read = _AGE.fullmatch(text)
+    if read is None:
+        raise ValueError(f"{text!r} is neither a number of seconds nor one with s, m, h or d")
+    try:
+        return timedelta(seconds=float(read[1]) * UNITS[read[2]])
+    except OverflowError as wrong:
+        raise ValueError(f"{text!r} is too long") from wrong
 
 
-age_type: Final = _Age()
+age_type: Final = ParameterType("age", _age)
 
 limit_option: Final = click.option(
-    "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most so many messages."
+    "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
 )
 
 
 def filter_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say which messages are meant."""
+    """Add the options that choose messages."""
     for option in (
         click.option(
             "--newer-than",
             type=age_type,
-            help="Undeliverable for so long at most: 90, 15m, 2h, 3d.",
+            help="Undeliverable for at most this long: 90, 15m, 2h, 3d.",
         ),
-        click.option("--older-than", type=age_type, help="Undeliverable for so long at least."),
+        click.option("--older-than", type=age_type, help="Undeliverable for at least this long."),
         click.option(
             "--reason",
             "reasons",
@@ -103,7 +97,7 @@ def filter_with(options: dict[str, Any]) -> UndeliverableFilter:
 
 @contextmanager
 def errors_told(connection: Connection, topology: Topology, as_json: bool) -> Iterator[None]:
-    """End the command with one line if the broker cannot be reached, or there is no queue."""
+    """End the command with one line if the broker cannot be reached, or the queue is missing."""
     try:
         yield
     except NotFound as error:
@@ -112,7 +106,7 @@ def errors_told(connection: Connection, topology: Topology, as_json: bool) -> It
     except RabbitDelayError as error:
         fail(error, str(error), REFUSED, as_json)
     except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {connection.as_uri()}: {error}"
+        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)
 
 
@@ -130,8 +124,8 @@ def tell_removal(report: RemovalReport, done: str, dry_run: bool, as_json: bool)
 
     Args:
         report: The report.
-        done: What was done to the messages, as a participle.
-        dry_run: Whether nothing was done.
+        done: The action, as a participle: "deleted" or "redriven".
+        dry_run: Whether the action was left out.
         as_json: Whether to print JSON.
     """
     if as_json:
@@ -161,7 +155,7 @@ def _trouble(report: RemovalReport) -> Iterator[str]:
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that a terminal obeys: anybody may have written it."""
+    """Return a text without control characters of a terminal: anybody may have written it."""
     return "".join(
         each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text
     )

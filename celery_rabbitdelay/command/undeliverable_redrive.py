@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import click
 from celery.bin.base import CLIContext
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.command.context import delays_of, json_option
 from celery_rabbitdelay.command.undeliverable_options import (
     age_type,
@@ -29,7 +30,7 @@ __all__ = ["redrive"]
 
 @click.command()
 @filter_options
-@click.option("--delay", type=age_type, help="Each waits for so long at least: 90, 15m, 2h, 3d.")
+@click.option("--delay", type=age_type, help="Each waits for at least this long: 90, 15m, 2h, 3d.")
 @click.option("--to", metavar="QUEUE", help="To this queue, wherever they were meant to go.")
 @click.option(
     "--allow",
@@ -49,7 +50,7 @@ __all__ = ["redrive"]
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="NUMBER",
-    help="At most so many messages in a second.",
+    help="At most this many messages a second.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @json_option
@@ -70,14 +71,13 @@ def redrive(
     """Publish messages into the levels again, and take them out of the queue."""
     delays = delays_of(context)
     settings, topology = delays.settings, delays.topology
-    context.app.loader.import_default_modules()
+    app = cast(Celery, context.app)  # it has delays
+    app.loader.import_default_modules()
     try:
-        redriving = redriving_for(
-            context.app, delay=delay, to=to, allow=allow, max_attempts=max_attempts
-        )
+        redriving = redriving_for(app, delay=delay, to=to, allow=allow, max_attempts=max_attempts)
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
         raise click.UsageError(str(wrong)) from wrong
-    connection = context.app.connection_for_write()
+    connection = app.connection_for_write()
     with errors_told(connection, topology, as_json), connection:
         if to is not None:
             check_exists(connection, to)

@@ -104,6 +104,6 @@ def test_an_application_of_a_url_takes_the_files_as_options(
 @pytest.mark.parametrize("name", ["brokerCaFile", "brokerCertFile", "brokerKeyFile"])
 def test_a_file_for_tls_takes_a_url_of_tls(name: str) -> None:
     with pytest.raises(InvalidOption, match="amqps://"):
-        ReadOptions.of({"broker": "amqp://guest@localhost", name: "/tmp/file.pem"})
+        ReadOptions.of({"broker": "amqp://guest@localhost", name: "/etc/shop/file.pem"})
     with pytest.raises(InvalidOption, match="setting of the application"):
-        ReadOptions.of({"app": "shop:app", name: "/tmp/file.pem"})
+        ReadOptions.of({"app": "shop:app", name: "/etc/shop/file.pem"})
