@@ -30,6 +30,7 @@ from celery_rabbitdelay.operations.permissions import (
     Right,
     Role,
     commands,
+    patterns,
     rights,
     topic_rights,
 )
@@ -40,6 +41,8 @@ from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.management import wait_until_managed
 from tests.integration.permissions import Host, host_on, lines_for, lines_of_page
 from tests.integration.permitted_shop import Program, Worker, make_app
+from tests.integration.worker import run_celery
+from tests.json_schemas import checked
 
 SMALL = Topology("rabbitdelay", SHORT)
 CELERY = Queue("celery", Exchange("celery", type="direct"), "celery")
@@ -439,3 +442,28 @@ def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the
     assert all("lacks the permission write on the exchange" in each for each in reasons), reasons
     assert sum("'news'" in each for each in reasons) == 3
     assert sum("'rabbitdelay.seconds.x1'" in each for each in reasons) == 3
+
+
+# The command.
+
+
+def test_the_command_prints_json_for_any_application(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    told = run_celery(
+        configuration,
+        "rabbitdelay permissions producer --declare never --topics --user web --vhost shop --json",
+    )
+    assert told.returncode == 0, told.stderr
+    found = checked("permissions", told.stdout)
+    topology, queues = shop.rabbitdelay.topology, list(shop.amqp.queues.values())
+    configure, write, read = patterns(rights("producer", topology, queues, may_declare=False))
+    assert (found["configure"], found["write"], found["read"]) == (configure, write, read)
+    assert (found["user"], found["vhost"]) == ("web", "shop")
+    assert found["topics"] == [each._asdict() for each in topic_rights(topology, queues)]
+
+
+def test_topic_permissions_are_for_producers(configuration: dict[str, Any]) -> None:
+    told = run_celery(configuration, "rabbitdelay permissions worker --topics --user worker")
+    assert told.returncode == 2
+    assert "--topics is for the role producer" in told.stderr
