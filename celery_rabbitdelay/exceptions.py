@@ -31,6 +31,7 @@ __all__ = [
     "InvalidRow",
     "InvalidSetting",
     "JobClosed",
+    "LaterVersion",
     "LayoutConflict",
     "ManagementUnavailable",
     "MessageNacked",
@@ -395,6 +396,13 @@ class UnprocessableMessage(RabbitDelayError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class LaterVersion(UnprocessableMessage):
+    """Only a later version of this package can read a message.
+
+    A module puts it back into the levels, for a worker of that version.
+    """
 
 
 class FileNotWritten(RabbitDelayError):

@@ -48,7 +48,7 @@ def status_lines(
         rates: What :func:`.changes` tells; None if there is only one look.
     """
     backlog = status.backlog
-    yield f"{topology.prefix}: {topology.layout.name}, {len(topology.digit_queues)} digit queues"
+    yield f"{topology.name_prefix}: {topology.layout.name}, {len(topology.digit_queues)} digit queues"
     for level in topology.layout.levels:
         digits = backlog.digits[level.name]
         line = f"  {level.name:16} {backlog.levels[level.name]:10,} waiting"
