@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from fractions import Fraction
 from functools import cached_property
-from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeGuard, get_args
+from typing import Any, Final, Literal, TypeAlias
 
+from celery_rabbitdelay.app.setting_keys import PREFIX, key_of, name_in_capitals, name_of
+from celery_rabbitdelay.app.setting_kinds import (
+    CLIENT_OPTIONS,
+    FLAG,
+    INTERFACE,
+    LAYOUT,
+    MAX_PORT,
+    NAME_PREFIX,
+    NAMES,
+    REDIS_URL,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    TICK,
+    layout_of,
+    list_of,
+    one_of,
+    optional,
+    whole_number,
+)
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
 from celery_rabbitdelay.levels.entities import QueueType
-from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.consumer import MAX_PREFETCH
 
 __all__ = ["MODULES", "Settings", "checked_modules", "checked_port", "checked_seconds"]
 
-#: The beginning of all our keys.
-PREFIX: Final = "rabbitdelay_"
-
-#: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
-MAX_PREFIX_LENGTH: Final = 100
-
-#: Seconds; no tick and no timeout is longer.
-A_YEAR: Final = 366 * 86_400
-
 #: With 32, the clock exceeds the 5,000 queues above which RabbitMQ's documentation advises caution.
 MAX_SHARDS: Final = 32
-
-#: The highest TCP port.
-MAX_PORT: Final = 65_535
 
 Declare: TypeAlias = Literal["auto", "never"]
 RegistryDown: TypeAlias = Literal["hold", "run"]
@@ -38,10 +43,39 @@ Track: TypeAlias = Literal["none", "all"]
 #: The modules around the levels that a worker can serve.
 MODULES: Final = ("check-in", "distribution")
 
-_LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
-    "clock": clock,
-    "binary": binary,
-    "geometric": geometric,
+_MODULES: Final = list_of(MODULES)
+_PORT: Final = optional(whole_number(MAX_PORT))
+
+#: Settings that are only of use with a registry, and their values without one.
+NEEDS_REGISTRY: Final = {"track": "none", "once": False}
+
+
+#: What each setting takes.
+_KINDS: Final = {
+    "prefix": NAME_PREFIX,
+    "layout": LAYOUT,
+    "tick": TICK,
+    "queue_type": one_of(QueueType),
+    "takeover": FLAG,
+    "declare": one_of(Declare),
+    "shards": whole_number(MAX_SHARDS),
+    "confirm_timeout": SECONDS,
+    "early": SECONDS,
+    "window": whole_number(MAX_PREFETCH),
+    "modules": _MODULES,
+    "checkin_allowed": optional(NAMES),
+    "redelivery": SECONDS_OR_ZERO,
+    "may_refuse": NAMES,
+    "registry_url": optional(REDIS_URL),
+    "registry_options": CLIENT_OPTIONS,
+    "registry_prefix": optional(NAME_PREFIX),
+    "registry_timeout": SECONDS,
+    "registry_down": one_of(RegistryDown),
+    "track": one_of(Track),
+    "once": FLAG,
+    "metrics_port": _PORT,
+    "metrics_host": INTERFACE,
+    "metrics_pending": FLAG,
 }
 
 
@@ -125,39 +159,6 @@ class Settings:
     metrics_host: str = "127.0.0.1"
     metrics_pending: bool = True
 
-    TAKES: ClassVar[Mapping[str, str]] = {
-        "prefix": (
-            f"takes 1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'; 'amq.' is "
-            "the broker's own"
-        ),
-        "layout": (
-            'takes "clock", "binary", "geometric", a mapping with one of these or "custom" as its '
-            '"name", a list of (name, base, unit), or a celery_rabbitdelay.kombu.Layout'
-        ),
-        "tick": "takes a positive number of seconds, in whole milliseconds, at most 366 days",
-        "queue_type": f"takes one of {', '.join(get_args(QueueType))}",
-        "shards": f"takes a whole number from 1 to {MAX_SHARDS}",
-        "takeover": "takes True or False",
-        "declare": f"takes one of {', '.join(get_args(Declare))}",
-        "confirm_timeout": "takes a positive number of seconds, at most 366 days",
-        "early": "takes a positive number of seconds, at most 366 days",
-        "window": f"takes a whole number from 1 to {MAX_PREFETCH}",
-        "modules": f"takes a list of any of {', '.join(MODULES)}",
-        "checkin_allowed": "takes None, or a list of names in which * and ? may stand",
-        "redelivery": "takes 0 or a positive number of seconds, at most 366 days",
-        "may_refuse": "takes a list of names in which * and ? may stand",
-        "registry_url": "takes None, or the URL of a Redis",
-        "registry_options": "takes a mapping of arguments of redis-py's client",
-        "registry_prefix": f"takes None, or 1 to {MAX_PREFIX_LENGTH} characters as the prefix",
-        "registry_timeout": "takes a positive number of seconds, at most 366 days",
-        "registry_down": f"takes one of {', '.join(get_args(RegistryDown))}",
-        "track": f"takes one of {', '.join(get_args(Track))}; all needs rabbitdelay_registry_url",
-        "once": "takes True or False; True needs rabbitdelay_registry_url",
-        "metrics_port": f"takes None, or a whole number from 1 to {MAX_PORT}",
-        "metrics_host": "takes the address of an interface of this machine, for example 0.0.0.0",
-        "metrics_pending": "takes True or False",
-    }
-
     @classmethod
     def of(cls, configuration: Mapping[str, Any], namespace: str | None = None) -> Settings:
         """Read and check our keys in a Celery configuration.
@@ -175,9 +176,9 @@ class Settings:
         unread = {}
         as_written: dict[str, str] = {}
         for key in configuration:
-            name = _name(key, namespace)
+            name = name_of(key, namespace)
             if name is None:
-                unread[_name_in_capitals(key, namespace)] = key
+                unread[name_in_capitals(key, namespace)] = key
                 continue
             if name not in known:
                 keys = ", ".join(PREFIX + name for name in known)
@@ -186,7 +187,7 @@ class Settings:
             as_written[PREFIX + name] = key
         for name in known:
             if name in unread and name not in found:
-                reason = f"the setting is not read from this key, write {_key(name, namespace)}"
+                reason = f"the setting is not read from this key, write {key_of(name, namespace)}"
                 raise InvalidSetting(unread[name], configuration[unread[name]], reason)
         try:
             return cls(**found)
@@ -196,10 +197,14 @@ class Settings:
             raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
 
     def __post_init__(self) -> None:
-        for name, takes in self.TAKES.items():
+        for setting in fields(self):
+            kind, value = _KINDS[setting.name], getattr(self, setting.name)
+            if not kind.accepts(value):
+                raise InvalidSetting(PREFIX + setting.name, value, kind.takes)
+        for name, without in NEEDS_REGISTRY.items():
             value = getattr(self, name)
-            if not getattr(self, f"_takes_{name}")(value):
-                raise InvalidSetting(PREFIX + name, value, takes)
+            if value != without and self.registry_url is None:
+                raise InvalidSetting(PREFIX + name, value, f"{value} needs {PREFIX}registry_url")
         try:
             self.topology  # noqa: B018 - built here so that a wrong layout fails at the start
         except (InvalidLayout, TypeError, ValueError) as wrong:
@@ -210,7 +215,9 @@ class Settings:
     @cached_property
     def topology(self) -> Topology:
         """The topology that the settings describe."""
-        return Topology(self.prefix, self._layout(), self.queue_type, self.shards)
+        return Topology(
+            self.prefix, layout_of(self.layout, self.tick), self.queue_type, self.shards
+        )
 
     @property
     def for_producer(self) -> dict[str, Any]:
@@ -223,122 +230,6 @@ class Settings:
             "may_refuse": self.may_refuse,
         }
 
-    def _layout(self) -> Layout:
-        if isinstance(self.layout, Layout):
-            return self.layout
-        if isinstance(self.layout, str):
-            return _LAYOUTS[self.layout](tick=self.tick)
-        if isinstance(self.layout, Mapping):
-            options = dict(self.layout)
-            name = options.pop("name")
-            if name == "custom":
-                return custom(**options)
-            return _LAYOUTS[name](**{"tick": self.tick, **options})
-        return custom(self.layout)
-
-    @staticmethod
-    def _takes_prefix(value: object) -> bool:
-        return (
-            isinstance(value, str)
-            and 0 < len(value) <= MAX_PREFIX_LENGTH
-            and value.isascii()
-            and all(character.isalnum() or character in "-_:." for character in value)
-            and not value.startswith("amq.")
-        )
-
-    @staticmethod
-    def _takes_layout(value: object) -> bool:
-        if isinstance(value, Mapping):
-            return value.get("name") in (*_LAYOUTS, "custom")
-        return (isinstance(value, str) and value in _LAYOUTS) or isinstance(
-            value, list | tuple | Layout
-        )
-
-    @staticmethod
-    def _takes_tick(value: object) -> bool:
-        return _is_positive(value) and (Fraction(repr(value)) * 1000).denominator == 1
-
-    @staticmethod
-    def _takes_queue_type(value: object) -> bool:
-        return value in get_args(QueueType)
-
-    @staticmethod
-    def _takes_shards(value: object) -> bool:
-        return _is_whole(value, MAX_SHARDS)
-
-    @staticmethod
-    def _takes_takeover(value: object) -> bool:
-        return isinstance(value, bool)
-
-    @staticmethod
-    def _takes_declare(value: object) -> bool:
-        return value in get_args(Declare)
-
-    @staticmethod
-    def _takes_confirm_timeout(value: object) -> bool:
-        return _is_positive(value)
-
-    @staticmethod
-    def _takes_early(value: object) -> bool:
-        return _is_positive(value)
-
-    @staticmethod
-    def _takes_window(value: object) -> bool:
-        return _is_whole(value, MAX_PREFETCH)
-
-    @staticmethod
-    def _takes_modules(value: object) -> bool:
-        return _is_list_of_words(value) and set(value) <= set(MODULES)
-
-    @staticmethod
-    def _takes_checkin_allowed(value: object) -> bool:
-        return value is None or _is_list_of_words(value)
-
-    @staticmethod
-    def _takes_redelivery(value: object) -> bool:
-        return _is_positive(value) or (value == 0 and not isinstance(value, bool))
-
-    @staticmethod
-    def _takes_may_refuse(value: object) -> bool:
-        return _is_list_of_words(value)
-
-    @staticmethod
-    def _takes_registry_url(value: object) -> bool:
-        return value is None or (isinstance(value, str) and "://" in value)
-
-    @staticmethod
-    def _takes_registry_options(value: object) -> bool:
-        return isinstance(value, Mapping)
-
-    def _takes_registry_prefix(self, value: object) -> bool:
-        return value is None or self._takes_prefix(value)
-
-    @staticmethod
-    def _takes_registry_timeout(value: object) -> bool:
-        return _is_positive(value)
-
-    @staticmethod
-    def _takes_registry_down(value: object) -> bool:
-        return value in get_args(RegistryDown)
-
-    def _takes_track(self, value: object) -> bool:
-        return value == "none" or (value == "all" and self.registry_url is not None)
-
-    def _takes_once(self, value: object) -> bool:
-        return value is False or (value is True and self.registry_url is not None)
-
-    @staticmethod
-    def _takes_metrics_port(value: object) -> bool:
-        return value is None or _is_whole(value, MAX_PORT)
-
-    @staticmethod
-    def _takes_metrics_host(value: object) -> bool:
-        return isinstance(value, str) and value != ""
-
-    @staticmethod
-    def _takes_metrics_pending(value: object) -> bool:
-        return isinstance(value, bool)
-
 
 def checked_modules(value: Any) -> tuple[str, ...]:
     """Return which modules a worker is to serve, from its command line.
@@ -349,8 +240,8 @@ def checked_modules(value: Any) -> tuple[str, ...]:
     modules = value
     if isinstance(value, str):
         modules = [word for word in map(str.strip, value.split(",")) if word]
-    if not _is_list_of_words(modules) or not set(modules) <= set(MODULES):
-        raise InvalidSetting(f"{PREFIX}modules", value, Settings.TAKES["modules"])
+    if not _MODULES.accepts(modules):
+        raise InvalidSetting(f"{PREFIX}modules", value, _MODULES.takes)
     return tuple(modules)
 
 
@@ -361,8 +252,8 @@ def checked_port(value: str) -> int | None:
         InvalidSetting: It is no port.
     """
     port = int(value) if value.isascii() and value.isdigit() else value or None
-    if not Settings._takes_metrics_port(port):
-        raise InvalidSetting(f"{PREFIX}metrics_port", value, Settings.TAKES["metrics_port"])
+    if not _PORT.accepts(port):
+        raise InvalidSetting(f"{PREFIX}metrics_port", value, _PORT.takes)
     assert not isinstance(port, str)
     return port
 
@@ -373,49 +264,6 @@ def checked_seconds(key: str, value: Any) -> float:
     Raises:
         InvalidSetting: It is not a positive number of seconds.
     """
-    if not _is_positive(value):
-        raise InvalidSetting(key, value, Settings.TAKES["confirm_timeout"])
+    if not SECONDS.accepts(value):
+        raise InvalidSetting(key, value, SECONDS.takes)
     return float(value)
-
-
-def _name(key: object, namespace: str | None) -> str | None:
-    """Return the setting that is read from a configuration key, None if it is not ours."""
-    if not isinstance(key, str):
-        return None
-    if key.startswith(PREFIX):
-        return key.removeprefix(PREFIX)
-    start = _key("", namespace)
-    return key.removeprefix(start).lower() if key.startswith(start) else None
-
-
-def _name_in_capitals(key: object, namespace: str | None) -> str | None:
-    """Return the setting that is named by an upper-case key that Celery ignores.
-
-    That is how Celery's own keys were written before 4.0, most of them behind ``CELERY_``, and how
-    those of Django are. Behind a namespace, ``CELERY_`` may be another application's namespace.
-    """
-    capitals = PREFIX.upper()
-    if not isinstance(key, str) or not key.isupper():
-        return None
-    bare = key if namespace else key.removeprefix("CELERY_")
-    return bare.removeprefix(capitals).lower() if bare.startswith(capitals) else None
-
-
-def _key(name: str, namespace: str | None) -> str:
-    """Return the key of a setting. It is in capitals where the namespace is, as in Celery."""
-    if not namespace:
-        return PREFIX + name
-    key = f"{namespace.rstrip('_')}_{PREFIX}{name}"
-    return key.upper() if namespace.isupper() else key.lower()
-
-
-def _is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
-    return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
-
-
-def _is_whole(value: object, maximum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= maximum
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= A_YEAR

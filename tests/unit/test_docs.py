@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_the_reference_has_every_setting() -> None:
     rows = re.findall(r"^\| `(rabbitdelay_\w+)` \| `(.+?)` \|", SETTINGS.read_text(), re.MULTILINE)
     defaults = {key.removeprefix("rabbitdelay_"): ast.literal_eval(value) for key, value in rows}
     assert Settings(**defaults) == Settings()
-    assert defaults.keys() == Settings.TAKES.keys()
+    assert defaults.keys() == {setting.name for setting in fields(Settings)}
 
 
 def test_the_page_of_the_api_has_every_public_name() -> None:

@@ -1,0 +1,187 @@
+"""What the ``rabbitdelay_*`` settings take: in words, for errors, and as a check. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Final, NamedTuple, TypeGuard, get_args
+
+from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+
+__all__ = [
+    "CLIENT_OPTIONS",
+    "FLAG",
+    "INTERFACE",
+    "LAYOUT",
+    "MAX_PORT",
+    "NAMES",
+    "NAME_PREFIX",
+    "REDIS_URL",
+    "SECONDS",
+    "SECONDS_OR_ZERO",
+    "TICK",
+    "Kind",
+    "is_list_of_words",
+    "is_positive",
+    "layout_of",
+    "list_of",
+    "one_of",
+    "optional",
+    "whole_number",
+]
+
+#: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
+MAX_PREFIX_LENGTH: Final = 100
+
+#: Seconds; no tick and no timeout is longer.
+A_YEAR: Final = 366 * 86_400
+
+#: The highest TCP port.
+MAX_PORT: Final = 65_535
+
+_LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
+    "clock": clock,
+    "binary": binary,
+    "geometric": geometric,
+}
+
+
+class Kind(NamedTuple):
+    """What a setting takes.
+
+    Attributes:
+        takes: In words, for the error.
+        accepts: Returns whether the setting takes a value.
+    """
+
+    takes: str
+    accepts: Callable[[object], bool]
+
+
+def one_of(words: Any) -> Kind:
+    """Return what takes any of the words of a ``Literal``."""
+    return Kind(
+        f"takes one of {', '.join(get_args(words))}", lambda value: value in get_args(words)
+    )
+
+
+def list_of(words: Sequence[str]) -> Kind:
+    """Return what takes a list of some of these words."""
+    return Kind(
+        f"takes a list of any of {', '.join(words)}",
+        lambda value: is_list_of_words(value) and set(value) <= set(words),
+    )
+
+
+def whole_number(maximum: int) -> Kind:
+    """Return what takes a whole number from 1 to a maximum."""
+    return Kind(
+        f"takes a whole number from 1 to {maximum}", lambda value: _is_whole(value, maximum)
+    )
+
+
+def optional(kind: Kind) -> Kind:
+    """Return what also takes None."""
+    takes = f"takes None, or {kind.takes.removeprefix('takes ')}"
+    return Kind(takes, lambda value: value is None or kind.accepts(value))
+
+
+def is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
+    """Return whether a value is a list or a tuple of texts."""
+    return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+
+
+def _is_whole(value: object, maximum: int) -> bool:
+    """Return whether a value is a whole number from 1 to a maximum."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= maximum
+
+
+def is_positive(value: object) -> bool:
+    """Return whether a value is a positive number of seconds, at most a year."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= A_YEAR
+
+
+def layout_of(value: Any, tick: float) -> Layout:
+    """Return the layout that a setting describes.
+
+    Args:
+        value: A value that :data:`LAYOUT` accepts.
+        tick: The resolution in seconds of a layout that does not bring its own.
+    """
+    if isinstance(value, Layout):
+        return value
+    if isinstance(value, str):
+        return _LAYOUTS[value](tick=tick)
+    if isinstance(value, Mapping):
+        options = dict(value)
+        name = options.pop("name")
+        if name == "custom":
+            return custom(**options)
+        return _LAYOUTS[name](**{"tick": tick, **options})
+    return custom(value)
+
+
+def _is_prefix(value: object) -> bool:
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= MAX_PREFIX_LENGTH
+        and value.isascii()
+        and all(character.isalnum() or character in "-_:." for character in value)
+        and not value.startswith("amq.")
+    )
+
+
+def _is_layout(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("name") in (*_LAYOUTS, "custom")
+    return (isinstance(value, str) and value in _LAYOUTS) or isinstance(
+        value, list | tuple | Layout
+    )
+
+
+def _is_tick(value: object) -> bool:
+    return is_positive(value) and (Fraction(repr(value)) * 1000).denominator == 1
+
+
+def _is_pause(value: object) -> bool:
+    return is_positive(value) or (value == 0 and not isinstance(value, bool))
+
+
+FLAG: Final = Kind("takes True or False", lambda value: isinstance(value, bool))
+
+NAMES: Final = Kind("takes a list of names in which * and ? may stand", is_list_of_words)
+
+SECONDS: Final = Kind("takes a positive number of seconds, at most 366 days", is_positive)
+
+SECONDS_OR_ZERO: Final = Kind(
+    "takes 0 or a positive number of seconds, at most 366 days", _is_pause
+)
+
+TICK: Final = Kind(
+    "takes a positive number of seconds, in whole milliseconds, at most 366 days", _is_tick
+)
+
+NAME_PREFIX: Final = Kind(
+    f"takes 1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'; 'amq.' is the "
+    "broker's own",
+    _is_prefix,
+)
+
+LAYOUT: Final = Kind(
+    'takes "clock", "binary", "geometric", a mapping with one of these or "custom" as its "name", '
+    "a list of (name, base, unit), or a celery_rabbitdelay.kombu.Layout",
+    _is_layout,
+)
+
+REDIS_URL: Final = Kind(
+    "takes the URL of a Redis", lambda value: isinstance(value, str) and "://" in value
+)
+
+CLIENT_OPTIONS: Final = Kind(
+    "takes a mapping of arguments of redis-py's client", lambda value: isinstance(value, Mapping)
+)
+
+INTERFACE: Final = Kind(
+    "takes the address of an interface of this machine, for example 0.0.0.0",
+    lambda value: isinstance(value, str) and value != "",
+)
