@@ -48,7 +48,9 @@ class CheckIn:
 
     def __init__(self, topology: Topology, allowed: Callable[[str, str], bool]) -> None:
         self._topology = topology
-        self._meditated = topology.module_queues.meditated.name
+        # Workers also serve the check-in of former generations.
+        every = (topology, *topology.former)
+        self._meditated = frozenset(each.module_queues.meditated.name for each in every)
         self._allowed = allowed
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
@@ -59,7 +61,7 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
-        if info["exchange"] == self._meditated:
+        if info["exchange"] in self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
             yield self._from_client(message, headers, info["routing_key"])
