@@ -86,21 +86,21 @@ def test_every_argument_of_every_exchange_and_queue_is_in_the_digest(queue_type:
             found.add(digest(topology, queues=queues))
             number += 1
         for further in ({"durable": False}, {"exclusive": True}, {"auto_delete": True}):
-            changed = Queue(
-                queue.name, **{"durable": True, "queue_arguments": queue.queue_arguments, **further}
-            )
+            kept: dict[str, Any] = {"durable": True, "queue_arguments": queue.queue_arguments}
+            changed = Queue(queue.name, **{**kept, **further})
             queues = [*topology.queues[:place], changed, *topology.queues[place + 1 :]]
             found.add(digest(topology, queues=queues))
             number += 1
     for place, exchange in enumerate(topology.exchanges):
-        kept = {"type": exchange.type, "durable": True, "arguments": exchange.arguments}
-        for change in (
+        as_it_is = {"type": exchange.type, "durable": True, "arguments": exchange.arguments}
+        changes: list[dict[str, Any]] = [
             {"type": "headers"},
             {"durable": False},
             {"auto_delete": True},
             {"arguments": {**(exchange.arguments or {}), "x-new": 1}},
-        ):
-            another = Exchange(exchange.name, **{**kept, **change})
+        ]
+        for change in changes:
+            another = Exchange(exchange.name, **{**as_it_is, **change})
             exchanges = [*topology.exchanges[:place], another, *topology.exchanges[place + 1 :]]
             found.add(digest(topology, exchanges=exchanges))
             number += 1
@@ -134,8 +134,8 @@ def test_the_third_generation_lets_a_message_be_given_back_any_number_of_times()
 def test_generations_share_no_name_under_a_prefix() -> None:
     def names(topology: Topology) -> set[str]:
         identity = topology.identity
-        every = (*topology.exchanges, identity.guard, identity.marker, *topology.queues)
-        return {each.name for each in every}
+        exchanges = (*topology.exchanges, identity.guard, identity.marker)
+        return {each.name for each in exchanges} | {each.name for each in topology.queues}
 
     second, third = (Topology("p", SMALL, generation=GENERATIONS[each]) for each in (2, 3))
     assert names(second).isdisjoint(names(third))
