@@ -13,7 +13,7 @@ Importing this module imports neither Celery nor Redis::
 from __future__ import annotations
 
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
+from celery_rabbitdelay.levels.generation import Generation
 from celery_rabbitdelay.levels.headers import strip
 from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Route, Topology
@@ -31,7 +31,6 @@ from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 __all__ = [
-    "GENERATIONS",
     "DelayedProducer",
     "Destination",
     "Due",

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from celery_rabbitdelay.exceptions import InvalidLayout
+
 __all__ = ["DIGESTS", "GENERATIONS", "NO_DELIVERY_LIMIT", "Generation"]
 
 #: How often a message may be given back to its queue. From 4.0 on, RabbitMQ's default is 20, after
@@ -41,6 +43,18 @@ class Generation:
 
     number: int
     waiting_delivery_limit: int | None = None
+
+    @classmethod
+    def of(cls, number: int) -> Generation:
+        """Return a generation that this version can declare.
+
+        Raises:
+            InvalidLayout: There is none with this number.
+        """
+        if number not in GENERATIONS:
+            known = ", ".join(map(str, GENERATIONS))
+            raise InvalidLayout(f"there is no generation {number!r} of the levels, only {known}")
+        return GENERATIONS[number]
 
     @property
     def word(self) -> str:
