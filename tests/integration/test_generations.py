@@ -12,19 +12,22 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
+import amqp
 import pytest
 from kombu import Connection
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.exceptions import LayoutConflict
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.generation import Generation
+from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
+from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.generations import former_generations
 from celery_rabbitdelay.publishing.declaration import declare, delete, is_declared
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count
 from tests.integration.conftest import SHORT
+from tests.integration.modules import wait_until_served
 from tests.integration.notes import Notes
 from tests.integration.shop import named
 from tests.integration.worker import Worker, run_celery
@@ -175,6 +178,47 @@ def test_the_operator_moves_what_waits_and_deletes_the_former_generation(
     assert is_declared(connection, upgraded.rabbitdelay.topology)
     with Worker(third):
         assert_all_ran_in_time(notes, numbers)
+
+
+def test_the_former_generation_is_deleted_under_a_worker_that_serves_it(
+    second: Any,
+    upgraded: Any,
+    configuration: dict[str, Any],
+    third: dict[str, Any],
+    notes: Notes,
+    connection: Connection,
+) -> None:
+    """The worker neither declares it again nor stops to serve the present one."""
+    former = second.rabbitdelay.topology
+    with Worker(configuration):
+        pass
+    with Worker(third) as worker:
+        wait_until_served(worker, "check-in v2", "distribution v2")
+        delete(connection, former)
+        wait_for(lambda: worker.log.count(" v2: connects again") == 2, "the loss of both", 60)
+        send_all_kinds(upgraded, notes, connection, 0)
+        assert_all_ran_in_time(notes, list(range(24)))
+        assert worker.log.count(" v2: connects again") == 2
+        assert former_generations(connection, upgraded.rabbitdelay.topology) == {}
+        assert not is_declared(connection, former)
+
+
+def test_a_message_of_the_third_generation_may_be_given_back_any_number_of_times(
+    connection: Connection, make_topology: Callable[..., Topology]
+) -> None:
+    """In the second one, RabbitMQ 4 passes it on to the next level after the twentieth time."""
+    topology = make_topology(
+        custom([("hours", 3, 3600), ("minutes", 60, 60)]), generation=GENERATIONS[3]
+    )
+    declare(connection, topology)
+    route = topology.route(3600, "nobody")
+    channel: Any = connection.default_channel
+    channel.basic_publish(amqp.Message(b"", delivery_mode=2), route.exchange, route.routing_key)
+    (stop,) = route.stops
+    for _ in range(25):
+        wait_for(lambda: count(connection, stop) == 1, "the message")
+        channel.basic_reject(channel.basic_get(stop).delivery_tag, requeue=True)
+    wait_for(lambda: count(connection, stop) == 1, "the message")
 
 
 def test_a_release_that_forgets_the_generation_is_told_what_is_wrong(
