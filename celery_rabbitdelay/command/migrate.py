@@ -28,6 +28,7 @@ __all__ = ["migrate", "transfer"]
 def _source_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that describe the levels that are emptied."""
     for option in (
+        click.option("--from-generation", type=int, help="Their rabbitdelay_generation."),
         click.option("--from-shards", type=int, help="Their rabbitdelay_shards."),
         click.option("--from-queue-type", help="Their rabbitdelay_queue_type."),
         click.option("--from-tick", type=float, help="Their rabbitdelay_tick."),
@@ -94,7 +95,8 @@ def transfer(
 ) -> None:
     """Move all messages that wait on another broker into the application's levels.
 
-    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate.
+    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
+    an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
     """
     delays = delays_of(context)
     there = broker_at(context, from_url)

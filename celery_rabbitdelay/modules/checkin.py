@@ -20,13 +20,13 @@ from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import refuse_sender_selected, where_in_words
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
     with_headers,
     without_broker_headers,
 )
+from celery_rabbitdelay.modules.version import OWN_CONTENT_TYPES, later_version
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -52,7 +52,9 @@ class CheckIn:
         signing_keys: SigningKeys | None = None,
     ) -> None:
         self._topology = topology
-        self._meditated = topology.module_queues.meditated.name
+        # Workers also serve the check-in of former generations.
+        every = (topology, *topology.former)
+        self._meditated = frozenset(each.module_queues.meditated.name for each in every)
         self._allowed = allowed
         self._signing_keys = signing_keys
 
@@ -65,7 +67,7 @@ class CheckIn:
         info: Any = message.delivery_info
         headers = headers_of(message)
         refuse_sender_selected(headers)
-        if info["exchange"] == self._meditated:
+        if info["exchange"] in self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
             yield self._from_client(message, headers, info["routing_key"])
@@ -73,7 +75,11 @@ class CheckIn:
     def _after_meditation(
         self, message: amqp.Message, headers: dict[str, Any], destination: str
     ) -> Outgoing:
-        """Return a message whose routing key is its destination; see :meth:`.Topology.route`."""
+        """Return a message whose routing key is its destination; see :meth:`.Topology.route`.
+
+        A message of a later version waits on, unopened: every version has the same header for the
+        due time and the same routing key in meditation.
+        """
         due_ms = headers.get(header_names.DUE)
         if not isinstance(due_ms, int):
             raise UnprocessableMessage(
@@ -89,8 +95,12 @@ class CheckIn:
     def _from_client(
         self, message: amqp.Message, headers: dict[str, Any], routing_key: str
     ) -> Outgoing:
-        if message.properties.get("content_type") == CONTENT_TYPE:
+        content_type = message.properties.get("content_type")
+        if str(content_type).startswith(OWN_CONTENT_TYPES):
             raise UnprocessableMessage("it is an envelope, which clients may not check in")
+        why = later_version(headers, content_type)
+        if why is not None:
+            raise UnprocessableMessage(why)
         exchange = headers.get(header_names.EXCHANGE) or ""
         self._check_destination(exchange, routing_key)
         delay_ms = client_delay_ms(headers.pop(module_headers.X_DELAY, 0))

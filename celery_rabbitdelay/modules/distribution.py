@@ -37,6 +37,7 @@ from celery_rabbitdelay.modules.forwarding import (
     with_headers,
     without_broker_headers,
 )
+from celery_rabbitdelay.modules.version import refuse_later_version
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.registry.decision import (
@@ -98,11 +99,13 @@ class Distribution:
         the due time stays.
 
         Raises:
+            LaterVersion: Only a later version of this package can read it.
             UnprocessableMessage: Its destination is missing or not allowed, or it is an envelope
                 that cannot be read. Nothing was published for it.
         """
         headers = headers_of(message)
         refuse_sender_selected(headers)
+        refuse_later_version(headers, message.properties.get("content_type"))
         key = _routing_key(message)
         unrouted = self._queue_in_key(key)
         if unrouted is not None and self._keys.has_no_digits(key):
@@ -230,6 +233,8 @@ class Distribution:
         # its messages may be published before.
         for item in envelope.items:
             effective_headers = {**shared, **item.headers}
+            all_properties = {**envelope.properties, **item.properties}
+            refuse_later_version(effective_headers, all_properties.get("content_type"))
             refuse_sender_selected(effective_headers)
             self._reach.names(*_destination(effective_headers))
         own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}

@@ -10,6 +10,10 @@ from celery_rabbitdelay.levels import headers as header_names
 #: header of the delayed-message-exchange plugin.
 X_DELAY: Final = "x-delay"
 
+#: The version of the messages' format that a message needs: int; 1 if it is absent. See
+#: :mod:`.version`.
+VERSION: Final = "rabbitdelay-version"
+
 #: See there.
 EARLY: Final = header_names.EARLY
 

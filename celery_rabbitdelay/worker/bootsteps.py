@@ -31,12 +31,14 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_destination,
     is_complete,
 )
+from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.registry.breaker import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.former_generations import services_of_former
 from celery_rabbitdelay.worker.inspection import conf, query_task, scheduled
 from celery_rabbitdelay.worker.origin import Origins
 from celery_rabbitdelay.worker.restore import RestoringStrategies
@@ -103,9 +105,10 @@ class WorkerDeclaration:
 
         Raises:
             LayoutConflict: Another layout is declared under the prefix.
+            PermissionMissing: The broker's user may not declare it.
             TopologyIncomplete: Something is missing, and the settings forbid to declare it.
         """
-        with self._lock:
+        with self._lock, permissions_named():
             broker = connection.as_uri()
             if broker in self._brokers:
                 return
@@ -186,6 +189,7 @@ class DelayLevels(bootsteps.StartStopStep):
         Raises:
             InvalidSetting: A ``rabbitdelay_*`` setting is wrong; the worker ends.
             LayoutConflict: Another layout is declared under the prefix; the worker ends.
+            PermissionMissing: The broker's user may not declare it; the worker ends.
             TopologyIncomplete: Something is missing, and the settings forbid to declare it; the
                 worker ends.
         """
@@ -293,7 +297,9 @@ class Modules(bootsteps.StartStopStep):
         """
         settings = worker.app.rabbitdelay.settings
         modules = settings.modules if self._given is None else checked_modules(self._given)
-        self._services += [_service(worker.app, name, self._declaration) for name in modules]
+        for name in modules:
+            service = _service(worker.app, name, self._declaration)
+            self._services += [service, *services_of_former(service)]
         for service in self._services:
             service.start()
 
