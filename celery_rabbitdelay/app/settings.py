@@ -19,6 +19,7 @@ from celery_rabbitdelay.app.setting_kinds import (
     REDIS_URL,
     SECONDS,
     SECONDS_OR_ZERO,
+    SIGNING_KEY,
     TICK,
     Kind,
     layout_of,
@@ -33,6 +34,7 @@ from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology
 from celery_rabbitdelay.modules.consumer import MAX_PREFETCH
 from celery_rabbitdelay.publishing.shown_url import HIDDEN
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = ["MODULES", "Settings", "checked_modules", "checked_port", "checked_seconds"]
 
@@ -72,6 +74,9 @@ _KINDS: Final = {
     "window": whole_number(MAX_PREFETCH),
     "modules": _MODULES,
     "checkin_allowed": optional(NAMES),
+    "distribution_allowed": optional(NAMES),
+    "signing_key": optional(SIGNING_KEY),
+    "signing_required": FLAG,
     "redelivery": SECONDS_OR_ZERO,
     "may_refuse": NAMES,
     "registry_url": optional(REDIS_URL),
@@ -120,6 +125,12 @@ class Settings:
             setting lacks one refuses what only that one could deliver.
         checkin_allowed: The names of the queues and exchanges that check-in may reach; ``*`` and
             ``?`` stand for any characters and for one. None: those that the application knows.
+        distribution_allowed: The names of the queues and exchanges that distribution may reach, in
+            the same way. None: the queues that the application knows or that are bound to the
+            levels, and every exchange but those of Celery, of the broker and of the levels.
+        signing_key: The key with which destination and due time are signed, or a list of keys: the
+            first one signs, and all verify. None: nothing is signed.
+        signing_required: Whether, with a key, distribution refuses what has no valid signature.
         redelivery: Seconds during which a due message that its destination does not take is tried
             again, with growing pauses. After that, or at once with 0, it is undeliverable.
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``. Their
@@ -158,6 +169,9 @@ class Settings:
     window: int = 1000
     modules: Sequence[str] = MODULES
     checkin_allowed: Sequence[str] | None = None
+    distribution_allowed: Sequence[str] | None = None
+    signing_key: str | Sequence[str] | None = field(default=None, repr=False)
+    signing_required: bool = True
     redelivery: float = 86_400.0
     may_refuse: Sequence[str] = ()
     registry_url: str | None = None
@@ -236,6 +250,11 @@ class Settings:
         layout, generation = layout_of(self.layout, self.tick), GENERATIONS[self.generation]
         return Topology(self.prefix, layout, self.queue_type, self.shards, generation)
 
+    @cached_property
+    def signing_keys(self) -> SigningKeys | None:
+        """What signs and verifies messages; None without a key."""
+        return None if self.signing_key is None else SigningKeys(self.signing_key)
+
     @property
     def for_producer(self) -> dict[str, Any]:
         """The arguments of a :class:`~celery_rabbitdelay.kombu.DelayedProducer`."""
@@ -245,6 +264,7 @@ class Settings:
             "may_declare": self.declare == "auto",
             "modules": self.modules,
             "may_refuse": self.may_refuse,
+            "signing_keys": self.signing_keys,
         }
 
 

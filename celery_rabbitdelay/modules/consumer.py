@@ -28,6 +28,7 @@ from celery_rabbitdelay.publishing.message import headers_of, shortened
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
+from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE, ack_frames, requeue_frames
 
 __all__ = ["MAX_PREFETCH", "ConnectionStuck", "Module", "ModuleConsumer"]
@@ -81,6 +82,7 @@ class Module:
             confirm of one message until that one is put into the levels, to be tried again.
         redelivery: Seconds during which a message that its destination does not take is tried
             again; after that, it is undeliverable.
+        signing_keys: What signs the messages that wait to be tried again; None: nothing does.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Module:
     window: int
     timeout: float
     redelivery: float
+    signing_keys: SigningKeys | None = None
 
 
 class ConnectionStuck(Exception):
@@ -162,7 +165,7 @@ class ModuleConsumer:
         undeliverable = module.topology.module_queues.undeliverable.exchange.name
         self._attempts = Attempts(
             module.name,
-            Redelivery(module.topology, module.redelivery),
+            Redelivery(module.topology, module.redelivery, signing_keys=module.signing_keys),
             undeliverable,
             MissingExchanges(self._exists, {"", undeliverable}),
             statistics,

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope
+from celery_rabbitdelay.publishing.message import ENVELOPES
 
 __all__ = [
     "CONTENT_TYPE",
@@ -36,9 +37,6 @@ __all__ = [
     "length_prefixed",
     "shared_block",
 ]
-
-#: The ``content_type`` properties of envelopes of every version begin with this.
-ENVELOPES: Final = "application/vnd.rabbitdelay.envelope."
 
 #: The ``content_type`` property of an envelope; the number is the format's version.
 CONTENT_TYPE: Final = f"{ENVELOPES}1"
