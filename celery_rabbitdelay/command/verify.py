@@ -13,9 +13,14 @@ from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, j
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.operations.verify.application import Application
 from celery_rabbitdelay.operations.verify.finding import Report, named
-from celery_rabbitdelay.operations.verify.management_api import ManagementAPI, management_api_of
+from celery_rabbitdelay.operations.verify.management_api import (
+    ManagementAPI,
+    management_api_of,
+    tls_files_of,
+)
 from celery_rabbitdelay.operations.verify.verification import verify as verify_broker
 from celery_rabbitdelay.publishing.declaration import connect
+from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 __all__ = ["verify"]
 
@@ -41,7 +46,9 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
     # The levels are where tasks are sent, which may be another broker than the consumers'.
     connection = context.app.connection_for_write()
     try:
-        given = None if management is None else ManagementAPI(management)
+        given = None
+        if management is not None:
+            given = ManagementAPI(management, tls_files_of(connection))
         with connection:
             connect(connection)
             report = verify_broker(
@@ -50,7 +57,7 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
     except InvalidManagementURL as error:
         raise click.UsageError(str(error)) from error
     except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {connection.as_uri()}: {error}"
+        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)
     click.echo(json.dumps(report.as_dict()) if as_json else "\n".join(_lines(report)))
     is_bad = report.count("danger") or (strict and report.count("warning"))

@@ -9,6 +9,7 @@ from celery.app.utils import find_app
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.publishing.shown_url import without_password
 from celery_rabbitdelay.spark.options import ApplicationOptions
 
 __all__ = ["application_of", "know_queue"]
@@ -34,6 +35,9 @@ def application_of(options: ApplicationOptions) -> Any:
 
 
 def _imported(path: str) -> Any:
+    if "://" in path:
+        takes = "takes the import path of a Celery application; a broker's URL is the option broker"
+        raise InvalidOption("app", without_password(path), takes)
     try:
         app: Any = find_app(path)
     except (ImportError, AttributeError, ValueError) as missing:
@@ -51,6 +55,7 @@ def _made(options: ApplicationOptions) -> Celery:
         "rabbitdelay_registry_url": options.registry_url,
         "rabbitdelay_prefix": options.prefix,
         "rabbitdelay_layout": options.layout,
+        "broker_use_ssl": options.broker_use_ssl,
     }
     app.conf.update({name: value for name, value in settings.items() if value is not None})
     know_queue(app, None)

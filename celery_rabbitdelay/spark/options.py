@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.publishing.shown_url import has_password, without_password
 
 __all__ = ["ApplicationOptions", "ReadOptions", "WriteOptions"]
 
@@ -20,6 +22,9 @@ APPLICATION: Final = (
     "registryPassword",
     "prefix",
     "layout",
+    "brokerCaFile",
+    "brokerCertFile",
+    "brokerKeyFile",
 )
 
 #: Further options of a write.
@@ -69,6 +74,10 @@ class ApplicationOptions(NamedTuple):
         registry_password: Its password.
         prefix: ``rabbitdelay_prefix``.
         layout: ``rabbitdelay_layout``, by name.
+        ca_file: For TLS, the file with the certificates of authorities; None for the system's.
+        cert_file: The file with the client's certificate. Like the other two, it has to exist on
+            the driver and on each executor.
+        key_file: The file with its private key; None if that is in ``cert_file``.
     """
 
     app: str | None = None
@@ -78,6 +87,9 @@ class ApplicationOptions(NamedTuple):
     registry_password: str | None = None
     prefix: str | None = None
     layout: str | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Self:
@@ -90,23 +102,37 @@ class ApplicationOptions(NamedTuple):
         app, broker = given.get("app"), given.get("broker")
         if (app is None) == (broker is None):
             takes = "takes the import path of a Celery application; set either app or broker"
-            raise InvalidOption("app", app, takes)
+            raise InvalidOption("app", None if app is None else without_password(app), takes)
         for name in ("broker", "registry"):
-            if given.get(name) and urlsplit(given[name]).password is not None:
+            if has_password(given.get(name, "")):
                 takes = f"takes a URL without a password, since Spark shows it; use {name}Password"
-                raise InvalidOption(name, _without_password(given[name]), takes)
+                raise InvalidOption(name, without_password(given[name]), takes)
         if app is not None:
             for name in APPLICATION[2:]:
                 if name.lower() in given:
                     takes = "is a setting of the application; leave it out"
                     value = None if "Password" in name else given[name.lower()]
                     raise InvalidOption(name, value, takes)
+        for name in APPLICATION[-3:]:
+            if name.lower() in given and not str(broker).startswith("amqps:"):
+                takes = "is for TLS; write the broker's URL with amqps://"
+                raise InvalidOption(name, given[name.lower()], takes)
         return cls(*(given.get(name.lower()) for name in APPLICATION))
 
     @property
     def broker_url(self) -> str | None:
         """The broker's URL with its password."""
         return _with_password(self.broker, self.broker_password)
+
+    @property
+    def broker_use_ssl(self) -> dict[str, Any] | None:
+        """Celery's ``broker_use_ssl``; None without TLS. The broker's name is checked."""
+        if not str(self.broker).startswith("amqps:"):
+            return None
+        files = {"ca_certs": self.ca_file, "certfile": self.cert_file, "keyfile": self.key_file}
+        # kombu puts in the host of the URL.
+        told: dict[str, Any] = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": None}
+        return {**told, **{name: file for name, file in files.items() if file is not None}}
 
     @property
     def registry_url(self) -> str | None:
@@ -319,12 +345,11 @@ def _one_of(given: Mapping[str, str], name: str, words: tuple[str, ...]) -> str:
 def _with_password(url: str | None, password: str | None) -> str | None:
     if url is None or password is None:
         return url
+    # A fail-over list has a URL for each server.
+    return ";".join(_server_with_password(each, password) for each in url.split(";"))
+
+
+def _server_with_password(url: str, password: str) -> str:
     parts = urlsplit(url)
     user, _, server = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{server}"))
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    user, _, server = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:**@{server}"))

@@ -31,6 +31,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_destination,
     is_complete,
 )
+from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.registry.breaker import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker.batch_thread import BatchThread
@@ -38,7 +39,7 @@ from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_ou
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.former_generations import services_of_former
-from celery_rabbitdelay.worker.inspection import query_task, scheduled
+from celery_rabbitdelay.worker.inspection import conf, query_task, scheduled
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 from celery_rabbitdelay.worker.status import rabbitdelay_status
 
@@ -49,6 +50,7 @@ __all__ = [
     "WorkerDeclaration",
     "allowed_destinations",
     # They are control commands, which are registered where this module is imported.
+    "conf",
     "query_task",
     "rabbitdelay_status",
     "scheduled",
@@ -103,9 +105,10 @@ class WorkerDeclaration:
 
         Raises:
             LayoutConflict: Another layout is declared under the prefix.
+            PermissionMissing: The broker's user may not declare it.
             TopologyIncomplete: Something is missing, and the settings forbid to declare it.
         """
-        with self._lock:
+        with self._lock, permissions_named():
             broker = connection.as_uri()
             if broker in self._brokers:
                 return
@@ -131,7 +134,7 @@ class WorkerDeclaration:
             return True
         if is_complete(connection, delays.topology):
             return False
-        seconds = random.uniform(0, MAX_JITTER)
+        seconds = random.uniform(0, MAX_JITTER)  # noqa: S311 - jitter is no secret
         logger.info("Delay levels are missing; looking again in %.1f s.", seconds)
         self._wait(seconds)
         return not is_complete(connection, delays.topology)
@@ -186,6 +189,7 @@ class DelayLevels(bootsteps.StartStopStep):
         Raises:
             InvalidSetting: A ``rabbitdelay_*`` setting is wrong; the worker ends.
             LayoutConflict: Another layout is declared under the prefix; the worker ends.
+            PermissionMissing: The broker's user may not declare it; the worker ends.
             TopologyIncomplete: Something is missing, and the settings forbid to declare it; the
                 worker ends.
         """
