@@ -18,6 +18,7 @@ from celery_rabbitdelay.exceptions import (
     MissingPermission,
     PermissionMissing,
 )
+from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import binary
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -120,13 +121,25 @@ def test_no_role_reaches_another_prefix_or_queue(
         assert not re.search(pattern, "axb.delivery")
 
 
-def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone() -> None:
-    topology = Topology()
+@pytest.mark.parametrize("generation", GENERATIONS.values())
+def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone(
+    generation: Generation,
+) -> None:
+    topology = Topology(generation=generation)
     configure, write, read = patterns(rights("producer", topology, QUEUES, may_declare=False))
     assert configure == read == ""
     writable = {each.name for each in topology.exchanges if re.search(write, each.name)}
     assert writable == {each.name for each in topology.exchanges if each.type == "topic"}
     assert not any(re.search(write, queue.name) for queue in topology.queues)
+
+
+def test_a_worker_reads_the_modules_queues_of_former_generations_too() -> None:
+    newest, oldest = Topology(generation=GENERATIONS[max(GENERATIONS)]), Topology()
+    _, _, read = patterns(rights("worker", newest, QUEUES, may_declare=False))
+    for topology in (newest, oldest):
+        assert re.search(read, topology.module_queues.checkin.name)
+        assert re.search(read, topology.module_queues.distribution.name)
+        assert not re.search(read, topology.digit_queues[0].name)
 
 
 def test_a_queue_that_others_declare_is_only_read() -> None:
