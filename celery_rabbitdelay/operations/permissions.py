@@ -85,8 +85,8 @@ def rights(
         may_declare: Whether ``rabbitdelay_declare`` is "auto".
         modules: The modules that a worker serves.
     """
-    # Beginning with the prefix alone, the first one is for all generations.
     prefix = re.escape(topology.name_prefix)
+    # Former generations of the levels too.
     everything, declared = rf"{re.escape(topology.prefix)}\..*", _declared(queues)
     match role:
         case "producer" if may_declare:
