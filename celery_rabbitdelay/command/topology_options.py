@@ -16,7 +16,7 @@ from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.delay_text import parse_delay
 from celery_rabbitdelay.levels.topology import Topology
 
-__all__ = ["delay_type", "topology_of", "topology_options"]
+__all__ = ["delay_type", "layout_type", "topology_of", "topology_options"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
