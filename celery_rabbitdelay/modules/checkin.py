@@ -19,13 +19,13 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
     with_headers,
     without_broker_headers,
 )
+from celery_rabbitdelay.modules.version import OWN_CONTENT_TYPES, later_version
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 
 __all__ = ["SENDER_SELECTED", "CheckIn", "client_delay_ms", "for_distribution"]
@@ -48,7 +48,9 @@ class CheckIn:
 
     def __init__(self, topology: Topology, allowed: Callable[[str, str], bool]) -> None:
         self._topology = topology
-        self._meditated = topology.module_queues.meditated.name
+        # Workers also serve the check-in of former generations.
+        every = (topology, *topology.former)
+        self._meditated = frozenset(each.module_queues.meditated.name for each in every)
         self._allowed = allowed
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
@@ -59,7 +61,7 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
-        if info["exchange"] == self._meditated:
+        if info["exchange"] in self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
             yield self._from_client(message, headers, info["routing_key"])
@@ -67,7 +69,11 @@ class CheckIn:
     def _after_meditation(
         self, message: amqp.Message, headers: dict[str, Any], destination: str
     ) -> Outgoing:
-        """Return a message whose routing key is its destination; see :meth:`.Topology.route`."""
+        """Return a message whose routing key is its destination; see :meth:`.Topology.route`.
+
+        A message of a later version waits on, unopened: every version has the same header for the
+        due time and the same routing key in meditation.
+        """
         due_ms = headers.get(header_names.DUE)
         if not isinstance(due_ms, int):
             raise UnprocessableMessage(
@@ -83,8 +89,12 @@ class CheckIn:
     def _from_client(
         self, message: amqp.Message, headers: dict[str, Any], routing_key: str
     ) -> Outgoing:
-        if message.properties.get("content_type") == CONTENT_TYPE:
+        content_type = message.properties.get("content_type")
+        if str(content_type).startswith(OWN_CONTENT_TYPES):
             raise UnprocessableMessage("it is an envelope, which clients may not check in")
+        why = later_version(headers, content_type)
+        if why is not None:
+            raise UnprocessableMessage(why)
         for name in SENDER_SELECTED:
             if name in headers:
                 raise UnprocessableMessage(

@@ -12,6 +12,7 @@ from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.instruments import EARLY, TAKEN_OVER
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.early import PutBack
+from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.arrivals import Arrivals, record_lateness
 from celery_rabbitdelay.worker.celery_internals import id_of, name_of_queue
@@ -67,6 +68,12 @@ class RestoringStrategies(dict[str, Strategy]):
 
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
+            later = later_version(message.headers or {}, message.content_type)
+            if later is not None:
+                # Between two connections there is nothing to acknowledge: RabbitMQ redelivers it.
+                if self.early_tasks is not None:
+                    self.early_tasks.leave_to_later_version(message, ack, later)
+                return None
             waited = restore(message)
             metrics = self._app.rabbitdelay.active_metrics
             if waited is not None:
