@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import amqp
@@ -19,6 +19,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -28,7 +29,7 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 
-__all__ = ["SENDER_SELECTED", "CheckIn", "client_delay_ms", "for_distribution"]
+__all__ = ["SENDER_SELECTED", "CheckIn", "client_delay_ms", "for_distribution", "of_client"]
 
 #: Headers with further routing keys, by which RabbitMQ routes a message past any check of its own
 #: (https://www.rabbitmq.com/docs/sender-selected).
@@ -44,12 +45,29 @@ class CheckIn:
         topology: The levels.
         allowed: Returns whether a message may go to an exchange (empty: the default one) with a
             routing key.
+        bounds: What a message may cost.
     """
 
-    def __init__(self, topology: Topology, allowed: Callable[[str, str], bool]) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        allowed: Callable[[str, str], bool],
+        bounds: Bounds = DEFAULT_BOUNDS,
+    ) -> None:
         self._topology = topology
         self._meditated = topology.module_queues.meditated.name
         self._allowed = allowed
+        self._bounds = bounds
+
+    def admit(self, message: amqp.Message) -> None:
+        """Remove from a received message the headers that no client may set.
+
+        Neither check-in nor whatever reads ``undeliverable`` later then believes them.
+        """
+        info: Any = message.delivery_info
+        headers = headers_of(message)
+        if headers and info["exchange"] != self._meditated:
+            message.properties["application_headers"] = of_client(headers)
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message.
@@ -59,6 +77,7 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
+        check_depth(headers)
         if info["exchange"] == self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
@@ -76,6 +95,7 @@ class CheckIn:
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
         now_ns = time.time_ns()
+        self._bounds.check_due(headers, now_ns // NS_PER_MS)
         due = Due(due_ms * NS_PER_MS, due_ms - now_ns // NS_PER_MS, is_instant=True)
         waiting = with_headers(message, without_broker_headers(headers))
         return into_levels(self._topology, waiting, due, destination)
@@ -96,6 +116,7 @@ class CheckIn:
         headers = header_names.strip(headers)
         if not delay_ms:
             return Outgoing(exchange, routing_key, with_headers(message, headers))
+        self._bounds.check_delay(f"{module_headers.X_DELAY} is {shortened(delay_ms)}", delay_ms)
         due = Due(time.time_ns() + delay_ms * NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
@@ -120,6 +141,18 @@ class CheckIn:
             raise UnprocessableMessage(
                 f"check-in may not reach {where}: see rabbitdelay_checkin_allowed"
             )
+
+
+def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers of a message that a client has checked in, as far as it may set them.
+
+    Of the reserved names, that is the exchange alone. What the broker has added goes as well: up to
+    3.13, it believes what a client writes there.
+    """
+    kept = header_names.strip(headers)
+    if header_names.EXCHANGE in headers:
+        kept[header_names.EXCHANGE] = headers[header_names.EXCHANGE]
+    return kept
 
 
 def for_distribution(

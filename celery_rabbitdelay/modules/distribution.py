@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import amqp
@@ -21,7 +23,8 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Opened
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
@@ -56,6 +59,7 @@ class Distribution:
         put_back: Returns what to publish instead if a message is not due yet; see
             :class:`.EarlyMessages`.
         look: Returns what the registry says about the messages of an envelope; None without one.
+        bounds: What a message may cost.
     """
 
     def __init__(
@@ -63,11 +67,13 @@ class Distribution:
         topology: Topology,
         put_back: Callable[[amqp.Message], Outgoing | None] = lambda message: None,
         look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None,
+        bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._topology = topology
         self._keys = topology.keys
         self._put_back = put_back
         self._look = look
+        self._bounds = bounds
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -81,16 +87,19 @@ class Distribution:
             UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be
                 read.
         """
+        headers = headers_of(message)
+        check_depth(headers)
+        self._bounds.check_due(headers, time.time_ns() // NS_PER_MS)
         early = self._put_back(message)
         if early is not None:
             yield early
             return
-        headers = headers_of(message)
         if message.properties.get("content_type") == CONTENT_TYPE:
-            unpacked = _unpacked(message, headers)
+            unpacked = partial(_unpacked, message, headers, self._bounds.max_message_bytes)
             if self._look is not None:
-                unpacked = self._asked(message, list(unpacked), self._look)
-            yield from unpacked
+                yield from self._asked(message, unpacked, self._look)
+            else:
+                yield from unpacked()
             return
         if header_names.EXCHANGE not in headers:
             headers |= self._destination_in_key(message)
@@ -103,7 +112,7 @@ class Distribution:
     def _asked(
         self,
         message: amqp.Message,
-        unpacked: Sequence[Outgoing],
+        unpack: Callable[[], Iterator[Outgoing]],
         look: Callable[[Sequence[Arrival]], Sequence[Decision]],
     ) -> Iterator[Outgoing]:
         """Return what to publish for the messages of an envelope, as the registry says.
@@ -113,7 +122,7 @@ class Distribution:
         envelope waits.
         """
         arrivals = []
-        for each in unpacked:
+        for each in unpack():
             own = headers_of(each.message)
             due_ms = own.get(header_names.DUE)
             due_ms = due_ms if isinstance(due_ms, int) else 0
@@ -122,7 +131,7 @@ class Distribution:
             decisions = look(arrivals)
         except RegistryUnavailable:
             # The workers find out, and do what the settings say.
-            yield from unpacked
+            yield from unpack()
             return
         waits = [each for each in decisions if each.verdict is Verdict.LATER]
         goes_on = any(each.verdict is Verdict.RUN or each.is_new_due for each in decisions)
@@ -132,7 +141,7 @@ class Distribution:
             kept = without_broker_headers(headers_of(message))
             yield into_levels(self._topology, with_headers(message, kept), due)
             return
-        for outgoing, decision in zip(unpacked, decisions, strict=True):
+        for outgoing, decision in zip(unpack(), decisions, strict=True):
             if decision.verdict is not Verdict.EXPIRED:
                 yield outgoing
 
@@ -150,20 +159,21 @@ class Distribution:
         return {header_names.EXCHANGE: "", header_names.ROUTING_KEY: queue} if queue else {}
 
 
-def _unpacked(message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
+def _unpacked(
+    message: amqp.Message, headers: Mapping[str, Any], max_message_bytes: int
+) -> Iterator[Outgoing]:
     try:
-        envelope = Envelope.unpack(body_of(message))
+        envelope = Opened(body_of(message), max_message_bytes)
+        shared = {**headers, **envelope.headers}
+        # Validate all items first: an invalid envelope goes to undeliverable as a whole, so none of
+        # its messages may be published before.
+        for item in envelope.items:
+            _destination({**shared, **item.headers})
     except InvalidEnvelope as invalid:
         raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-    shared = {**headers, **envelope.headers}
-    # Validate all items first: an invalid envelope goes to undeliverable as a whole, so none of its
-    # messages may be published before.
-    for item in envelope.items:
-        _destination({**shared, **item.headers})
     own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}
     for item in envelope.items:
-        properties = {**envelope.properties, **item.properties}
-        inner = amqp.Message(item.body, **properties)
+        inner = amqp.Message(item.body, **item.properties_with(envelope.properties))
         effective_headers = {**shared, **item.headers}
         yield _restored(inner, effective_headers, {**envelope.headers, **item.headers, **own})
 

@@ -21,7 +21,8 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
-from celery_rabbitdelay.modules.checkin import SENDER_SELECTED, client_delay_ms
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
+from celery_rabbitdelay.modules.checkin import SENDER_SELECTED, client_delay_ms, of_client
 from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, ENVELOPES, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
@@ -62,6 +63,7 @@ class Redriving:
         to: The queue that gets all messages, wherever they were meant to go; None: each goes where
             it was meant to go. It need not be an allowed one, unless it is never allowed.
         max_attempts: How often a message may be redriven, this time included.
+        bounds: What a message may cost.
         now_ns: The time, in nanoseconds since 1970.
     """
 
@@ -75,6 +77,7 @@ class Redriving:
         delay_ms: int | None = None,
         to: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
+        bounds: Bounds = DEFAULT_BOUNDS,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._topology = topology
@@ -84,6 +87,7 @@ class Redriving:
         self._delay_ms = delay_ms
         self._to = to
         self._max_attempts = max_attempts
+        self._bounds = bounds
         self._now_ns = now_ns
 
     def redriven(self, message: amqp.Message) -> Outgoing:
@@ -98,9 +102,12 @@ class Redriving:
         """
         headers, information = headers_of(message), message.delivery_info
         _refuse_unreadable(message, headers)
-        count = self._count(headers) + 1
+        check_depth(headers)
         key: str = information["routing_key"]
         is_new = never_accepted(headers, self._topology, key)
+        count = self._count(headers) + 1
+        if is_new:
+            headers = _as_checked_in(headers)
         due_ms, due = self._due(headers, is_new)
         destination: Intended | None = None
         if message.properties.get("content_type") == CONTENT_TYPE:
@@ -151,6 +158,7 @@ class Redriving:
         if is_new:
             delay_ms = max(delay_ms, self._delay_of_client(headers))
         until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
+        self._bounds.check_delay(f"its due time is {until_ms}", until_ms - now_ms)
         due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
         return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
 
@@ -249,6 +257,18 @@ class Redriving:
             return DISTRIBUTION
         refuses = "distribution" in self._modules and self._refuses(destination.queue)
         return DISTRIBUTION if refuses else destination.queue
+
+
+def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers of a message that check-in has not accepted, as far as they are believed.
+
+    Of ours, only those that a client may set: the broker may have taken the message out of
+    check-in's queue with all that its client wrote.
+    """
+    noted = {
+        name: headers[name] for name in ("x-death", module_headers.REDRIVEN) if name in headers
+    }
+    return {**of_client(headers), **noted}
 
 
 def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> None:

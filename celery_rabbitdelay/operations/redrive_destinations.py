@@ -75,6 +75,7 @@ def redriving_for(
         delay_ms=delay_ms,
         to=to,
         max_attempts=max_attempts,
+        bounds=settings.bounds,
     )
 
 

@@ -13,12 +13,8 @@ from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.publishing.wire import (
-    Wire,
-    ack_frames,
-    reading_unreadable_properties,
-    requeue_all_frame,
-)
+from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
+from celery_rabbitdelay.publishing.wire import Wire, ack_frames, requeue_all_frame
 
 __all__ = ["Source", "SourceLost", "SourceRefused", "Taken"]
 

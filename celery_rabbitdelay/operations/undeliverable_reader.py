@@ -29,11 +29,11 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ReadTooLong
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.wire import (
     Wire,
     ack_all_frame,
     ack_frames,
-    reading_unreadable_properties,
     requeue_all_frame,
 )
 
