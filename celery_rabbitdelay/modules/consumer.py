@@ -412,14 +412,12 @@ class ModuleConsumer:
         self._sampled_at = time.monotonic()
         try:
             with self._answers():
-                answer = self._deliveries.channel.queue_declare(
-                    self._module.queue.name, passive=True
-                )
+                ready = self._deliveries.ready()
         except TimeoutError:
             if channel.blocked is None:
                 raise
         else:
-            self._statistics.sample(answer.message_count)
+            self._statistics.sample(ready)
 
 
 def _as_it_came(message: amqp.Message) -> Outgoing:

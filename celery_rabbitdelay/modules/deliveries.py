@@ -124,6 +124,11 @@ class Deliveries:
         if frames:
             self._wire.write(frames, self._timeout)
 
+    def ready(self) -> int:
+        """Return how many messages are ready in the queue."""
+        count: int = self.channel.queue_declare(self._queue, passive=True).message_count
+        return count
+
     def _consume(self) -> None:
         self._prefetch = min(self._wanted, self._held.fitting)
         self._is_raising = False

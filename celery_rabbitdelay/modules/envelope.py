@@ -19,6 +19,7 @@ reads it block by block, each time anew, and never holds more of it than a messa
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.modules.bounds import check_depth
+from celery_rabbitdelay.publishing.message import shortened
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES
 
 __all__ = [
@@ -358,9 +360,17 @@ def _to_json(headers: Mapping[str, Any], properties: Mapping[str, Any], **more: 
 
 def _from_json(block: bytes) -> Any:
     try:
-        return json.loads(block)
+        return json.loads(block, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise InvalidEnvelope(f"a block is not JSON: {error}") from error
+
+
+def _finite(literal: str) -> float:
+    """Return a number that RabbitMQ reads: at any other one, it closes the connection."""
+    number = float(literal)
+    if not math.isfinite(number):
+        raise ValueError(f"{shortened(literal)} is not finite")
+    return number
 
 
 def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:

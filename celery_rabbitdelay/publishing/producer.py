@@ -67,8 +67,8 @@ class DelayedProducer(Producer):
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``: their
             messages go through distribution, if it is served, as do those for queues with a bound
             and ``reject-publish``.
-        max_delay: The longest delay, in seconds; None: any. The workers that serve check-in have one
-            of their own, ``rabbitdelay_max_delay``.
+        max_delay: The longest delay, in seconds; None: any. Workers that serve check-in have one of
+            their own, ``rabbitdelay_max_delay``.
         serializer: The name of kombu's serializer, where the caller gives none.
 
     Attributes:

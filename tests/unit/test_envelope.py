@@ -168,6 +168,13 @@ def test_headers_nested_too_deep_are_refused(depth: int) -> None:
         Envelope.unpack(body)
 
 
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999"])
+def test_a_number_at_which_the_broker_would_close_the_connection_is_refused(number: bytes) -> None:
+    block = b'{"headers":{"a":[1.5,' + number + b"]}}"
+    with pytest.raises(InvalidEnvelope, match="is not finite"):
+        Envelope.unpack(zlib.compress(envelope.length_prefixed(block)))
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_an_envelope_in_an_envelope_is_refused(is_shared: bool) -> None:
     """Each could hold a thousand, without end."""
