@@ -75,7 +75,7 @@ bench-lateness: $(VENV)/test.done  ## How late messages come, beside Celery's na
 bench-memory: $(VENV)/test.done  ## A worker's memory while 20,000 tasks wait, beside Celery's own eta
 	$(BIN)/python -m tests.benchmarks.worker_memory
 
-bench-migration: $(VENV)/test.done  ## A million waiting messages go to other levels: rate, and lateness
+bench-migration: $(VENV)/test.done  ## Migrate a million waiting messages: rate, and lateness meanwhile
 	$(BIN)/python -m tests.benchmarks.migration
 
 bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing

@@ -104,12 +104,15 @@ class RabbitDelay(WaitingTasks):
 
     @cached_property
     def metrics(self) -> Metrics:
-        """What this process counts, from now on: a collector of ``prometheus_client``."""
+        """The metrics of this process, counted from now on: a ``prometheus_client`` collector."""
         return Metrics()
 
     @property
     def active_metrics(self) -> Metrics | None:
-        """The metrics, if somebody has asked for them; None if nothing is to be counted."""
+        """The metrics if this process counts any, None if not.
+
+        It counts once ``metrics`` has been read, or if OpenTelemetry's SDK is set up.
+        """
         metrics: Metrics | None = self.__dict__.get("metrics")
         if metrics is None and opentelemetry_is_set_up():
             return self.metrics

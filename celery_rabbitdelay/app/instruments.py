@@ -1,7 +1,7 @@
-"""What is counted: the name, kind, labels and meaning of each metric. Pure.
+"""The metrics: name, kind, labels and meaning of each. Pure.
 
-Labels have few values by design: the name of a task and that of a queue, and the name of a level on
-one gauge. A worker takes the former two from its own tables, never from a message alone.
+Labels have few values by design: task names, queue names and, on one gauge, level names. A worker
+takes task and queue names from its own tables, never from a message alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "Sample",
 ]
 
-#: What each name begins with; Prometheus puts ``_`` behind it, OpenTelemetry ``.``.
+#: The prefix of each name; Prometheus puts ``_`` behind it, OpenTelemetry ``.``.
 PREFIX: Final = "celery_rabbitdelay"
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
@@ -54,9 +54,9 @@ class Instrument:
         kind: Its kind.
         help: Its meaning, in one sentence.
         labels: The names of its labels.
-        unit: Its unit; empty for a number of things.
+        unit: Its unit; empty for a count.
         buckets: The upper bounds of a histogram's buckets, without infinity.
-        is_observed: Whether it is looked up when somebody asks, and not recorded as it happens.
+        is_observed: Whether its value is looked up at each collection, and not recorded by events.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Instrument:
 
 
 class Sample(NamedTuple):
-    """The present value of a metric that is looked up when somebody asks.
+    """The present value of a metric that is looked up at each collection.
 
     Attributes:
         instrument: The metric.
@@ -95,9 +95,9 @@ def _of_queue(name: str, kind: Kind, text: str) -> Instrument:
 SENT: Final = Instrument(
     "sent", "counter", "Delayed tasks for which publishing into the levels was attempted."
 )
-CONFIRMED: Final = Instrument("confirmed", "counter", "Those of them that the broker confirmed.")
+CONFIRMED: Final = Instrument("confirmed", "counter", "Sent tasks that the broker confirmed.")
 REFUSED: Final = Instrument(
-    "refused", "counter", "Those of them whose publishing ended without a confirm."
+    "refused", "counter", "Sent tasks whose publishing ended without a confirm."
 )
 RESENT: Final = Instrument(
     "resent", "counter", "How often a message was published again, after a nack for example."

@@ -1,4 +1,4 @@
-"""``app.rabbitdelay.metrics``: what one process counts, for Prometheus and for OpenTelemetry."""
+"""``app.rabbitdelay.metrics``: the metrics of one process, for Prometheus and for OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics", "Source", "opentelemetry_is_set_up"]
 
-#: Looks up the metrics that are not recorded as things happen.
+#: Looks up the metrics that are not recorded by events.
 Source: TypeAlias = Callable[[], Iterable[Sample]]
 
 #: While this module is not imported, nobody can have set OpenTelemetry's SDK up.
@@ -30,14 +30,15 @@ _API: Final = "opentelemetry.metrics"
 
 
 class Metrics:
-    """What this process counts, from the moment when it is first asked for.
+    """The metrics of this process, counted from the moment when they are first read.
 
     It is a collector of ``prometheus_client``: ``REGISTRY.register(app.rabbitdelay.metrics)`` adds
-    it to what a process shows already. A worker needs only ``rabbitdelay_metrics_port``. Where
-    OpenTelemetry's SDK is set up, all is recorded there as well, without any call.
+    it to the metrics that a process already serves. A worker needs only
+    ``rabbitdelay_metrics_port``. If OpenTelemetry's SDK is set up, all metrics are recorded there
+    as well, without any call.
 
-    A forked process begins with nothing, and counts for itself; those of a worker's pool tell the
-    worker, if it serves metrics.
+    A forked process begins with zero and counts for itself. A process of a worker's pool sends its
+    counts to the worker, if that serves metrics.
     """
 
     def __init__(self) -> None:
@@ -49,17 +50,17 @@ class Metrics:
         _all.add(self)
 
     def record(self, instrument: Instrument, value: float = 1, *labels: str) -> None:
-        """Add to a counter, or note a value in a histogram.
+        """Add a value to a counter, or record it in a histogram.
 
         Args:
             instrument: The metric.
-            value: How much.
+            value: The value.
             *labels: The values of its labels.
         """
         self.record_all({instrument: value}, *labels)
 
     def record_all(self, values: Mapping[Instrument, float], *labels: str) -> None:
-        """Do the same for several metrics with the same labels."""
+        """Add values to several metrics with the same labels; see :meth:`record`."""
         for instrument, value in values.items():
             self._counts.record(instrument, value, labels)
         if self._children is not None and self._is_child:
@@ -71,42 +72,42 @@ class Metrics:
                 self._meter.record(instrument, value, labels)
 
     def observe(self, source: Source) -> None:
-        """Add a source of metrics that are looked up when somebody asks."""
+        """Add a source of metrics that are looked up at each collection."""
         self._sources.append(source)
         if self._meter is None and opentelemetry_is_set_up():
             self._meter = _meter(self)
 
     def forget_sources(self) -> None:
-        """Ask the sources nothing more."""
+        """Remove all sources."""
         self._sources.clear()
 
     def observed(self) -> list[Sample]:
-        """Return what the sources say now."""
+        """Return the present values of the sources' metrics."""
         return [sample for source in tuple(self._sources) for sample in source()]
 
     def prepare_for_children(self) -> None:
-        """Let processes that are forked from now on tell this one what they count."""
+        """Let processes that are forked from now on send their counts to this process."""
         if self._children is None:
             self._children = ChildCounts(self._merge)
 
     def hear_children(self) -> None:
-        """Begin to read what they tell."""
+        """Begin to read the counts of forked processes."""
         if self._children is not None:
             self._children.start()
 
     def leave_children(self) -> None:
-        """Read what they have told, and let them tell nothing more."""
+        """Read the remaining counts of forked processes, and stop."""
         if self._children is not None:
             self._children.stop()
             self._children = None
 
     def describe(self) -> Iterator[Metric]:
-        """Yield all metrics without values: what ``prometheus_client`` asks to find conflicts."""
+        """Yield all metrics without values, by which ``prometheus_client`` finds conflicts."""
         for instrument in INSTRUMENTS:
             yield _family(instrument)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics, as ``prometheus_client`` shows them."""
+        """Yield all metrics in the form that ``prometheus_client`` serves."""
         series: defaultdict[Instrument, dict[Labels, list[float]]] = defaultdict(dict)
         for instrument in INSTRUMENTS:
             if not instrument.labels and not instrument.is_observed:
@@ -130,7 +131,7 @@ class Metrics:
         self._counts.merge(instrument, labels, numbers)
 
     def _after_fork(self) -> None:
-        # What the parent has counted is the parent's, and so is whatever it looks up.
+        # The parent's counts and sources remain the parent's.
         self._counts = Counts()
         self._sources = []
         self._meter = None

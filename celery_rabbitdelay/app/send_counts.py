@@ -1,4 +1,4 @@
-"""Counting what is sent into the levels, where somebody asks for metrics."""
+"""Counts the tasks that are sent into the levels, in processes that count."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from celery_rabbitdelay.publishing.producer import Delayed
 
 __all__ = ["RowCounts", "counted_send", "queue_label"]
 
-#: Seconds between two times that a running ``send_many`` counts.
+#: Seconds between two counts of a running ``send_many``.
 EVERY: Final = 0.5
 
 
 def queue_label(delayed: Delayed) -> str:
-    """Return the queue that a message is for; empty if its exchange says which."""
+    """Return the name of a message's queue; empty if its exchange decides the queue."""
     return "" if delayed.queue is None else str(delayed.queue.name)
 
 
@@ -29,7 +29,7 @@ def counted_send(metrics: Metrics, task: str, producer: DelayedTaskProducer) -> 
     """Count the one task that a producer sends within the block.
 
     Args:
-        metrics: Where to.
+        metrics: The metrics.
         task: The task's name.
         producer: The producer.
     """
@@ -37,7 +37,7 @@ def counted_send(metrics: Metrics, task: str, producer: DelayedTaskProducer) -> 
     try:
         yield
     finally:
-        # There is none if something was wrong before anything could be published.
+        # It is missing if an error occurred before publishing.
         delayed: Delayed | None = getattr(producer, "delayed", None)
         if delayed is not None:
             values = {SENT: 1, CONFIRMED if producer.is_sent else REFUSED: 1}
@@ -47,12 +47,12 @@ def counted_send(metrics: Metrics, task: str, producer: DelayedTaskProducer) -> 
 
 
 class RowCounts:
-    """Counts the rows of one ``send_many``, now and then and at its end.
+    """Counts the rows of one ``send_many``, every :data:`EVERY` seconds and at its end.
 
     Args:
-        metrics: Where to.
+        metrics: The metrics.
         task: The task's name.
-        report: What is sent so far.
+        report: The report of the running ``send_many``.
     """
 
     def __init__(self, metrics: Metrics, task: str, report: Report) -> None:
@@ -64,7 +64,7 @@ class RowCounts:
         self._again_at = 0.0
 
     def begin(self, delayed: Delayed) -> None:
-        """Note where the rows go.
+        """Note the queue of the rows.
 
         Args:
             delayed: The message of the first row.
@@ -72,14 +72,14 @@ class RowCounts:
         self._labels = self._task, queue_label(delayed)
 
     def now_and_then(self) -> None:
-        """Count, unless that was done a moment ago."""
+        """Count the rows, unless :data:`EVERY` seconds have not passed since the last count."""
         now = time.monotonic()
         if now >= self._again_at:
             self._again_at = now + EVERY
             self._count(self._counted[REFUSED])
 
     def end(self) -> None:
-        """Count what is left; rows without a confirm will get none."""
+        """Count the remaining rows; those without a confirm count as refused."""
         self._count(self._report.sent - self._report.confirmed)
 
     def _count(self, refused: int) -> None:

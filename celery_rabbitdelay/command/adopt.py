@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import click
 from celery.bin.base import CLIContext
-from celery.platforms import EX_UNAVAILABLE
 from kombu import Queue
 
-from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail
-from celery_rabbitdelay.command.migrate import (
-    move_options,
-    moved_and_told,
-    tell,
-    tell_waiting,
-)
+from celery_rabbitdelay.command.context import delays_of
+from celery_rabbitdelay.command.moving import Move, MoveOptions, move_options, run
 from celery_rabbitdelay.operations.adoption import (
     KEEPS_OWN,
     NOT_DELAYED,
@@ -27,14 +20,9 @@ from celery_rabbitdelay.operations.adoption import (
     native_queues,
     nservicebus_queues,
 )
-from celery_rabbitdelay.operations.migration import Destinations, Place
+from celery_rabbitdelay.operations.migration import Destinations, Place, ready_in
 from celery_rabbitdelay.operations.mover import Convert, Mover, Target
-from celery_rabbitdelay.operations.progress_bar import progress_bar
-from celery_rabbitdelay.publishing.declaration import (
-    check_complete,
-    declare_if_missing,
-    queue_counts,
-)
+from celery_rabbitdelay.publishing.declaration import check_complete, declare_if_missing
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -53,7 +41,7 @@ def adopt() -> None:
 @click.option("--chain-prefix", default="", help="Celery's broker_native_delayed_delivery_prefix.")
 @move_options
 @click.pass_obj
-def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
+def native(context: CLIContext, /, chain_prefix: str, options: MoveOptions) -> None:
     """Adopt the tasks in Celery's native delayed delivery.
 
     Deploy producers that use the levels first; tasks that others still send are adopted by
@@ -63,7 +51,7 @@ def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
     def convert(adopting: _Adopting) -> Convert:
         return NativeChain(adopting.tasks, adopting.queues.values()).convert
 
-    _adopt(context, native_queues(chain_prefix), convert, **options)
+    _adopt(context, native_queues(chain_prefix), convert, options)
 
 
 @adopt.command()
@@ -76,7 +64,7 @@ def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
 )
 @move_options
 @click.pass_obj
-def nservicebus(context: CLIContext, /, version: int, **options: Any) -> None:
+def nservicebus(context: CLIContext, /, version: int, options: MoveOptions) -> None:
     """Adopt the messages in NServiceBus's delay infrastructure.
 
     They reach the same queues, through workers that serve distribution.
@@ -87,14 +75,14 @@ def nservicebus(context: CLIContext, /, version: int, **options: Any) -> None:
 
     if "distribution" not in delays_of(context).settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
-    _adopt(context, nservicebus_queues(version), convert, **options)
+    _adopt(context, nservicebus_queues(version), convert, options)
 
 
 @adopt.command()
 @click.argument("queues", nargs=-1, required=True, metavar="QUEUE...")
 @move_options
 @click.pass_obj
-def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
+def eta(context: CLIContext, /, queues: Sequence[str], options: MoveOptions) -> None:
     """Adopt tasks with an eta that sit in task queues.
 
     A worker of this application does so whenever it receives one; use this for queues that have no
@@ -104,7 +92,7 @@ def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
     def convert(adopting: _Adopting) -> Convert:
         return EtaTasks(adopting.tasks, adopting.target.topology, adopting.queues).convert
 
-    _adopt(context, queues, convert, expected=(KEEPS_OWN, NOT_DELAYED), **options)
+    _adopt(context, queues, convert, options, expected=(KEEPS_OWN, NOT_DELAYED))
 
 
 class _Adopting:
@@ -132,44 +120,23 @@ def _adopt(
     context: CLIContext,
     queues: Sequence[str],
     convert: Callable[[_Adopting], Convert],
-    *,
-    as_json: bool,
-    dry_run: bool,
-    follow: bool,
-    rate: float | None,
-    timeout: float,
+    options: MoveOptions,
     expected: Collection[str] = (KEEPS_OWN,),
 ) -> None:
     adopting = _Adopting(context)
     connection, topology = adopting.target
-    try:
-        if dry_run:
-            with connection.clone(heartbeat=0) as own:
-                own.connect()
-                counts = queue_counts(own, [Queue(name) for name in queues])
-            found = {name: each.messages for name, each in counts.items() if each}
-            tell_waiting({name: number for name, number in found.items() if number}, as_json)
-            return
-        declare = declare_if_missing if adopting.may_declare else check_complete
-        target = Target(
-            connection,
-            topology.module_queues.undeliverable.exchange.name,
-            lambda opened: declare(opened, topology),
-            timeout,
-        )
-        with progress_bar("messages", 1) as show:
-            mover = Mover(
-                connection,
-                queues,
-                target,
-                convert(adopting),
-                rate=rate,
-                show=lambda moved, known: show(moved, length=max(known, moved, 1)),
-            )
-            moved = moved_and_told(mover, follow, as_json)
-    except BROKER_ERRORS as error:
-        fail(error, f"cannot reach the broker: {error}", EX_UNAVAILABLE, as_json)
-    finally:
-        adopting.destinations.close()
-    missing = sorted(adopting.destinations.missing)
-    tell(moved, as_json, missing_queues=missing, expected=expected)
+    declare = declare_if_missing if adopting.may_declare else check_complete
+    target = Target(
+        connection,
+        topology.module_queues.undeliverable.exchange.name,
+        lambda opened: declare(opened, topology),
+        options.timeout,
+    )
+
+    def mover(show: Callable[[int, int], None]) -> Mover:
+        return Mover(connection, queues, target, convert(adopting), rate=options.rate, show=show)
+
+    def waiting() -> Mapping[str, int]:
+        return ready_in(connection, [Queue(name) for name in queues])
+
+    run(Move(waiting, mover, adopting.destinations, expected), options)

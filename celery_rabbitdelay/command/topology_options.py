@@ -16,7 +16,7 @@ from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSetting
 from celery_rabbitdelay.levels.delay_text import parse_delay
 from celery_rabbitdelay.levels.topology import Topology
 
-__all__ = ["delay_type", "topology_of", "topology_options"]
+__all__ = ["delay_type", "layout_type", "topology_of", "topology_options"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -58,6 +58,9 @@ class _LayoutText(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # b
             self.fail(f"{value!r} is not JSON: {wrong}", param, ctx)
 
 
+layout_type: Final = _LayoutText()
+
+
 def topology_options(command: _Command) -> _Command:
     """Add ``--prefix``, ``--layout``, ``--tick``, ``--queue-type`` and ``--shards`` to a command.
 
@@ -69,7 +72,7 @@ def topology_options(command: _Command) -> _Command:
         click.option("--tick", type=float, help="The resolution in seconds."),
         click.option(
             "--layout",
-            type=_LayoutText(),
+            type=layout_type,
             help="clock, binary, geometric, or as JSON what rabbitdelay_layout takes.",
         ),
         click.option("--prefix", help="The first part of all names."),

@@ -1,4 +1,4 @@
-"""What the commands of ``undeliverable`` share: filters, errors, and the report at the end."""
+"""Shared by the commands of ``undeliverable``: filters, errors, and the report at the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 #: The seconds of each unit that an age or a delay may be written in.
 UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
-#: The exit status if messages that are meant stay.
+#: The exit status if chosen messages stay.
 INCOMPLETE: Final = 1
 
 #: The most reasons that the text names; ``--json`` names all of them.
@@ -67,19 +67,19 @@ class _Age(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click
 age_type: Final = _Age()
 
 limit_option: Final = click.option(
-    "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most so many messages."
+    "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
 )
 
 
 def filter_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say which messages are meant."""
+    """Add the options that choose messages."""
     for option in (
         click.option(
             "--newer-than",
             type=age_type,
-            help="Undeliverable for so long at most: 90, 15m, 2h, 3d.",
+            help="Undeliverable for at most this long: 90, 15m, 2h, 3d.",
         ),
-        click.option("--older-than", type=age_type, help="Undeliverable for so long at least."),
+        click.option("--older-than", type=age_type, help="Undeliverable for at least this long."),
         click.option(
             "--reason",
             "reasons",
@@ -103,7 +103,7 @@ def filter_with(options: dict[str, Any]) -> UndeliverableFilter:
 
 @contextmanager
 def errors_told(connection: Connection, topology: Topology, as_json: bool) -> Iterator[None]:
-    """End the command with one line if the broker cannot be reached, or there is no queue."""
+    """End the command with one line if the broker cannot be reached, or the queue is missing."""
     try:
         yield
     except NotFound as error:
@@ -130,8 +130,8 @@ def tell_removal(report: RemovalReport, done: str, dry_run: bool, as_json: bool)
 
     Args:
         report: The report.
-        done: What was done to the messages, as a participle.
-        dry_run: Whether nothing was done.
+        done: The action, as a participle: "deleted" or "redriven".
+        dry_run: Whether the action was left out.
         as_json: Whether to print JSON.
     """
     if as_json:
@@ -161,7 +161,7 @@ def _trouble(report: RemovalReport) -> Iterator[str]:
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that a terminal obeys: anybody may have written it."""
+    """Return a text without control characters of a terminal: anybody may have written it."""
     return "".join(
         each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text
     )

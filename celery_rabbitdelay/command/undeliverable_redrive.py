@@ -29,7 +29,7 @@ __all__ = ["redrive"]
 
 @click.command()
 @filter_options
-@click.option("--delay", type=age_type, help="Each waits for so long at least: 90, 15m, 2h, 3d.")
+@click.option("--delay", type=age_type, help="Each waits for at least this long: 90, 15m, 2h, 3d.")
 @click.option("--to", metavar="QUEUE", help="To this queue, wherever they were meant to go.")
 @click.option(
     "--allow",
@@ -49,7 +49,7 @@ __all__ = ["redrive"]
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="NUMBER",
-    help="At most so many messages in a second.",
+    help="At most this many messages a second.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @json_option

@@ -1,4 +1,4 @@
-"""Delays as people write them: ``90``, ``3d7h45m30s``, ``1:30:00``; and lengths of time as text."""
+"""Delays as text: parses ``90``, ``3d7h45m30s`` and ``1:30:00``; writes ``3 days 7:45:30``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from celery_rabbitdelay.exceptions import InvalidDelay
 
 __all__ = ["TAKES", "parse_delay", "written"]
 
-#: What :func:`parse_delay` takes, for errors and help.
+#: The forms that :func:`parse_delay` accepts, for errors and help.
 TAKES: Final = "takes seconds (90, 0.5), units (3d7h45m30s, 250ms) or hours:minutes:seconds"
 
 #: Milliseconds of each unit, the longest first.
@@ -32,15 +32,15 @@ _CLOCK: Final = re.compile(r"(?:(\d+)\s*d(?:ays?)?,?\s+)?(\d+):([0-5]?\d):([0-5]
 
 
 def parse_delay(text: str, what: str = "delay") -> Fraction:
-    """Return the seconds that a text says.
+    """Return a delay that is written as text, in seconds.
 
     Args:
         text: Seconds as a number; numbers with the units w, d, h, m, s and ms, the longest first,
             each at most once; or ``hours:minutes:seconds``, also behind days (``3d 7:45:30``).
-        what: What it is, for the error: "delay" or "tolerance".
+        what: The name of the argument, for the error: "delay" or "tolerance".
 
     Raises:
-        InvalidDelay: It is none of these. ``1:30`` is refused because it could be minutes or hours.
+        InvalidDelay: Another form. ``1:30`` is refused because it could be minutes or hours.
     """
     bare = text.strip().lower() if text.isascii() else ""
     if _SECONDS.fullmatch(bare):

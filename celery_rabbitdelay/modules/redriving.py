@@ -1,8 +1,8 @@
-"""What is published for a message that is taken out of ``undeliverable`` again. Pure.
+"""Converts an undeliverable message into the message that is published again. Pure.
 
 Anybody who can publish to an exchange of the levels can put a message into ``undeliverable``, with
-any headers. So the destination has to be one that the application allows, whatever the headers say,
-and only those headers are written again whose values are valid.
+any headers. Therefore the destination has to be one that the application allows, whatever the
+headers say, and only headers with valid values are kept.
 """
 
 from __future__ import annotations
@@ -50,19 +50,18 @@ _MILLISECONDS: Final = re.compile("[0-9]{1,10}")
 
 
 class Redriving:
-    """Decides what is published for each message, and which ones have to stay.
+    """Converts the messages that may leave ``undeliverable``; the others have to stay.
 
     Args:
         topology: The levels that the messages go back into.
-        allowed: Where they may go.
+        allowed: The allowed destinations.
         modules: The names of the modules that workers serve; see ``rabbitdelay_modules``.
         refuses: Returns whether a queue may refuse a message; such messages go through
             distribution.
-        delay_ms: For how many milliseconds each message waits at least; None: no longer than until
-            it is due.
-        to: The queue that gets all messages, wherever they were meant to go; None: each goes where
-            it was meant to go. It need not be an allowed one, unless it is never allowed.
-        max_attempts: How often a message may be redriven, this time included.
+        delay_ms: The shortest time that each message waits, in milliseconds; None: until it is due.
+        to: The queue for all messages; None: each goes to its own destination. It need not be an
+            allowed one, but must not be one that is never allowed.
+        max_attempts: How often a message may be redriven, including this time.
         bounds: What a message may cost.
         now_ns: The time, in nanoseconds since 1970.
     """
@@ -93,12 +92,12 @@ class Redriving:
     def redriven(self, message: amqp.Message) -> Outgoing:
         """Return what to publish for a message.
 
-        It goes into the levels, until it is due if that is still ahead, and for the delay at least.
-        Body and properties stay, and all headers except those of the broker and of former attempts
-        to deliver it.
+        The message waits in the levels until it is due, and at least for the delay. It keeps its
+        body, its properties, and all headers except those of the broker and of earlier attempts to
+        deliver it.
 
         Raises:
-            UnprocessableMessage: It has to stay where it is.
+            UnprocessableMessage: The message has to stay in ``undeliverable``.
         """
         headers, information = headers_of(message), message.delivery_info
         _refuse_unreadable(message, headers)
@@ -130,10 +129,10 @@ class Redriving:
         return into_levels(self._topology, redriven, due, self._word(destination, own))
 
     def _count(self, headers: Mapping[str, Any]) -> int:
-        """Return how often the message was redriven already.
+        """Return how often the message was already redriven.
 
-        A client may publish a message anew without the header; nobody can tell. But a value that
-        this package never writes counts as exhausted: such a message stays.
+        A client may publish a message anew without the header, which cannot be detected. A value
+        that this package never writes counts as exhausted: the message stays.
         """
         count = headers.get(module_headers.REDRIVEN, 0)
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
@@ -146,9 +145,9 @@ class Redriving:
         return count
 
     def _due(self, headers: Mapping[str, Any], is_new: bool) -> tuple[int, Due]:
-        """Return the value of the header for the due time, and until when the message waits.
+        """Return the due time in milliseconds for the header, and the end of the new delay.
 
-        A message whose due time has passed keeps it in its header, unless it waits again.
+        If the due time has passed, the header keeps it, unless the message waits again.
         """
         now_ms = self._now_ns() // NS_PER_MS
         was_due_ms = headers.get(header_names.DUE)
@@ -171,7 +170,7 @@ class Redriving:
             return self._delay_ms
 
     def _checked(self, headers: Mapping[str, Any], routing_key: str) -> Intended:
-        """Return where a message goes, which is allowed."""
+        """Return the destination of a message, after checking that it is allowed."""
         if self._to is not None:
             self._check(Intended.straight_to(self._to))
             return Intended.straight_to(self._to)
@@ -183,7 +182,7 @@ class Redriving:
         exchange, routing_key, queue = destination
         if queue is not None:
             self._check_one("", queue)
-        # For one queue as well: its worker publishes a retry of the task to the exchange.
+        # Even if the message is for one queue: a worker publishes a retry of the task there.
         self._check_one(exchange, routing_key)
 
     def _check_one(self, exchange: str, routing_key: str) -> None:
@@ -206,7 +205,7 @@ class Redriving:
             return {**own, header_names.QUEUE: destination.queue}
         put_back = PutBack.of(headers)
         if put_back.exchange is not None and put_back.routing_key is not None:
-            # Its worker publishes a retry to this exchange.
+            # A worker publishes a retry of the task to this exchange.
             self._check(Intended(put_back.exchange, put_back.routing_key))
             own |= put_back._replace(times=0).header()
         return own
@@ -216,7 +215,7 @@ class Redriving:
     ) -> tuple[amqp.Message, dict[str, Any]]:
         """Return an envelope and the headers of this package that it keeps.
 
-        Each message in it goes where it was meant to go, which is allowed.
+        The destination of each message in it is checked.
         """
         try:
             envelope = Envelope.unpack(body_of(message))
@@ -252,7 +251,7 @@ class Redriving:
             )
 
     def _word(self, destination: Intended | None, own: Mapping[str, Any]) -> str:
-        """Return the queue that a message goes straight to, or distribution."""
+        """Return the queue that a message goes directly to, or distribution."""
         if destination is None or destination.queue is None or header_names.PRIORITY in own:
             return DISTRIBUTION
         refuses = "distribution" in self._modules and self._refuses(destination.queue)
@@ -272,7 +271,7 @@ def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> None:
-    """Refuse a message that this version cannot read, or that chooses further queues itself."""
+    """Refuse a message that this version cannot read, or that has sender-selected queues."""
     if UNREADABLE in headers:
         raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
     content_type = str(message.properties.get("content_type"))
@@ -292,7 +291,7 @@ def _refuse_sender_selected(headers: Mapping[str, Any]) -> None:
 
 
 def _destination_of(headers: Mapping[str, Any]) -> Intended:
-    """Return where distribution publishes a message of an envelope."""
+    """Return the destination to which distribution publishes a message of an envelope."""
     _refuse_sender_selected(headers)
     exchange, key = headers.get(header_names.EXCHANGE), headers.get(header_names.ROUTING_KEY)
     if not isinstance(exchange, str) or not isinstance(key, str):

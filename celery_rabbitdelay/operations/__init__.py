@@ -6,12 +6,13 @@ It knows nothing of Spark, and of terminals only how to show a bar.
   ``verify`` (what on the broker breaks a promise).
 * To lay out: ``declare``, ``delete``, and ``export`` (the topology in other formats).
 * To move: ``source`` takes messages from queues, ``mover`` publishes them elsewhere and
-  acknowledges them once they are confirmed; ``migration`` and ``adoption`` say what is published.
-* What could not be delivered: ``undeliverable_reader`` takes the messages and gives back those that
-  stay, ``undeliverable`` makes a copy of each; then ``undeliverable_filter``,
-  ``undeliverable_summary`` and ``undeliverable_export``; ``removal`` (messages that leave their
-  queue) with ``redrive`` and ``purge``, and ``redrive_destinations`` (where an application lets
-  them go).
+  acknowledges them once they are confirmed; ``migration`` and ``adoption`` convert them.
+* Undeliverable messages: ``undeliverable_reader`` takes the messages and requeues those that stay,
+  ``undeliverable`` makes a copy of each; then ``undeliverable_filter``, ``undeliverable_summary``
+  and ``undeliverable_export``; ``removal`` (messages that leave their queue) with ``redrive`` and
+  ``purge``, and ``redrive_destinations`` (the destinations that an application allows).
+
+Both read on a ``consumer_connection``.
 
 ``progress_bar`` is shown while something takes long.
 """

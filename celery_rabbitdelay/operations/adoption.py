@@ -1,18 +1,17 @@
-"""Takes over what waits elsewhere: in Celery's native delayed delivery, NServiceBus's, or queues.
+"""Converts delayed messages of other mechanisms: native chains, NServiceBus, tasks with an eta.
 
-Both of those are chains of 28 queues, one for each bit of the delay in seconds, and the routing key
-is the bits and the destination's own key (kombu's ``native_delayed_delivery``; NServiceBus's
-https://docs.particular.net/transports/rabbitmq/delayed-delivery). A message's due time stands in
-its headers. Where it does not, the message waits as long as it would have waited at the most:
-never early.
+Celery's native delayed delivery (kombu's ``native_delayed_delivery``) and NServiceBus's delay
+infrastructure (https://docs.particular.net/transports/rabbitmq/delayed-delivery) are chains of 28
+queues, one for each bit of the delay in seconds. A routing key consists of these bits and of the
+destination's own key. The headers of a message give its due time. If they lack it, the message
+waits for the longest time that the rest of its chain can take, so that it is never early.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -32,7 +31,13 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.operations.mover import Stay
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
-from celery_rabbitdelay.publishing.message import PERSISTENT, body_of, headers_of, shortened
+from celery_rabbitdelay.publishing.message import (
+    PERSISTENT,
+    body_of,
+    headers_of,
+    kept_properties,
+    shortened,
+)
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 from celery_rabbitdelay.registry.decision import registry_headers
@@ -47,18 +52,19 @@ __all__ = [
     "nservicebus_queues",
 ]
 
-#: How many queues a chain has, and bits a routing key.
+#: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
 
 #: The reason for leaving a task that is not delayed.
 NOT_DELAYED: Final = "it is due, or has no eta"
 
-#: How often a message may have been given back to a task queue. After 20 times, RabbitMQ 4.0 and
-#: later drop it from a quorum queue (https://www.rabbitmq.com/docs/quorum-queues#position-in-queue),
-#: so before that it is published to its queue anew, which begins the count again.
+#: How often a message may have been returned to a task queue. RabbitMQ 4.0 and later drop a message
+#: from a quorum queue after 20 returns
+#: (https://www.rabbitmq.com/docs/quorum-queues#position-in-queue). Before that, it is published to
+#: its queue anew, which restarts the count.
 MOST_RETURNS: Final = 8
 
-#: The headers in which RabbitMQ counts that; from 4.3 on, the second one.
+#: The headers in which RabbitMQ counts returns; from 4.3 on, the second one.
 RETURNS: Final = ("x-delivery-count", "x-acquired-count")
 
 #: What NServiceBus writes into the headers of a delayed message.
@@ -69,20 +75,9 @@ NSB_TIME: Final = "%Y-%m-%d %H:%M:%S:%f Z"
 #: The reason for leaving a task that keeps Celery's own delays (``rabbitdelay=False``).
 KEEPS_OWN: Final = "its task has rabbitdelay=False"
 
-#: Milliseconds by which a due time may be earlier than the chain: it counts in whole seconds, and
-#: from when the broker has a message.
+#: Milliseconds by which a due time may be earlier than the chain, which counts in whole seconds
+#: from the moment when the broker receives the message.
 SLACK_MS: Final = 2000
-
-#: The properties of a task's message that are published again; see ``worker/put_back.py``.
-KEPT_PROPERTIES: Final = (
-    "priority",
-    "correlation_id",
-    "reply_to",
-    "message_id",
-    "timestamp",
-    "type",
-    "app_id",
-)
 
 _BITS = re.compile(rf"((?:[01]\.){{{BITS}}})(.*)", re.DOTALL)
 
@@ -111,8 +106,8 @@ class _ChainKey(NamedTuple):
     """The routing key of a message in a chain.
 
     Attributes:
-        least: Seconds that it still waits at least.
-        longest: Seconds that it still waits at the most.
+        least: The shortest time that it still waits, in seconds.
+        longest: The longest time that it still waits, in seconds.
         routing_key: The routing key of its destination.
     """
 
@@ -121,21 +116,21 @@ class _ChainKey(NamedTuple):
     routing_key: str
 
     def due(self, due: Due | None) -> Due:
-        """Return a due time that a message's headers tell, unless the chain waits longer."""
+        """Return the due time that the headers give, or that of the chain if it is later."""
         if due is None or due.delay_ms < self.least * 1000 - SLACK_MS:
             return Due.after(self.longest)
         return due
 
     @classmethod
     def of(cls, message: amqp.Message, queue: str) -> _ChainKey:
-        """Read it.
+        """Read the routing key of a message.
 
         Args:
             message: The message.
             queue: The queue of the chain that it was in, whose name ends with its level.
 
         Raises:
-            Stay: It is not a key of a chain, or the message cannot be read.
+            Stay: The routing key is not one of a chain, or the message cannot be read.
         """
         if UNREADABLE in headers_of(message):
             raise Stay("its properties cannot be read")
@@ -184,13 +179,6 @@ class TaskMessages:
         """
         if self._keeps_own(str(headers_of(message).get("task"))):
             raise Stay(KEEPS_OWN)
-        properties = {
-            name: message.properties[name]
-            for name in KEPT_PROPERTIES
-            if message.properties.get(name) is not None
-        }
-        # Otherwise a task without a priority would get 0.
-        properties.setdefault("priority", None)
         headers = headers_of(message)
         if "eta" in headers:
             headers["eta"] = None
@@ -203,7 +191,7 @@ class TaskMessages:
                 headers=headers,
                 content_type=message.properties.get("content_type", "application/data"),
                 content_encoding=message.properties.get("content_encoding", "binary"),
-                **properties,
+                **kept_properties(message.properties),
             )
         except (NeedsDistribution, DelayTooLong) as error:
             raise Stay(str(error)) from error
@@ -230,7 +218,7 @@ class NativeChain:
         """Return what to publish for a message.
 
         Raises:
-            Stay: It is not known where it goes.
+            Stay: Its destination is unknown.
         """
         key = _ChainKey.of(message, queue)
         eta = self._tasks.eta(message)
@@ -238,7 +226,7 @@ class NativeChain:
         return self._tasks.delayed(message, self._destination(key.routing_key), due)
 
     def _destination(self, routing_key: str) -> Destination:
-        """Return where the chain would deliver a task: by the pattern ``#.`` and the key."""
+        """Return the destination of a task, by the patterns that the chain's end is bound with."""
         words = routing_key.split(".")
         exact = [each for each in self._bound if each.routing_key == routing_key]
         matching = [each for each in self._bound if topic_matches(each.pattern, words)]
@@ -261,9 +249,9 @@ class _Bound(NamedTuple):
 
     Attributes:
         queue: The queue.
-        exchange: Its exchange, which the chain ends in.
+        exchange: Its exchange, which the chain delivers to.
         routing_key: The routing key that it is bound with.
-        pattern: The words of the pattern that the chain's end has for it.
+        pattern: The words of the pattern by which the chain's last exchange is bound to it.
     """
 
     queue: Queue
@@ -273,7 +261,7 @@ class _Bound(NamedTuple):
 
 
 def _bound_to_chain(queues: Iterable[Queue]) -> Iterator[_Bound]:
-    """Yield what Celery binds; see ``bind_queue_to_native_delayed_delivery_exchange``."""
+    """Yield the queues Celery binds; see ``bind_queue_to_native_delayed_delivery_exchange``."""
     for queue in queues:
         bindings: list[tuple[Exchange | None, str]]
         if queue.exchange:
@@ -289,8 +277,8 @@ def _bound_to_chain(queues: Iterable[Queue]) -> Iterator[_Bound]:
 class NServiceBusChain:
     """Converts messages in NServiceBus's delay infrastructure.
 
-    When they are due, they go to the exchange in which the infrastructure itself ends, and so reach
-    what they would have reached, and nothing else.
+    When a message is due, it goes to the last exchange of the infrastructure, so that it reaches
+    the same queues as it would have reached there, and no others.
 
     Args:
         topology: The levels.
@@ -319,17 +307,16 @@ class NServiceBusChain:
 
 
 def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
-    """Return when a message is due by its headers; None if they do not say so."""
+    """Return the due time that the headers of a message give; None if they give none."""
     sent, delay = headers.get(NSB_SENT), headers.get(NSB_DELAY)
     try:
         instant = datetime.strptime(str(sent), NSB_TIME).replace(tzinfo=UTC)
         seconds = int(str(delay))
-    except ValueError:
+        if not 0 <= seconds < 2**BITS:
+            return None
+        return Due.at(instant + timedelta(seconds=seconds))
+    except (ValueError, OverflowError):  # the latter for an instant after the year 9999
         return None
-    if not 0 <= seconds < 2**BITS:
-        return None
-    at_ns = (int(instant.timestamp() * 1000) + seconds * 1000) * 1_000_000
-    return Due(at_ns, -((time.time_ns() - at_ns) // 1_000_000), is_instant=True)
 
 
 class EtaTasks:
@@ -352,7 +339,7 @@ class EtaTasks:
         """Return what to publish for a message.
 
         Raises:
-            Stay: It has nothing to wait for.
+            Stay: It is due, has no eta, or cannot wait in the levels.
         """
         try:
             return self._delayed(message, queue)

@@ -1,4 +1,4 @@
-"""Declare a topology and the queues of tasks, and say what was missing."""
+"""Declares a topology and the queues of tasks, and finds missing ones."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Declared", "declare_everything", "missing_entities"]
 
 
 class Declared(NamedTuple):
-    """What was declared, or has to be.
+    """The exchanges and queues that were missing, and the queues that were bound.
 
     Attributes:
         missing: The names of the topology's exchanges and queues that did not exist.
         missing_queues: The names of the tasks' queues that did not exist.
-        bound: The names of the tasks' queues that are bound to the delivery exchange now.
+        bound: The names of the tasks' queues that were bound to the delivery exchange.
     """
 
     missing: tuple[str, ...]
@@ -39,15 +39,15 @@ class Declared(NamedTuple):
 def missing_entities(
     connection: Connection, topology: Topology, queues: Sequence[Queue] = ()
 ) -> Declared:
-    """Return what does not exist on the broker; nothing is changed.
+    """Return the missing exchanges and queues, without changing anything.
 
-    AMQP has no method that tells whether a binding exists, so a missing one is not found.
+    AMQP has no method that tells whether a binding exists, so missing bindings are not found.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
-        queues: The tasks' queues. Exclusive ones and those of broadcasts are left out: each worker
-            has its own.
+        queues: The tasks' queues. Exclusive queues and those of broadcasts are left out, because
+            each worker has its own.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
@@ -66,15 +66,16 @@ def declare_everything(
 ) -> Declared:
     """Declare a topology and bind the queues of tasks to its delivery exchange.
 
-    Everything that exists is left alone, and every binding is made, since none can be looked for.
-    If this is interrupted, call it again: the marker by which processes take the topology for
-    complete is declared last.
+    Existing exchanges and queues are left alone. Every binding is declared, because AMQP cannot
+    tell whether it exists. If the call is interrupted, repeat it: the marker exchange, by which
+    processes recognize a complete topology, is declared last.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
-        queues: The tasks' queues, declared with their exchanges; the same are left out.
-        progress: Called with how many methods are done, and of how many.
+        queues: The tasks' queues, declared with their exchanges; see :func:`missing_entities` for
+            those that are left out.
+        progress: Called with the number of AMQP methods that are done, and of all.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
@@ -82,7 +83,7 @@ def declare_everything(
     """
     absent = missing_entities(connection, topology, queues)
     declare(connection, topology, progress)
-    # The connection may remember queues of before.
+    # kombu remembers declared queues on the connection, even if they were deleted since.
     forget(connection)
     for queue in _declarable(queues):
         declare_destination(connection, topology, queue)

@@ -1,4 +1,4 @@
-"""Delete a topology, after a look at what would be lost."""
+"""Deletes a topology, after counting the messages that would be lost."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Contents", "contents_of", "delete_everything"]
 
 
 class Contents(NamedTuple):
-    """What is deleted with a topology.
+    """The contents of a topology on the broker.
 
     Attributes:
         exchanges: How many exchanges exist, guard and marker included.
         queues: How many queues exist.
-        waiting: The messages in each queue that is not empty, by its name.
-        consumers: How many consumers the module queues have: workers that would declare the
+        waiting: The number of messages in each queue that is not empty, by the queue's name.
+        consumers: How many consumers the module queues have: workers, which would declare the
             topology again.
     """
 
@@ -38,7 +38,7 @@ class Contents(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """All messages that wait."""
+        """The number of all waiting messages."""
         return sum(self.waiting.values())
 
     @property
@@ -48,7 +48,7 @@ class Contents(NamedTuple):
 
 
 def contents_of(connection: Connection, topology: Topology) -> Contents:
-    """Return what a deletion would delete; nothing is changed.
+    """Return the contents that a deletion would delete, without changing anything.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
@@ -82,16 +82,16 @@ def delete_everything(
 ) -> Contents:
     """Delete a topology; see :func:`.declaration.delete` for what its count of messages misses.
 
-    The queues of tasks stay. If this is interrupted, call it again: the marker is deleted first.
+    The queues of tasks stay. If the call is interrupted, repeat it: the marker is deleted first.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
-        force: Also delete the messages that wait.
-        progress: Called with how many methods are done, and of how many.
+        force: Whether to delete waiting messages as well.
+        progress: Called with the number of AMQP methods that are done, and of all.
 
     Returns:
-        What there was.
+        The contents before the deletion.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.

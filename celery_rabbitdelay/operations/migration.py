@@ -1,12 +1,13 @@
 """Moves delayed messages from the levels of one topology to another, on the same broker or not.
 
 A message keeps its due time, and so waits in the new levels for the rest of its delay. Producers
-and workers may run meanwhile: what still comes due in the old levels reaches its queue from there.
+and workers may run meanwhile: messages that come due in the old levels reach their queues from
+there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -56,6 +57,7 @@ __all__ = [
     "check_places",
     "check_source",
     "migration",
+    "ready_in",
     "waiting",
 ]
 
@@ -73,13 +75,13 @@ class Place(NamedTuple):
 
 
 class Destinations:
-    """Binds the queues that messages are for to the levels of the target, each once.
+    """Binds the destination queues of messages to the levels of the target, each once.
 
     Args:
         target: The target.
-        known: The queues that the application knows, by their names: they are declared as the
-            application declares them.
-        may_declare: Whether anything may be declared or bound.
+        known: The queues that the application knows, by their names. They are declared with the
+            application's arguments.
+        may_declare: Whether queues may be declared and bound.
 
     Attributes:
         missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
@@ -117,7 +119,7 @@ class Destinations:
         self._seen.add(name)
 
     def _try(self, declare: Callable[..., None]) -> bool:
-        """Declare something; return whether the broker has taken it."""
+        """Declare or bind a queue; return whether the broker has accepted it."""
         try:
             declare(self._connection, self._topology)
         except amqp.ChannelError as refused:
@@ -127,7 +129,7 @@ class Destinations:
         return True
 
     def exists(self, name: str) -> bool:
-        """Return whether a queue exists; one that does not is noted in ``missing``.
+        """Return whether a queue exists; add it to ``missing`` if it does not.
 
         Raises:
             OSError: The broker cannot be reached.
@@ -145,20 +147,20 @@ class Destinations:
 
 
 class Migration:
-    """Converts messages of the source into those of the target. Opens no connection.
+    """Converts messages of the source into messages of the target. Opens no connection.
 
     ================ ================================================================
     a level's queue  the target's levels, for the rest of the delay
-    meditation       likewise
-    distribution     the target's distribution: it is due
-    check-in         the target's check-in, as the client has published it
+    meditation       the target's levels, likewise
+    distribution     the target's distribution, because it is due
+    check-in         the target's check-in, as the client published it
     undeliverable    the target's ``undeliverable``, with the reason
     ================ ================================================================
 
     Args:
         source: The topology that the messages are in.
         target: The topology that they go to.
-        ensure: Called with the name of each queue that messages are for.
+        ensure: Called with the name of each destination queue.
     """
 
     def __init__(self, source: Topology, target: Topology, ensure: Callable[[str], None]) -> None:
@@ -180,8 +182,8 @@ class Migration:
             queue: The queue that it was in.
 
         Raises:
-            UnprocessableMessage: It cannot be a message of these levels.
-            Stay: Its routing key is of other levels.
+            UnprocessableMessage: The message cannot be one of these levels.
+            Stay: Its routing key belongs to other levels.
         """
         return self._convert_of.get(queue, self._in_levels)(message)
 
@@ -208,10 +210,10 @@ class Migration:
 
     @staticmethod
     def _queue_of(word: str, message: amqp.Message) -> str:
-        """Return the name of the queue that a word of a routing key stands for."""
+        """Return the name of the queue that the last word of a routing key encodes."""
         name = decode_destination(word)
         if name is None:
-            # It is hashed.
+            # The word is a hash of the name.
             name = headers_of(message).get(header_names.QUEUE)
             if not isinstance(name, str) or encode_destination(name) != word:
                 raise UnprocessableMessage(
@@ -240,14 +242,14 @@ class Migration:
         if destination:
             self._ensure(destination)
         due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
-        # The levels drop no message before it is due; no message of theirs has an expiration.
+        # A message in the levels has no expiration, so that they drop none before it is due.
         moved = with_headers(message, kept, priority=priority, expiration=None)
         return into_levels(self._target, moved, due, destination)
 
     def _undeliverable(self, message: amqp.Message) -> Outgoing:
         info: Any = message.delivery_info
         headers = headers_of(message)
-        # The broker's headers, which say why, do not go with it.
+        # The broker's headers, which give the reason, are removed.
         reason = examine(headers, self._source, info["routing_key"]).reason
         kept = {**without_broker_headers(headers), module_headers.REASON: reason}
         exchange = self._target.module_queues.undeliverable.exchange.name
@@ -267,18 +269,18 @@ def migration(
     """Return a mover that empties the source's queues into the levels of the target.
 
     Args:
-        source: Where messages wait; nothing is declared or deleted there.
-        target: Where they go; see :class:`Migration`.
-        destinations: Binds the queues that they are for to the target's levels.
+        source: The levels that are emptied; nothing is declared or deleted there.
+        target: The levels that the messages go to; see :class:`Migration`.
+        destinations: Binds the destination queues to the target's levels.
         may_declare: Whether the target's topology is declared if it is missing.
         timeout: Seconds in which a broker has to answer.
-        rate: How many messages a second at the most; None for no limit.
-        show: Called with how many are moved, and how many there are as far as is known.
+        rate: The most messages that are moved in a second; None for no limit.
+        show: Called with the number of moved messages and the number of all known messages.
 
     Raises:
         SameTopology: Source and target are the same.
         LayoutConflict: Another layout is declared under the source's prefix.
-        TopologyIncomplete: Nothing of the source exists.
+        TopologyIncomplete: No queue of the source exists.
         OSError: A broker cannot be reached.
     """
     check_places(source, target)
@@ -326,7 +328,7 @@ def _are_the_same(one: Connection, other: Connection) -> bool:
         first.connect()
         second.connect()
         channel: Any = first.default_channel
-        # The broker gives it a name that nobody else has.
+        # The broker generates a unique name.
         name = channel.queue_declare(exclusive=True).queue
         channel = second.default_channel
         try:
@@ -343,7 +345,7 @@ def check_source(source: Place) -> None:
 
     Raises:
         LayoutConflict: Another layout is declared under its prefix.
-        TopologyIncomplete: Nothing of it exists.
+        TopologyIncomplete: None of its queues exists.
         OSError: The broker cannot be reached.
     """
     with source.connection.clone(heartbeat=0) as own:
@@ -355,8 +357,21 @@ def check_source(source: Place) -> None:
 
 
 def waiting(place: Place) -> dict[str, int]:
-    """Return how many messages are in each queue of a topology that has some."""
-    with place.connection.clone(heartbeat=0) as own:
+    """Return how many messages are ready in each queue of a topology that has some."""
+    return ready_in(place.connection, place.topology.queues)
+
+
+def ready_in(connection: Connection, queues: Sequence[Queue]) -> dict[str, int]:
+    """Return how many messages are ready in each of several queues that has some.
+
+    Args:
+        connection: A connection to the broker; another one like it is opened.
+        queues: The queues; missing ones are skipped.
+
+    Raises:
+        OSError: The broker cannot be reached.
+    """
+    with connection.clone(heartbeat=0) as own:
         own.connect()
-        counts = queue_counts(own, place.topology.queues)
+        counts = queue_counts(own, queues)
     return {name: found.messages for name, found in counts.items() if found and found.messages}

@@ -1,10 +1,10 @@
 """Moves messages from queues to another place: publish, wait for the confirm, acknowledge.
 
-If the process dies, the broker gives back what was not acknowledged. Some of it may have been
-confirmed already and exists twice then; nothing is lost, and the move can be started again.
+If the process dies, the broker requeues the unacknowledged messages. Some of them may have been
+confirmed already and then exist twice. No message is lost, and the move can be started again.
 
-What a consumer of a quorum queue holds does not expire. The time that a message still has to wait
-is therefore computed when it is published, from its due time.
+Messages that a consumer of a quorum queue holds do not expire. The remaining delay of a message is
+therefore computed from its due time when it is published.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 __all__ = ["Convert", "Moved", "Mover", "Stay", "Target"]
 
 #: Messages that are taken from all queues together before one is acknowledged; at a limited rate,
-#: those of a second. A message that comes due meanwhile is late by the time that these take.
+#: the messages of one second. A message that comes due meanwhile is late by the time that it takes
+#: to move them.
 TAKEN_AHEAD: Final = 4000
 
-#: Messages that are taken from each queue at least.
+#: The fewest messages that are taken from each queue.
 TAKEN_OF_A_QUEUE: Final = 10
 
-#: How many messages may stay in their queues. They are taken, and given back in the end.
+#: How many messages may stay in their queues. They are held unacknowledged and requeued at the end.
 MOST_STAYING: Final = 200_000
 
 #: Seconds after which empty queues are asked once more: a message may be between two of them.
 SETTLE: Final = 2.0
 
-#: Acknowledgements that are written together, and seconds for which one waits for others. What is
-#: confirmed and not acknowledged exists twice if the process dies.
+#: Acknowledgements that are written together, and seconds for which one waits for others. Messages
+#: that are confirmed and not acknowledged exist twice if the process dies.
 ACKNOWLEDGED_TOGETHER: Final = 100
 ACKNOWLEDGED_AFTER: Final = 0.02
 
-#: Seconds of a pause that are caught up with, at a limited rate.
+#: Seconds of a pause that a limited rate makes up for.
 CATCH_UP: Final = 0.1
 
-#: Rounds in which no message comes from queues that have some, until the move ends: another
-#: consumer may have them for itself.
+#: Rounds without a message from queues that have some, after which the move ends: another consumer
+#: may receive them.
 MOST_IDLE_ROUNDS: Final = 3
 
-#: Lost connections to the source, with nothing moved in between, until the move ends.
+#: Lost connections to the source, with no message moved in between, after which the move ends.
 MOST_LOSSES: Final = 5
 
 #: Seconds between two attempts to connect to the source again.
@@ -78,9 +79,9 @@ class Target(NamedTuple):
     Attributes:
         connection: The broker; another connection like it is opened.
         undeliverable: The name of its exchange for messages that cannot be converted.
-        declare: Called with each connection, to declare what is missing.
+        declare: Called with each connection, to declare missing exchanges and queues.
         timeout: Seconds in which it has to confirm a message.
-        window: How many messages are in flight, unconfirmed, at the most.
+        window: The most messages that are in flight, unconfirmed.
     """
 
     connection: Connection
@@ -91,18 +92,18 @@ class Target(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What was moved.
+    """The result of a move.
 
     Attributes:
-        moved: How many messages the target has confirmed, those that went to ``undeliverable``
-            among them.
-        undeliverable: How many went to ``undeliverable``, by the reason.
-        left: How many are still in their queues, by the reason.
-        copies: How many of those moved may still be in their queues as well: the source was lost
-            before they were acknowledged.
-        seconds: How long it took.
-        finished: Whether the queues were empty in the end, except for what is left; with
-            ``follow``, always.
+        moved: How many messages the target has confirmed, including those that went to
+            ``undeliverable``.
+        undeliverable: How many messages went to ``undeliverable``, by the reason.
+        left: How many messages are still in their queues, by the reason.
+        copies: How many of the moved messages may still be in their queues as well, because the
+            connection to the source was lost before they were acknowledged.
+        seconds: The duration of the move.
+        finished: Whether the queues were empty at the end, except for the messages in ``left``;
+            with ``follow``, always True.
     """
 
     moved: int
@@ -114,19 +115,19 @@ class Moved(NamedTuple):
 
 
 class Mover:
-    """Empties queues. For one call of :meth:`move`.
+    """Empties queues, in one call of :meth:`move`.
 
     Args:
         source: The broker that the queues are on; another connection like it is opened.
-        queues: The names of the queues; those that do not exist are passed over.
+        queues: The names of the queues; missing ones are skipped.
         target: Where the messages go.
         convert: Returns what to publish for a message.
-        rate: How many messages are moved a second at the most; None for no limit.
-        show: Called with how many are moved, and how many there are as far as is known.
+        rate: The most messages that are moved in a second; None for no limit.
+        show: Called with the number of moved messages and the number of all known messages.
 
     Attributes:
         moved: How many messages are moved so far.
-        stopping: Set to end the move; what is in flight is confirmed first.
+        stopping: Set to end the move; messages in flight are confirmed first.
     """
 
     def __init__(
@@ -164,36 +165,19 @@ class Mover:
         """Move messages until all queues are empty, or ``stopping`` is set.
 
         Args:
-            follow: Keep running when they are empty, to move what producers still publish. It ends
-                once a message stays: what is held does not expire.
+            follow: Keep running when the queues are empty, to move messages that producers still
+                publish. The move ends once a message stays, because a held message does not expire.
 
         Raises:
             PublishError: The target takes no messages any more.
-            OSError: A broker cannot be reached, its connection was lost, or it refuses to let a
-                queue be read. Messages that are not moved remain in their queues.
-            amqp.AMQPError: A broker refuses the connection, or what has to be declared.
+            OSError: A broker cannot be reached, its connection was lost, or it does not let a queue
+                be read. Messages that are not moved remain in their queues.
+            amqp.AMQPError: A broker refuses the connection or a declaration.
         """
-        began, idle_rounds, finished = time.monotonic(), 0, False
-        was_empty = False
+        began = time.monotonic()
         try:
             self._source.open()
-            while not self.stopping.is_set() and not self._is_full:
-                ready = self._with_source(lambda: self._source.ready(self._queues))
-                taken = self._taken
-                if ready and idle_rounds < MOST_IDLE_ROUNDS:
-                    self._move_ready(ready)
-                    idle_rounds = 0 if self._taken > taken else idle_rounds + 1
-                elif ready:
-                    self._left["no message comes, another consumer may have it"] += sum(
-                        ready.values()
-                    )
-                    break
-                elif was_empty and not (follow and not self._left):
-                    finished = True
-                    break
-                if self._taken == taken:
-                    self.stopping.wait(SETTLE)
-                was_empty = not ready
+            finished = self._move_until_empty(follow)
         finally:
             self._source.close()
             self._publisher.close()
@@ -201,6 +185,31 @@ class Mover:
         return Moved(
             self.moved, self._undeliverable, self._left, self._copies, seconds, finished or follow
         )
+
+    def _move_until_empty(self, follow: bool) -> bool:
+        """Move messages in rounds; return whether the queues were empty twice in a row."""
+        was_empty, idle_rounds = False, 0
+        while not self.stopping.is_set() and not self._is_full:
+            ready = self._with_source(lambda: self._source.ready(self._queues))
+            if not ready:
+                keeps_running = follow and not self._left
+                if was_empty and not keeps_running:
+                    return True
+                was_empty = True
+                self.stopping.wait(SETTLE)
+                continue
+            was_empty = False
+            if idle_rounds == MOST_IDLE_ROUNDS:
+                self._left["no message comes, another consumer may have it"] += sum(ready.values())
+                return False
+            taken_before = self._taken
+            self._move_ready(ready)
+            if self._taken > taken_before:
+                idle_rounds = 0
+            else:
+                idle_rounds += 1
+                self.stopping.wait(SETTLE)
+        return False
 
     @property
     def _is_full(self) -> bool:
@@ -216,7 +225,7 @@ class Mover:
         self._publish()
         self._try_source(self._source.acknowledge)
         self._try_source(self._source.cancel)
-        # Messages that had come before the consumers were cancelled.
+        # Messages that arrived before the consumers were cancelled.
         self._publish()
         self._try_source(self._source.acknowledge)
         self._show(self.moved, self._known)
@@ -231,7 +240,7 @@ class Mover:
             self._acknowledge_some()
             taken = self._try_source(self._source.take)
             if taken is None:
-                # If the source is lost, what is in flight is confirmed first.
+                # If the source is lost, messages in flight are confirmed first.
                 return
             self._taken += 1
             publication = self._publication(taken)
@@ -260,7 +269,7 @@ class Mover:
             outgoing = Outgoing("", "", taken.message)
             return to_undeliverable(self._target.undeliverable, outgoing, str(error)), str(error)
         except Exception as error:
-            # One message, which anybody may have written, does not end the move.
+            # A single message, which anybody may have published, does not end the move.
             raise Stay(f"it cannot be converted: {shortened(error)}") from error
 
     def _acknowledge_some(self) -> None:
@@ -271,7 +280,7 @@ class Mover:
 
     def _keep_to_the_rate(self) -> None:
         now = time.monotonic()
-        # After a pause, it catches up a little.
+        # After a pause, a little of the lost time is made up for.
         self._next_at = max(self._next_at, now - CATCH_UP) + self._interval
         if self._next_at > now:
             self.stopping.wait(self._next_at - now)
@@ -301,7 +310,7 @@ class Mover:
         return None
 
     def _with_source(self, call: Callable[[], _Result]) -> _Result:
-        """Call the source; if it is lost, connect again first, as long as a time-out takes."""
+        """Call the source; while it is lost, connect again first, until the time-out is over."""
         until = time.monotonic() + self._target.timeout
         while True:
             try:
@@ -309,7 +318,7 @@ class Mover:
                     self._count_loss()
                     self._copies += len(self._source.to_acknowledge)
                     self._source.open()
-                    # The broker has given back all that was taken; it is delivered again.
+                    # The broker has requeued all messages that were taken, and delivers them again.
                     self._left.clear()
                     self._lost = None
                 return call()

@@ -1,4 +1,4 @@
-"""Deleting undeliverable messages; those that are not meant keep their order."""
+"""Deletes chosen undeliverable messages; the others keep their order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def purge(
     """Delete undeliverable messages.
 
     Args:
-        connection: Where; a connection like it is opened.
+        connection: A connection to the broker; another one like it is opened.
         topology: The topology whose messages are deleted.
-        matches: Returns whether a message is meant.
-        limit: How many messages are deleted at most; None: all.
-        dry_run: Whether only to count them.
-        progress: Called with the report now and then, and at the end.
+        matches: Returns whether a message is chosen.
+        limit: The most messages that are deleted; None for all.
+        dry_run: Whether to count the messages only.
+        progress: Called with the report during the deletion and at its end.
 
     Returns:
         The report. If the broker goes away after the start, the report says so.

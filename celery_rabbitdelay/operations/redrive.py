@@ -1,7 +1,7 @@
-"""Redriving: messages leave ``undeliverable`` and are published into the levels again.
+"""Redrives messages: publishes them into the levels, and removes them from ``undeliverable``.
 
-Each message is published and confirmed first, and acknowledged then. If the program dies between
-the two, the broker has the message twice, but never loses it. The messages that stay keep their
+A message is acknowledged only after the broker has confirmed it in the levels. If the process dies
+in between, the broker has the message twice, but never loses it. The messages that stay keep their
 order.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["redrive"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a rate makes up for at most, after the broker was slow.
+#: The longest delay of a slow broker that a limited rate makes up for, in seconds.
 MOST_BEHIND: Final = 1.0
 
 
@@ -47,25 +47,26 @@ def redrive(
     redeclare: Declaration | None = None,
     progress: Progress = lambda report: None,
 ) -> RemovalReport:
-    """Publish undeliverable messages into the levels, and take them out of ``undeliverable``.
+    """Publish undeliverable messages into the levels, and remove them from ``undeliverable``.
 
-    Only those that are there at the start are read, so that a message which comes back at once is
-    not redriven twice. Messages that another consumer has at this moment are left out. With a
-    limit, those that were read and stay stand behind the others afterwards.
+    Only messages that are in the queue at the start are read, so that a message that comes back at
+    once is not redriven twice. Messages that another consumer holds at this moment are left out.
+    With a limit, messages that were read and stay stand behind the others afterwards.
 
     Args:
-        connection: Where; connections like it are opened for reading and for publishing.
+        connection: A connection to the broker; others like it are opened to read and to publish.
         topology: The topology whose messages are redriven.
-        redriving: Decides what is published for each message.
-        matches: Returns whether a message is meant.
-        limit: How many messages are published at most; None: all.
-        rate: How many messages are published in a second at most; an envelope counts as one. None:
-            as many as possible.
-        dry_run: Whether only to report what would be done.
-        policy: How long, and how often, each is tried, and how many are in flight.
-        declare: Called with each new connection that publishes, to declare what is missing.
+        redriving: Converts each message.
+        matches: Returns whether a message is chosen.
+        limit: The most messages that are published; None for all.
+        rate: The most messages that are published in a second; an envelope counts as one. None for
+            no limit.
+        dry_run: Whether to report only, and publish nothing.
+        policy: How long and how often to try each message, and how many are in flight.
+        declare: Called with each new connection that publishes, to declare missing exchanges and
+            queues.
         redeclare: Called if the levels do not take a message, which is then published once more.
-        progress: Called with the report now and then, and at the end.
+        progress: Called with the report during the redrive and at its end.
 
     Returns:
         The report. If the broker goes away after the start, the report says so.
@@ -82,7 +83,7 @@ def redrive(
             if dry_run:
                 report.removed = sum(1 for _ in run.outgoing())
             else:
-                # Without heartbeats: while messages are read that are not meant, none is published.
+                # Without heartbeats: nothing is published while messages are read and not chosen.
                 publisher = Publisher(connection.clone(heartbeat=0))
                 try:
                     publisher.publish_all(
@@ -105,10 +106,10 @@ class _Run:
     """One call of :func:`redrive`.
 
     Args:
-        removal: Takes the messages out of the queue.
-        redriving: Decides what is published for each.
+        removal: Removes the messages from the queue.
+        redriving: Converts each message.
         frame_max: The bytes of a frame of the connection.
-        limit: How many messages are published at most.
+        limit: The most messages that are published.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class _Run:
         self._limit = limit
 
     def outgoing(self) -> Iterator[Publication]:
-        """Yield what to publish for each message that is to leave; count those that stay."""
+        """Yield a publication for each message that may leave; count those that stay."""
         number = 0
         for message in self._removal.matching():
             try:
@@ -141,7 +142,7 @@ class _Run:
                 return
 
     def publications(self, rate: float | None) -> Iterator[Publication]:
-        """Yield what is published, no faster than it may be."""
+        """Yield the publications, at the given rate at most."""
         next_at = time.monotonic()
         for publication in self.outgoing():
             if rate is not None:
@@ -151,7 +152,7 @@ class _Run:
             yield publication
 
     def done(self, publication: Publication) -> None:
-        """Let a message leave the queue once it is confirmed."""
+        """Remove a message from the queue once it is confirmed."""
         self.in_flight -= 1
         error = publication.error
         if error is None:

@@ -1,7 +1,7 @@
-"""Messages leave ``undeliverable``: which ones, and the report on them.
+"""Removes chosen messages from ``undeliverable``, and reports on the removal.
 
-:mod:`.redrive` and :mod:`.purge` share this: reading up to what was there at the start, choosing,
-acknowledging, and going on to the report when the broker goes away.
+Shared by :mod:`.redrive` and :mod:`.purge`: reading the messages that were there at the start,
+choosing and acknowledging them, and reporting even if the broker goes away.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ __all__ = ["Matches", "Progress", "Removal", "RemovalReport"]
 #: Seconds between two reports on the progress.
 REPORT_EVERY: Final = 0.2
 
-#: How many reasons why messages stay are counted each for itself: anybody can make up reasons.
+#: How many reasons are counted separately: anybody can make up reasons.
 MOST_REASONS: Final = 200
 
-#: Stands for all further ones.
+#: The name under which all further reasons are counted.
 OTHER_REASONS: Final = "other reasons"
 
 
 @dataclass
 class RemovalReport:
-    """What was done with the undeliverable messages so far.
+    """The progress, and in the end the result, of a removal.
 
     Attributes:
-        present: How many there were at the start; None if the user may not ask.
+        present: The number of messages at the start; None if the user may not ask.
         examined: How many of them were read.
-        matched: How many of those are meant.
-        removed: How many have left the queue: published again and confirmed, or deleted. In a dry
-            run, how many would have.
-        left: How many of those that are meant stay, by the reason why.
-        uncertain: How many may be both published and still there, because a connection was lost;
-            each of them may come twice.
-        stopped: Why it ended before the last message; None if it did not.
-        seconds: How long it took.
+        matched: How many of the read messages were chosen.
+        removed: How many messages have left the queue: published again and confirmed, or deleted.
+            In a dry run, how many would have left it.
+        left: How many of the chosen messages stay, by the reason.
+        uncertain: How many messages may be published and still be in the queue, because a
+            connection was lost; each of them may come twice.
+        stopped: The reason for ending before the last message; None at a regular end.
+        seconds: The duration.
     """
 
     present: int | None = None
@@ -60,7 +60,7 @@ class RemovalReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all messages that are meant have left the queue, or would have."""
+        """Whether all chosen messages have left the queue, or would have left it."""
         return self.stopped is None and not self.left
 
     def leave(self, reason: str) -> None:
@@ -70,20 +70,20 @@ class RemovalReport:
         self.left[reason] = self.left.get(reason, 0) + 1
 
 
-#: Returns whether a message is meant; see :class:`.UndeliverableFilter`.
+#: Returns whether a message is chosen; see :class:`.UndeliverableFilter`.
 Matches: TypeAlias = Callable[[UndeliverableMessage], bool]
 
-#: Called with the report now and then, and at the end.
+#: Called with the report every :data:`REPORT_EVERY` seconds, and at the end.
 Progress: TypeAlias = Callable[[RemovalReport], None]
 
 
 class Removal:
-    """Takes messages out of ``undeliverable``.
+    """Removes messages from ``undeliverable``.
 
     Args:
-        reader: Reads them.
+        reader: Reads the messages.
         topology: The topology.
-        matches: Returns whether a message is meant.
+        matches: Returns whether a message is chosen.
         progress: Called with the report.
 
     Attributes:
@@ -102,7 +102,7 @@ class Removal:
 
     @contextmanager
     def reporting(self) -> Iterator[RemovalReport]:
-        """Acknowledge in the end what is left to acknowledge, and report, whatever happens."""
+        """At the end of the block, write the last acknowledgements and report, even on an error."""
         self.report.present = self._reader.ready()
         try:
             yield self.report
@@ -115,9 +115,9 @@ class Removal:
             self._report()
 
     def matching(self) -> Iterator[amqp.Message]:
-        """Yield those of the messages that were there at the start which are meant.
+        """Yield the chosen messages among those that were in the queue at the start.
 
-        Ends early, and notes why, if the broker goes away or reading takes too long.
+        If the broker goes away or reading takes too long, it ends early and notes the reason.
         """
         present = self.report.present
         most = LIMIT if present is None else min(present, LIMIT)

@@ -1,4 +1,4 @@
-"""Takes messages from queues, to acknowledge them once they are somewhere else."""
+"""Takes messages from queues, to acknowledge them once they are published elsewhere."""
 
 from __future__ import annotations
 
@@ -6,37 +6,33 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import amqp
 from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.operations.consumer_connection import BARRIERS, ConsumerConnection
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
-from celery_rabbitdelay.publishing.wire import Wire, ack_frames, requeue_all_frame
+from celery_rabbitdelay.publishing.wire import ack_frames
 
 __all__ = ["Source", "SourceLost", "SourceRefused", "Taken"]
 
-#: How often the queues are asked something before the channel is closed, so that they have all
-#: acknowledgements by then: a channel passes only some at a time to a quorum queue, and forgets the
-#: others when it is closed (measured on 3.10.8).
-BARRIERS: Final = 3
 
 #: Seconds without a message until :meth:`Source.take` returns.
 SILENCE: Final = 0.2
 
 
 class SourceLost(OSError):
-    """The connection to the source is lost: the broker has given back all that was taken."""
+    """The connection to the source is lost; the broker has requeued all unacknowledged messages."""
 
 
 class SourceRefused(OSError):
-    """The broker does not let a queue be read: no permission, or an exclusive consumer has it."""
+    """The broker does not let a queue be read: no permission, or it has an exclusive consumer."""
 
 
 class Taken(NamedTuple):
-    """A message that was taken.
+    """A message that was taken from its queue and is not acknowledged.
 
     Attributes:
         message: The message.
@@ -50,14 +46,14 @@ class Taken(NamedTuple):
 
 
 class Source:
-    """A connection on which messages are taken from queues.
+    """Takes messages from queues, on one connection after the other.
 
     Args:
         like: A connection to the broker; others like it are opened.
         timeout: Seconds that an answer of the broker may take.
 
     Attributes:
-        number: The number of the open connection; delivery tags belong to one of them.
+        number: The number of the open connection; a delivery tag belongs to one connection.
         to_acknowledge: The delivery tags of messages that :meth:`acknowledge` acknowledges.
     """
 
@@ -71,12 +67,17 @@ class Source:
         self._consumers = 0
         self._consumed: set[str] = set()
         self._consumer_tags: list[str] = []
-        self._connection: Connection | None = None
+        self._opened: ConsumerConnection | None = None
+
+    @property
+    def _own(self) -> ConsumerConnection:
+        assert self._opened is not None, "the source is not open"
+        return self._opened
 
     @property
     def frame_max(self) -> int:
         """The largest frame, in bytes."""
-        return self._wire.frame_max
+        return self._own.frame_max
 
     def open(self) -> None:
         """Open a connection; drop the former one.
@@ -86,24 +87,15 @@ class Source:
             amqp.AMQPError: It refuses the connection.
         """
         self._drop()
-        # Without heartbeats: nothing is read from it while the messages are published.
-        own = self._like.clone(heartbeat=0)
-        reading_unreadable_properties(own)
-        own.connect()  # tries once, where a channel of kombu's would try for ever
-        self._connection, self._wire = own, Wire(own)
+        self._opened = ConsumerConnection(self._like, self._timeout)
         self.number += 1
         with self._errors():
-            self._channel = cast(Any, own.channel())
-        # Bodies stay bytes.
-        self._channel.auto_decode = False
-        version = str(own.connection.server_properties.get("version", "0"))
-        self._is_4 = int(version.partition(".")[0]) >= 4
+            self._own.open_channel()
 
     def ready(self, queues: Sequence[str]) -> dict[str, int]:
-        """Return how many messages wait in each queue that has some."""
-        assert self._connection is not None, "the source is not open"
+        """Return how many messages are ready in each queue that has some."""
         with self._errors():
-            counts = queue_counts(self._connection, [Queue(name) for name in queues])
+            counts = queue_counts(self._own.connection, [Queue(name) for name in queues])
         return {name: found.messages for name, found in counts.items() if found and found.messages}
 
     def consume(self, queues: Sequence[str], prefetch: int) -> None:
@@ -114,20 +106,20 @@ class Source:
 
         Args:
             queues: Their names.
-            prefetch: How many messages are taken from each before one is acknowledged; what former
-                calls have taken does not count.
+            prefetch: How many messages are taken from each before one is acknowledged, not counting
+                those of former calls.
 
         Raises:
             SourceRefused: The broker refuses one of them.
         """
         self._consumed.update(queues)
         with self._errors():
-            self._channel.basic_qos(0, prefetch, False)
+            self._own.channel.basic_qos(0, prefetch, False)
             for number, queue in enumerate(queues, 1):
                 self._consumers += 1
                 tag = f"rabbitdelay-{self._consumers}"
                 self._consumer_tags.append(tag)
-                self._channel.basic_consume(
+                self._own.channel.basic_consume(
                     queue,
                     tag,
                     callback=partial(self._on_message, queue),
@@ -140,12 +132,11 @@ class Source:
         self._received.append(Taken(message, queue, self.number))
 
     def take(self) -> Taken | None:
-        """Return the next message; None if none has come for :data:`SILENCE` seconds."""
+        """Return the next message; None if no message arrives for :data:`SILENCE` seconds."""
         if not self._received:
-            assert self._connection is not None, "the source is not open"
             with suppress(TimeoutError), self._errors():
                 while not self._received:
-                    self._connection.drain_events(timeout=SILENCE)
+                    self._own.connection.drain_events(timeout=SILENCE)
         return self._received.popleft() if self._received else None
 
     def acknowledge(self) -> None:
@@ -153,54 +144,45 @@ class Source:
         if not self.to_acknowledge:
             return
         with self._errors():
-            frames = ack_frames(self._channel.channel_id, self.to_acknowledge)
-            self._wire.write(frames, self._timeout)
+            self._own.write(ack_frames(self._own.channel.channel_id, self.to_acknowledge))
             self.to_acknowledge = []
 
     def cancel(self) -> None:
-        """Cancel the consumers; messages that have come already are still returned by ``take``."""
+        """Cancel the consumers; ``take`` still returns messages that have arrived already."""
         with self._errors():
             while self._consumer_tags:
-                self._channel.basic_cancel(self._consumer_tags.pop())
+                self._own.channel.basic_cancel(self._consumer_tags.pop())
 
     def close(self) -> None:
-        """Give back what was not acknowledged, and close the connection."""
+        """Requeue the messages that are not acknowledged, and close the connection."""
         with suppress(OSError):
-            if self._connection is not None:
+            if self._opened is not None:
                 self.cancel()
                 self.acknowledge()
                 for _ in range(BARRIERS):
                     self.ready(sorted(self._consumed))
-                self._give_back()
+                with self._errors():
+                    self._own.give_back(self._last_tag)
         self._drop()
-
-    def _give_back(self) -> None:
-        with self._errors():
-            if self._last_tag and self._is_4:
-                # On RabbitMQ 4.3, a closed channel counts as a failed delivery, and this does not.
-                frame = requeue_all_frame(self._channel.channel_id, self._last_tag)
-                self._wire.write(frame, self._timeout)
-            self._channel.close()
 
     def _drop(self) -> None:
         self.to_acknowledge, self._consumer_tags, self._last_tag = [], [], 0
         self._received.clear()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(*connection.connection_errors, *connection.channel_errors):
-                connection.release()
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with suppress(*opened.errors):
+                opened.connection.release()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Bound each wait for an answer; raise errors but a time-out as one of the two above."""
-        assert self._connection is not None, "the source is not open"
-        errors = (*self._connection.connection_errors, *self._connection.channel_errors)
+        own = self._own
         try:
-            with self._wire.answers_within(self._timeout):
+            with own.answers_in_time():
                 yield
         except TimeoutError:
             raise
-        except errors as lost:
+        except own.errors as lost:
             # A queue that does not exist may have been deleted a moment ago.
             is_refused = isinstance(lost, amqp.ChannelError) and not isinstance(lost, NotFound)
             raise (SourceRefused if is_refused else SourceLost)(str(lost)) from lost

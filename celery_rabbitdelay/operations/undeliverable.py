@@ -1,4 +1,4 @@
-"""The messages in ``undeliverable``, read without taking them away: a copy of each."""
+"""Reads the messages in ``undeliverable`` as copies; the messages stay in the queue."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = [
     "undeliverable_messages",
 ]
 
-#: How many messages are read at most, unless the caller says otherwise. The broker needs some 200
-#: bytes for each until it gets it back (measured on 3.10.8, 4.0.5 and 4.3.6).
+#: How many messages are read at most by default. The broker needs some 200 bytes for each one until
+#: it is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
 LIMIT: Final = 1_000_000
 
 
@@ -38,8 +38,8 @@ class UndeliverableMessage(NamedTuple):
         found: Its task, its queue and due time, and why it could not be delivered.
         headers: Its headers.
         body: Its body.
-        exchange: The exchange that it was published to, the last time.
-        routing_key: The routing key that it was published with, the last time.
+        exchange: The exchange that it was last published to.
+        routing_key: The routing key that it was last published with.
         properties: Its other properties.
     """
 
@@ -54,17 +54,17 @@ class UndeliverableMessage(NamedTuple):
 def undeliverable_messages(
     connection: Connection, topology: Topology, limit: int = LIMIT
 ) -> Generator[UndeliverableMessage, None, None]:
-    """Yield a copy of each message in ``undeliverable``, oldest first; all of them stay there.
+    """Yield a copy of each message in ``undeliverable``, oldest first; the messages stay there.
 
-    Messages that another consumer has at this moment are left out.
+    Messages that another consumer holds at this moment are left out.
 
     Args:
-        connection: Where; the messages are read on another connection like it.
+        connection: A connection to the broker; another one like it is opened.
         topology: The topology whose messages are read.
-        limit: How many messages are read at most.
+        limit: The most messages that are read.
 
     Raises:
-        ReadTooLong: Reading took so long that the broker may have taken messages back.
+        ReadTooLong: Reading took so long that the broker may have requeued messages.
         amqp.exceptions.NotFound: The queue does not exist.
         OSError: The broker cannot be reached, or the connection was lost.
     """

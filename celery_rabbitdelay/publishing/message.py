@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any, Final
 
 import amqp
@@ -15,6 +16,7 @@ __all__ = [
     "PERSISTENT",
     "body_of",
     "headers_of",
+    "kept_properties",
     "shortened",
     "split_priority",
     "task_id_of",
@@ -29,6 +31,18 @@ MAX_PRIORITY: Final = 4
 
 #: AMQP's longest name of an exchange, and its longest routing key, in bytes.
 MAX_SHORTSTR_BYTES: Final = 255
+
+#: The properties of a task's message that are kept when it is published again. Not ``user_id``,
+#: which must be the user of the connection (https://www.rabbitmq.com/docs/validated-user-id).
+KEPT_PROPERTIES: Final = (
+    "priority",
+    "correlation_id",
+    "reply_to",
+    "message_id",
+    "timestamp",
+    "type",
+    "app_id",
+)
 
 #: Maximum characters of a value in an error text.
 MAX_SHOWN_LENGTH: Final = 200
@@ -50,6 +64,18 @@ def task_id_of(message: amqp.Message) -> str:
 def headers_of(message: amqp.Message) -> dict[str, Any]:
     """Return a message's headers; empty if it has none."""
     return dict(message.properties.get("application_headers") or {})
+
+
+def kept_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties with which a producer publishes a task's message again.
+
+    ``priority`` is always among them: a task without a priority would get 0 otherwise.
+
+    Args:
+        properties: Those of the message that was received.
+    """
+    kept = {name: properties[name] for name in KEPT_PROPERTIES if properties.get(name) is not None}
+    return {"priority": None, **kept}
 
 
 def split_priority(priority: int | None) -> tuple[int | None, dict[str, int]]:

@@ -19,7 +19,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.modules.early import PutBack, pause_ms
 from celery_rabbitdelay.publishing.destination import Destination
-from celery_rabbitdelay.publishing.message import MAX_PRIORITY
+from celery_rabbitdelay.publishing.message import MAX_PRIORITY, kept_properties
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publication import Publication
@@ -31,18 +31,6 @@ from celery_rabbitdelay.worker.loop_actions import Action
 __all__ = ["Early", "PutBackThread", "Waited"]
 
 logger = get_logger(__name__)
-
-#: The properties of a message that are published again. Not ``user_id``, which must be the user of
-#: the connection (https://www.rabbitmq.com/docs/validated-user-id).
-KEPT_PROPERTIES: Final = (
-    "priority",
-    "correlation_id",
-    "reply_to",
-    "message_id",
-    "timestamp",
-    "type",
-    "app_id",
-)
 
 #: Seconds between two attempts to publish a message after a temporary error.
 RETRY_INTERVAL: Final = 1.0
@@ -208,13 +196,7 @@ class PutBackThread(BatchThread[Early]):
         headers: dict[str, Any] = dict(message.headers)
         if "eta" in headers:
             headers["eta"] = None
-        properties: dict[str, Any] = {
-            name: message.properties[name]
-            for name in KEPT_PROPERTIES
-            if message.properties.get(name) is not None
-        }
-        # Otherwise a task without a priority would get 0.
-        properties.setdefault("priority", None)
+        properties = kept_properties(message.properties)
         destination = early.destination
         own = PutBack() if early.waited is None else PutBack(early.waited.times)
         if self._needs_distribution(early, properties["priority"] or 0):

@@ -73,7 +73,7 @@ class Bench:
     """
 
     def __init__(self, broker: RabbitMQServer, one: int, many: int, arrivals: int) -> None:
-        self.url = broker.url
+        self.url, self._ctl = broker.url, broker.ctl
         self.one, self.many, self.number = one, many, arrivals
         #: Microseconds of processor time for each task.
         self.cost: dict[str, list[float]] = {}
@@ -175,8 +175,15 @@ class Bench:
         )
         with worker:
             wait_for(lambda: len(at) == self.number, "all runs", PATIENCE, interval=0.2)
+            # A worker in a thread drops its connection in the end, and the last acknowledgements
+            # with it.
+            wait_for(self._is_acknowledged, "the last acknowledgement", interval=0.2)
         (began, spent_before), (ended, spent) = at[0], at[-1]
         return Figure.of(self.number - 1, ended - began, spent - spent_before)
+
+    def _is_acknowledged(self) -> bool:
+        queues = self._ctl("list_queues", "name", "messages").splitlines()
+        return ["ours", "0"] in [queue.split() for queue in queues]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,7 @@
-"""A private broker with its management API, and what an operator may do to it."""
+"""A private broker with its management API, and the changes that an operator may make to it.
+
+A test module that uses the fixtures imports them and names them in its ``__all__``.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 from uuid import uuid4
 
+import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ManagementUnavailable
@@ -23,6 +28,8 @@ from celery_rabbitdelay.operations.verify.verification import verify
 from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import SHORT
+
+__all__ = ["QUORUM", "Place", "codes_of", "node", "place", "place_on", "wait_until_managed"]
 
 QUORUM = {"x-queue-type": "quorum"}
 
@@ -129,6 +136,21 @@ def place_on(node: RabbitMQServer, queue_type: Any = "quorum") -> Iterator[Place
     finally:
         place.connection.release()
         place.delete("vhosts", place.name)
+
+
+@pytest.fixture(scope="module")
+def node(broker_root: Path | None) -> Iterator[RabbitMQServer]:
+    """A node with its management API."""
+    with RabbitMQServer(broker_root, management=True) as node:
+        wait_until_managed(node)
+        yield node
+
+
+@pytest.fixture
+def place(node: RabbitMQServer) -> Iterator[Place]:
+    """Sound levels and a destination in a virtual host of this test's own."""
+    with place_on(node) as place:
+        yield place
 
 
 def codes_of(report: Report) -> set[str]:

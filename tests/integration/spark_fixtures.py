@@ -22,6 +22,7 @@ from tests.integration.worker import ShopProcess, Worker
 
 __all__ = [
     "APP",
+    "DELAY",
     "driver",
     "notes",
     "registry",
@@ -34,6 +35,9 @@ __all__ = [
 
 #: Where Spark's Python processes find the application.
 APP: Final = "tests.integration.shop:app"
+
+#: Seconds; long enough for Spark to commit before the tasks are due.
+DELAY: Final = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,11 @@ def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
 
 
 def notes(
-    spark: SparkSession, noted: Notes, number: int, delay: str, partitions: int | None = None
+    spark: SparkSession,
+    noted: Notes,
+    number: int,
+    delay: str = f"{DELAY}D",
+    partitions: int | None = None,
 ) -> DataFrame:
     """Return rows for the task ``note``, which is given their numbers.
 

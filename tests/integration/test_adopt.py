@@ -79,6 +79,13 @@ def native_chain(connection: Connection, plain: Any) -> Iterator[list[str]]:
         channel.exchange_delete("celery_delayed_delivery")
 
 
+def put_in_chain(connection: Connection, native_chain: list[str], routing_key: str) -> None:
+    """Publish a message that waits in the chain for an hour."""
+    key = calculate_routing_key(3600, routing_key)
+    connection.Producer().publish({}, exchange="celery_delayed_27", routing_key=key)
+    wait_for(lambda: waiting(connection, native_chain) == 1, "the message in the chain")
+
+
 def adopt(
     configuration: dict[str, Any], command: str, status: int = 0, schema: str = "moved"
 ) -> dict[str, Any]:
@@ -126,9 +133,7 @@ def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
 def test_a_task_whose_queue_is_unknown_stays_in_the_chain(
     configuration: dict[str, Any], connection: Connection, shop: Any, native_chain: list[str]
 ) -> None:
-    key = calculate_routing_key(3600, "somebody.elses")
-    connection.Producer().publish({}, exchange="celery_delayed_27", routing_key=key)
-    wait_for(lambda: waiting(connection, native_chain) == 1, "the message in the chain")
+    put_in_chain(connection, native_chain, "somebody.elses")
     moved = adopt(configuration, "native", status=1)
     reason = "no queue of the application has the routing key 'somebody.elses'"
     assert moved["left"] == {reason: 1}
@@ -232,9 +237,7 @@ def test_tasks_with_an_eta_leave_their_queue_and_others_stay(
 def test_a_dry_run_of_adopt_counts_and_takes_nothing(
     configuration: dict[str, Any], connection: Connection, shop: Any, native_chain: list[str]
 ) -> None:
-    key = calculate_routing_key(3600, "topic.reports")
-    connection.Producer().publish({}, exchange="celery_delayed_27", routing_key=key)
-    wait_for(lambda: waiting(connection, native_chain) == 1, "the message in the chain")
+    put_in_chain(connection, native_chain, "topic.reports")
     told = adopt(configuration, "native --dry-run", schema="waiting")
     assert told == {"waiting": 1, "queues": {"celery_delayed_11": 1}}
     assert waiting(connection, native_chain) == 1

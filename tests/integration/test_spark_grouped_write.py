@@ -19,7 +19,9 @@ from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
 from tests.integration.spark_fixtures import (
     APP,
+    DELAY,
     driver,
+    notes,
     registry,
     settings,
     shop,
@@ -27,7 +29,6 @@ from tests.integration.spark_fixtures import (
     without_registry,
     write,
 )
-from tests.integration.test_spark_write import DELAY, notes
 
 __all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
 

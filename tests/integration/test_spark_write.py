@@ -26,13 +26,15 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from celery_rabbitdelay.spark import dispatch, task_id
 from celery_rabbitdelay.spark.progress import progress_of_partitions
 from celery_rabbitdelay.testing import wait_for
-from tests.integration import away_shop, spark_fixtures
+from tests.integration import away_shop
 from tests.integration.arrivals import count
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
 from tests.integration.spark_fixtures import (
     APP,
+    DELAY,
     driver,
+    notes,
     registry,
     settings,
     shop,
@@ -42,13 +44,6 @@ from tests.integration.spark_fixtures import (
 )
 
 __all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
-
-#: Seconds; long enough for Spark to commit before the tasks are due.
-DELAY = 4.0
-
-
-def notes(spark: SparkSession, noted: Notes, number: int, delay: str = f"{DELAY}D") -> DataFrame:
-    return spark_fixtures.notes(spark, noted, number, delay)
 
 
 def test_each_row_becomes_a_task_that_runs_when_it_is_due(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,22 +27,16 @@ from tests.integration.faults import (
     unbound_digit,
     without_queue,
 )
-from tests.integration.management import Place, codes_of, place_on, wait_until_managed
+from tests.integration.management import (
+    Place,
+    codes_of,
+    node,
+    place,
+    place_on,
+    wait_until_managed,
+)
 
-
-@pytest.fixture(scope="module")
-def node(broker_root: Path | None) -> Iterator[RabbitMQServer]:
-    """A node with its management API."""
-    with RabbitMQServer(broker_root, management=True) as node:
-        wait_until_managed(node)
-        yield node
-
-
-@pytest.fixture
-def place(node: RabbitMQServer) -> Iterator[Place]:
-    """Sound levels and a destination in a virtual host of this test's own."""
-    with place_on(node) as place:
-        yield place
+__all__ = ["node", "place"]
 
 
 def test_nothing_is_found_on_a_sound_broker(place: Place) -> None:

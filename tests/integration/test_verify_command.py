@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,29 +10,15 @@ import pytest
 from celery.platforms import EX_UNAVAILABLE
 
 from celery_rabbitdelay.publishing.declaration import declare_destination
-from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.conftest import LEVELS
-from tests.integration.management import Place, place_on, wait_until_managed
+from tests.integration.management import Place, node, place
 from tests.integration.shop import make_app
 from tests.integration.worker import run_celery
 from tests.json_schemas import checked
 
+__all__ = ["node", "place"]
+
 NOWHERE = "http://guest:very-secret@127.0.0.1:1"
-
-
-@pytest.fixture(scope="module")
-def node(broker_root: Path | None) -> Iterator[RabbitMQServer]:
-    """A node with its management API."""
-    with RabbitMQServer(broker_root, management=True) as node:
-        wait_until_managed(node)
-        yield node
-
-
-@pytest.fixture
-def place(node: RabbitMQServer) -> Iterator[Place]:
-    """A virtual host of this test's own."""
-    with place_on(node) as place:
-        yield place
 
 
 @pytest.fixture

@@ -163,6 +163,22 @@ def test_a_delayed_retry_of_nservicebus_is_not_early() -> None:
     assert due_in(outgoing) > 2000
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"NServiceBus.TimeSent": "yesterday"},
+        {"NServiceBus.TimeSent": "9999-12-31 23:59:59:999999 Z"},
+        {"NServiceBus.Transport.RabbitMQ.DelayInSeconds": "-1"},
+        {"NServiceBus.Transport.RabbitMQ.DelayInSeconds": str(2**28)},
+        {"NServiceBus.Transport.RabbitMQ.DelayInSeconds": "soon"},
+    ],
+)
+def test_a_message_of_nservicebus_without_a_valid_time_waits_as_long_as_its_chain(
+    told: dict[str, str],
+) -> None:
+    assert 20 < due_in(nservicebus(40, 5, datetime.now(UTC), **told)) <= 40.001
+
+
 def test_a_message_of_nservicebus_reaches_nothing_else() -> None:
     with pytest.raises(Stay, match="CC"):
         nservicebus(40, 5, datetime.now(UTC), CC=["celery"])

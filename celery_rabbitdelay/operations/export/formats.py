@@ -14,7 +14,7 @@ from celery_rabbitdelay.operations.export.terraform import as_terraform
 
 __all__ = ["FORMATS", "exported"]
 
-#: What writes each format, from the topology and the name of the virtual host.
+#: The function that writes each format, given the topology and the name of the virtual host.
 FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
     "terraform": as_terraform,
     "definitions": as_definitions,
@@ -30,6 +30,6 @@ def exported(topology: Topology, format_name: str, vhost: str = "/") -> str:
     Args:
         topology: The topology.
         format_name: One of :data:`FORMATS`.
-        vhost: The virtual host; drawings do not name it.
+        vhost: The virtual host, which drawings leave out.
     """
     return FORMATS[format_name](topology, vhost)

@@ -1,7 +1,7 @@
-"""What the drawings show: a node for each exchange, and one for all queues of a level.
+"""A topology as a graph for drawings: a node for each exchange, and one for each level's queues.
 
-Nodes have a place in a grid: the levels are columns, highest first; in the rows stand the
-exchanges, the queues, and the modules around the levels.
+The nodes stand in a grid. Its columns are the levels, highest first. Its rows are the exchanges,
+the queues, and the modules around the levels.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["Edge", "Graph", "Kind", "Line", "Node", "graph"]
 
 Kind: TypeAlias = Literal["end", "exchange", "module", "queue"]
 
-#: ``dead-letter``: from a queue whose messages have expired; ``publish``: by a program; ``route``:
-#: from an exchange.
+#: How messages pass along an edge: expired messages of a queue are dead-lettered, a program
+#: publishes them, or an exchange routes them.
 Line: TypeAlias = Literal["dead-letter", "publish", "route"]
 
 
@@ -25,9 +25,9 @@ class Node(NamedTuple):
     """An exchange, the queues of a level, a module with its queue, or a program.
 
     Attributes:
-        id: A word, different for different nodes.
-        kind: What it is.
-        lines: What is written in it.
+        id: A word, unique in the graph.
+        kind: Its kind.
+        lines: The lines of its text.
         column: Its column, from the left.
         row: Its row: 0 for exchanges, 1 for queues, 2 for modules.
     """
@@ -40,13 +40,13 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Messages go from one node to another.
+    """An edge along which messages go from one node to another.
 
     Attributes:
-        source: The id of the one.
-        target: The id of the other.
-        label: Which messages: the digits of the routing key from this level on.
-        line: By what.
+        source: The id of the first node.
+        target: The id of the second node.
+        label: The messages that take it: the digits of their routing key from this level on.
+        line: How they pass.
     """
 
     source: str
@@ -56,7 +56,7 @@ class Edge(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A drawing of a topology.
+    """A topology as a graph.
 
     Attributes:
         title: Its title.
@@ -70,7 +70,7 @@ class Graph(NamedTuple):
 
 
 def graph(topology: Topology) -> Graph:
-    """Return the drawing of a topology. All shards of a digit are in one node."""
+    """Return the graph of a topology. All shards of a digit are in one node."""
     layout = topology.layout
     title = (
         f"{topology.prefix}: {layout.name}, zeros passed by {layout.zeros}, "
