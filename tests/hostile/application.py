@@ -16,7 +16,7 @@ from kombu import Queue
 
 from celery_rabbitdelay import Celery
 from tests.celery_process import CeleryProcess
-from tests.hostile.kinds import ALLOWED, MAX_BODY, TASKS
+from tests.hostile.kinds import ALLOWED, EXPIRED, MAX_BODY, TASKS
 
 __all__ = ["AttackedWorker", "make_app"]
 
@@ -31,11 +31,12 @@ def make_app(settings: dict[str, Any]) -> Celery:
     prefix = settings["prefix"]
     app = Celery("attacked", broker=settings["broker_url"], set_as_current=False)
     quorum = {"x-queue-type": "quorum"}
+    expires = {"x-dead-letter-exchange": f"{prefix}.{EXPIRED}"}
     app.conf.update(
         task_default_queue=f"{prefix}.{TASKS}",
         task_queues=[
-            Queue(f"{prefix}.{name}", routing_key=f"{prefix}.{name}", queue_arguments=quorum)
-            for name in (TASKS, ALLOWED)
+            Queue(name, routing_key=name, queue_arguments={**quorum, **further})
+            for name, further in ((f"{prefix}.{TASKS}", {}), (f"{prefix}.{ALLOWED}", expires))
         ],
         task_ignore_result=True,
         worker_hijack_root_logger=False,

@@ -22,7 +22,7 @@ from celery_rabbitdelay.testing import wait_for
 from tests.hostile.application import AttackedWorker, make_app
 from tests.hostile.client import Client
 from tests.hostile.honest import Honest
-from tests.hostile.kinds import ALLOWED, FORBIDDEN, TASKS, hostile_messages
+from tests.hostile.kinds import ALLOWED, EXPIRED, FORBIDDEN, TASKS, hostile_messages
 
 __all__ = ["MAX_GROWTH", "Account", "attack"]
 
@@ -35,6 +35,9 @@ PATIENCE: Final = 1_800.0
 
 #: What ends a worker's connection, in its log.
 TROUBLE: Final = ("connects again", "Connection to broker lost", "Unrecoverable error")
+
+#: The queues beside those of the levels.
+NAMES: Final = (TASKS, ALLOWED, EXPIRED, FORBIDDEN)
 
 _MARK: Final = re.compile(rb"#(\d{8})")
 
@@ -52,7 +55,7 @@ class Account:
         kinds: For each kind, how many.
         names: The kind of each message.
         lost: The messages that were confirmed and lie nowhere.
-        doubled: How many lie in several places, or several times in one.
+        doubled: For each kind, how many lie in several places, or several times in one.
         astray: How many messages reached what nobody may reach.
         lateness: For each way of honest tasks, the seconds by which each was late, sorted.
         missing: How many honest tasks did not run.
@@ -69,7 +72,7 @@ class Account:
     kinds: Counter[str] = field(default_factory=Counter)
     names: dict[int, str] = field(default_factory=dict)
     lost: list[tuple[int, str]] = field(default_factory=list)
-    doubled: int = 0
+    doubled: Counter[str] = field(default_factory=Counter)
     astray: int = 0
     lateness: dict[str, list[float]] = field(default_factory=dict)
     missing: int = 0
@@ -95,7 +98,7 @@ class Account:
             f"refused by the broker: {self.refused}; unexpectedly: {self.unexpected}",
             *(f"{place}: {count}" for place, count in self.places.most_common()),
             f"lost: {len(self.lost)} {self.lost[:5]}",
-            f"more than once: {self.doubled}",
+            f"more than once: {dict(self.doubled)}",
             f"astray: {self.astray}",
             *(f"  {count:7} {reason}" for reason, count in self.reasons.most_common()),
             f"worker: {self.rss[0] / 2**20:.0f} MiB before, {self.rss[1] / 2**20:.0f} MiB at most",
@@ -173,13 +176,14 @@ def _declare(connection: Connection, app: Any, topology: Topology) -> None:
     channel = connection.default_channel
     for queue in app.amqp.queues.values():
         declare_destination(connection, topology, queue)
-    name = f"{topology.prefix}.{FORBIDDEN}"
-    Queue(name, Exchange(name, type="fanout"), channel=channel).declare()
+    for name in (FORBIDDEN, EXPIRED):
+        whole = f"{topology.prefix}.{name}"
+        Queue(whole, Exchange(whole, type="fanout"), channel=channel).declare()
 
 
 def _own_queues(topology: Topology) -> dict[str, str]:
     """The queues of a campaign, and what an account calls them."""
-    own = {f"{topology.prefix}.{name}": name for name in (TASKS, ALLOWED, FORBIDDEN)}
+    own = {f"{topology.prefix}.{name}": name for name in NAMES}
     return {
         **{queue.name: "waiting" for queue in topology.queues},
         **own,
@@ -260,7 +264,7 @@ def _settle(
     account.refused, account.unexpected = len(client.refused), client.unexpected
     names = account.names
     account.lost = sorted((number, names[number]) for number in client.confirmed - found.keys())
-    account.doubled = sum(count > 1 for count in found.values())
+    account.doubled = Counter(names[number] for number, count in found.items() if count > 1)
 
 
 def _general(reason: str) -> str:
@@ -280,6 +284,7 @@ def _delete(broker_url: str, topology: Topology) -> None:
     with Connection(broker_url) as connection:
         delete(connection, topology, force=True)
         channel: Any = connection.default_channel
-        for name in (TASKS, ALLOWED, FORBIDDEN):
+        for name in NAMES:
             channel.queue_delete(f"{topology.prefix}.{name}")
-        channel.exchange_delete(f"{topology.prefix}.{FORBIDDEN}")
+        for name in (FORBIDDEN, EXPIRED):
+            channel.exchange_delete(f"{topology.prefix}.{name}")

@@ -81,17 +81,20 @@ class _Confirmed:
         channel.events["basic_ack"].add(self._on_ack)
         self._number: int = channel.channel_id
         self._wire = Wire(connection)
-        self._sent = self._acked = 0
+        self._last_tag = 0
+        self._unconfirmed: set[int] = set()
 
     def publish(self, messages: list[Hostile]) -> None:
         frames = [_frames(self._number, each, self._wire.frame_max) for each in messages]
-        self._sent += len(messages)
+        first, self._last_tag = self._last_tag + 1, self._last_tag + len(messages)
+        self._unconfirmed.update(range(first, self._last_tag + 1))
         self._wire.write(b"".join(frames), PATIENCE)
-        while self._acked < self._sent:
+        while self._unconfirmed:
             self._connection.drain_events(timeout=PATIENCE)
 
     def _on_ack(self, tag: int, multiple: bool) -> None:
-        self._acked = tag if multiple else self._acked + 1
+        upto = [each for each in self._unconfirmed if each <= tag] if multiple else [tag]
+        self._unconfirmed.difference_update(upto)
 
 
 def _batches(messages: Iterable[Hostile]) -> Iterator[list[Hostile]]:

@@ -16,13 +16,25 @@ from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, le
 from tests.hostile.fields import BAD_TEXTS, any_field, array, integer, nested, properties, table
 from tests.hostile.fields import text as field_text
 
-__all__ = ["ALLOWED", "FORBIDDEN", "KINDS", "TASKS", "Hostile", "Kind", "hostile_messages"]
+__all__ = [
+    "ALLOWED",
+    "EXPIRED",
+    "FORBIDDEN",
+    "KINDS",
+    "TASKS",
+    "Hostile",
+    "Kind",
+    "hostile_messages",
+]
 
 #: The queue that check-in may reach, and nobody consumes; the queue of a Celery worker; a queue and
 #: an exchange that nothing may reach.
 ALLOWED: Final = "allowed"
 TASKS: Final = "tasks"
 FORBIDDEN: Final = "forbidden"
+
+#: Where the messages of the allowed queue go that expire there.
+EXPIRED: Final = "expired"
 
 #: The largest body that the worker takes in a campaign.
 MAX_BODY: Final = 2**20
@@ -64,6 +76,16 @@ class Hostile:
     is_refused: bool = False
 
 
+class Draw(Random):
+    """Random numbers, the same ones for the same seed.
+
+    Attributes:
+        mark: What tells the message that is made from all others.
+    """
+
+    mark = b""
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of hostile messages.
@@ -74,22 +96,22 @@ class Kind:
         is_refused: Whether the broker may refuse it.
     """
 
-    make: Callable[[Random, Topology], tuple[str, bytes, bytes, bytes]]
+    make: Callable[[Draw, Topology], tuple[str, bytes, bytes, bytes]]
     weight: float = 10
     is_refused: bool = False
 
 
 def hostile_messages(topology: Topology, count: int, seed: int) -> Iterator[Hostile]:
     """Yield so many messages; the same ones for the same seed."""
-    random = Random(seed)
+    random = Draw(seed)
     names, weights = list(KINDS), [kind.weight for kind in KINDS.values()]
     # Each kind at least once.
     chosen = [*names, *random.choices(names, weights, k=max(count - len(names), 0))][:count]
     random.shuffle(chosen)
     for number, name in enumerate(chosen):
         kind = KINDS[name]
+        mark = random.mark = _NUMBER % number
         exchange, key, content, body = kind.make(random, topology)
-        mark = _NUMBER % number
         marked = body.replace(_PLACE, mark) if _PLACE in body else body + mark
         yield Hostile(number, name, exchange.encode(), key, content, marked, kind.is_refused)
 
@@ -107,22 +129,22 @@ def _forbidden(topology: Topology) -> bytes:
 
 
 def _checked_in(
-    make: Callable[[Random, Topology], Mapping[bytes, bytes]],
-) -> Callable[[Random, Topology], tuple[str, bytes, bytes, bytes]]:
+    make: Callable[[Draw, Topology], Mapping[bytes, bytes]],
+) -> Callable[[Draw, Topology], tuple[str, bytes, bytes, bytes]]:
     """A message for check-in and the allowed queue, with these headers."""
 
-    def made(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+    def made(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
         content = properties(make(random, topology))
         return _checkin(topology), _allowed(topology), content, b"body"
 
     return made
 
 
-def _soon(random: Random) -> bytes:
+def _soon(random: Draw) -> bytes:
     return integer(random.randint(0, 2_000))
 
 
-def _own_headers(random: Random, topology: Topology) -> dict[bytes, bytes]:
+def _own_headers(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     """Forged headers of this package and of the broker, with values of any type."""
     names = OWN_NAMES.split()
     forged = {f"rabbitdelay-{name}".encode() for name in names} | {b"x-delivery-count"}
@@ -130,7 +152,7 @@ def _own_headers(random: Random, topology: Topology) -> dict[bytes, bytes]:
     return {name: _forged_value(random, topology) for name in chosen}
 
 
-def _forged_value(random: Random, topology: Topology) -> bytes:
+def _forged_value(random: Draw, topology: Topology) -> bytes:
     choice = random.random()
     if choice < 0.3:
         return field_text(_forbidden(topology))
@@ -141,7 +163,7 @@ def _forged_value(random: Random, topology: Topology) -> bytes:
     return any_field(random)
 
 
-def _deaths(random: Random, topology: Topology) -> dict[bytes, bytes]:
+def _deaths(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     death = {
         b"queue": field_text(random.choice((b"nowhere", b"\xff", _forbidden(topology)))),
         b"reason": field_text(random.choice((b"rejected", b"\xff"))),
@@ -153,17 +175,17 @@ def _deaths(random: Random, topology: Topology) -> dict[bytes, bytes]:
     return {b"x-delay": _soon(random), b"x-death": array([table(death)])}
 
 
-def _plain(random: Random, topology: Topology) -> dict[bytes, bytes]:
+def _plain(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     return {b"x-delay": _soon(random), b"own": any_field(random)}
 
 
-def _delay(random: Random, topology: Topology) -> dict[bytes, bytes]:
+def _delay(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     texts = (b"1e3", b" 5", b"0x10", b"\xd9\xa3", b"9" * 5_000, b"-1", b"7")
     delays = (field_text(random.choice(texts)), integer(random.choice(DUES)), any_field(random))
     return {b"x-delay": random.choice(delays)}
 
 
-def _not_allowed(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _not_allowed(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     exchanges: tuple[bytes, ...] = (b"celery.pidbox", b"celeryev", b"amq.fanout", b"reply.celery")
     headers = {b"x-delay": _soon(random)}
     if random.random() < 0.5:
@@ -173,17 +195,17 @@ def _not_allowed(random: Random, topology: Topology) -> tuple[str, bytes, bytes,
     return _checkin(topology), _forbidden(topology), properties(headers), b"body"
 
 
-def _bad_key(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _bad_key(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     key = random.choice((*BAD_TEXTS, _allowed(topology) + b"\xff", b"\xff" * 255, b"k" * 255))
     return _checkin(topology), key, properties({b"x-delay": _soon(random)}), b"body"
 
 
-def _bad_names(random: Random, topology: Topology) -> dict[bytes, bytes]:
+def _bad_names(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     names = (b"\xff", b"rabbitdelay-\xff", b"x-death\xff", b"", b"n" * 128, b"headers")
     return {random.choice(names): any_field(random), b"x-delay": _soon(random)}
 
 
-def _bad_properties(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _bad_properties(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     names = ("content_type", "content_encoding", "correlation_id", "reply_to", "message_id", "type")
     short: dict[str, bytes] = {random.choice(names): random.choice(BAD_TEXTS)}
     short["priority"] = bytes((random.randint(0, 255),))
@@ -193,20 +215,20 @@ def _bad_properties(random: Random, topology: Topology) -> tuple[str, bytes, byt
     return _checkin(topology), _allowed(topology), content, b"body"
 
 
-def _deep(random: Random, topology: Topology) -> dict[bytes, bytes]:
+def _deep(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     depth = random.choice((31, 32, 33, 300, 990, 5_000))
     name = random.choice((b"deep", b"headers", b"rabbitdelay-early"))
     return {name: nested(depth, random.random() < 0.5), b"x-delay": _soon(random)}
 
 
-def _nested_headers(random: Random, topology: Topology) -> dict[bytes, bytes]:
+def _nested_headers(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     inner: bytes = table(_own_headers(random, topology))
     for _ in range(random.randint(0, 30)):
         inner = table({b"headers": inner, b"rabbitdelay-due": integer(5)})
     return {b"headers": inner, b"x-delay": _soon(random)}
 
 
-def _wide(random: Random, topology: Topology) -> dict[bytes, bytes]:
+def _wide(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     """Headers as large as a frame, and many times as large once they are read."""
     names = (b"%c%c" % pair for pair in ((a, b) for a in range(33, 127) for b in range(33, 127)))
     choices = (
@@ -217,23 +239,23 @@ def _wide(random: Random, topology: Topology) -> dict[bytes, bytes]:
     return random.choice(choices)()
 
 
-def _large(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _large(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     size = random.choice((MAX_BODY - 9, MAX_BODY + 1, 2 * MAX_BODY))
     content = properties({b"x-delay": _soon(random)})
     return _checkin(topology), _allowed(topology), content, b"\0" * size
 
 
-def _expiring(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _expiring(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     expiration = random.choice((b"0", b"1", b"60000"))
     content = properties({b"x-delay": _soon(random)}, expiration=expiration)
     return _checkin(topology), _allowed(topology), content, b"body"
 
 
-def _sender_selected(random: Random, topology: Topology) -> dict[bytes, bytes]:
+def _sender_selected(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     return {random.choice((b"CC", b"BCC")): array([field_text(_forbidden(topology))])}
 
 
-def _refused_properties(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _refused_properties(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     choices = (
         lambda: pack(">H", random.getrandbits(16)) + random.randbytes(random.randint(0, 60)),
         lambda: pack(">HI", 0x2000, random.choice((2**32 - 1, 1_000))) + b"\1aV",
@@ -251,11 +273,11 @@ def _refused_properties(random: Random, topology: Topology) -> tuple[str, bytes,
 
 
 def _distributed(
-    make: Callable[[Random, Topology], tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]],
-) -> Callable[[Random, Topology], tuple[str, bytes, bytes, bytes]]:
+    make: Callable[[Draw, Topology], tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]],
+) -> Callable[[Draw, Topology], tuple[str, bytes, bytes, bytes]]:
     """A message for distribution, published as if it had left the levels."""
 
-    def made(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+    def made(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
         headers, short, body = make(random, topology)
         exchange, key = topology.route(0, DISTRIBUTION)[:2]
         return exchange, key.encode(), properties(headers, **short), body
@@ -264,7 +286,7 @@ def _distributed(
 
 
 def _forged_destination(
-    random: Random, topology: Topology
+    random: Draw, topology: Topology
 ) -> tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]:
     exchange = random.choice((b"", b"", b"celery.pidbox", b"celeryev", b"amq.topic"))
     headers = {
@@ -277,13 +299,13 @@ def _forged_destination(
 
 
 def _any_headers(
-    random: Random, topology: Topology
+    random: Draw, topology: Topology
 ) -> tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]:
     return _own_headers(random, topology), {}, b"body"
 
 
 def _far_due(
-    random: Random, topology: Topology
+    random: Draw, topology: Topology
 ) -> tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]:
     headers = _to_allowed(topology)
     headers[b"rabbitdelay-due"] = random.choice((integer(random.choice(DUES)), any_field(random)))
@@ -301,64 +323,64 @@ def _to_allowed(topology: Topology) -> dict[bytes, bytes]:
 
 
 def _envelope(
-    random: Random, topology: Topology
+    random: Draw, topology: Topology
 ) -> tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]:
     return _to_allowed(topology), {"content_type": CONTENT_TYPE.encode()}, _packed(random, topology)
 
 
-def _packed(random: Random, topology: Topology) -> bytes:
+def _packed(random: Draw, topology: Topology) -> bytes:
     """The body of an envelope, with something wrong in it."""
-    forbidden = _forbidden(topology).decode()
+    forbidden, mark = _forbidden(topology).decode(), random.mark
     items: dict[str, Callable[[], Any]] = {
-        "forbidden": lambda: Item(b"x", {"rabbitdelay-routing-key": forbidden}),
-        "copied": lambda: Item(b"x", {"CC": [forbidden]}),
-        "unknown": lambda: Item(b"x", {}, {"body": "y", "self": 1, "channel": {}}),
-        "typed": lambda: Item(b"x", {}, {"priority": "high", "content_type": 7}),
-        "large": lambda: Item(b"\0" * (MAX_BODY + 1)),
-        "envelope": lambda: Item(b"x", {}, {"content_type": CONTENT_TYPE}),
-        "huge": lambda: Item(b"x", {"n": 10**300}),
-        "surrogate": lambda: Item(b"x", {"rabbitdelay-routing-key": "\ud800"}),
+        "forbidden": lambda: Item(mark, {"rabbitdelay-routing-key": forbidden}),
+        "copied": lambda: Item(mark, {"CC": [forbidden]}),
+        "unknown": lambda: Item(mark, {}, {"body": "y", "self": 1, "channel": {}}),
+        "typed": lambda: Item(mark, {}, {"priority": "high", "content_type": 7}),
+        "large": lambda: Item(b"\0" * (MAX_BODY + 1) + mark),
+        "envelope": lambda: Item(mark, {}, {"content_type": CONTENT_TYPE}),
+        "huge": lambda: Item(mark, {"n": 10**300}),
+        "surrogate": lambda: Item(mark, {"rabbitdelay-routing-key": "\ud800"}),
     }
     blocks: dict[str, Callable[[], bytes]] = {
         "deep": lambda: length_prefixed(b'{"headers":{"a":' + b"[" * 2_000 + b"]" * 2_000 + b"}}"),
-        "nan": lambda: length_prefixed(b'{"headers":{"a":NaN}}') + length_prefixed(b"x"),
-        "infinite": lambda: length_prefixed(b'{"headers":{"a":1e999}}') + length_prefixed(b"x"),
+        "nan": lambda: length_prefixed(b'{"headers":{"a":NaN}}') + length_prefixed(mark),
+        "infinite": lambda: length_prefixed(b'{"headers":{"a":1e999}}') + length_prefixed(mark),
         "lying": lambda: pack(">I", 2**32 - 1) + b"{}",
         "json": lambda: length_prefixed(random.randbytes(20)),
         "digits": lambda: length_prefixed(b'{"headers":{"a":' + b"9" * 5_000 + b"}}"),
         "wide": lambda: length_prefixed(json.dumps({"headers": {"a": "x" * 2**20}}).encode()),
-        "bomb": lambda: (length_prefixed(b"{}") + length_prefixed(b"\0" * MAX_BODY)) * 4,
+        "bomb": lambda: (
+            (length_prefixed(b"{}") + length_prefixed(b"\0" * (MAX_BODY - 9) + mark)) * 4
+        ),
     }
     choice = random.random()
     if choice < 0.5:
         return Envelope((random.choice(list(items.values()))(),)).pack()
     if choice < 0.9:
         return zlib.compress(length_prefixed(b"{}") + random.choice(list(blocks.values()))())
-    return random.choice((random.randbytes(50), Envelope((Item(b"x"),)).pack()[:-5]))
+    return random.choice((random.randbytes(50), Envelope((Item(mark),)).pack()[:-5]))
 
 
-def _meditated(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _meditated(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     due = random.choice((integer(random.choice(DUES)), any_field(random)))
     content = properties({b"rabbitdelay-due": due, **_own_headers(random, topology)})
     modules = topology.module_queues
     return modules.meditated.name, random.choice((b"nowhere", b"\xff")), content, b"body"
 
 
-def _level(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _level(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     exchange = random.choice(topology.exchanges[1:3]).name
     key = random.choice((b"1.2.nowhere", b"0.0.%nothing", b"9.9.9.9", b"", b"\xff.\xff", b"#.*"))
     return exchange, key, properties(_own_headers(random, topology)), b"body"
 
 
-def _straight_to_undeliverable(
-    random: Random, topology: Topology
-) -> tuple[str, bytes, bytes, bytes]:
+def _straight_to_undeliverable(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     exchange = topology.module_queues.undeliverable.exchange.name
     content = properties({**_own_headers(random, topology), **_deaths(random, topology)})
     return exchange, random.choice(BAD_TEXTS), content, b"body"
 
 
-def _task(random: Random, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _task(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     """A task for the worker's own consumer, which restores it, by distribution."""
     headers = {
         b"task": field_text(b"hostile"),
