@@ -613,7 +613,7 @@ class InvalidManagementURL(RabbitDelayError, ValueError):
     """The URL of RabbitMQ's management API is malformed.
 
     Attributes:
-        url: The URL, without what may be a user and a password.
+        url: The URL, without its password.
     """
 
     def __init__(self, url: str) -> None:

@@ -50,6 +50,7 @@ from celery_rabbitdelay.app.task_sending import TaskSending
 from celery_rabbitdelay.app.waiting_result import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
+from celery_rabbitdelay.publishing.shown_url import without_passwords
 
 __all__ = ["Celery", "install"]
 
@@ -126,6 +127,10 @@ class Celery(celery.Celery):
         reduced: tuple[Any, Any] = super().__reduce__()  # type: ignore[assignment]
         rebuild, (cls, *rest) = reduced
         return _rebuild, (rebuild, installed_on(cls), *rest)
+
+    def bugreport(self) -> str:
+        """Return what ``celery report`` prints; Celery hides the passwords of its own URLs only."""
+        return without_passwords(super().bugreport())
 
     def close(self) -> None:
         """Clean up after the application."""

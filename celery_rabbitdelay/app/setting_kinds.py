@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeGuard, get_args
 
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.publishing.shown_url import HIDDEN, without_password
 
 __all__ = [
     "CLIENT_OPTIONS",
@@ -54,10 +55,19 @@ class Kind(NamedTuple):
     Attributes:
         takes: In words, for the error.
         accepts: Returns whether the setting takes a value.
+        is_secret: Whether a value may contain a password, so that it is not shown as it is.
     """
 
     takes: str
     accepts: Callable[[object], bool]
+    is_secret: bool = False
+
+    def shown(self, value: object) -> object:
+        """Return a value, valid or not, as errors and logs may show it."""
+        if not self.is_secret or not value:
+            return value
+        is_url = isinstance(value, str) and "://" in value
+        return without_password(str(value)) if is_url else HIDDEN
 
 
 def one_of(words: Any) -> Kind:
@@ -85,7 +95,7 @@ def whole_number(maximum: int) -> Kind:
 def optional(kind: Kind) -> Kind:
     """Return what also takes None."""
     takes = f"takes None, or {kind.takes.removeprefix('takes ')}"
-    return Kind(takes, lambda value: value is None or kind.accepts(value))
+    return kind._replace(takes=takes, accepts=lambda value: value is None or kind.accepts(value))
 
 
 def is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
@@ -185,11 +195,15 @@ LAYOUT: Final = Kind(
 )
 
 REDIS_URL: Final = Kind(
-    "takes the URL of a Redis", lambda value: isinstance(value, str) and "://" in value
+    "takes the URL of a Redis",
+    lambda value: isinstance(value, str) and "://" in value,
+    is_secret=True,
 )
 
 CLIENT_OPTIONS: Final = Kind(
-    "takes a mapping of arguments of redis-py's client", lambda value: isinstance(value, Mapping)
+    "takes a mapping of arguments of redis-py's client",
+    lambda value: isinstance(value, Mapping),
+    is_secret=True,
 )
 
 INTERFACE: Final = Kind(

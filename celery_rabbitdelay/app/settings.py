@@ -37,6 +37,7 @@ from celery_rabbitdelay.modules.bounds import (
     Bounds,
 )
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
+from celery_rabbitdelay.publishing.shown_url import HIDDEN
 
 __all__ = ["MODULES", "Settings", "checked_modules", "checked_port", "checked_seconds"]
 
@@ -91,7 +92,7 @@ _KINDS: Final = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Settings:
     """Our part of a Celery configuration; each attribute is the key without ``rabbitdelay_``.
 
@@ -199,13 +200,15 @@ class Settings:
                 continue
             if name not in known:
                 keys = ", ".join(PREFIX + name for name in known)
-                raise InvalidSetting(key, configuration[key], f"no such key; there are {keys}")
+                # Without its value: the key may be meant to be one of a secret.
+                raise InvalidSetting(key, HIDDEN, f"no such key; there are {keys}")
             found[name] = configuration[key]
             as_written[PREFIX + name] = key
         for name in known:
             if name in unread and name not in found:
                 reason = f"the setting is not read from this key, write {key_of(name, namespace)}"
-                raise InvalidSetting(unread[name], configuration[unread[name]], reason)
+                key = unread[name]
+                raise InvalidSetting(key, _KINDS[name].shown(configuration[key]), reason)
         try:
             return cls(**found)
         except InvalidSetting as wrong:
@@ -217,7 +220,7 @@ class Settings:
         for setting in fields(self):
             kind, value = _KINDS[setting.name], getattr(self, setting.name)
             if not kind.accepts(value):
-                raise InvalidSetting(PREFIX + setting.name, value, kind.takes)
+                raise InvalidSetting(PREFIX + setting.name, kind.shown(value), kind.takes)
         for name, without in NEEDS_REGISTRY.items():
             value = getattr(self, name)
             if value != without and self.registry_url is None:
@@ -228,6 +231,10 @@ class Settings:
             raise InvalidSetting(
                 f"{PREFIX}layout", self.layout, f"{wrong} (rabbitdelay_tick = {self.tick!r})"
             ) from wrong
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={kind.shown(getattr(self, name))!r}" for name, kind in _KINDS.items())
+        return f"Settings({', '.join(shown)})"
 
     @cached_property
     def topology(self) -> Topology:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from threading import Event
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import amqp
 import click
 from celery.bin.base import CLIContext
 from celery.exceptions import CeleryCommandException
 from celery.platforms import EX_UNAVAILABLE
+from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.command.parameter_type import ParameterType
 from celery_rabbitdelay.exceptions import InvalidSetting, RabbitDelayError, RegistryRequired
+from celery_rabbitdelay.publishing.shown_url import without_password, without_passwords
 
 __all__ = [
     "BROKER_ERRORS",
     "REFUSED",
+    "broker_at",
     "delays_of",
     "fail",
     "instant_type",
@@ -48,8 +52,8 @@ def delays_of(context: CLIContext) -> RabbitDelay:
     """Return the delays of the application that ``celery -A`` names.
 
     Raises:
-        click.UsageError: Its delays do not wait in RabbitMQ, or a ``rabbitdelay_*`` setting is
-            wrong.
+        click.UsageError: Its delays do not wait in RabbitMQ, the broker's URL is malformed, or a
+            ``rabbitdelay_*`` setting is wrong.
     """
     delays = getattr(context.app, "rabbitdelay", None)
     if not isinstance(delays, RabbitDelay):
@@ -57,6 +61,7 @@ def delays_of(context: CLIContext) -> RabbitDelay:
             f"the delays of {context.app!r} are not in RabbitMQ: make it a "
             "celery_rabbitdelay.Celery, or call celery_rabbitdelay.install(app)"
         )
+    _check(lambda: context.app.connection_for_write(), f"the broker_url of {context.app!r}")
     if not delays.available:
         raise click.UsageError(f"the broker of {context.app!r} is not RabbitMQ")
     try:
@@ -64,6 +69,31 @@ def delays_of(context: CLIContext) -> RabbitDelay:
     except InvalidSetting as error:
         raise click.UsageError(str(error)) from error
     return delays
+
+
+def broker_at(context: CLIContext, url: str) -> Connection:
+    """Return a connection to another broker than the application's; it is not opened.
+
+    Raises:
+        click.UsageError: The URL is malformed.
+    """
+    shown = without_password(url)
+    if "@" in url and "://" not in url:
+        raise click.UsageError(f"{shown!r} is not a URL such as amqp://user:password@host")
+    return _check(lambda: context.app.connection_for_write(url=url), repr(shown))
+
+
+def _check(connection: Callable[[], Connection], what: str) -> Connection:
+    """Return a connection whose URL is well-formed."""
+    with suppress(ValueError):
+        made = connection()
+        # If a password contains "/", its end is taken for the virtual host.
+        if made.userid or "@" not in (made.virtual_host or ""):
+            return made
+    # Without the cause, whose text quotes what it takes for the port: a part of the password.
+    raise click.UsageError(
+        f"{what} is malformed: percent-encode what is not a letter or digit in user and password"
+    )
 
 
 @contextmanager
@@ -86,21 +116,12 @@ def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Instant(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
-    """An instant as ISO 8601 writes it; without a time zone it is one of this machine."""
-
-    name = "instant"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> datetime:
-        try:
-            return datetime.fromisoformat(value).astimezone()
-        except ValueError as wrong:
-            self.fail(str(wrong), param, ctx)
+def _instant(text: str, what: str) -> datetime:
+    """Read an instant as ISO 8601 writes it; without a time zone it is one of this machine."""
+    return datetime.fromisoformat(text).astimezone()
 
 
-instant_type: Final = _Instant()
+instant_type: Final = ParameterType("instant", _instant)
 
 
 def with_registry(context: CLIContext) -> RabbitDelay:
@@ -137,7 +158,7 @@ def fail(error: Exception, message: str, exit_status: int, as_json: bool) -> NoR
         exit_status: The command's exit status.
         as_json: Whether to print an object with the key ``error`` as well.
     """
-    line = " ".join(message.split())
+    line = without_passwords(" ".join(message.split()))
     if as_json:
         click.echo(json.dumps({"error": line}))
     raise CeleryCommandException(line, exit_status) from error

@@ -24,6 +24,7 @@ from celery_rabbitdelay.operations.declare import (
 )
 from celery_rabbitdelay.operations.delete import Contents, contents_of, delete_everything
 from celery_rabbitdelay.operations.progress_bar import progress_bar
+from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 __all__ = ["declare", "delete"]
 
@@ -176,7 +177,7 @@ def _broker(context: CLIContext, as_json: bool) -> Iterator[Connection]:
     except TopologyNotEmpty as error:
         _fail_not_empty(error, as_json)
     except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {connection.as_uri()}: {error}"
+        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)
 
 

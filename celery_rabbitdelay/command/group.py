@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from celery_rabbitdelay.command.adopt import adopt
@@ -15,6 +17,7 @@ from celery_rabbitdelay.command.status import status
 from celery_rabbitdelay.command.undeliverable import undeliverable
 from celery_rabbitdelay.command.verify import verify
 from celery_rabbitdelay.command.waiting import cancel, job, postpone
+from celery_rabbitdelay.publishing.shown_url import without_passwords
 
 # Registers the control command, so that `celery inspect` knows it in this process.
 from celery_rabbitdelay.worker.status import rabbitdelay_status
@@ -22,7 +25,20 @@ from celery_rabbitdelay.worker.status import rabbitdelay_status
 __all__ = ["rabbitdelay", "rabbitdelay_status"]
 
 
-@click.group()
+class _WithoutPasswords(click.Group):
+    """Hides passwords in errors: those of click repeat arguments that it cannot make sense of."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that is named."""
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            # By the dictionary: for type checkers, the attribute is final.
+            vars(error)["message"] = without_passwords(error.message)
+            raise
+
+
+@click.group(cls=_WithoutPasswords)
 def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 

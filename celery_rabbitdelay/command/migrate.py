@@ -11,7 +11,7 @@ from celery.bin.base import CLIContext
 from kombu import Connection
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.command.context import delays_of
+from celery_rabbitdelay.command.context import broker_at, delays_of
 from celery_rabbitdelay.command.moving import Move, MoveOptions, move_options, run
 from celery_rabbitdelay.command.topology_options import layout_type
 from celery_rabbitdelay.exceptions import InvalidSetting
@@ -91,7 +91,7 @@ def transfer(
     Works between any two versions of RabbitMQ. Otherwise it behaves like migrate.
     """
     delays = delays_of(context)
-    there = context.app.connection_for_write(url=from_url)
+    there = broker_at(context, from_url)
     _migrate(context, delays, there, options, **source_options)
 
 

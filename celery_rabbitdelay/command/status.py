@@ -22,6 +22,7 @@ from celery_rabbitdelay.command.context import (
 )
 from celery_rabbitdelay.command.status_text import ASCII_BLOCKS, BLOCKS, status_lines
 from celery_rabbitdelay.operations.status import Status, changes, status_of
+from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 __all__ = ["status"]
 
@@ -94,7 +95,7 @@ def status(
                 if watch is not None:
                     stopping.wait(watch)
     except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {connection.as_uri()}: {error}"
+        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)
     if last is not None and last.backlog.missing:
         raise SystemExit(QUEUES_MISSING)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any, Final, TypeVar
 
 import click
 from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command.context import delays_of
-from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSetting
+from celery_rabbitdelay.command.parameter_type import ParameterType
+from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.delay_text import parse_delay
 from celery_rabbitdelay.levels.topology import Topology
 
@@ -24,41 +24,19 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS: Final = ("prefix", "layout", "tick", "queue_type", "shards")
 
 
-class _DelayText(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
-    """A delay as :func:`.parse_delay` takes it."""
-
-    name = "delay"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Fraction:
-        if isinstance(value, Fraction):
-            return value
-        try:
-            what = param.name if param is not None and param.name else "delay"
-            return parse_delay(value, what)
-        except InvalidDelay as wrong:
-            self.fail(str(wrong), param, ctx)
+def _layout(text: str, what: str) -> Any:
+    """Read the name of a layout, or as JSON what ``rabbitdelay_layout`` takes."""
+    if not text.lstrip().startswith(("[", "{", '"')):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as wrong:
+        raise ValueError(f"{text!r} is not JSON: {wrong}") from wrong
 
 
-delay_type: Final = _DelayText()
+delay_type: Final = ParameterType("delay", parse_delay)
 
-
-class _LayoutText(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
-    """The name of a layout, or as JSON what ``rabbitdelay_layout`` takes."""
-
-    name = "layout"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"')):
-            return value
-        try:
-            return json.loads(value)
-        except ValueError as wrong:
-            self.fail(f"{value!r} is not JSON: {wrong}", param, ctx)
-
-
-layout_type: Final = _LayoutText()
+layout_type: Final = ParameterType("layout", _layout)
 
 
 def topology_options(command: _Command) -> _Command:

@@ -15,12 +15,14 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
 from celery_rabbitdelay.command.context import BROKER_ERRORS, REFUSED, fail
+from celery_rabbitdelay.command.parameter_type import ParameterType
 from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.progress_bar import progress_bar
 from celery_rabbitdelay.operations.removal import RemovalReport
 from celery_rabbitdelay.operations.undeliverable_filter import UndeliverableFilter
 from celery_rabbitdelay.operations.undeliverable_reader import ready_messages
+from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 __all__ = [
     "age_type",
@@ -45,26 +47,18 @@ MOST_REASONS: Final = 20
 _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 
 
-class _Age(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
-    """A length of time: seconds, or a number with one of the units s, m, h and d."""
-
-    name = "age"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> timedelta:
-        read = _AGE.fullmatch(str(value))
-        if read is None:
-            self.fail(
-                f"{value!r} is neither a number of seconds nor one with s, m, h or d", param, ctx
-            )
-        try:
-            return timedelta(seconds=float(read[1]) * UNITS[read[2]])
-        except OverflowError:
-            self.fail(f"{value!r} is too long", param, ctx)
+def _age(text: str, what: str) -> timedelta:
+    """Read a length of time: seconds, or a number with one of the units s, m, h and d."""
+    read = _AGE.fullmatch(text)
+    if read is None:
+        raise ValueError(f"{text!r} is neither a number of seconds nor one with s, m, h or d")
+    try:
+        return timedelta(seconds=float(read[1]) * UNITS[read[2]])
+    except OverflowError as wrong:
+        raise ValueError(f"{text!r} is too long") from wrong
 
 
-age_type: Final = _Age()
+age_type: Final = ParameterType("age", _age)
 
 limit_option: Final = click.option(
     "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
@@ -112,7 +106,7 @@ def errors_told(connection: Connection, topology: Topology, as_json: bool) -> It
     except RabbitDelayError as error:
         fail(error, str(error), REFUSED, as_json)
     except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {connection.as_uri()}: {error}"
+        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)
 
 

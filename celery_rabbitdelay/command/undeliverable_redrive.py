@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import click
 from celery.bin.base import CLIContext
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.command.context import delays_of, json_option
 from celery_rabbitdelay.command.undeliverable_options import (
     age_type,
@@ -70,14 +71,13 @@ def redrive(
     """Publish messages into the levels again, and take them out of the queue."""
     delays = delays_of(context)
     settings, topology = delays.settings, delays.topology
-    context.app.loader.import_default_modules()
+    app = cast(Celery, context.app)  # it has delays
+    app.loader.import_default_modules()
     try:
-        redriving = redriving_for(
-            context.app, delay=delay, to=to, allow=allow, max_attempts=max_attempts
-        )
+        redriving = redriving_for(app, delay=delay, to=to, allow=allow, max_attempts=max_attempts)
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
         raise click.UsageError(str(wrong)) from wrong
-    connection = context.app.connection_for_write()
+    connection = app.connection_for_write()
     with errors_told(connection, topology, as_json), connection:
         if to is not None:
             check_exists(connection, to)

@@ -16,6 +16,7 @@ from celery_rabbitdelay.operations.verify.finding import Report, named
 from celery_rabbitdelay.operations.verify.management_api import ManagementAPI, management_api_of
 from celery_rabbitdelay.operations.verify.verification import verify as verify_broker
 from celery_rabbitdelay.publishing.declaration import connect
+from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 __all__ = ["verify"]
 
@@ -50,7 +51,7 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
     except InvalidManagementURL as error:
         raise click.UsageError(str(error)) from error
     except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {connection.as_uri()}: {error}"
+        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)
     click.echo(json.dumps(report.as_dict()) if as_json else "\n".join(_lines(report)))
     is_bad = report.count("danger") or (strict and report.count("warning"))

@@ -7,10 +7,10 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
-import celery
 from amqp.exceptions import ResourceLocked
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.topology import Topology
@@ -31,7 +31,7 @@ NEVER_UNLESS_OWN: Final = "reply.*"
 
 
 def redriving_for(
-    app: celery.Celery,
+    app: Celery,
     *,
     delay: Delay | None = None,
     to: str | None = None,
@@ -41,7 +41,7 @@ def redriving_for(
     """Return what decides how the undeliverable messages of an application are redriven.
 
     Args:
-        app: The application, which has ``app.rabbitdelay``.
+        app: The application.
         delay: Seconds, or a timedelta, that each message waits at least. None: not longer than
             until it is due.
         to: The queue that gets all messages instead of their own.
@@ -54,7 +54,7 @@ def redriving_for(
         InvalidDelay: The delay is negative or has no meaning.
         DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
     """
-    settings = app.rabbitdelay.settings  # type: ignore[attr-defined]
+    settings = app.rabbitdelay.settings
     topology: Topology = settings.topology
     delay_ms = None if delay is None else milliseconds(delay)
     if delay_ms is not None and delay_ms < 0:
@@ -79,7 +79,7 @@ def redriving_for(
     )
 
 
-def redrive_destinations(app: celery.Celery, allow: Iterable[str] = ()) -> AllowedDestinations:
+def redrive_destinations(app: Celery, allow: Iterable[str] = ()) -> AllowedDestinations:
     """Return where undeliverable messages may go.
 
     These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
@@ -87,10 +87,10 @@ def redrive_destinations(app: celery.Celery, allow: Iterable[str] = ()) -> Allow
     the broker and of Celery's remote control and events, whoever allows them.
 
     Args:
-        app: The application, which has ``app.rabbitdelay``.
+        app: The application.
         allow: Patterns for the names of further queues and exchanges.
     """
-    settings = app.rabbitdelay.settings  # type: ignore[attr-defined]
+    settings = app.rabbitdelay.settings
     known = AllowedDestinations.of_queues(_queues(app).values())
     never = [*NEVER, app.conf.event_exchange, f"{app.conf.event_queue_prefix}.*"]
     names = known.queues | known.exchanges
@@ -127,7 +127,7 @@ def _check_name(queue: str, allowed: AllowedDestinations) -> None:
         )
 
 
-def _queues(app: celery.Celery) -> Mapping[str, Queue]:
+def _queues(app: Celery) -> Mapping[str, Queue]:
     """Return the queues that the configuration names.
 
     Not ``app.amqp.queues``, which grows with every queue that the application sends to.
@@ -159,7 +159,7 @@ def _is_pair(route: object) -> bool:
     return isinstance(route, list | tuple) and len(route) == 2 and isinstance(route[0], str)
 
 
-def _of_tasks(app: celery.Celery) -> Iterator[str]:
+def _of_tasks(app: Celery) -> Iterator[str]:
     for task in app.tasks.values():
         queue = getattr(task, "queue", None)
         if isinstance(queue, str) and queue:

@@ -51,7 +51,7 @@ class PublishPolicy(NamedTuple):
         """Return the seconds to wait before a resend, counted from 1."""
         first, step, longest = self.backoff
         seconds = first if attempt == 1 else min(first + step * (attempt - 1), longest)
-        seconds *= 1 - self.jitter * random.random()
+        seconds *= 1 - self.jitter * random.random()  # noqa: S311 - jitter is no secret
         return seconds if attempt == 1 else max(seconds, MIN_PAUSE)
 
     def is_over(self, attempt: int) -> bool:

@@ -32,6 +32,7 @@ from celery_rabbitdelay.publishing.policy import (
 )
 from celery_rabbitdelay.publishing.publication import Address, Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
+from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 __all__ = ["Declaration", "Publisher"]
 
@@ -309,7 +310,7 @@ class _Run:
         time.sleep(pause)
 
     def _lost(self, cause: BaseException | None) -> ConnectionLost:
-        broker = self._connection.kombu.as_uri()
+        broker = shown_broker(self._connection.kombu)
         reason = f"no connection to {broker}, attempt {max(self._losses, 1)}: {cause!r}"
         return ConnectionLost(*self._loop.next_waiting.address(), reason)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from threading import Lock
@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
+from celery_rabbitdelay.publishing.shown_url import without_password
 
 __all__ = ["Call", "Store", "connect"]
 
@@ -32,6 +33,8 @@ SHARED: Final = "task"
 
 SETTING: Final = "rabbitdelay_registry_url"
 
+#: What stands before the arguments that an error of Redis repeats.
+ARGUMENTS: Final = ", with args beginning with"
 
 ResultT = TypeVar("ResultT")
 
@@ -117,16 +120,18 @@ class Store:
 
     def _try(self, run: Callable[[], ResultT]) -> ResultT:
         began = time.monotonic()
+        unavailable: RegistryUnavailable | None = None
         has_succeeded = False
         try:
             result = run()
             has_succeeded = True
         except self._errors as error:
-            # redis-py's texts name host and port, not the password.
-            raise RegistryUnavailable(f"{type(error).__name__}: {error}") from error
+            unavailable = _unavailable(error)
         finally:
             if self.on_call is not None:
                 self.on_call(time.monotonic() - began, has_succeeded)
+        if unavailable is not None:
+            raise unavailable  # not above, where Python would keep the error that it hides
         return result
 
     def _run_by_hash(self, pipeline: Any, calls: Sequence[Call]) -> None:
@@ -156,12 +161,12 @@ def connect(url: str, timeout: float, options: Mapping[str, Any] | None = None) 
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
         takes = f"takes a URL that begins with one of {', '.join(SCHEMES)}"
-        raise InvalidSetting(SETTING, _without_password(url), takes)
+        raise InvalidSetting(SETTING, without_password(url), takes)
     try:
         import redis  # an extra
     except ImportError as missing:
         takes = "takes the package redis: pip install 'celery-rabbitdelay[registry]'"
-        raise InvalidSetting(SETTING, _without_password(url), takes) from missing
+        raise InvalidSetting(SETTING, without_password(url), takes) from missing
     from redis.backoff import NoBackoff
     from redis.exceptions import RedisClusterException
     from redis.retry import Retry
@@ -177,22 +182,28 @@ def connect(url: str, timeout: float, options: Mapping[str, Any] | None = None) 
         "retry": Retry(NoBackoff(), 0),
         **(options or {}),
     }
+    if scheme.startswith("sentinel") and not given.get("master_name"):
+        takes = "takes rabbitdelay_registry_options = {'master_name': ...} beside it"
+        raise InvalidSetting(SETTING, without_password(url), takes)
     errors = (redis.RedisError, RedisClusterException, OSError)
-    try:
-        if scheme.startswith("sentinel"):
-            return Store(_behind_sentinel(url, given), False, errors)
-        if scheme.endswith("+cluster"):
-            return Store(_of_cluster(url.replace("+cluster", "", 1), given), True, errors)
-        if scheme == "redis+socket":
-            # Celery spells the database as kombu does.
-            url = url.replace("redis+socket", "unix", 1).replace("virtual_host=", "db=")
-        return Store(redis.Redis.from_url(url, **given), False, errors)
-    except ValueError as wrong:
-        if isinstance(wrong, InvalidSetting):
-            raise
-        # What urllib says of a port or a host may quote the password.
-        takes = "takes a URL of Redis: its host, port, database or a parameter is invalid"
-        raise InvalidSetting(SETTING, _without_password(url), takes) from None
+    with suppress(ValueError):
+        return Store(_client(scheme, url, given), scheme.endswith("+cluster"), errors)
+    # Without the cause: what urllib says of a port or a host may quote the password.
+    takes = "takes a URL of Redis: its host, port, database or a parameter is invalid"
+    raise InvalidSetting(SETTING, without_password(url), takes)
+
+
+def _client(scheme: str, url: str, given: dict[str, Any]) -> Any:
+    from redis import Redis  # an extra
+
+    if scheme.startswith("sentinel"):
+        return _behind_sentinel(url, given)
+    if scheme.endswith("+cluster"):
+        return _of_cluster(url.replace("+cluster", "", 1), given)
+    if scheme == "redis+socket":
+        # Celery spells the database as kombu does.
+        url = url.replace("redis+socket", "unix", 1).replace("virtual_host=", "db=")
+    return Redis.from_url(url, **given)
 
 
 def _of_cluster(url: str, given: Mapping[str, Any]) -> Any:
@@ -224,10 +235,7 @@ def _behind_sentinel(url: str, given: dict[str, Any]) -> Any:
     from redis.sentinel import Sentinel  # an extra
 
     parts = [urlsplit(each) for each in url.split(";")]
-    master = given.pop("master_name", None)
-    if not master:
-        takes = "takes rabbitdelay_registry_options = {'master_name': ...} beside it"
-        raise InvalidSetting(SETTING, _without_password(url), takes)
+    master = given.pop("master_name")
     own = given.pop("sentinel_kwargs", {})
     first = parts[0]
     if first.scheme == "sentinels":
@@ -250,11 +258,24 @@ def _behind_sentinel(url: str, given: dict[str, Any]) -> Any:
     return sentinel.master_for(master, db=int(database or 0))
 
 
-def _without_password(url: str) -> str:
-    """Hide passwords in a URL that may be invalid: of each server, and as a parameter."""
-    servers = re.split(r";(?=[a-z+]+://)", url)
-    hidden = ";".join(re.sub(r"(://[^:@]*:).*@", r"\1**@", server) for server in servers)
-    return re.sub(r"(?<=password=)[^&;]*", "**", hidden)
+def _unavailable(error: Exception) -> RegistryUnavailable:
+    """Return what is raised for an error of redis-py, without the password.
+
+    redis-py's own texts name host and port alone. But a server that does not know ``HELLO``, such
+    as Redis before 6.0, repeats its arguments, and the password is one of them.
+    """
+    told, is_quoting, _ = f"{type(error).__name__}: {error}".partition(ARGUMENTS)
+    unavailable = RegistryUnavailable(told)
+    if not is_quoting and not any(ARGUMENTS in str(each) for each in _chain(error)):
+        unavailable.__cause__ = error
+    return unavailable
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and what has led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @cache

@@ -9,6 +9,7 @@ from celery.app.utils import find_app
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.publishing.shown_url import without_password
 from celery_rabbitdelay.spark.options import ApplicationOptions
 
 __all__ = ["application_of", "know_queue"]
@@ -34,6 +35,9 @@ def application_of(options: ApplicationOptions) -> Any:
 
 
 def _imported(path: str) -> Any:
+    if "://" in path:
+        takes = "takes the import path of a Celery application; a broker's URL is the option broker"
+        raise InvalidOption("app", without_password(path), takes)
     try:
         app: Any = find_app(path)
     except (ImportError, AttributeError, ValueError) as missing:

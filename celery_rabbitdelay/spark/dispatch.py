@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from celery_rabbitdelay.spark.write import BatchWriter
 
 __all__ = ["Dispatched", "dispatch"]
 
-#: The row that each partition returns: its :class:`.Sent`, pickled.
-SCHEMA: Final = "sent binary"
+#: The row that each partition returns: its :class:`.Sent` as JSON.
+SCHEMA: Final = "sent string"
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,12 @@ def dispatch(
     def send(batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow as pa
 
-        yield pa.RecordBatch.from_pydict({"sent": [pickle.dumps(writer.write(batches))]})
+        yield pa.RecordBatch.from_pydict({"sent": [writer.write(batches).as_json()]})
 
     try:
         with progress_of_partitions(frame.sparkSession, task or "rabbitdelay"):
             found: list[Sent] = [
-                pickle.loads(row.sent) for row in frame.mapInArrow(send, SCHEMA).collect()
+                Sent.of_json(row.sent) for row in frame.mapInArrow(send, SCHEMA).collect()
             ]
     except BaseException:  # an interrupt as well: no task of an aborted job runs
         writer.abort([])

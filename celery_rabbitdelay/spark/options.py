@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.publishing.shown_url import has_password, without_password
 
 __all__ = ["ApplicationOptions", "ReadOptions", "WriteOptions"]
 
@@ -90,11 +91,11 @@ class ApplicationOptions(NamedTuple):
         app, broker = given.get("app"), given.get("broker")
         if (app is None) == (broker is None):
             takes = "takes the import path of a Celery application; set either app or broker"
-            raise InvalidOption("app", app, takes)
+            raise InvalidOption("app", None if app is None else without_password(app), takes)
         for name in ("broker", "registry"):
-            if given.get(name) and urlsplit(given[name]).password is not None:
+            if has_password(given.get(name, "")):
                 takes = f"takes a URL without a password, since Spark shows it; use {name}Password"
-                raise InvalidOption(name, _without_password(given[name]), takes)
+                raise InvalidOption(name, without_password(given[name]), takes)
         if app is not None:
             for name in APPLICATION[2:]:
                 if name.lower() in given:
@@ -319,12 +320,11 @@ def _one_of(given: Mapping[str, str], name: str, words: tuple[str, ...]) -> str:
 def _with_password(url: str | None, password: str | None) -> str | None:
     if url is None or password is None:
         return url
+    # A fail-over list has a URL for each server.
+    return ";".join(_server_with_password(each, password) for each in url.split(";"))
+
+
+def _server_with_password(url: str, password: str) -> str:
     parts = urlsplit(url)
     user, _, server = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{server}"))
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    user, _, server = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:**@{server}"))

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 from uuid import uuid4
 
 from kombu.exceptions import EncodeError
@@ -66,6 +66,16 @@ class Sent(WriterCommitMessage):
     resent: int = 0
     seconds: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of_json(cls, text: str) -> Self:
+        """Return the report that :meth:`as_json` has written."""
+        written = json.loads(text)
+        return cls(**{**written, "refused": Counter(written["refused"])})
+
+    def as_json(self) -> str:
+        """Return the report as a text."""
+        return json.dumps(vars(self))
 
     def add(self, report: Report) -> None:
         """Add a report of ``send_many``."""

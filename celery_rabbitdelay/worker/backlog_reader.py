@@ -6,8 +6,10 @@ import time
 from threading import Condition, Thread
 from typing import Final
 
+from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
 from kombu import Connection
+from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
@@ -34,6 +36,10 @@ WARN_EVERY: Final = 60.0
 
 #: Seconds after which the connection is closed if nobody has asked.
 IDLE: Final = 120.0
+
+
+#: Raised where the broker cannot be reached, does not answer, or refuses to.
+BROKER_ERRORS: Final = (OperationalError, AMQPError, OSError)
 
 
 class BacklogReader:
@@ -90,8 +96,8 @@ class BacklogReader:
         while self._is_asked(None):
             try:
                 self._serve()
-            except Exception as lost:  # noqa: BLE001 - the thread has to live on
-                self._warn(lost)
+            except BROKER_ERRORS as error:
+                self._warn(error)
                 self._answer(None)
 
     def _warn(self, error: Exception) -> None:
@@ -106,17 +112,16 @@ class BacklogReader:
         connection = self._template.clone(heartbeat=0)
         try:
             connect(connection)
-            while True:
+            is_asked = True
+            while is_asked:
                 with Wire(connection).answers_within(TIMEOUT):
                     backlog = backlog_of(connection, self._topology)
                 self._answer(backlog)
-                if not self._is_asked(IDLE):
-                    connection.release()
-                    return
-        except Exception:
+                is_asked = self._is_asked(IDLE)
+            connection.release()
+        finally:
             # Without AMQP's handshake, since the broker may not be answering.
             drop_connection(connection)
-            raise
 
     def _is_asked(self, seconds: float | None) -> bool:
         """Wait until somebody asks; return False after some time, or when it is time to end."""

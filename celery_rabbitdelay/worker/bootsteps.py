@@ -37,7 +37,7 @@ from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.inspection import query_task, scheduled
+from celery_rabbitdelay.worker.inspection import conf, query_task, scheduled
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 from celery_rabbitdelay.worker.status import rabbitdelay_status
 
@@ -48,6 +48,7 @@ __all__ = [
     "WorkerDeclaration",
     "allowed_destinations",
     # They are control commands, which are registered where this module is imported.
+    "conf",
     "query_task",
     "rabbitdelay_status",
     "scheduled",
@@ -130,7 +131,7 @@ class WorkerDeclaration:
             return True
         if is_complete(connection, delays.topology):
             return False
-        seconds = random.uniform(0, MAX_JITTER)
+        seconds = random.uniform(0, MAX_JITTER)  # noqa: S311 - jitter is no secret
         logger.info("Delay levels are missing; looking again in %.1f s.", seconds)
         self._wait(seconds)
         return not is_complete(connection, delays.topology)

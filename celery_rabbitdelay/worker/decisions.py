@@ -220,7 +220,7 @@ class Decisions(BatchThread[_Due]):
 
     def _later(self) -> Decision:
         away = time.monotonic() - (self._down_since or time.monotonic())
-        pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)
+        pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
         return Decision(Verdict.LATER, time.time_ns() // NS_PER_MS + int(pause * 1000))
 
     def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:

@@ -1,7 +1,9 @@
-"""``celery inspect scheduled`` and ``query_task``: also the tracked tasks that wait in the levels.
+"""Control commands of Celery that tell more, or less, where the delays are in RabbitMQ.
 
-No worker holds these tasks, so each worker with a registry answers for all of them. Importing this
-module registers the commands in place of Celery's own, which they call.
+``celery inspect scheduled`` and ``query_task`` also show the tracked tasks that wait in the levels:
+no worker holds these, so each worker with a registry answers for all of them. ``celery inspect
+conf`` hides the password in the registry's URL. Importing this module registers the commands in
+place of Celery's own, which they call.
 """
 
 from __future__ import annotations
@@ -11,15 +13,17 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Final
 
+from celery.utils.serialization import strtobool
 from celery.worker import control
 from celery.worker.control import inspect_command
 from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.publishing.shown_url import without_password
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.registry import Registry
 
-__all__ = ["query_task", "scheduled"]
+__all__ = ["conf", "query_task", "scheduled"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ MAX_SHOWN: Final = 100
 PRIORITY: Final = 6
 
 _celerys_own: Final[Any] = control
+_celerys_conf: Final = _celerys_own.conf
 _celerys_scheduled: Final = _celerys_own.scheduled
 _celerys_query_task: Final = _celerys_own.query_task
 
@@ -64,6 +69,21 @@ def query_task(state: Any, ids: Any, **options: Any) -> dict[str, Any]:
         return found
     shown = {each.task_id: ("scheduled", _shown(each)["request"]) for each in waiting}
     return {**found, **shown}
+
+
+@inspect_command(
+    name="conf",
+    alias="dump_conf",
+    signature="[include_defaults=False]",
+    args=[("with_defaults", strtobool)],
+)
+def conf(state: Any, with_defaults: bool = False, **options: Any) -> dict[str, Any]:
+    """List configuration, without passwords."""
+    shown: dict[str, Any] = _celerys_conf(state, with_defaults, **options)
+    return {
+        key: without_password(value) if isinstance(value, str) and "://" in value else value
+        for key, value in shown.items()
+    }
 
 
 def _registry(state: Any) -> Registry | None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.synchronize import Event
+from queue import Empty
 from statistics import quantiles
 from typing import Any, Final
 
@@ -34,6 +35,9 @@ FAR: Final = (5 * 86_400.0, 60 * 86_400.0)
 
 #: One of so many tasks comes due while they are migrated.
 NEAR_EVERY: Final = 20
+
+#: Seconds after their due time in which the near ones have come, unless they are lost.
+LATEST: Final = 30.0
 
 #: How many tasks a second are sent, and migrated, at least: says when the near ones are due.
 SENDS, MOVES = 5_000, 2_500
@@ -64,19 +68,28 @@ def rows(tasks: int) -> Iterator[Row]:
         yield Row((number,), delay=delay)
 
 
-def note(url: str, stop: Event, results: Any) -> None:
-    """Consume from the queue; send when each message was due and arrived."""
+def note(url: str, expected: int, stop: Event, results: Any) -> None:
+    """Consume from the queue until that many tasks have come; send when each was due and arrived.
+
+    Args:
+        url: The broker.
+        expected: How many tasks come.
+        stop: Ends it before that.
+        results: The queue for what it sends.
+    """
     seen: list[tuple[float, float, str]] = []
+    ids = set[str]()
 
     def on_message(body: Any, message: Any) -> None:
         now, headers = time.time(), message.headers
         seen.append((headers[header_names.DUE] / 1000, now, headers["id"]))
+        ids.add(headers["id"])
 
     with Connection(url) as connection:
         channel: Any = connection.default_channel
         queue = Queue(QUEUE, no_declare=True)
         with Consumer(channel, [queue], callbacks=[on_message], no_ack=True):
-            while not stop.is_set():
+            while len(ids) < expected and not stop.is_set():
                 with suppress(TimeoutError):
                     connection.drain_events(timeout=0.2)
     results.put(seen)
@@ -94,7 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
             old.amqp.queues[QUEUE](connection.default_channel).declare()
         stop = multiprocessing.Event()
         results: Any = multiprocessing.Queue()
-        consumer = multiprocessing.Process(target=note, args=(broker.url, stop, results))
+        expected = len(range(0, options.tasks, NEAR_EVERY))
+        consumer = multiprocessing.Process(target=note, args=(broker.url, expected, stop, results))
         consumer.start()
         began = time.monotonic()
         report = old.rabbitdelay.send_many("note", rows(options.tasks), envelopes=False)
@@ -107,11 +121,13 @@ def main(arguments: list[str] | None = None) -> int:
         moved = migration(source, target, destinations, timeout=120).move()
         ended_at = time.time()
         print(f"moved {moved.moved:,} in {moved.seconds:.0f} s", flush=True)
-        # All near ones have come due by then.
+        # All near ones have come due by then; those that are lost would never come.
         last_due = began_at + (1 / SENDS + 1 / MOVES) * options.tasks
-        time.sleep(max(0.0, last_due + 5 - time.time()))
-        stop.set()
-        seen = results.get()
+        try:
+            seen = results.get(timeout=max(0.0, last_due - time.time()) + LATEST)
+        except Empty:
+            stop.set()
+            seen = results.get()
         consumer.join()
         left = waiting(target)
         arrived = {task_id for *_, task_id in seen}

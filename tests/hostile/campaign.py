@@ -129,7 +129,8 @@ def attack(broker_url: str, prefix: str, count: int, seed: int, **rabbitdelay: A
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder, "journal")
         journal.touch()
-        settings = {"broker_url": broker_url, "prefix": prefix, "journal": str(journal)}
+        settings: dict[str, Any] = {"broker_url": broker_url, "prefix": prefix}
+        settings["journal"] = str(journal)
         if rabbitdelay:
             settings["rabbitdelay"] = rabbitdelay
         app: Any = make_app(settings)

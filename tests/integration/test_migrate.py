@@ -134,11 +134,16 @@ def killed_and_then_finished(
         there, here = sum(waiting(source).values()), sum(waiting(target).values())
         process = start_celery(configuration, f"{command} --rate 100", stderr=subprocess.PIPE)
 
-        def began(there: int = there, here: int = here) -> bool:
-            return sum(waiting(source).values()) < there and sum(waiting(target).values()) != here
+        def has_ended_or_begun(
+            process: subprocess.Popen[str] = process, there: int = there, here: int = here
+        ) -> bool:
+            has_begun = (
+                sum(waiting(source).values()) < there and sum(waiting(target).values()) != here
+            )
+            return process.poll() is not None or has_begun
 
         try:
-            wait_for(lambda: process.poll() is not None or began(), "the first messages moved", 60)  # noqa: B023
+            wait_for(has_ended_or_begun, "the first messages moved", 60)
             assert process.poll() is None, process.stderr and process.stderr.read()
         finally:
             process.kill()

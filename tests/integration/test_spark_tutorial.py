@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,5 +44,5 @@ def test_the_tutorials_job_sends_and_shows_where_the_tasks_wait(
     )
     assert done.returncode == 0, done.stdout
     assert "all tasks wait" in done.stdout
-    # The other two may have come to their queue meanwhile.
-    assert "|rabbitdelay.days.3    |1       |" in done.stdout
+    # The other two may have come to their queue meanwhile; the columns are then narrower.
+    assert re.search(r"^\|rabbitdelay\.days\.3 +\|1 +\|$", done.stdout, re.MULTILINE)

@@ -6,8 +6,8 @@ to name the layout as it was named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import InvalidLayout
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
@@ -15,7 +15,12 @@ from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geom
 
 __all__ = ["as_setting", "cut"]
 
-_LAYOUTS = {"clock": clock, "binary": binary, "geometric": geometric, "custom": custom}
+_LAYOUTS: Final[Mapping[str, Callable[..., Layout]]] = {
+    "clock": clock,
+    "binary": binary,
+    "geometric": geometric,
+    "custom": custom,
+}
 
 
 def as_setting(layout: Layout) -> dict[str, Any] | None:
@@ -28,7 +33,7 @@ def as_setting(layout: Layout) -> dict[str, Any] | None:
         return None
     options = _options(layout)
     try:
-        found: Layout = _LAYOUTS[layout.name](**options)  # type: ignore[operator]
+        found = _LAYOUTS[layout.name](**options)
     except (InvalidLayout, TypeError):
         return None
     return {"name": layout.name, **options} if found == layout else None

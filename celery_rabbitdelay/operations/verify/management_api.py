@@ -10,15 +10,17 @@ import base64
 import http.client
 import json
 import ssl
+from contextlib import suppress
 from typing import Any, Final
 from urllib.error import HTTPError, URLError
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from kombu import Connection
 from kombu.transport.pyamqp import SSLTransport
 
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
+from celery_rabbitdelay.publishing.shown_url import without_password
 
 __all__ = ["ManagementAPI", "management_api_of"]
 
@@ -45,15 +47,13 @@ class ManagementAPI:
     """
 
     def __init__(self, url: str, cafile: str | None = None) -> None:
-        try:
-            parts = urlsplit(url)
-            port, host = parts.port, parts.hostname
-        except ValueError as wrong:
-            raise InvalidManagementURL(_without_user(url)) from wrong
-        if parts.scheme not in PORTS or not host:
-            raise InvalidManagementURL(_without_user(url))
+        parts = _parts(url)
+        if parts is None:
+            raise InvalidManagementURL(without_password(url))
+        host = parts.hostname or ""
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"{parts.scheme}://{shown}:{port or PORTS[parts.scheme]}{parts.path.rstrip('/')}"
+        port = parts.port or PORTS[parts.scheme]
+        self.url = f"{parts.scheme}://{shown}:{port}{parts.path.rstrip('/')}"
         user = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
         self._authorization = f"Basic {base64.b64encode(user.encode()).decode()}"
         try:
@@ -78,7 +78,7 @@ class ManagementAPI:
         address = "/".join([f"{self.url}/api", *(quote(word, safe="") for word in path)])
         if query:
             address += "?" + "&".join(f"{name}={quote(value)}" for name, value in query.items())
-        request = Request(address, headers={"Authorization": self._authorization})
+        request = Request(address, headers={"Authorization": self._authorization})  # noqa: S310 - http or https
         try:
             with self._opener.open(request, timeout=TIMEOUT) as answer:
                 return json.load(answer)
@@ -110,7 +110,12 @@ def management_api_of(connection: Connection) -> ManagementAPI:
     return ManagementAPI(f"{scheme}://{quote(user, '')}:{quote(password, '')}@{host}", cafile)
 
 
-def _without_user(url: str) -> str:
-    """Return a URL that may be malformed without what may be a user and a password."""
-    start, slashes, rest = url.rpartition("://")
-    return f"{start}{slashes}{rest.rpartition('@')[2]}"
+def _parts(url: str) -> SplitResult | None:
+    """Return the parts of a URL; None if it is malformed, or may be."""
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        # If "/", "?" or "#" stands in a password, its rest is taken for one of these.
+        rest = f"{parts.path}{parts.query}{parts.fragment}"
+        if parts.scheme in PORTS and parts.hostname and parts.port != 0 and "@" not in rest:
+            return parts
+    return None

@@ -1,0 +1,92 @@
+"""URLs as logs, errors and reports may show them: without passwords. No other file hides passwords.
+
+A URL in an error is often malformed. So whatever may be a password is hidden, even if more of the
+URL is lost with it than need be.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+from urllib.parse import unquote
+
+from kombu import Connection
+
+__all__ = ["HIDDEN", "has_password", "shown_broker", "without_password", "without_passwords"]
+
+#: What stands for a password, as in the texts of kombu and Celery.
+HIDDEN: Final = "**"
+
+#: URLs in a list of servers, such as ``sentinel://one;sentinel://two``, are separated by these.
+_BETWEEN_SERVERS: Final = re.compile(r";(?=[A-Za-z][A-Za-z0-9+.-]*://)")
+
+#: A parameter with its value, such as ``?password=...`` of a URL of Redis.
+_PARAMETER: Final = re.compile(r"(?P<start>[?&](?P<name>[^=&?]*)=)(?P<value>[^&]*)")
+
+#: What the name of a secret parameter contains.
+_SECRET: Final = re.compile("pass|pwd|secret|token", re.IGNORECASE)
+
+#: A URL within a text.
+_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
+
+
+def without_password(url: str) -> str:
+    """Return a URL, or several with ``;`` between them, without its passwords.
+
+    Args:
+        url: The URL. It may be malformed; a password may contain any character.
+    """
+    return ";".join(map(_of_server, _BETWEEN_SERVERS.split(url)))
+
+
+def without_passwords(text: str) -> str:
+    """Return a text without the passwords of the URLs in it."""
+    return _IN_TEXT.sub(lambda found: without_password(found[0]), text)
+
+
+def has_password(url: str) -> bool:
+    """Return whether a URL contains what may be a password."""
+    return without_password(url) != url
+
+
+def shown_broker(connection: Connection) -> str:
+    """Return the URL of a connection's broker without its password.
+
+    Args:
+        connection: The connection. Its own ``as_uri`` hides what it takes for the password. It
+            takes the end of one with an unquoted "/" for the virtual host, and a URL without
+            "://" for the host.
+    """
+    if "@" in f"{connection.hostname}{connection.virtual_host}":
+        return f"{connection.transport_cls}://{HIDDEN}"
+    return without_password(connection.as_uri())
+
+
+def _of_server(url: str) -> str:
+    secrets = [each for each in _PARAMETER.finditer(url) if _is_secret(each)]
+    is_ambiguous = any("@" in each["value"] for each in secrets)
+    url = _PARAMETER.sub(_of_parameter, url)
+    scheme, slashes, rest = url.partition("://")
+    if is_ambiguous:
+        # What stands before "@" may be the end of a parameter, or that of a password.
+        return f"{scheme}://{HIDDEN}" if slashes else HIDDEN
+    if not slashes:
+        return f"{HIDDEN}@{url.rpartition('@')[2]}" if "@" in url else url
+    # Unquoted, a password may contain "@", "/", "?" and "#".
+    credentials, at, server = rest.rpartition("@")
+    if at:
+        user, colon, _ = credentials.partition(":")
+        return f"{scheme}://{user}:{HIDDEN}@{server}" if colon else url
+    host, colon, port = re.split("[/?#]", rest, maxsplit=1)[0].rpartition(":")
+    if colon and port and not port.isdigit() and not port.endswith("]"):
+        # No port: the password of a URL whose host was forgotten.
+        return f"{scheme}://{host}:{HIDDEN}"
+    return url
+
+
+def _is_secret(parameter: re.Match[str]) -> bool:
+    return _SECRET.search(unquote(parameter["name"])) is not None
+
+
+def _of_parameter(parameter: re.Match[str]) -> str:
+    return f"{parameter['start']}{HIDDEN}" if _is_secret(parameter) else parameter[0]

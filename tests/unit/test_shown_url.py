@@ -1,0 +1,206 @@
+"""URLs are shown without passwords, whatever is wrong with them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kombu import Connection
+
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import InvalidManagementURL, InvalidOption, InvalidSetting
+from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
+from celery_rabbitdelay.publishing.shown_url import (
+    has_password,
+    shown_broker,
+    without_password,
+    without_passwords,
+)
+from celery_rabbitdelay.registry.connection import connect
+from celery_rabbitdelay.spark.options import ApplicationOptions
+from tests.told import told
+
+#: A part of each password; no error and no ``repr`` contains it.
+PLANTED = "opensesame"
+
+#: Passwords of all kinds of characters, most of them those that mean something in a URL.
+passwords = st.builds(
+    lambda before, after: f"{before}{PLANTED}{after}",
+    st.text(st.one_of(st.sampled_from("@:/?#&;=%[] pas"), st.characters(codec="utf-8"))),
+    st.text(st.one_of(st.sampled_from("@:/?#&;=%[] pas"), st.characters(codec="utf-8"))),
+)
+
+#: What an application may be given as a URL.
+TEMPLATES = [
+    "amqp://user:{}@host:5672//",
+    "amqps://user:{}@host/vhost",
+    "redis://:{}@host:6379/0?socket_timeout=2",
+    "sentinel://one:26379;sentinel://:{}@two:26379/0",
+    "amqp://user:good@one;amqp://user:{}@two",
+    "http://monitor:{}@host:15672/prefix",
+    "redis:/:{}@host",
+    "user:{}@host",
+]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("amqp://guest:secret@host:5672//", "amqp://guest:**@host:5672//"),
+        ("redis://:secret@host/0", "redis://:**@host/0"),
+        ("redis://host/0?password=secret&db=1", "redis://host/0?password=**&db=1"),
+        ("rediss://host?ssl_password=secret", "rediss://host?ssl_password=**"),
+        ("redis://host?pass%77ord=secret", "redis://host?pass%77ord=**"),
+        ("redis://host?password=se@cret", "redis://**"),
+        ("sentinel://:a@one;sentinel://:b@two/0", "sentinel://:**@one;sentinel://:**@two/0"),
+        ("amqp://user:se/c?r#e@t@host", "amqp://user:**@host"),
+        ("redis://:secret/0", "redis://:**"),
+        ("http:/user:secret@host", "**@host"),
+        ("secret@host", "**@host"),
+    ],
+)
+def test_a_password_is_hidden(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+    assert has_password(url)
+    assert without_password(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "amqp://",
+        "amqp://user@host:5672/vhost",
+        "redis://host:6379/0?socket_timeout=2",
+        "rediss://host?ssl_keyfile=/etc/key.pem",
+        "redis://[::1]:6379/0",
+        "redis://[::1]/0",
+        "redis://:6379",
+        "unix:///run/redis.sock?db=3",
+        "amqp://user@one;amqp://user@two",
+    ],
+)
+def test_what_has_no_password_is_shown_as_it_is(url: str) -> None:
+    assert without_password(url) == url
+    assert not has_password(url)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@given(password=passwords)
+@example(password=f"12/{PLANTED}?pass=word")
+@example(password=f"a@b/{PLANTED}?token=c")
+def test_no_character_of_a_password_makes_it_visible(template: str, password: str) -> None:
+    assert PLANTED not in without_password(template.format(password))
+
+
+def test_in_a_text_each_url_loses_its_password() -> None:
+    text = f"'amqp://a:{PLANTED}@one' and redis://:{PLANTED}@two/0 of celery@host"
+    assert without_passwords(text) == "'amqp://a:**@one' and redis://:**@two/0 of celery@host"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (f"amqp://user:{PLANTED}@host:5672/vhost", "amqp://user:**@host:5672/vhost"),
+        (f"amqp://user:12/{PLANTED}@host", "amqp://**"),
+        (f"user:{PLANTED}@host", "amqp://**"),
+    ],
+    ids=["valid", "slash", "no-scheme"],
+)
+def test_a_broker_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert shown_broker(Connection(url)) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://monitor:{PLANTED}/@host:15672",
+        f"http://monitor:12/{PLANTED}@host:15672",
+        f"http://monitor:12?{PLANTED}@host:15672",
+        f"http://monitor:12#{PLANTED}@host:15672",
+        f"http://monitor:{PLANTED}\u2100@host:15672",
+        f"http://monitor:{PLANTED}@[host:15672",
+        f"amqp://monitor:{PLANTED}@host",
+        f"monitor:{PLANTED}@host:15672",
+    ],
+)
+def test_a_malformed_management_url_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(InvalidManagementURL) as refused:
+        ManagementAPI(url)
+    assert PLANTED not in _without_source(told(refused.value))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://:{PLANTED}@host:port",
+        f"redis://:{PLANTED}/@host",
+        f"redis://:{PLANTED}\u2100@host",
+        f"redis://host:port?password={PLANTED}",
+        f"redis://host:port?password=a@{PLANTED}",
+        f"sentinel://:{PLANTED}@host",
+        f"amqp://:{PLANTED}@host",
+    ],
+)
+def test_a_wrong_registry_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(InvalidSetting) as refused:
+        connect(url, 1.0)
+    assert PLANTED not in _without_source(told(refused.value))
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"rabbitdelay_registry_url": f"redis:/:{PLANTED}@host"},
+        {"rabbitdelay_registry_url": f"{PLANTED}@host"},
+        {"rabbitdelay_registry_url": PLANTED},
+        {"rabbitdelay_registry_url": f"redis://:{PLANTED}@host".encode()},
+        {"rabbitdelay_registry_options": [("password", PLANTED)]},
+        {"rabbitdelay_registry_options": f"password={PLANTED}"},
+        {"rabbitdelay_registry_uri": f"redis://:{PLANTED}@host"},
+        {"rabbitdelay_registry_option": {"password": PLANTED}},
+        {"RABBITDELAY_REGISTRY_URL": f"redis://:{PLANTED}@host"},
+        {"RABBITDELAY_REGISTRY_OPTIONS": {"password": PLANTED}},
+    ],
+)
+def test_a_wrong_setting_is_refused_without_a_password(configuration: dict[str, object]) -> None:
+    with pytest.raises(InvalidSetting) as refused:
+        Settings.of(configuration)
+    assert PLANTED not in _without_source(told(refused.value))
+
+
+def test_the_settings_are_shown_without_passwords() -> None:
+    options = {"password": PLANTED, "sentinel_kwargs": {"password": PLANTED}}
+    shown = repr(Settings(registry_url=f"redis://:{PLANTED}@host/0", registry_options=options))
+    assert PLANTED not in shown
+    assert "registry_url='redis://:**@host/0', registry_options='**'" in shown
+    assert "prefix='rabbitdelay', layout='clock'" in shown
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"broker": f"amqp://user:{PLANTED}@host"},
+        {"broker": f"amqp://user@one;amqp://user:{PLANTED}@two"},
+        {"broker": f"amqp://user:{PLANTED}\u2100@host"},
+        {"broker": "amqp://user@host", "registry": f"redis://host?password={PLANTED}"},
+        {"app": f"amqp://user:{PLANTED}@host", "broker": "amqp://user@host"},
+        {"app": "shop", "brokerpassword": PLANTED},
+    ],
+)
+def test_options_of_spark_are_refused_without_a_password(options: dict[str, str]) -> None:
+    with pytest.raises(InvalidOption) as refused:
+        ApplicationOptions.of(options)
+    assert PLANTED not in _without_source(told(refused.value))
+
+
+def test_a_password_of_spark_is_for_each_broker_of_a_list() -> None:
+    given = {"broker": "amqp://user@one;amqp://user@two//", "brokerpassword": "a/b"}
+    options = ApplicationOptions.of(given)
+    assert options.broker_url == "amqp://user:a%2Fb@one;amqp://user:a%2Fb@two//"
+    assert "a/b" not in repr(options)
+
+
+def _without_source(text: str) -> str:
+    """Return a traceback without the lines of source code, which are this file's own."""
+    return "\n".join(line for line in text.splitlines() if "PLANTED" not in line)
