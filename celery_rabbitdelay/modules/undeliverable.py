@@ -85,9 +85,21 @@ def examine(
         or reader.unreadable_properties()
         or _reason(topology, last_stop, key, queue)
     )
+    reason = "; ".join([reason, *reader.unreadable])
     return Undeliverable(
-        task_id, task, queue, due, "; ".join([reason, *reader.unreadable]), last_stop, since
+        _printable(task_id),
+        _printable(task),
+        _printable(queue),
+        due,
+        _printable(reason) or reason,
+        last_stop,
+        since,
     )
+
+
+def _printable(text: str | None) -> str | None:
+    """Return a text without lone surrogates, which py-amqp reads and no terminal writes."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode()
 
 
 class _HeaderReader:

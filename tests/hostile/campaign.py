@@ -100,7 +100,7 @@ class Account:
             f"lost: {len(self.lost)} {self.lost[:5]}",
             f"more than once: {dict(self.doubled)}",
             f"astray: {self.astray}",
-            *(f"  {count:7} {reason}" for reason, count in self.reasons.most_common()),
+            *(f"  {count:7} {reason}" for reason, count in self.reasons.most_common(40)),
             f"worker: {self.rss[0] / 2**20:.0f} MiB before, {self.rss[1] / 2**20:.0f} MiB at most",
             f"trouble: {self.trouble}",
         ]
@@ -276,8 +276,15 @@ def _general(reason: str) -> str:
 def _drained(connection: Connection, queue: str) -> Iterator[Any]:
     channel: Any = connection.channel()
     channel.auto_decode = False
-    while (message := channel.basic_get(queue, no_ack=True)) is not None:
-        yield message
+    left = channel.queue_declare(queue, passive=True).message_count
+    while left:
+        came: list[Any] = []
+        tag = channel.basic_consume(queue, no_ack=True, callback=came.append)
+        while len(came) < left:
+            connection.drain_events(timeout=PATIENCE)
+        channel.basic_cancel(tag)
+        yield from came
+        left = channel.queue_declare(queue, passive=True).message_count
     channel.close()
 
 

@@ -344,6 +344,14 @@ def test_why_the_broker_took_it_out_of_a_modules_queue_is_no_ones_word_but_its_o
     assert examine({**dead, **forged}, CLOCK).reason.startswith(reason.format(stop))
 
 
+def test_what_is_told_of_a_message_can_be_printed() -> None:
+    half = "\ud800"
+    told = {"id": half, "task": half, header_names.QUEUE: half, module_headers.REASON: half}
+    message = examine(told, CLOCK)
+    assert (message.task_id, message.task, message.queue) == ("\\ud800",) * 3
+    assert message.reason == "\\ud800"
+
+
 def test_a_message_lies_there_since_its_first_failure_or_its_last_stop() -> None:
     died = datetime(2030, 1, 2, 3, 4, 5)  # py-amqp's are naive, in UTC
     message = found("rabbitdelay.hours.2", key="0.0.0.0.2.0.0.0.q")
