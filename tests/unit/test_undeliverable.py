@@ -346,7 +346,7 @@ def test_why_the_broker_took_it_out_of_a_modules_queue_is_no_ones_word_but_its_o
 
 def test_what_is_told_of_a_message_can_be_printed() -> None:
     half = "\ud800"
-    told = {"id": half, "task": half, header_names.QUEUE: half, module_headers.REASON: half}
+    told = {"id": half, "task": half, headers.QUEUE: half, module_headers.REASON: half}
     message = examine(told, CLOCK)
     assert (message.task_id, message.task, message.queue) == ("\\ud800",) * 3
     assert message.reason == "\\ud800"
