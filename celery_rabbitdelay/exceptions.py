@@ -9,7 +9,7 @@ message cannot be sent as things are, it is a :class:`kombu.exceptions.Operation
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kombu.exceptions import OperationalError
 
@@ -17,6 +17,7 @@ __all__ = [
     "ConfirmTimeout",
     "ConnectionBlocked",
     "ConnectionLost",
+    "DeclarationNotPermitted",
     "DeclarationRefused",
     "DelayTooLong",
     "FileNotWritten",
@@ -34,12 +35,15 @@ __all__ = [
     "LayoutConflict",
     "ManagementUnavailable",
     "MessageNacked",
+    "MessageNotPermitted",
     "MessageRefused",
     "MessageReturned",
     "NeedsDistribution",
     "NoPublisherFree",
     "NotTracked",
+    "PermissionMissing",
     "PublishError",
+    "PublishNotPermitted",
     "RabbitDelayError",
     "ReadTooLong",
     "RegistryRequired",
@@ -301,7 +305,7 @@ class PublishError(RabbitDelayError, OperationalError):
         Args:
             may_have_arrived: Whether the broker may have that one.
         """
-        copied = type(self)(self.exchange, self.routing_key, self.reason)
+        copied = type(self)(*self.args)
         copied.__cause__ = self.__cause__
         copied.may_have_arrived = may_have_arrived
         return copied
@@ -338,6 +342,89 @@ class DeclarationRefused(PublishError):
     user lacks the permission, or nobody has declared an exclusive queue. If the reason may pass,
     because the node of a classic queue is down, the declaration is repeated like a lost connection.
     The message was not written, unless an attempt before ended with a lost connection.
+    """
+
+
+class MissingPermission(NamedTuple):
+    """A permission that a user of RabbitMQ lacks.
+
+    Attributes:
+        user: The user.
+        permission: ``configure``, ``write`` or ``read``. RabbitMQ 3.10 does not say which; if the
+            method needs several, they are all named: "configure or read".
+        kind: ``queue`` or ``exchange``.
+        name: The name of the queue or exchange.
+        virtual_host: The virtual host.
+        topic: The routing or binding key that a topic permission does not allow; None if no topic
+            permission is lacking.
+    """
+
+    user: str
+    permission: str
+    kind: str
+    name: str
+    virtual_host: str
+    topic: str | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.kind} {self.name!r} in the virtual host {self.virtual_host!r}"
+        if self.topic is not None:
+            return (
+                f"the user {self.user!r} lacks the topic permission {self.permission} for the key "
+                f"{self.topic!r} on the {where}: see rabbitmqctl set_topic_permissions"
+            )
+        return (
+            f"the user {self.user!r} lacks the permission {self.permission} on the {where}: see "
+            "rabbitmqctl set_permissions"
+        )
+
+
+class PermissionMissing(RabbitDelayError, OperationalError):
+    """The broker's user lacks a permission.
+
+    ``celery rabbitdelay permissions`` prints the permissions that each role needs.
+
+    Attributes:
+        permission: The permission, the resource and the user.
+    """
+
+    def __init__(self, permission: MissingPermission) -> None:
+        super().__init__(permission)
+        self.permission = permission
+
+    def __str__(self) -> str:
+        return str(self.permission)
+
+
+class PublishNotPermitted(PublishError, PermissionMissing):
+    """The user lacks a permission that the message needs.
+
+    It is a :class:`MessageNotPermitted` or a :class:`DeclarationNotPermitted`. Nothing was sent,
+    unless an attempt before ended with a lost connection: nothing was written by this one.
+    """
+
+    def __init__(self, exchange: str, routing_key: str, permission: MissingPermission) -> None:
+        PermissionMissing.__init__(self, permission)
+        self.args = (exchange, routing_key, permission)
+        self.exchange = exchange
+        self.routing_key = routing_key
+        self.reason = str(permission)
+
+    def __str__(self) -> str:
+        return PublishError.__str__(self)
+
+
+class MessageNotPermitted(PublishNotPermitted, MessageRefused):
+    """The user may not write to the exchange, or not with this routing key.
+
+    ``permission`` says which permission on which exchange the user lacks.
+    """
+
+
+class DeclarationNotPermitted(PublishNotPermitted, DeclarationRefused):
+    """The user may not declare or bind what the message needs.
+
+    ``permission`` says which permission on which queue or exchange the user lacks.
     """
 
 

@@ -15,9 +15,13 @@ MAIL_GATEWAY_URL: Final = os.environ.get("MAIL_GATEWAY_URL", "http://127.0.0.1:8
 #: The Redis that holds the registry (what waits, and what was written as a whole) and the results.
 REDIS_URL: Final = os.environ.get("SHOP_REDIS_URL", "redis://localhost")
 
+#: With an amqps:// URL, Celery's broker_use_ssl as JSON: the files with the certificates.
+BROKER_USE_SSL: Final = json.loads(os.environ.get("SHOP_BROKER_USE_SSL", "false"))
+
 app = Celery("record_shop", broker=os.environ.get("CELERY_BROKER_URL", "amqp://"))
 
 app.conf.update(
+    broker_use_ssl=BROKER_USE_SSL,
     # A worker acknowledges a task when it has ended. RabbitMQ redelivers the tasks of a killed one.
     task_acks_late=True,
     task_reject_on_worker_lost=True,

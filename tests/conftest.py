@@ -2,7 +2,9 @@
 
 ``RABBITDELAY_BROKER_URL`` and ``RABBITDELAY_REDIS_URL`` name servers that already run. Tests that
 kill, suspend or starve a broker always do that to a private one. ``RABBITDELAY_BROKER_ROOT`` is
-a folder with a Debian system whose RabbitMQ is run instead of the machine's.
+a folder with a Debian system whose RabbitMQ is run instead of the machine's. With
+``RABBITDELAY_TLS``, the acceptance tests reach a private RabbitMQ over TLS with client
+certificates.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import Phase, settings
 from kombu import pools
 
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer
 
 # A busy machine is no error: how long an example takes says nothing.
 settings.register_profile("no-deadline", deadline=None)
@@ -39,10 +41,20 @@ def broker_root() -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def session_rabbitmq(broker_root: Path | None) -> Iterator[RabbitMQServer]:
+def broker_certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates | None:
+    """The certificates of the session's broker with ``RABBITDELAY_TLS``; None without."""
+    if not os.environ.get("RABBITDELAY_TLS"):
+        return None
+    return Certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def session_rabbitmq(
+    broker_root: Path | None, broker_certificates: Certificates | None
+) -> Iterator[RabbitMQServer]:
     """The RabbitMQ node of this session."""
     quiet = ("log.queue.level = error", "log.ra.level = error")
-    with RabbitMQServer(broker_root, settings=quiet) as server:
+    with RabbitMQServer(broker_root, quiet, certificates=broker_certificates) as server:
         yield server
 
 

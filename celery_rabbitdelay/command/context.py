@@ -21,6 +21,7 @@ from kombu.exceptions import OperationalError
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command.parameter_type import ParameterType
 from celery_rabbitdelay.exceptions import InvalidSetting, RabbitDelayError, RegistryRequired
+from celery_rabbitdelay.publishing.permissions import missing_permission
 from celery_rabbitdelay.publishing.shown_url import without_password, without_passwords
 
 __all__ = [
@@ -74,13 +75,16 @@ def delays_of(context: CLIContext) -> RabbitDelay:
 def broker_at(context: CLIContext, url: str) -> Connection:
     """Return a connection to another broker than the application's; it is not opened.
 
+    To an ``amqps://`` URL it uses the application's ``broker_use_ssl``, to any other no TLS.
+
     Raises:
         click.UsageError: The URL is malformed.
     """
     shown = without_password(url)
     if "@" in url and "://" not in url:
         raise click.UsageError(f"{shown!r} is not a URL such as amqp://user:password@host")
-    return _check(lambda: context.app.connection_for_write(url=url), repr(shown))
+    ssl = (context.app.conf.broker_use_ssl or True) if url.startswith("amqps:") else False
+    return _check(lambda: context.app.connection_for_write(url=url, ssl=ssl), repr(shown))
 
 
 def _check(connection: Callable[[], Connection], what: str) -> Connection:
@@ -158,6 +162,9 @@ def fail(error: Exception, message: str, exit_status: int, as_json: bool) -> NoR
         exit_status: The command's exit status.
         as_json: Whether to print an object with the key ``error`` as well.
     """
+    permission = missing_permission(error)
+    if permission is not None:
+        message = f"{message.removesuffix(str(error))}{permission}"
     line = without_passwords(" ".join(message.split()))
     if as_json:
         click.echo(json.dumps({"error": line}))

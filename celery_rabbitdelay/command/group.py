@@ -11,6 +11,7 @@ from celery_rabbitdelay.command.declare import declare, delete
 from celery_rabbitdelay.command.export import export
 from celery_rabbitdelay.command.migrate import migrate, transfer
 from celery_rabbitdelay.command.pending import forecast, pending
+from celery_rabbitdelay.command.permissions import permissions
 from celery_rabbitdelay.command.route import route
 from celery_rabbitdelay.command.send import send
 from celery_rabbitdelay.command.status import status
@@ -53,6 +54,7 @@ for command in (
     job,
     migrate,
     pending,
+    permissions,
     postpone,
     route,
     send,

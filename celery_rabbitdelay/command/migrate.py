@@ -88,7 +88,8 @@ def transfer(
 ) -> None:
     """Move all messages that wait on another broker into the application's levels.
 
-    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate.
+    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
+    an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
     """
     delays = delays_of(context)
     there = broker_at(context, from_url)

@@ -13,7 +13,11 @@ from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, j
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.operations.verify.application import Application
 from celery_rabbitdelay.operations.verify.finding import Report, named
-from celery_rabbitdelay.operations.verify.management_api import ManagementAPI, management_api_of
+from celery_rabbitdelay.operations.verify.management_api import (
+    ManagementAPI,
+    management_api_of,
+    tls_files_of,
+)
 from celery_rabbitdelay.operations.verify.verification import verify as verify_broker
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.shown_url import shown_broker
@@ -42,7 +46,9 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
     # The levels are where tasks are sent, which may be another broker than the consumers'.
     connection = context.app.connection_for_write()
     try:
-        given = None if management is None else ManagementAPI(management)
+        given = None
+        if management is not None:
+            given = ManagementAPI(management, tls_files_of(connection))
         with connection:
             connect(connection)
             report = verify_broker(

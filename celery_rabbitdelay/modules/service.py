@@ -9,12 +9,13 @@ from typing import Final
 
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import PublishError
+from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
 from celery_rabbitdelay.modules.consumer import ConnectionStuck, Module, ModuleConsumer
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.publishing.wire import Wire
 
 __all__ = ["ModuleService"]
@@ -80,15 +81,19 @@ class ModuleService:
                 self._careful = not isinstance(lost, ConnectionStuck)
                 if not self._careful:
                     pause = shortest
-                expected = (*self._connection.recoverable_connection_errors, PublishError)
+                expected = (
+                    *self._connection.recoverable_connection_errors,
+                    PermissionMissing,
+                    PublishError,
+                )
                 with_traceback = not isinstance(
                     lost, (*expected, *self._connection.channel_errors, ConnectionStuck)
                 )
                 logger.warning(
-                    "%s: connects again in %.1f s: %r",
+                    "%s: connects again in %.1f s: %s",
                     self.module.name,
                     pause,
-                    lost,
+                    lost if isinstance(lost, PermissionMissing) else repr(lost),
                     exc_info=with_traceback,
                 )
                 self.stopping.wait(pause)
@@ -118,7 +123,8 @@ class ModuleService:
                 self._silent,
                 self._careful,
             )
-            return consumer.serve()
+            with permissions_named():
+                return consumer.serve()
         except Exception:
             self._on_lost()
             raise

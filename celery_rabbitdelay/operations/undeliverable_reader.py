@@ -66,7 +66,7 @@ LOOK_EVERY: Final = 0.02
 def ready_messages(connection: Connection, topology: Topology) -> int | None:
     """Return how many messages are ready in ``undeliverable``; None if the user may not ask.
 
-    From RabbitMQ 4.3 on, this takes the permission to configure the queue.
+    From RabbitMQ 4.3 on, this takes one of the three permissions on the queue.
 
     Raises:
         amqp.exceptions.NotFound: The queue does not exist.
@@ -164,7 +164,7 @@ class Reader:
     def ready(self) -> int | None:
         """Return how many messages are ready in the queue; None if the user may not ask.
 
-        From RabbitMQ 4.3 on, this takes the permission to configure the queue.
+        From RabbitMQ 4.3 on, this takes one of the three permissions on the queue.
 
         Raises:
             amqp.exceptions.NotFound: The queue does not exist.

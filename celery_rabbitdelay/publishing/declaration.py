@@ -19,14 +19,14 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from amqp import spec
-from amqp.exceptions import NotFound, PreconditionFailed, ResourceLocked
+from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.amqp_methods import find_exchanges, find_queues
-from celery_rabbitdelay.publishing.kombu_internals import declared_entities
+from celery_rabbitdelay.publishing.kombu_internals import declared_entities, wait_without_limit
 
 __all__ = [
     "Counts",
@@ -112,32 +112,58 @@ def declare_if_missing(connection: Connection, topology: Topology) -> None:
 
 
 def check_complete(
-    connection: Connection, topology: Topology, destination: Queue | None = None
+    connection: Connection,
+    topology: Topology,
+    destination: Queue | None = None,
+    *,
+    by_marker: bool = False,
 ) -> None:
     """Check a topology that operators have declared; a connection is checked only once.
 
     Guard and marker are declared by this package alone, so they may be missing. AMQP has no method
-    that tells whether the destination is bound.
+    that tells whether the destination is bound. What the user may not ask for counts as existing;
+    see :mod:`~celery_rabbitdelay.publishing.permissions`.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
         destination: The queue that a message is for; it has to exist as well.
+        by_marker: Whether to look at the marker first, and no further if it exists, or may not be
+            looked at. A producer needs no more: if a queue of the levels is missing, the alternate
+            exchange puts the message into ``undeliverable``; if an exchange is, publishing fails.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
     """
     key = _key(topology)
     if key not in _known(connection):
-        ours = {topology.identity.guard.name, topology.identity.marker.name}
-        absent = tuple(name for name in missing(connection, topology) if name not in ours)
-        if absent:
-            raise TopologyIncomplete(topology.prefix, absent)
+        if not (by_marker and _exists_or_hidden(connection, topology)):
+            _check_all(connection, topology)
         _known(connection).add(key)
     if destination is not None and _key(topology, destination) not in _known(connection):
         if not _queue_exists(connection, destination):
             raise TopologyIncomplete(topology.prefix, (destination.name,))
         _known(connection).add(_key(topology, destination))
+
+
+def _check_all(connection: Connection, topology: Topology) -> None:
+    ours = {topology.identity.guard.name, topology.identity.marker.name}
+    try:
+        absent = tuple(name for name in missing(connection, topology) if name not in ours)
+    except AccessRefused:
+        if not _exists_or_hidden(connection, topology):
+            raise
+        return
+    if absent:
+        raise TopologyIncomplete(topology.prefix, absent)
+
+
+def _exists_or_hidden(connection: Connection, topology: Topology) -> bool:
+    """Return whether the marker exists, or the user has no permission on it."""
+    try:
+        return is_declared(connection, topology)
+    except AccessRefused:
+        return True
 
 
 def is_declared(connection: Connection, topology: Topology) -> bool:
@@ -328,6 +354,7 @@ def connect(connection: Connection) -> None:
         connection.ensure_connection(
             max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
         )
+        wait_without_limit(connection)
 
 
 def _known(connection: Connection) -> set[Any]:
@@ -390,6 +417,8 @@ def _queue_exists(connection: Connection, queue: Queue) -> bool:
         return queue_counts(connection, [queue])[queue.name] is not None
     except ResourceLocked:
         return True  # it is an exclusive queue of another connection
+    except AccessRefused:
+        return True  # it may exist
 
 
 @contextmanager

@@ -23,6 +23,7 @@ __all__ = [
     "drop_connection",
     "is_kombus_json",
     "serialized",
+    "wait_without_limit",
 ]
 
 
@@ -79,11 +80,26 @@ def declared_arguments(queue: Queue) -> dict[str, Any]:
 def drop_connection(connection: Connection, timeout: float = 0.1) -> None:
     """Close a connection's socket without AMQP's handshake; the object can be opened again.
 
+    TLS has a handshake of its own, for which py-amqp waits for as long as connecting may take.
+
     Args:
         connection: The connection.
         timeout: Seconds that closing may wait for the broker.
     """
+    private: Any = connection
+    socket = getattr(getattr(private._connection, "_transport", None), "sock", None)
+    if socket is not None:
+        socket.settimeout(timeout)
     connection.collect(socket_timeout=timeout)
+
+
+def wait_without_limit(connection: Connection) -> None:
+    """Let an open connection wait for answers for as long as they take, as is the rule.
+
+    Over TLS, py-amqp leaves the limit for connecting on the socket: each answer of a busy broker
+    would have to arrive within these seconds.
+    """
+    connection.connection.transport.sock.settimeout(None)
 
 
 def consumed_queue_name(consumer: Consumer, consumer_tag: str | None) -> str | None:

@@ -265,7 +265,7 @@ class DelayedProducer(Producer):
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
     ) -> None:
         if not self.may_declare:
-            check_complete(connection, self.topology, queue)
+            check_complete(connection, self.topology, queue, by_marker=True)
             return
         if queue is None:
             declare_if_missing(connection, self.topology)

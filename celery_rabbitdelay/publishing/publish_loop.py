@@ -26,11 +26,13 @@ from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
     MessageNacked,
+    MessageNotPermitted,
     MessageRefused,
     MessageReturned,
     PublishError,
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
+from celery_rabbitdelay.publishing.permissions import missing_permission
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 
@@ -421,8 +423,7 @@ class PublishLoop:
         (culprit,) = suspects
         self._queued.popleft()
         culprit.suspected = False
-        kind = MessageReturned if isinstance(closed, NotFound) else MessageRefused
-        culprit.error = kind(culprit.exchange, culprit.routing_key, str(closed))
+        culprit.error = _error_of(culprit, closed)
         culprit.error.__cause__ = closed
         self._finish(culprit)
         return culprit
@@ -443,3 +444,14 @@ class PublishLoop:
             arrived = publication.may_have_arrived
             publication.error = errors.setdefault(arrived, error.copy(arrived))
             self._finish(publication)
+
+
+def _error_of(culprit: Publication, closed: ChannelError) -> PublishError:
+    """Return the error of the message for which the broker has closed the channel."""
+    address = culprit.exchange, culprit.routing_key
+    if isinstance(closed, NotFound):
+        return MessageReturned(*address, str(closed))
+    permission = missing_permission(closed)
+    if permission is not None:
+        return MessageNotPermitted(*address, permission)
+    return MessageRefused(*address, str(closed))

@@ -14,6 +14,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
+    DeclarationNotPermitted,
     DeclarationRefused,
     MessageNacked,
     MessageRefused,
@@ -23,6 +24,7 @@ from celery_rabbitdelay.exceptions import (
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.connection import PublishingConnection, remaining
+from celery_rabbitdelay.publishing.permissions import missing_permission
 from celery_rabbitdelay.publishing.policy import (
     BACKOFF,
     DEFAULT_POLICY,
@@ -260,7 +262,7 @@ class _Run:
         except self._connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
                 raise  # for a message in flight
-            error = DeclarationRefused(*publication.address(), str(refused))
+            error = _declaration_refused(publication.address(), refused)
             if isinstance(refused, NotFound) and PASSING_REASONS.search(str(refused)):
                 error.__cause__ = refused
                 raise _MayPass(error) from refused
@@ -323,6 +325,13 @@ class _Run:
         error.__cause__ = cause
         self._loop.fail_all(error)
         raise error from cause
+
+
+def _declaration_refused(address: tuple[str, str], refused: BaseException) -> DeclarationRefused:
+    permission = missing_permission(refused)
+    if permission is None:
+        return DeclarationRefused(*address, str(refused))
+    return DeclarationNotPermitted(*address, permission)
 
 
 def _ignore(publication: Publication) -> None:

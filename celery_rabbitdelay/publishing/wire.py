@@ -9,10 +9,12 @@ frame with the properties, and as many frames as the body takes.
 
 from __future__ import annotations
 
+import ssl
 import struct
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
@@ -206,6 +208,9 @@ class Wire:
 
     def __init__(self, connection: Connection) -> None:
         self._amqp: Any = connection.connection
+        transport = self._amqp.transport
+        if not isinstance(transport._quick_recv, partial):
+            transport._quick_recv = partial(_receive, transport._quick_recv)
 
     @property
     def frame_max(self) -> int:
@@ -292,6 +297,18 @@ class Wire:
         former = self._amqp.on_blocked, self._amqp.on_unblocked
         self._amqp.on_blocked, self._amqp.on_unblocked = on_blocked, on_unblocked
         return former
+
+
+def _receive(receive: Callable[[int], bytes], size: int) -> bytes:
+    """Receive at most so many bytes, for py-amqp.
+
+    Where a socket does not block, py-amqp itself asks again and again for the rest of a frame,
+    without end if the broker is frozen. After a TimeoutError it keeps what it has, over TLS too.
+    """
+    try:
+        return receive(size)
+    except (BlockingIOError, ssl.SSLWantReadError) as nothing:
+        raise TimeoutError from nothing
 
 
 class PropertiesEncoder:

@@ -55,6 +55,7 @@ def _made(options: ApplicationOptions) -> Celery:
         "rabbitdelay_registry_url": options.registry_url,
         "rabbitdelay_prefix": options.prefix,
         "rabbitdelay_layout": options.layout,
+        "broker_use_ssl": options.broker_use_ssl,
     }
     app.conf.update({name: value for name, value in settings.items() if value is not None})
     know_queue(app, None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery_rabbitdelay.exceptions import InvalidOption
@@ -21,6 +22,9 @@ APPLICATION: Final = (
     "registryPassword",
     "prefix",
     "layout",
+    "brokerCaFile",
+    "brokerCertFile",
+    "brokerKeyFile",
 )
 
 #: Further options of a write.
@@ -70,6 +74,10 @@ class ApplicationOptions(NamedTuple):
         registry_password: Its password.
         prefix: ``rabbitdelay_prefix``.
         layout: ``rabbitdelay_layout``, by name.
+        ca_file: For TLS, the file with the certificates of authorities; None for the system's.
+        cert_file: The file with the client's certificate. Like the other two, it has to exist on
+            the driver and on each executor.
+        key_file: The file with its private key; None if that is in ``cert_file``.
     """
 
     app: str | None = None
@@ -79,6 +87,9 @@ class ApplicationOptions(NamedTuple):
     registry_password: str | None = None
     prefix: str | None = None
     layout: str | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Self:
@@ -102,12 +113,26 @@ class ApplicationOptions(NamedTuple):
                     takes = "is a setting of the application; leave it out"
                     value = None if "Password" in name else given[name.lower()]
                     raise InvalidOption(name, value, takes)
+        for name in APPLICATION[-3:]:
+            if name.lower() in given and not str(broker).startswith("amqps:"):
+                takes = "is for TLS; write the broker's URL with amqps://"
+                raise InvalidOption(name, given[name.lower()], takes)
         return cls(*(given.get(name.lower()) for name in APPLICATION))
 
     @property
     def broker_url(self) -> str | None:
         """The broker's URL with its password."""
         return _with_password(self.broker, self.broker_password)
+
+    @property
+    def broker_use_ssl(self) -> dict[str, Any] | None:
+        """Celery's ``broker_use_ssl``; None without TLS. The broker's name is checked."""
+        if not str(self.broker).startswith("amqps:"):
+            return None
+        files = {"ca_certs": self.ca_file, "certfile": self.cert_file, "keyfile": self.key_file}
+        # kombu puts in the host of the URL.
+        told: dict[str, Any] = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": None}
+        return {**told, **{name: file for name, file in files.items() if file is not None}}
 
     @property
     def registry_url(self) -> str | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from celery_rabbitdelay.testing.servers import (
-    RabbitMQServer,
-    RedisServer,
-    Server,
-    ServerNotStarted,
-    wait_for,
-)
+from celery_rabbitdelay.testing.certificates import Certificates
+from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
+from celery_rabbitdelay.testing.servers import RedisServer, Server, ServerNotStarted, wait_for
 
-__all__ = ["RabbitMQServer", "RedisServer", "Server", "ServerNotStarted", "wait_for"]
+__all__ = [
+    "Certificates",
+    "RabbitMQServer",
+    "RedisServer",
+    "Server",
+    "ServerNotStarted",
+    "wait_for",
+]

@@ -1,4 +1,4 @@
-"""Private RabbitMQ and Redis servers, started as processes on free ports and always stopped again.
+"""Private servers, started as processes on free ports and always stopped again: the common part.
 
 Each server lives in a temporary folder of its own and never touches an installed service: neither
 its port, its data, its cookie nor its Erlang port mapper. Use it as a context manager::
@@ -28,9 +28,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, ClassVar, Final, Self
+from typing import IO, Any, ClassVar, Final, Self
 
-__all__ = ["RabbitMQServer", "RedisServer", "Server", "ServerNotStarted", "wait_for"]
+from celery_rabbitdelay.testing.certificates import Certificates
+
+__all__ = [
+    "START_TIMEOUT",
+    "RedisServer",
+    "Server",
+    "ServerNotStarted",
+    "free_port",
+    "open_socket",
+    "wait_for",
+]
 
 #: Seconds that a server may take to start. A RabbitMQ node takes 5 to 15 on a small machine.
 START_TIMEOUT: Final = 90.0
@@ -231,210 +241,66 @@ class Server:
         raise NotImplementedError
 
 
+def open_socket(port: int, certificates: Certificates | None) -> socket.socket:
+    """Connect to a port of this machine, over TLS if there are certificates.
+
+    Raises:
+        OSError: Nobody listens, or one of the two does not trust the other.
+    """
+    plain = socket.create_connection(("127.0.0.1", port), timeout=1.0)
+    if certificates is None:
+        return plain
+    try:
+        return certificates.client_context().wrap_socket(plain, server_hostname="localhost")
+    except BaseException:
+        plain.close()
+        raise
+
+
 class RedisServer(Server):
-    """A Redis server that keeps nothing on disk."""
+    """A Redis server that keeps nothing on disk.
+
+    Args:
+        certificates: The server takes connections over TLS only, and from clients that show a
+            certificate of the authority. Clients connect with :attr:`ssl`.
+    """
 
     package = "redis-server"
 
+    def __init__(self, certificates: Certificates | None = None) -> None:
+        super().__init__()
+        self.certificates = certificates
+
     @property
     def url(self) -> str:
-        """``redis://`` URL of database 0."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        """``redis://`` URL of database 0; ``rediss://`` with certificates."""
+        scheme = "redis" if self.certificates is None else "rediss"
+        return f"{scheme}://127.0.0.1:{self.port}/0"
+
+    @property
+    def ssl(self) -> dict[str, Any] | None:
+        """Further arguments of redis-py's client; None without certificates."""
+        return None if self.certificates is None else self.certificates.for_redis()
 
     def _command(self) -> list[str]:
+        certificates, port = self.certificates, str(self.port)
+        listen = ["--port", port]
+        if certificates is not None:
+            listen = [
+                *("--port", "0", "--tls-port", port, "--tls-auth-clients", "yes"),
+                *("--tls-ca-cert-file", str(certificates.authority)),
+                *("--tls-cert-file", str(certificates.server)),
+                *("--tls-key-file", str(certificates.server_key)),
+            ]
         return [
-            *("redis-server", "--port", str(self.port), "--bind", "127.0.0.1"),
+            *("redis-server", *listen, "--bind", "127.0.0.1"),
             *("--dir", str(self.folder), "--save", "", "--appendonly", "no"),
         ]
 
     def _ready(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as client:
+            with open_socket(self.port, self.certificates) as client:
                 client.sendall(b"PING\r\n")
                 return client.recv(16).startswith(b"+PONG")
         except OSError:
             return False
-
-
-class RabbitMQServer(Server):
-    """A RabbitMQ node with its own Erlang port mapper, cookie and data.
-
-    Args:
-        root: A folder with a whole Debian system (made by debootstrap) whose RabbitMQ is to be run
-            instead of the machine's own; the node is then started inside it with ``chroot``,
-            which only root may do.
-        settings: Lines for the node's ``rabbitmq.conf``.
-        cluster_with: A node that runs already, whose cluster this one joins at its first start. It
-            shares that node's port mapper and cookie: stop it before that one.
-        management: Whether the node serves the HTTP API and the pages of ``rabbitmq_management``,
-            at :attr:`management_url`.
-    """
-
-    package = "rabbitmq-server"
-
-    #: Debian's start script; the one in /usr/sbin insists on running as the user rabbitmq.
-    program: ClassVar[str] = "/usr/lib/rabbitmq/bin/rabbitmq-server"
-
-    def __init__(
-        self,
-        root: Path | None = None,
-        settings: Sequence[str] = (),
-        cluster_with: RabbitMQServer | None = None,
-        management: bool = False,
-    ) -> None:
-        super().__init__()
-        self.root = root
-        self.settings = settings
-        self.cluster_with = cluster_with
-        self.management = management
-        self._management_port = free_port()
-        self._mapper_port: int = cluster_with._mapper_port if cluster_with else free_port()
-        self._distribution_port = free_port()
-        self._mapper: subprocess.Popen[bytes] | None = None
-        if root is not None:
-            shutil.rmtree(self.folder)
-            self.folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-", dir=root / "tmp"))
-
-    @property
-    def url(self) -> str:
-        """``amqp://`` URL of the virtual host ``/``."""
-        return f"amqp://guest:guest@127.0.0.1:{self.port}//"
-
-    @property
-    def management_url(self) -> str:
-        """URL of the management HTTP API, with user and password."""
-        return f"http://guest:guest@127.0.0.1:{self._management_port}"
-
-    @property
-    def node(self) -> str:
-        """The name by which the nodes of a cluster know this one."""
-        return f"rabbitdelay{self.port}@localhost"
-
-    def start(self) -> None:
-        """Start the port mapper, then the node, and wait until it takes AMQP connections."""
-        self.folder.mkdir(exist_ok=True)
-        self._write_configuration()
-        if self.cluster_with is None:
-            self._start_mapper()
-        super().start()
-
-    def stop(self) -> None:
-        """Stop the node, then its port mapper, and remove the folder."""
-        super().stop()
-        if self._mapper is not None:
-            self._mapper.kill()
-            self._mapper.wait()
-            self._mapper = None
-
-    def _start_mapper(self) -> None:
-        # Without one of its own, the node would start a port mapper that outlives it.
-        if self._mapper is not None and self._mapper.poll() is None:
-            return
-        command = self._inside(["epmd", "-port", str(self._mapper_port), "-address", "127.0.0.1"])
-        if shutil.which(command[0]) is None:
-            raise ServerNotStarted(
-                "epmd is not installed: on Debian and Ubuntu, apt-get install rabbitmq-server"
-            )
-        with self._log_path.open("ab") as log:
-            self._mapper = self._spawn(command, self._environment(), log)
-        try:
-            wait_for(self._mapper_listens, "start of the Erlang port mapper", START_TIMEOUT)
-        except TimeoutError as timeout:
-            raise ServerNotStarted(f"{timeout}\n{self.log[-2000:]}") from timeout
-
-    def _mapper_listens(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self._mapper_port), timeout=1.0):
-                return True
-        except OSError:
-            return False
-
-    def _write_configuration(self) -> None:
-        lines = [
-            f"listeners.tcp.1 = 127.0.0.1:{self.port}",
-            "log.console = true",
-            "log.console.level = info",
-            "loopback_users = none",
-            "disk_free_limit.absolute = 50MB",
-            *self.settings,
-        ]
-        if self.management:
-            lines += [
-                "management.tcp.ip = 127.0.0.1",
-                f"management.tcp.port = {self._management_port}",
-            ]
-        if self.cluster_with is not None:
-            lines += [
-                "cluster_formation.peer_discovery_backend = classic_config",
-                f"cluster_formation.classic_config.nodes.1 = {self.cluster_with.node}",
-            ]
-            cookie = self.folder / ".erlang.cookie"
-            if not cookie.exists():
-                shutil.copy(self.cluster_with.folder / cookie.name, cookie)
-        (self.folder / "rabbitmq.conf").write_text("\n".join(lines) + "\n")
-        plugins = "rabbitmq_management" if self.management else ""
-        (self.folder / "enabled_plugins").write_text(f"[{plugins}].\n")
-
-    def _command(self) -> list[str]:
-        return self._inside([self.program])
-
-    def _inside(self, command: list[str]) -> list[str]:
-        """Wrap a command so that it runs inside ``root``, in a mount namespace of its own."""
-        if self.root is None:
-            return command
-        script = (
-            'root=$1; shift; mount -t proc proc "$root/proc" && mount --rbind /dev "$root/dev"'
-            ' && exec chroot "$root" "$@"'
-        )
-        return ["unshare", "--mount", "sh", "-ec", script, "sh", str(self.root), *command]
-
-    @property
-    def _home(self) -> str:
-        """The folder as the node sees it."""
-        if self.root is None:
-            return str(self.folder)
-        return "/" + str(self.folder.relative_to(self.root))
-
-    def _environment(self) -> dict[str, str]:
-        home = self._home
-        return {
-            **super()._environment(),
-            "HOME": home,
-            "TMPDIR": home,
-            "ERL_EPMD_PORT": str(self._mapper_port),
-            "ERL_EPMD_ADDRESS": "127.0.0.1",
-            "RABBITMQ_NODENAME": self.node,
-            "RABBITMQ_NODE_PORT": str(self.port),
-            "RABBITMQ_DIST_PORT": str(self._distribution_port),
-            "RABBITMQ_MNESIA_BASE": f"{home}/data",
-            "RABBITMQ_LOG_BASE": f"{home}/log",
-            "RABBITMQ_LOGS": "-",
-            "RABBITMQ_PID_FILE": f"{home}/pid",
-            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{home}/enabled_plugins",
-            "RABBITMQ_CONFIG_FILE": f"{home}/rabbitmq.conf",
-            # The start script then becomes the node instead of waiting for it, so that the node
-            # itself is what ends with its parent.
-            "RUNNING_UNDER_SYSTEMD": "true",
-            # Idle schedulers that spin would take processor time from the tests.
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none",
-        }
-
-    def _ready(self) -> bool:
-        # The node answers a wrong protocol header with its own and closes: it takes connections.
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as client:
-                client.sendall(b"AMQP\x00\x00\x09\x01")
-                return client.recv(1) != b""
-        except OSError:
-            return False
-
-    def ctl(self, *arguments: str) -> str:
-        """Run ``rabbitmqctl`` against this node and return what it printed.
-
-        Raises:
-            subprocess.CalledProcessError: The command failed.
-        """
-        command = self._inside(["/usr/lib/rabbitmq/bin/rabbitmqctl", "--silent", *arguments])
-        return subprocess.run(
-            command, env=self._environment(), capture_output=True, text=True, check=True
-        ).stdout

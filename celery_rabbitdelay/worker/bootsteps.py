@@ -31,6 +31,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_destination,
     is_complete,
 )
+from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.registry.breaker import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker.batch_thread import BatchThread
@@ -103,9 +104,10 @@ class WorkerDeclaration:
 
         Raises:
             LayoutConflict: Another layout is declared under the prefix.
+            PermissionMissing: The broker's user may not declare it.
             TopologyIncomplete: Something is missing, and the settings forbid to declare it.
         """
-        with self._lock:
+        with self._lock, permissions_named():
             broker = connection.as_uri()
             if broker in self._brokers:
                 return
@@ -186,6 +188,7 @@ class DelayLevels(bootsteps.StartStopStep):
         Raises:
             InvalidSetting: A ``rabbitdelay_*`` setting is wrong; the worker ends.
             LayoutConflict: Another layout is declared under the prefix; the worker ends.
+            PermissionMissing: The broker's user may not declare it; the worker ends.
             TopologyIncomplete: Something is missing, and the settings forbid to declare it; the
                 worker ends.
         """

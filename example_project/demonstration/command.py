@@ -16,6 +16,7 @@ from example_project.demonstration.histogram import draw
 from example_project.demonstration.outcome import Outcome
 from example_project.demonstration.progress import Progress
 from example_project.demonstration.report import table
+from example_project.demonstration.run import BROKER_URL
 from example_project.demonstration.scenario import DemonstrationFailed, demonstrate
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,23 +28,23 @@ def main() -> int:
     Returns:
         The exit code: 0 if every reminder was delivered once, and none of them early.
     """
-    output = _output()
+    arguments = _arguments()
     if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         print("Spark needs Java 17: apt-get install openjdk-17-jre-headless", file=sys.stderr)
         return 2
     _stop_in_order()
     progress = Progress()
     try:
-        outcome = demonstrate(progress)
+        outcome = demonstrate(progress, arguments.tls)
     except (DemonstrationFailed, ServerNotStarted) as failure:
         progress.end()
         print(failure, file=sys.stderr)
         return 1
     progress.end()
-    return _report(outcome, output)
+    return _report(outcome, arguments.output)
 
 
-def _output() -> Path:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m example_project",
         description="A record shop that reminds customers to review their order.",
@@ -54,10 +55,19 @@ def _output() -> Path:
         default=Path("lateness.png"),
         help="the picture of how late the reminders were (default: %(default)s)",
     )
-    output: Path = parser.parse_args().output
-    if not output.parent.is_dir():
-        parser.error(f"--output {output}: there is no folder {output.parent}")
-    return output
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        default=bool(os.environ.get("RABBITDELAY_TLS")),
+        help="reach RabbitMQ over TLS, with client certificates (or set RABBITDELAY_TLS)",
+    )
+    arguments = parser.parse_args()
+    folder = arguments.output.parent
+    if not folder.is_dir():
+        parser.error(f"--output {arguments.output}: there is no folder {folder}")
+    if arguments.tls and os.environ.get(BROKER_URL):
+        parser.error(f"--tls is for a private RabbitMQ; unset {BROKER_URL}")
+    return arguments
 
 
 def _stop_in_order() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from kombu import Connection
 from redis import Redis
 
 __all__ = ["BROKER_URL", "REDIS_URL", "Run"]
@@ -18,6 +20,7 @@ REDIS_URL: Final = "RABBITDELAY_REDIS_URL"
 #: What the processes of a run find in their environment.
 _RUN_NAME: Final = "RECORD_SHOP_RUN"
 _RUN_REDIS_URL: Final = "SHOP_REDIS_URL"
+_RUN_BROKER_USE_SSL: Final = "SHOP_BROKER_USE_SSL"
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,22 @@ class Run:
         broker_url: RabbitMQ.
         redis_url: Redis, for the registry, Celery's results and the journal.
         mail_gateway_url: Where the mail gateway takes mails.
+        broker_use_ssl: Celery's setting; False without TLS.
     """
 
     name: str
     broker_url: str
     redis_url: str
     mail_gateway_url: str
+    broker_use_ssl: dict[str, Any] | bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Run:
         """The run that this process belongs to."""
         names = (_RUN_NAME, "CELERY_BROKER_URL", _RUN_REDIS_URL, "MAIL_GATEWAY_URL")
-        return cls(*(environment[name] for name in names))
+        name, broker_url, redis_url, gateway_url = (environment[each] for each in names)
+        ssl = json.loads(environment.get(_RUN_BROKER_USE_SSL, "false"))
+        return cls(name, broker_url, redis_url, gateway_url, ssl)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -55,7 +62,12 @@ class Run:
             # The mails stay on this machine even where the terminal has set a proxy.
             "no_proxy": "127.0.0.1",
             _RUN_NAME: self.name,
+            _RUN_BROKER_USE_SSL: json.dumps(self.broker_use_ssl),
         }
+
+    def connect_broker(self) -> Connection:
+        """A connection to RabbitMQ, which is opened when it is first used."""
+        return Connection(self.broker_url, ssl=self.broker_use_ssl, connect_timeout=5)
 
     def connect_redis(self) -> Redis:
         """A client of the run's Redis that answers in text; it connects when it is first used."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from kombu import Connection, Exchange, Queue
+from kombu import Exchange, Queue
 from redis.exceptions import RedisError
 
 from celery_rabbitdelay.kombu import Topology, delete
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, ServerNotStarted
+from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, ServerNotStarted
 from example_project.demonstration.run import BROKER_URL, REDIS_URL, Run
 
 __all__ = ["count_in_levels", "running_servers"]
@@ -21,7 +23,7 @@ _KEYS_AT_ONCE: Final = 1000
 
 
 @contextmanager
-def running_servers(name: str, mail_gateway_url: str) -> Iterator[Run]:
+def running_servers(name: str, mail_gateway_url: str, tls: bool = False) -> Iterator[Run]:
     """Provide the servers of a run as long as the ``with`` block lasts.
 
     Private servers are stopped at the end, and their folders removed. On a server that
@@ -31,6 +33,7 @@ def running_servers(name: str, mail_gateway_url: str) -> Iterator[Run]:
     Args:
         name: The run's name.
         mail_gateway_url: Where the run's mail gateway takes mails.
+        tls: Whether a private RabbitMQ takes TLS only, from clients with a certificate only.
 
     Raises:
         ServerNotStarted: A server could not be started, or does not answer.
@@ -38,11 +41,20 @@ def running_servers(name: str, mail_gateway_url: str) -> Iterator[Run]:
     with ExitStack() as servers:
         broker_url = os.environ.get(BROKER_URL)
         redis_url = os.environ.get(REDIS_URL)
+        broker_use_ssl: dict[str, Any] | bool = False
+        if not broker_url:
+            certificates = None
+            if tls:
+                folder = servers.enter_context(TemporaryDirectory(prefix="record-shop-tls-"))
+                certificates = Certificates.make(Path(folder))
+            broker = servers.enter_context(RabbitMQServer(certificates=certificates))
+            broker_use_ssl = broker.ssl
         run = Run(
             name,
-            broker_url or servers.enter_context(RabbitMQServer()).url,
+            broker_url or broker.url,
             redis_url or servers.enter_context(RedisServer()).url,
             mail_gateway_url,
+            broker_use_ssl,
         )
         _see_that_they_answer(run)
         if broker_url:
@@ -58,7 +70,7 @@ def count_in_levels(run: Run) -> int:
     Queue by queue, which takes a moment; a message that meanwhile goes from one level to the next
     may be counted twice, or not at all.
     """
-    with Connection(run.broker_url) as connection, connection.channel() as channel:
+    with run.connect_broker() as connection, connection.channel() as channel:
         return sum(_count_messages(queue(channel)) for queue in Topology(run.prefix).digit_queues)
 
 
@@ -70,7 +82,7 @@ def _count_messages(queue: Queue) -> int:
 
 def _see_that_they_answer(run: Run) -> None:
     try:
-        with Connection(run.broker_url, connect_timeout=5) as connection:
+        with run.connect_broker() as connection:
             connection.connect()
     except OSError as error:
         raise ServerNotStarted(f"RabbitMQ does not answer (see {BROKER_URL}): {error}") from error
@@ -82,7 +94,7 @@ def _see_that_they_answer(run: Run) -> None:
 
 
 def _clear_broker(run: Run) -> None:
-    with Connection(run.broker_url) as connection:
+    with run.connect_broker() as connection:
         delete(connection, Topology(run.prefix), force=True)
         with connection.channel() as channel:
             # Celery declares an exchange of the queue's name.

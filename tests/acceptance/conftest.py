@@ -11,8 +11,9 @@ to ``docker`` where none answers, it is an error, so that a CI job cannot switch
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import docker  # type: ignore[import-untyped]
 import pytest
@@ -25,6 +26,7 @@ from pytest_celery import (
 )
 
 from celery_rabbitdelay import Celery
+from celery_rabbitdelay.testing import Certificates
 from tests.acceptance.journal import Journal
 from tests.acceptance.names import PREFIX, QUEUE
 
@@ -45,6 +47,10 @@ def chosen_nodes() -> str:
         raise pytest.UsageError(
             f"RABBITDELAY_NODES is {chosen!r}; it has to be one of {', '.join(NODES)}"
         )
+    if os.environ.get("RABBITDELAY_TLS"):
+        if chosen == "docker" or os.environ.get("RABBITDELAY_BROKER_URL"):
+            raise pytest.UsageError("RABBITDELAY_TLS is for a private RabbitMQ that is a process")
+        return "process"
     if chosen == "process":
         return chosen
     try:
@@ -73,8 +79,20 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def broker_use_ssl(broker_certificates: Certificates | None) -> Iterator[dict[str, Any] | bool]:
+    """Celery's setting for all applications of the tests; False without TLS."""
+    given = False if broker_certificates is None else broker_certificates.for_amqp()
+    AcceptanceSetup.broker_use_ssl = given
+    yield given
+    AcceptanceSetup.broker_use_ssl = False
+
+
 class AcceptanceSetup(CeleryTestSetup):  # type: ignore[misc]  # pytest-celery has no types
     """A setup whose app is of our class and whose tasks survive their worker."""
+
+    #: Celery's setting; False without TLS.
+    broker_use_ssl: ClassVar[dict[str, Any] | bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,6 +114,8 @@ class AcceptanceSetup(CeleryTestSetup):  # type: ignore[misc]  # pytest-celery h
     def update_app_config(cls, app: Celery) -> None:
         """Set what a user would set for tasks that must not be lost."""
         app.conf.update(task_default_queue=QUEUE, task_acks_late=True, rabbitdelay_prefix=PREFIX)
+        if cls.broker_use_ssl:
+            app.conf.broker_use_ssl = cls.broker_use_ssl
 
     def teardown(self) -> None:
         """Close the app's connections."""

@@ -311,7 +311,8 @@ class RabbitMQProcess(RabbitMQContainer, ProcessContainer):  # type: ignore[misc
     @property
     def client(self) -> Connection:
         """A connection to the node; the one of the base class forgets the port's URL."""
-        return Connection(self.url)
+        server = getattr(self._container, "server", None)
+        return Connection(self.url, ssl=getattr(server, "ssl", False))
 
 
 class RedisProcess(RedisContainer, ProcessContainer):  # type: ignore[misc]

@@ -61,19 +61,19 @@ def default_rabbitmq_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQ
     else:
         server: RabbitMQServer = request.getfixturevalue("private_rabbitmq")
         container = RabbitMQProcess(_node_of_the_session(server, "rabbitmq", "5672/tcp"))
-    _delete_queue(container.url)
+    _delete_queue(container)
     yield container
     # A node that the test has left dead is started by the next test and cleaned then.
     with contextlib.suppress(OSError):
-        _delete_queue(container.url)
+        _delete_queue(container)
 
 
 def _node_of_the_session(server: Server, kind: str, port: str) -> ServerAsContainer:
     return ServerAsContainer(server, kind, port, log_from=len(server.log))
 
 
-def _delete_queue(url: str) -> None:
-    with Connection(url) as connection:
+def _delete_queue(container: RabbitMQContainer) -> None:
+    with container.client as connection:
         connection.connect()  # tries once, where the default channel would try for ever
         channel: Any = connection.default_channel
         channel.queue_delete(QUEUE)

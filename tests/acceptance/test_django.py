@@ -31,16 +31,19 @@ LONG_QUEUE = f"{TOPOLOGY.prefix}.seconds.{LONG}"
 
 @pytest.fixture(scope="module", params=APPLICATIONS)
 def project(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, module_broker_url: str
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    module_broker_url: str,
+    broker_use_ssl: dict[str, Any] | bool,
 ) -> Iterator[Project]:
     """The project with its tables, its application written in both ways, and a worker."""
     folder = tmp_path_factory.mktemp("django") / "shop"
-    settings = {"CELERY_BROKER_URL": module_broker_url}
+    settings = {"CELERY_BROKER_URL": module_broker_url, "CELERY_BROKER_USE_SSL": broker_use_ssl}
     project = Project(folder, APPLICATIONS[request.param], settings)
     project.migrate()
     with ProjectProcess.worker(project):
         yield project
-    with Connection(module_broker_url) as connection:
+    with Connection(module_broker_url, ssl=broker_use_ssl) as connection:
         delete(connection, TOPOLOGY, force=True)
         channel: Any = connection.default_channel
         channel.queue_delete(QUEUE)
@@ -50,7 +53,8 @@ def project(
 @pytest.fixture
 def connection(project: Project) -> Iterator[Connection]:
     """A connection to the project's broker, whose levels are empty."""
-    with Connection(project.settings["CELERY_BROKER_URL"]) as connection:
+    url, ssl = (project.settings[f"CELERY_BROKER_{name}"] for name in ("URL", "USE_SSL"))
+    with Connection(url, ssl=ssl) as connection:
         with connection.channel() as channel, suppress(ChannelError):
             cast("Any", channel).queue_purge(LONG_QUEUE)
         yield connection

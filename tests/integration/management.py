@@ -160,7 +160,7 @@ def codes_of(report: Report) -> set[str]:
 
 def wait_until_managed(node: RabbitMQServer) -> None:
     """Wait until the management API answers; it starts behind the listener of AMQP."""
-    api = ManagementAPI(node.management_url)
+    api = ManagementAPI(node.management_url, node.ssl if isinstance(node.ssl, dict) else {})
 
     def answers() -> bool:
         try:

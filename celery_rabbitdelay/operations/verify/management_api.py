@@ -10,7 +10,9 @@ import base64
 import http.client
 import json
 import ssl
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.parse import SplitResult, quote, unquote, urlsplit
@@ -22,13 +24,19 @@ from kombu.transport.pyamqp import SSLTransport
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
 from celery_rabbitdelay.publishing.shown_url import without_password
 
-__all__ = ["ManagementAPI", "management_api_of"]
+__all__ = ["ManagementAPI", "management_api_of", "tls_files_of"]
 
 #: Seconds that each step of a request may take.
 TIMEOUT: Final = 10.0
 
 #: The plugin's default ports, without and with TLS.
 PORTS: Final = {"http": 15672, "https": 15671}
+
+#: The keys of ``broker_use_ssl`` that the API needs too.
+TLS_FILES: Final = ("ca_certs", "certfile", "keyfile")
+
+#: For an API without a certificate of the application's own authority.
+NO_FILES: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class ManagementAPI:
@@ -37,7 +45,8 @@ class ManagementAPI:
     Args:
         url: ``http://user:password@host:15672``; ``https`` for TLS. A path is a ``path_prefix`` of
             the plugin.
-        cafile: A file with the certificates of authorities, for TLS; the system's by default.
+        tls: The files for TLS, by the keys of ``broker_use_ssl``: ``ca_certs``, the certificates of
+            authorities (the system's by default), ``certfile`` and ``keyfile``, the client's own.
 
     Attributes:
         url: The URL without user and password.
@@ -46,7 +55,7 @@ class ManagementAPI:
         InvalidManagementURL: It is not such a URL.
     """
 
-    def __init__(self, url: str, cafile: str | None = None) -> None:
+    def __init__(self, url: str, tls: Mapping[str, Any] = NO_FILES) -> None:
         parts = _parts(url)
         if parts is None:
             raise InvalidManagementURL(without_password(url))
@@ -56,10 +65,14 @@ class ManagementAPI:
         self.url = f"{parts.scheme}://{shown}:{port}{parts.path.rstrip('/')}"
         user = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
         self._authorization = f"Basic {base64.b64encode(user.encode()).decode()}"
+        files = {name: tls[name] for name in TLS_FILES if tls.get(name)}
         try:
-            context = ssl.create_default_context(cafile=cafile)
+            context = ssl.create_default_context(cafile=files.get("ca_certs"))
+            if "certfile" in files:
+                context.load_cert_chain(files["certfile"], files.get("keyfile"))
         except OSError as wrong:
-            raise ManagementUnavailable(self.url, f"cannot read {cafile}: {wrong}") from wrong
+            reason = f"cannot read {', '.join(map(str, files.values()))}: {wrong}"
+            raise ManagementUnavailable(self.url, reason) from wrong
         # Not through a proxy: AMQP reaches the broker without one. Not after a redirection: it
         # would take the password to another host.
         self._opener = build_opener(ProxyHandler({}), _NoRedirection, HTTPSHandler(context=context))
@@ -106,8 +119,14 @@ def management_api_of(connection: Connection) -> ManagementAPI:
     host = connection.hostname or "localhost"
     host = f"[{host}]" if ":" in host else host
     user, password = connection.userid or "guest", connection.password or "guest"
-    cafile = connection.ssl.get("ca_certs") if isinstance(connection.ssl, dict) else None
-    return ManagementAPI(f"{scheme}://{quote(user, '')}:{quote(password, '')}@{host}", cafile)
+    return ManagementAPI(
+        f"{scheme}://{quote(user, '')}:{quote(password, '')}@{host}", tls_files_of(connection)
+    )
+
+
+def tls_files_of(connection: Connection) -> Mapping[str, Any]:
+    """Return the TLS files that the application gives for its broker."""
+    return connection.ssl if isinstance(connection.ssl, dict) else NO_FILES
 
 
 def _parts(url: str) -> SplitResult | None:

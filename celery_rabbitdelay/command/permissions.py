@@ -1,0 +1,85 @@
+"""``celery rabbitdelay permissions``: what a user of the broker needs. Asks no broker."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import click
+from celery.bin.base import CLIContext
+from kombu.common import Broadcast
+
+from celery_rabbitdelay.command.context import delays_of, json_option
+from celery_rabbitdelay.operations.permissions import (
+    ROLES,
+    Role,
+    TopicRight,
+    commands,
+    patterns,
+    rights,
+    topic_rights,
+)
+
+__all__ = ["permissions"]
+
+MODES: Final = ("auto", "never")
+
+
+@click.command()
+@click.argument("role", type=click.Choice(ROLES))
+@click.option("--user", required=True, help="The user of the broker.")
+@click.option("--vhost", help="The virtual host; that of the application if omitted.")
+@click.option(
+    "--declare",
+    "mode",
+    type=click.Choice(MODES),
+    help="Its rabbitdelay_declare; that of the application if omitted.",
+)
+@click.option(
+    "--topics",
+    is_flag=True,
+    help="For a producer: also the topic permissions that let it reach only the application's "
+    "queues.",
+)
+@json_option
+@click.pass_obj
+def permissions(
+    context: CLIContext,
+    /,
+    role: Role,
+    user: str,
+    vhost: str | None,
+    mode: str | None,
+    topics: bool,
+    as_json: bool,
+) -> None:
+    """Print the rabbitmqctl commands that give a user what its ROLE needs, and no more.
+
+    The tasks' queues are those of task_queues, or Celery's default queue. No broker is asked.
+    """
+    if topics and role != "producer":
+        raise click.UsageError("--topics is for the role producer")
+    delays = delays_of(context)
+    app: Any = context.app
+    queues = [
+        each
+        for each in app.amqp.Queues(app.conf.task_queues).values()
+        if not isinstance(each, Broadcast)
+    ]
+    found = list(
+        rights(
+            role,
+            delays.topology,
+            queues,
+            may_declare=(mode or delays.settings.declare) == "auto",
+            modules=delays.settings.modules,
+        )
+    )
+    keys: list[TopicRight] = list(topic_rights(delays.topology, queues)) if topics else []
+    host = vhost or app.connection_for_write().virtual_host or "/"
+    if as_json:
+        configure, write, read = patterns(found)
+        told = {"user": user, "vhost": host, "configure": configure, "write": write, "read": read}
+        click.echo(json.dumps({**told, "topics": [each._asdict() for each in keys]}))
+        return
+    click.echo("\n".join(commands(user, host, found, keys)))

@@ -1,0 +1,85 @@
+"""A virtual host whose users have the permissions that a test gives them, and no others."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from kombu import Connection
+
+from celery_rabbitdelay.operations.permissions import Right, TopicRight, patterns
+from celery_rabbitdelay.testing import RabbitMQServer
+from tests.integration.management import Place
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "permissions.md"
+
+
+class Host(Place):
+    """A virtual host of a test's own.
+
+    Args:
+        node: A node with its management API.
+    """
+
+    def url_of(self, user: str) -> str:
+        """Return the URL for a user that :meth:`let` has made."""
+        return self.url.replace("guest:guest", f"{self._named(user)}:secret")
+
+    def let(self, user: str, given: Iterable[Right], topics: Iterable[TopicRight] = ()) -> str:
+        """Give a user permissions, in place of all former ones; return its URL."""
+        self._add(user)
+        configure, write, read = patterns(given)
+        name = self._named(user)
+        self.put("permissions", self.name, name, configure=configure, write=write, read=read)
+        for exchange, key in topics:
+            self.put("topic-permissions", self.name, name, exchange=exchange, write=key, read="")
+        return self.url_of(user)
+
+    def apply(self, line: str) -> None:
+        """Run a line of the page, for this virtual host and a user of this test's own."""
+        program, command, *arguments = shlex.split(line)
+        assert (program, arguments[:2]) == ("rabbitmqctl", ["-p", "/"]), line
+        user, *rest = arguments[2:]
+        self._add(user)
+        self.node.ctl(command, "-p", self.name, self._named(user), *rest)
+
+    def _named(self, user: str) -> str:
+        return f"{user}-{self.name}"
+
+    def _add(self, user: str) -> None:
+        self.put("users", self._named(user), password="secret", tags="")
+
+
+@contextmanager
+def host_on(node: RabbitMQServer) -> Iterator[Host]:
+    """A virtual host with nothing in it, deleted at the end with its users."""
+    host = Host(node)
+    host.name = f"rights-{uuid4().hex[:8]}"
+    host.url = f"{node.url.removesuffix('//')}/{host.name}"
+    host.connection = Connection(host.url)
+    host.put("vhosts", host.name)
+    host.put("permissions", host.name, "guest", configure=".*", write=".*", read=".*")
+    try:
+        yield host
+    finally:
+        host.connection.release()
+        host.delete("vhosts", host.name)
+        users: list[dict[str, Any]] = host.api.get("users")
+        for each in users:
+            if each["name"].endswith(host.name):
+                host.delete("users", each["name"])
+
+
+def lines_of_page() -> list[str]:
+    """Return the commands of the page about permissions, in their order."""
+    return re.findall(r"^\$ (rabbitmqctl set_\w*permissions .*)$", PAGE.read_text(), re.MULTILINE)
+
+
+def lines_for(user: str) -> list[str]:
+    """Return the commands of the page for a user."""
+    return [line for line in lines_of_page() if shlex.split(line)[4] == user]

@@ -1,0 +1,469 @@
+"""Each user of the broker works with the rights that the documentation gives it, and no others."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import amqp
+import pytest
+from amqp.exceptions import AccessRefused
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay.exceptions import (
+    DeclarationNotPermitted,
+    MessageNotPermitted,
+    MessageReturned,
+    PermissionMissing,
+    RowsNotConfirmed,
+    TopologyIncomplete,
+)
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.operations.permissions import (
+    Right,
+    Role,
+    commands,
+    patterns,
+    rights,
+    topic_rights,
+)
+from celery_rabbitdelay.publishing.declaration import bind_destination, declare
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.arrivals import count, take
+from tests.integration.conftest import LEVELS, SHORT
+from tests.integration.management import wait_until_managed
+from tests.integration.permissions import Host, host_on, lines_for, lines_of_page
+from tests.integration.permitted_shop import Program, Worker, make_app
+from tests.integration.worker import run_celery
+from tests.json_schemas import checked
+
+SMALL = Topology("rabbitdelay", SHORT)
+CELERY = Queue("celery", Exchange("celery", type="direct"), "celery")
+
+
+@pytest.fixture(scope="module")
+def node(broker_root: Path | None) -> Iterator[RabbitMQServer]:
+    """A node with its management API."""
+    with RabbitMQServer(broker_root, management=True) as node:
+        wait_until_managed(node)
+        yield node
+
+
+@pytest.fixture
+def host(node: RabbitMQServer) -> Iterator[Host]:
+    """A virtual host of this test's own."""
+    with host_on(node) as host:
+        yield host
+
+
+@pytest.fixture
+def make(redis_url: str) -> Iterator[Callable[..., Any]]:
+    """Makes the application as a user of the broker has it."""
+    made = []
+
+    def make_for(url: str, **settings: Any) -> Any:
+        made.append(make_app({"broker_url": url, "result_backend": redis_url, **settings}))
+        return made[-1]
+
+    yield make_for
+    for app in made:
+        app.close()
+
+
+def needed(role: Role, mode: str, topology: Topology = SMALL) -> list[Right]:
+    return list(rights(role, topology, [CELERY], may_declare=mode == "auto"))
+
+
+def declared(host: Host, *queues: Queue, topology: Topology = SMALL) -> None:
+    """Declare the levels and queues, as an operator does."""
+    declare(host.connection, topology)
+    for queue in queues:
+        queue(host.connection.default_channel).declare()
+        bind_destination(host.connection, topology, queue.name)
+
+
+def hand_in_task(app: Any, url: str, order: int, delay_ms: int) -> str:
+    """Publish a task to check-in as another client would; return its id."""
+    message = app.amqp.create_task_message(f"handed-in-{order}", "remind", (order,), {})
+    with Connection(url) as connection:
+        connection.Producer(auto_declare=False).publish(
+            message.body,
+            serializer="json",
+            exchange="rabbitdelay.checkin",
+            routing_key="celery",
+            headers={**message.headers, "x-delay": delay_ms},
+            **message.properties,
+        )
+    return str(message.headers["id"])
+
+
+# The lines of the page.
+
+
+@pytest.mark.parametrize(
+    ("user", "role", "mode"),
+    [
+        ("shop-web", "producer", "auto"),
+        ("shop-web-only", "producer", "never"),
+        ("shop-worker", "worker", "auto"),
+        ("shop-worker-only", "worker", "never"),
+        ("letter-writer", "check-in", "auto"),
+        ("operator", "operator", "auto"),
+    ],
+)
+def test_the_page_shows_what_the_command_prints(user: str, role: Role, mode: str) -> None:
+    topology = Topology()
+    topics = topic_rights(topology, [CELERY]) if role == "producer" and mode == "never" else ()
+    assert lines_for(user) == list(commands(user, "/", needed(role, mode, topology), topics))
+
+
+def test_the_page_shows_no_other_lines() -> None:
+    assert len(lines_of_page()) == 6 + 9
+
+
+@pytest.mark.parametrize("mode", ["auto", "never"])
+def test_every_user_works_with_the_lines_of_the_page(
+    host: Host, make: Callable[..., Any], redis_url: str, mode: str
+) -> None:
+    suffix = "-only" if mode == "never" else ""
+    producer, worker = f"shop-web{suffix}", f"shop-worker{suffix}"
+    for line in lines_for("operator"):
+        host.apply(line)
+    settings = {"rabbitdelay_declare": mode, "result_backend": redis_url}
+    if mode == "never":
+        operators = {**settings, "broker_url": host.url_of("operator")}
+        told = subprocess.run(
+            Program.celery("rabbitdelay declare --queues"),
+            env={**os.environ, **Program.environment(operators)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert told.returncode == 0, told.stderr
+    for user in (producer, worker, "letter-writer"):
+        for line in lines_for(user):
+            host.apply(line)
+    # It sends no envelopes, which only distribution can open.
+    own: dict[str, Any] = {"rabbitdelay_modules": []} if mode == "never" else {}
+    app = make(host.url_of(producer), rabbitdelay_declare=mode, **own)
+    sent = [app.tasks["remind"].apply_async((order,), delay=order) for order in (1, 2)]
+    app.rabbitdelay.send_many("remind", [{"args": (3,), "delay": each % 2} for each in range(20)])
+    with Worker({**settings, "broker_url": host.url_of(worker)}) as process:
+        assert [each.get(timeout=60) for each in sent] == [1, 2]
+        handed_in = hand_in_task(app, host.url_of("letter-writer"), 4, 500)
+        assert app.AsyncResult(handed_in).get(timeout=60) == 4
+        assert "lacks the permission" not in process.log
+        assert "ACCESS_REFUSED" not in process.log
+
+
+# The restricted producer.
+
+
+def forge(queue: str = "", exchange: str = "") -> amqp.Message:
+    """Return a message that asks distribution for a destination."""
+    told = {headers.DUE: 5, headers.EXCHANGE: exchange, headers.ROUTING_KEY: queue or "x"}
+    if queue:
+        told[headers.QUEUE] = queue
+    return amqp.Message("forged", application_headers=told)
+
+
+def publish(url: str, key: str, message: amqp.Message, exchange: str = "") -> None:
+    with Connection(url, transport_options={"confirm_publish": True}) as connection:
+        channel: Any = connection.default_channel
+        channel.basic_publish(message, exchange or SMALL.delivery.name, key)
+
+
+@pytest.fixture
+def restricted(host: Host) -> str:
+    """The URL of a producer that may delay tasks for the queue ``celery`` only."""
+    declared(host, CELERY, Queue("secret"))
+    return host.let("web", needed("producer", "never"), topic_rights(SMALL, [CELERY]))
+
+
+def test_a_restricted_producer_reaches_its_own_queue(
+    host: Host, restricted: str, make: Callable[..., Any]
+) -> None:
+    app = make(restricted, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
+    app.tasks["remind"].apply_async((1,), delay=1.2)
+    take(host.connection, [CELERY], 1)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "0.0.secret",
+        "0.0.%distribution",
+        # These match no binding, so distribution would look into the headers.
+        "0.celery",
+        "0.0.0.celery",
+        "0.0.celery\n",
+        "0.x.celery",
+    ],
+)
+def test_a_restricted_producer_cannot_name_another_destination(
+    host: Host, restricted: str, key: str
+) -> None:
+    with pytest.raises(AccessRefused, match="access to topic"):
+        publish(restricted, key, forge("secret"))
+    assert count(host.connection, SMALL.module_queues.distribution.name) == 0
+    assert count(host.connection, "secret") == 0
+
+
+@pytest.mark.parametrize("exchange", ["unrouted", "meditation", "meditated", "undeliverable"])
+def test_a_restricted_producer_cannot_write_behind_the_levels(
+    restricted: str, exchange: str
+) -> None:
+    with pytest.raises(AccessRefused, match=f"rabbitdelay.{exchange}"):
+        publish(restricted, "secret", forge("secret"), f"rabbitdelay.{exchange}")
+
+
+@pytest.mark.parametrize("header", ["CC", "BCC"])
+def test_further_routing_keys_pass_topic_permissions_on_3_10_only(
+    host: Host, restricted: str, header: str
+) -> None:
+    version = str(host.connection.connection.server_properties["version"])
+    message = amqp.Message("forged", application_headers={header: ["0.0.secret"]})
+    if version.startswith("3.10."):
+        publish(restricted, "0.0.celery", message)
+        assert count(host.connection, "secret") == 1
+        return
+    with pytest.raises(AccessRefused, match=r"access to topic '0\.0\.secret'"):
+        publish(restricted, "0.0.celery", message)
+    assert count(host.connection, "secret") == 0
+
+
+def test_the_error_names_the_routing_key_that_is_not_allowed(
+    restricted: str, make: Callable[..., Any]
+) -> None:
+    app = make(
+        restricted,
+        rabbitdelay_declare="never",
+        rabbitdelay_layout=LEVELS,
+        rabbitdelay_modules=[],
+    )
+    with pytest.raises(MessageNotPermitted, match=r"lacks the topic permission write") as caught:
+        app.tasks["remind"].apply_async((1,), delay=1, queue="secret")
+    assert caught.value.permission.topic == "1.0.secret"
+    assert caught.value.permission.name == "rabbitdelay.seconds.x1"
+    assert not caught.value.may_have_arrived
+
+
+# What a producer looks at, where it declares nothing.
+
+
+def test_a_producer_that_may_look_at_nothing_is_told_that_the_levels_are_missing(
+    host: Host, make: Callable[..., Any]
+) -> None:
+    url = host.let("web", needed("producer", "never"))
+    app = make(url, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
+    with pytest.raises((TopologyIncomplete, MessageReturned), match=r"rabbitdelay\.seconds\.x1"):
+        app.tasks["remind"].apply_async((1,), delay=1)
+
+
+def test_a_task_whose_level_queue_was_deleted_is_undeliverable_and_not_lost(
+    host: Host, make: Callable[..., Any]
+) -> None:
+    declared(host, CELERY)
+    host.connection.default_channel.queue_delete("rabbitdelay.seconds.3")  # type: ignore[attr-defined]
+    url = host.let("web", needed("producer", "never"))
+    app = make(url, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
+    app.tasks["remind"].apply_async((1,), delay=3)
+    assert count(host.connection, SMALL.module_queues.undeliverable.name) == 1
+
+
+def test_a_producer_that_declares_nothing_asks_for_the_marker_alone(
+    host: Host, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared(host, CELERY)
+    looked: list[str] = []
+    module = "celery_rabbitdelay.publishing.declaration"
+    for name in ("find_exchanges", "find_queues"):
+        original = getattr(__import__(module, fromlist=[name]), name)
+
+        def noted(channel: Any, names: Any, original: Any = original) -> Any:
+            looked.extend(names)
+            return original(channel, names)
+
+        monkeypatch.setattr(f"{module}.{name}", noted)
+    app = make(host.url, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
+    for _ in range(2):
+        app.tasks["remind"].apply_async((1,), delay=1)
+    assert looked == [SMALL.identity.marker.name, "celery"]
+
+
+# What the errors name.
+
+
+def named(error: PermissionMissing, right: Right) -> bool:
+    """Return whether an error names a right that was taken away."""
+    permission = error.permission
+    return right.permission in permission.permission and bool(
+        re.fullmatch(right.pattern, permission.name)
+    )
+
+
+def without(role: Role, mode: str, *begins: str) -> Any:
+    """Parametrize a test with each right of a role; those whose patterns begin so, if given."""
+    given = [each for each in needed(role, mode) if each.pattern.startswith(begins or "")]
+    return pytest.mark.parametrize("right", given, ids=lambda each: f"{each[0]}-{each[2]}")
+
+
+@without("producer", "auto")
+def test_a_producer_is_told_which_permission_it_lacks(
+    host: Host, make: Callable[..., Any], right: Right
+) -> None:
+    url = host.let("web", [each for each in needed("producer", "auto") if each != right])
+    app = make(url, rabbitdelay_layout=LEVELS)
+    with pytest.raises(DeclarationNotPermitted) as caught:
+        app.tasks["remind"].apply_async((1,), delay=1)
+    assert named(caught.value, right), caught.value
+    assert caught.value.permission.user == f"web-{host.name}"
+    assert caught.value.permission.virtual_host == host.name
+    assert "rabbitmqctl set_permissions" in str(caught.value)
+    assert not caught.value.may_have_arrived
+
+
+@without("producer", "never")
+def test_a_producer_that_declares_nothing_is_told_which_permission_it_lacks(
+    host: Host, make: Callable[..., Any], right: Right
+) -> None:
+    declared(host, CELERY)
+    url = host.let("web", [each for each in needed("producer", "never") if each != right])
+    app = make(url, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
+    delay = 0 if right.pattern.endswith("delivery") else 1
+    rows = [{"args": (1,), "delay": delay}]
+    with pytest.raises(RowsNotConfirmed) as caught:
+        app.rabbitdelay.send_many("remind", rows, envelopes=False)
+    error = caught.value.errors[0]
+    assert isinstance(error, MessageNotPermitted)
+    assert named(error, right), error
+    assert caught.value.uncertain == ()
+
+
+# ``verify`` reports the others as findings; see test_verify.py.
+@without("operator", "auto", "rabbitdelay", "celery")
+def test_an_operator_is_told_which_permission_is_missing(host: Host, right: Right) -> None:
+    url = host.let("operator", [each for each in needed("operator", "auto") if each != right])
+    settings = {"broker_url": url, "rabbitdelay_layout": LEVELS}
+    told = subprocess.run(
+        Program.celery("rabbitdelay declare --queues"),
+        env={**os.environ, **Program.environment(settings)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode != 0
+    assert f"the user 'operator-{host.name}' lacks the permission" in told.stderr
+    assert "secret@" not in told.stderr
+
+
+def test_a_client_of_check_in_is_told_by_the_broker(host: Host) -> None:
+    declared(host)
+    url = host.let("letters", [])
+    with pytest.raises(AccessRefused, match=r"exchange 'rabbitdelay\.checkin'"):
+        publish(url, "celery", amqp.Message("x"), "rabbitdelay.checkin")
+
+
+# Workers.
+
+
+def log_without(host: Host, redis_url: str, mode: str, right: Right, line: str) -> str:
+    """Return the log of a worker that lacks a right, once it has a line or has ended."""
+    url = host.let("worker", [each for each in needed("worker", mode) if each != right])
+    settings = {
+        "broker_url": url,
+        "result_backend": redis_url,
+        "rabbitdelay_layout": LEVELS,
+        "rabbitdelay_declare": mode,
+    }
+    worker = Worker(settings)
+    try:
+        try:
+            worker.start()
+        except Exception:  # noqa: BLE001 - it has ended
+            return worker.log
+        wait_for(lambda: line in worker.log or not worker.running, line)
+        return worker.log
+    finally:
+        worker.stop()
+
+
+@without("worker", "auto", r"rabbitdelay\..*")
+def test_a_worker_ends_and_names_the_permission_without_which_it_cannot_declare(
+    host: Host, redis_url: str, right: Right
+) -> None:
+    log = log_without(host, redis_url, "auto", right, "lacks the permission")
+    assert f"the user 'worker-{host.name}' lacks the permission" in log
+    assert right.permission in log.partition("lacks the permission ")[2].partition(" on the ")[0]
+
+
+def test_a_module_that_may_not_read_its_queue_names_the_permission(
+    host: Host, redis_url: str
+) -> None:
+    declared(host, CELERY)
+    right = next(each for each in needed("worker", "never") if each.purpose == "serve the modules")
+    log = log_without(host, redis_url, "never", right, "check-in: connects again")
+    assert f"worker-{host.name}' lacks the permission read on the queue 'rabbitdelay." in log
+
+
+def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the_permission(
+    host: Host, redis_url: str
+) -> None:
+    news = Exchange("news", type="topic")
+    declared(host, CELERY)
+    news(host.connection.default_channel).declare()
+    channel: Any = host.connection.default_channel
+    _, key, _ = SMALL.route(0, DISTRIBUTION)
+    for order in range(3):
+        channel.basic_publish(forge(exchange="news"), SMALL.delivery.name, key)
+        told = {"x-delay": 1000, "rabbitdelay-exchange": "celery"}
+        message = amqp.Message(f"delayed {order}", application_headers=told)
+        channel.basic_publish(message, "rabbitdelay.checkin", "celery")
+    everything = next(each for each in needed("worker", "never") if each[2].startswith("put tasks"))
+    allowed = everything._replace(pattern=r"rabbitdelay\.undeliverable")
+    given = [*(each for each in needed("worker", "never") if each != everything), allowed]
+    settings = {
+        "broker_url": host.let("worker", given),
+        "result_backend": redis_url,
+        "rabbitdelay_layout": LEVELS,
+        "rabbitdelay_declare": "never",
+    }
+    undeliverable = SMALL.module_queues.undeliverable
+    with Worker(settings):
+        arrived = take(host.connection, [undeliverable], 6)
+    reasons = sorted(each.message.headers[module_headers.REASON] for each in arrived)
+    assert all("lacks the permission write on the exchange" in each for each in reasons), reasons
+    assert sum("'news'" in each for each in reasons) == 3
+    assert sum("'rabbitdelay.seconds.x1'" in each for each in reasons) == 3
+
+
+# The command.
+
+
+def test_the_command_prints_json_for_any_application(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    told = run_celery(
+        configuration,
+        "rabbitdelay permissions producer --declare never --topics --user web --vhost shop --json",
+    )
+    assert told.returncode == 0, told.stderr
+    found = checked("permissions", told.stdout)
+    topology, queues = shop.rabbitdelay.topology, list(shop.amqp.queues.values())
+    configure, write, read = patterns(rights("producer", topology, queues, may_declare=False))
+    assert (found["configure"], found["write"], found["read"]) == (configure, write, read)
+    assert (found["user"], found["vhost"]) == ("web", "shop")
+    assert found["topics"] == [each._asdict() for each in topic_rights(topology, queues)]
+
+
+def test_topic_permissions_are_for_producers(configuration: dict[str, Any]) -> None:
+    told = run_celery(configuration, "rabbitdelay permissions worker --topics --user worker")
+    assert told.returncode == 2
+    assert "--topics is for the role producer" in told.stderr

@@ -1,0 +1,109 @@
+"""Spark's driver and executors reach RabbitMQ over TLS with client certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from kombu import Connection, Queue
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.spark.options import ReadOptions
+from celery_rabbitdelay.testing import Certificates, RabbitMQServer
+from tests.integration.conftest import LEVELS
+from tests.integration.notes import Notes
+from tests.integration.shop import make_app
+from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.integration.spark_fixtures import APP, write
+from tests.integration.tls import certificates, tls_node
+from tests.integration.worker import ShopProcess, Worker
+
+__all__ = ["certificates", "tls_node"]
+
+
+@pytest.fixture(scope="module")
+def settings(tls_node: RabbitMQServer, redis_url: str) -> dict[str, Any]:
+    """The settings of the application; the levels are those of Spark's option ``layout``."""
+    prefix = f"test-{uuid4().hex[:8]}"
+    return {
+        "prefix": prefix,
+        "broker_url": tls_node.url,
+        "broker_use_ssl": tls_node.ssl,
+        "result_backend": redis_url,
+        "rabbitdelay_prefix": prefix,
+        "rabbitdelay_layout": LEVELS,
+    }
+
+
+@pytest.fixture(scope="module")
+def shop(settings: dict[str, Any]) -> Iterator[Any]:
+    """The application; a worker serves its queues."""
+    app = make_app(settings)
+    with Worker(settings):
+        yield app
+    app.close()
+
+
+@pytest.fixture(scope="module")
+def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
+    """A session whose Python processes find the application."""
+    with spark_session({**QUICK_JAVA, **ShopProcess.environment(settings)}) as session:
+        yield session
+
+
+def files(certificates: Certificates) -> dict[str, str]:
+    return {
+        "brokerCaFile": str(certificates.authority),
+        "brokerCertFile": str(certificates.client),
+        "brokerKeyFile": str(certificates.client_key),
+    }
+
+
+def test_an_imported_application_brings_its_certificates(
+    spark: SparkSession, shop: Any, noted: Notes
+) -> None:
+    frame = spark.sql(
+        f"select array(id) args, named_struct('key', '{noted.key}') kwargs, 0.5 delay "
+        "from range(0, 200, 1, 4)"
+    )
+    write(frame)
+    noted.wait(200)
+    assert sorted(noted()) == list(range(200))
+    levels = spark.read.format("rabbitdelay").options(app=APP, what="levels").load()
+    assert levels.count() == len(shop.rabbitdelay.topology.digit_queues)
+    undeliverable = spark.read.format("rabbitdelay").options(app=APP, what="undeliverable").load()
+    assert undeliverable.count() == 0
+
+
+def test_an_application_of_a_url_takes_the_files_as_options(
+    spark: SparkSession, tls_node: RabbitMQServer, certificates: Certificates
+) -> None:
+    given = {
+        "broker": tls_node.url.replace(":guest@127.0.0.1", "@localhost"),
+        "brokerPassword": "guest",
+        "prefix": f"test-{uuid4().hex[:8]}",
+        **files(certificates),
+    }
+    queue = f"{given['prefix']}-queue"
+    with Connection(tls_node.url, ssl=tls_node.ssl) as connection:
+        Queue(queue)(connection.default_channel).declare()
+    frame = spark.sql("select array(id) args, 900 delay from range(0, 100, 1, 4)")
+    made = frame.write.format("rabbitdelay").mode("append")
+    made.options(task="note", queue=queue, **given).save()
+    read = spark.read.format("rabbitdelay").options(what="levels", **given).load()
+    assert read.agg({"messages": "sum"}).collect()[0][0] >= 1
+    wrong = {**given, "brokerCaFile": str(certificates.client)}
+    with pytest.raises(PySparkException, match="CERTIFICATE_VERIFY_FAILED"):
+        spark.read.format("rabbitdelay").options(what="levels", **wrong).load().collect()
+
+
+@pytest.mark.parametrize("name", ["brokerCaFile", "brokerCertFile", "brokerKeyFile"])
+def test_a_file_for_tls_takes_a_url_of_tls(name: str) -> None:
+    with pytest.raises(InvalidOption, match="amqps://"):
+        ReadOptions.of({"broker": "amqp://guest@localhost", name: "/etc/shop/file.pem"})
+    with pytest.raises(InvalidOption, match="setting of the application"):
+        ReadOptions.of({"app": "shop:app", name: "/etc/shop/file.pem"})

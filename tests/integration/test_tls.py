@@ -1,0 +1,208 @@
+"""Everything works over TLS with client certificates: AMQP, the registry, the management API."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from threading import Timer
+from typing import Any
+from uuid import uuid4
+
+import amqp
+import celery
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.verify.management_api import management_api_of
+from celery_rabbitdelay.publishing.declaration import connect, declare, missing
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.testing import Certificates, RabbitMQServer
+from tests.integration.arrivals import take
+from tests.integration.conftest import SHORT
+from tests.integration.management import wait_until_managed
+from tests.integration.shop import PATIENCE, make_app, named
+from tests.integration.tls import (
+    certificates,
+    tls_configuration,
+    tls_node,
+    tls_redis,
+    tls_shop,
+)
+from tests.integration.worker import Worker, run_celery
+from tests.json_schemas import checked
+
+__all__ = ["certificates", "tls_configuration", "tls_node", "tls_redis", "tls_shop"]
+
+
+def connection_to(node: RabbitMQServer, **options: Any) -> Connection:
+    return Connection(node.url, ssl=node.ssl, **options)
+
+
+def test_a_client_without_a_certificate_is_refused_and_the_error_has_no_password(
+    tls_node: RabbitMQServer, certificates: Certificates, tls_configuration: dict[str, Any]
+) -> None:
+    without = {"ca_certs": str(certificates.authority), "cert_reqs": int(ssl.CERT_REQUIRED)}
+    app: Any = make_app({**tls_configuration, "broker_use_ssl": without})
+    with pytest.raises(ConnectionLost) as caught:
+        app.tasks["look"].apply_async(delay=1, confirm_timeout=3)
+    assert "guest:guest" not in str(caught.value)
+    app.close()
+
+
+def test_a_server_of_another_authority_is_refused(
+    tls_configuration: dict[str, Any], tmp_path: Any
+) -> None:
+    others = Certificates.make(tmp_path)
+    told = {**tls_configuration["broker_use_ssl"], "ca_certs": str(others.authority)}
+    app: Any = make_app({**tls_configuration, "broker_use_ssl": told})
+    with pytest.raises(ConnectionLost, match="CERTIFICATE_VERIFY_FAILED"):
+        app.tasks["look"].apply_async(delay=1, confirm_timeout=3)
+    app.close()
+
+
+def test_tasks_envelopes_clients_and_unaware_producers_reach_a_worker(
+    tls_configuration: dict[str, Any], tls_shop: Any, tls_node: RabbitMQServer
+) -> None:
+    look, default = tls_shop.tasks["look"], named(tls_shop, "default")
+    with Worker(tls_configuration, None) as worker:
+        before = time.time()
+        alone = look.apply_async((1,), delay=1.5, key="alone")
+        # Priority 9 and a fanout exchange pass through distribution.
+        urgent = look.apply_async((2,), delay=1, priority=9)
+        rows = [{"args": (number,), "delay": 1, "task_id": f"{uuid4()}"} for number in range(300)]
+        report = tls_shop.rabbitdelay.send_many(look, rows)
+        assert report.confirmed == 300
+        assert report.envelopes > 0
+        # Above the capacity of 5.9 s: through meditation.
+        far = look.apply_async((3,), delay=7)
+        plain = celery.Celery("plain", broker=tls_node.url, set_as_current=False)
+        plain.conf.broker_use_ssl = tls_node.ssl
+        plain.conf.task_queues = [Queue(default, no_declare=True)]
+        unaware = plain.send_task("look", (4,), countdown=2, queue=default)
+        cancelled = look.apply_async((5,), delay=3)
+        tls_shop.rabbitdelay.cancel(cancelled.id)
+
+        seen = alone.get(timeout=PATIENCE)
+        assert seen["at"] >= before + 1.5
+        assert urgent.get(timeout=PATIENCE)["priority"] == 9
+        for row in rows:
+            tls_shop.AsyncResult(row["task_id"]).get(timeout=PATIENCE)
+        assert tls_shop.AsyncResult(unaware.id).get(timeout=PATIENCE)["at"] >= before + 2
+        assert far.get(timeout=PATIENCE)["at"] >= before + 7
+        assert tls_shop.AsyncResult(cancelled.id).state in ("PENDING", "REVOKED")
+        assert "connects again" not in worker.log
+    plain.close()
+
+
+def test_a_client_of_check_in_delays_a_message(
+    tls_configuration: dict[str, Any], tls_node: RabbitMQServer
+) -> None:
+    letters = Queue(f"{tls_configuration['prefix']}-letters")
+    given = {**tls_configuration, "rabbitdelay_checkin_allowed": [letters.name]}
+    with Worker(given), connection_to(tls_node) as connection:
+        letters(connection.default_channel).declare()
+        connection.Producer(auto_declare=False).publish(
+            "hello",
+            exchange=f"{given['prefix']}.checkin",
+            routing_key=letters.name,
+            headers={"x-delay": 500},
+        )
+        (arrival,) = take(connection, [letters], 1)
+    assert arrival.body == "hello"
+
+
+def test_the_commands_of_an_operator(
+    tls_configuration: dict[str, Any],
+    tls_node: RabbitMQServer,
+) -> None:
+    prefix = tls_configuration["prefix"]
+
+    def run(command: str, settings: dict[str, Any] = tls_configuration) -> str:
+        done = run_celery(settings, f"rabbitdelay {command}")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("declare --queues")
+    assert checked("status", run("status --json"))
+    wait_until_managed(tls_node)
+    found = checked("verify", run(f"verify --json --management {tls_node.management_url}"))
+    assert found["not_seen"] == []
+    assert checked("undeliverable_list", run("undeliverable list --json"))["messages"] == []
+
+    app: Any = make_app(tls_configuration)
+    for number in range(20):
+        app.tasks["look"].apply_async((number,), delay=5)
+    app.close()
+    other = {**tls_configuration, "rabbitdelay_registry_prefix": prefix}
+    other["rabbitdelay_prefix"] = f"{prefix}-new"
+    assert checked("moved", run(f"migrate --json --from-prefix {prefix}", other))["moved"] == 20
+
+
+def test_what_waits_on_a_broker_without_tls_is_transferred_to_one_with_it(
+    tls_configuration: dict[str, Any], make_shop: Any, broker_url: str
+) -> None:
+    without = make_shop()
+    for number in range(20):
+        without.tasks["look"].apply_async((number,), delay=5)
+    settings = {name: each for name, each in tls_configuration.items() if "registry" not in name}
+    prefix = without.conf.rabbitdelay_prefix
+    settings = {**settings, "prefix": prefix, "rabbitdelay_prefix": prefix}
+    done = run_celery(settings, f"rabbitdelay transfer --json --from {broker_url}")
+    assert done.returncode == 0, done.stderr
+    assert checked("moved", done.stdout)["moved"] == 20
+
+
+def test_a_frozen_broker_costs_a_producer_no_more_than_its_timeout(
+    tls_node: RabbitMQServer,
+) -> None:
+    queue = f"test-{uuid4().hex[:8]}"
+    with connection_to(tls_node, connect_timeout=30) as connection:
+        Queue(queue)(connection.default_channel).declare()
+        publisher = Publisher(connection.clone())
+        publisher.publish(amqp.Message("first"), lambda: ("", queue))
+        tls_node.suspend()
+        try:
+            began = time.monotonic()
+            with pytest.raises(ConfirmTimeout):
+                publisher.publish(amqp.Message("second"), lambda: ("", queue), timeout=1)
+            # Not for the 30 s of connecting, which py-amqp gives to TLS's closing handshake too.
+            assert time.monotonic() - began < 10
+        finally:
+            tls_node.resume()
+
+
+def test_an_answer_may_take_longer_than_connecting(tls_node: RabbitMQServer) -> None:
+    topology = Topology(f"test-{uuid4().hex[:8]}", SHORT)
+    with connection_to(tls_node, connect_timeout=1) as connection:
+        connect(connection)
+        tls_node.suspend()
+        resumed = Timer(2.5, tls_node.resume)
+        resumed.start()
+        try:
+            declare(connection, topology)
+        finally:
+            resumed.join()
+        assert missing(connection, topology) == ()
+
+
+def test_the_management_api_is_asked_with_the_client_s_certificate(
+    tls_node: RabbitMQServer,
+) -> None:
+    api = management_api_of(connection_to(tls_node))
+    assert api.url.startswith("https://127.0.0.1:15671")
+
+
+def test_the_certificate_alone_authenticates_the_user(
+    tls_configuration: dict[str, Any], tls_node: RabbitMQServer
+) -> None:
+    settings = {
+        **tls_configuration,
+        "broker_url": tls_node.url.replace("guest:guest@", "nobody:wrong@"),
+        "broker_login_method": "EXTERNAL",
+    }
+    app: Any = make_app(settings)
+    with Worker(settings):
+        assert app.tasks["look"].apply_async((1,), delay=0.5).get(timeout=PATIENCE)["given"] == [1]
+    app.close()

@@ -1,0 +1,101 @@
+"""What arrives in pieces over a socket, with and without TLS."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from amqp.transport import Transport
+from kombu import Connection
+
+from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.testing import Certificates, wait_for
+
+#: A body frame of channel 1, and its payload.
+PAYLOAD = bytes(range(256)) * 128
+FRAME = b"\x03\x00\x01" + len(PAYLOAD).to_bytes(4) + PAYLOAD + b"\xce"
+
+
+@pytest.fixture(params=["TCP", "TLS"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, socket.socket]]:
+    """py-amqp's side of a connection, and the other side."""
+    certificates = Certificates.make(tmp_path) if request.param == "TLS" else None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            plain, _ = listener.accept()
+            if certificates is not None:
+                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                context.load_cert_chain(certificates.server, certificates.server_key)
+                context.load_verify_locations(certificates.authority)
+                context.verify_mode = ssl.CERT_REQUIRED
+                plain = context.wrap_socket(plain, server_side=True)
+            accepted.append(plain)
+
+        accepting = Thread(target=accept)
+        accepting.start()
+        host = f"127.0.0.1:{listener.getsockname()[1]}"
+        ours = Transport(host, 10, certificates.for_amqp() if certificates else False)
+        ours.connect()
+        accepting.join()
+        yield ours, accepted[0]
+        accepted[0].close()
+        ours.close()
+
+
+@pytest.fixture
+def frames() -> list[Any]:
+    """The frames that py-amqp was given."""
+    return []
+
+
+@pytest.fixture
+def wire(pair: tuple[Any, socket.socket], frames: list[Any]) -> Wire:
+    """A wire over that connection."""
+    connection = SimpleNamespace(transport=pair[0], on_inbound_frame=frames.append)
+    return Wire(cast(Connection, SimpleNamespace(connection=connection)))
+
+
+def read_now(wire: Wire) -> bool:
+    """Return whether a whole frame had arrived."""
+    try:
+        wire.read(0, channel=1)
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("sent_first", [3, 7, 5_000, len(FRAME) - 1])
+def test_a_frame_of_which_a_part_has_arrived_is_not_waited_for(
+    wire: Wire, pair: tuple[Any, socket.socket], frames: list[Any], sent_first: int
+) -> None:
+    _, other = pair
+    assert not read_now(wire)
+    other.sendall(FRAME[:sent_first])
+    # The other side says nothing more for now, like a broker that is frozen.
+    for _ in range(50):
+        assert not read_now(wire)
+    other.sendall(FRAME[sent_first:])
+    wait_for(lambda: read_now(wire), "the rest of the frame")
+    assert frames == [(3, 1, PAYLOAD)]
+
+
+def test_frames_that_a_tls_record_holds_together_are_read_one_after_the_other(
+    wire: Wire, pair: tuple[Any, socket.socket], frames: list[Any]
+) -> None:
+    short = b"\x08\x00\x00\x00\x00\x00\x00\xce"
+    # A select() would show the first one only: the others are decrypted with it.
+    pair[1].sendall(short * 100)
+    wire.read(10, channel=1)
+    for _ in range(99):
+        assert read_now(wire)
+    assert len(frames) == 100
+    assert not read_now(wire)

@@ -1,0 +1,158 @@
+"""Which permission the broker says is missing, and which permissions each role is given."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import pytest
+from amqp import spec
+from amqp.exceptions import AccessRefused, NotFound
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu import Exchange, Queue
+
+from celery_rabbitdelay.exceptions import (
+    MessageNotPermitted,
+    MessageRefused,
+    MissingPermission,
+    PermissionMissing,
+)
+from celery_rabbitdelay.levels.layout import binary
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.permissions import (
+    Right,
+    Role,
+    commands,
+    patterns,
+    rights,
+    topic_rights,
+)
+from celery_rabbitdelay.publishing.permissions import missing_permission, permissions_named
+
+QUEUES = [
+    Queue("mail", Exchange("mail", type="direct"), "mail"),
+    Queue("daily.reports", Exchange("reports", type="topic"), "daily.#", no_declare=True),
+]
+
+
+def refused(reply: str, method: tuple[int, int] = spec.Basic.Publish) -> AccessRefused:
+    return AccessRefused(f"ACCESS_REFUSED - {reply}", method, "", 403)
+
+
+@pytest.mark.parametrize(
+    ("reply", "method", "permission"),
+    [
+        (
+            "configure access to queue 'q' in vhost '/' refused for user 'web'",
+            spec.Queue.Declare,
+            MissingPermission("web", "configure", "queue", "q", "/"),
+        ),
+        (
+            "access to exchange 'a.b' in vhost 'shop' refused for user 'web'",
+            spec.Basic.Publish,
+            MissingPermission("web", "write", "exchange", "a.b", "shop"),
+        ),
+        (
+            "access to queue 'q' in vhost '/' refused for user 'web'",
+            spec.Queue.Declare,
+            MissingPermission("web", "configure or read", "queue", "q", "/"),
+        ),
+        (
+            "write access to topic '0.0.secret' in exchange 'x' in vhost '/' refused for user 'u'",
+            spec.Basic.Publish,
+            MissingPermission("u", "write", "exchange", "x", "/", "0.0.secret"),
+        ),
+        (
+            "access to topic '0.\n.x' in exchange 'x' in vhost '/' refused for user 'web'",
+            spec.Basic.Publish,
+            MissingPermission("web", "write", "exchange", "x", "/", "0.\n.x"),
+        ),
+    ],
+)
+def test_the_broker_s_reply_is_read(
+    reply: str, method: tuple[int, int], permission: MissingPermission
+) -> None:
+    assert missing_permission(refused(reply, method)) == permission
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "Login was refused using authentication mechanism PLAIN.",
+        # A reply has 255 bytes at most.
+        f"write access to exchange '{'x' * 180}' in vho",
+    ],
+)
+def test_a_reply_that_names_no_permission_stays_as_it_is(reply: str) -> None:
+    assert missing_permission(refused(reply)) is None
+    with pytest.raises(AccessRefused), permissions_named():
+        raise refused(reply)
+
+
+def test_other_errors_name_no_permission() -> None:
+    reply = "access to queue 'q' in vhost '/' refused for user 'web'"
+    assert missing_permission(NotFound(reply, spec.Queue.Declare, "", 404)) is None
+
+
+def test_the_error_of_another_message_has_the_permission_too() -> None:
+    permission = MissingPermission("web", "write", "exchange", "x", "/")
+    error = MessageNotPermitted("x", "key", permission)
+    copied = error.copy(may_have_arrived=True)
+    assert copied.permission == permission
+    assert str(copied) == str(error)
+    assert copied.may_have_arrived
+    assert isinstance(error, MessageRefused)
+    assert isinstance(error, PermissionMissing)
+
+
+@pytest.mark.parametrize("role", get_args(Role))
+@pytest.mark.parametrize("may_declare", [True, False])
+@pytest.mark.parametrize("topology", [Topology(), Topology("a.b", binary(), shards=2)])
+def test_no_role_reaches_another_prefix_or_queue(
+    role: Role, may_declare: bool, topology: Topology
+) -> None:
+    told = patterns(rights(role, topology, QUEUES, may_declare=may_declare))
+    for pattern in filter(None, told):
+        for name in (f"x{topology.prefix}.delivery", topology.prefix, "other.delivery", "secret"):
+            assert not re.search(pattern, name), pattern
+        assert not re.search(pattern, "axb.delivery")
+
+
+def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone() -> None:
+    topology = Topology()
+    configure, write, read = patterns(rights("producer", topology, QUEUES, may_declare=False))
+    assert configure == read == ""
+    writable = {each.name for each in topology.exchanges if re.search(write, each.name)}
+    assert writable == {each.name for each in topology.exchanges if each.type == "topic"}
+    assert not any(re.search(write, queue.name) for queue in topology.queues)
+
+
+def test_a_queue_that_others_declare_is_only_read() -> None:
+    given_rights = list(rights("worker", Topology(), QUEUES, may_declare=False))
+    configure, _, read = patterns(given_rights)
+    assert re.search(configure, "mail")
+    assert not re.search(configure, "daily.reports")
+    assert re.search(read, "daily.reports")
+
+
+@given(st.integers(0, 10**9), st.sampled_from(["mail", "daily.reports"]), st.sampled_from([1, 3]))
+def test_a_restricted_producer_may_use_each_key_of_its_queues(
+    delay_ms: int, queue: str, shards: int
+) -> None:
+    topology = Topology(shards=shards)
+    route = topology.route(delay_ms / 1000, queue, str(delay_ms))
+    allowed = {each.exchange: each.write for each in topic_rights(topology, QUEUES)}
+    # Python's \Z is PCRE's \z.
+    assert re.search(allowed[route.exchange].replace(r"\z", r"\Z"), route.routing_key)
+    for other in ("secret", DISTRIBUTION, "xmail", "mail2", "daily", "daily-reports"):
+        key = topology.route(delay_ms / 1000, other, str(delay_ms)).routing_key
+        assert not re.search(allowed[route.exchange].replace(r"\z", r"\Z"), key)
+
+
+def test_the_commands_are_quoted_for_a_shell() -> None:
+    told = list(commands("o'neill", "my host", [Right("write", "a", "")], []))
+    assert told == [
+        "rabbitmqctl set_permissions -p 'my host' 'o'\"'\"'neill' '' '^(a)$' ''",
+    ]
