@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-valkey mutation chaos chaos-short hostile fuzz bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz bench bench-sends bench-levels bench-lateness \
         bench-burst bench-pending bench-growth bench-memory bench-migration bench-metrics bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -53,6 +53,10 @@ acceptance: $(VENV)/test.done  ## The tests of whole setups, through pytest-cele
 
 test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
 	$(BIN)/python -m tests.brokers
+
+test-upgrade: $(VENV)/test.done  ## The version before, from git, and this one on the same levels: 20,000 tasks, twice
+	$(BIN)/python -m tests.upgrade.beside
+	$(BIN)/python -m tests.upgrade.beside --generation 3
 
 test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place of Redis (root)
 	$(BIN)/python -m tests.valkey

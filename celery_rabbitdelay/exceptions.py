@@ -32,6 +32,7 @@ __all__ = [
     "InvalidRow",
     "InvalidSetting",
     "JobClosed",
+    "LaterVersion",
     "LayoutConflict",
     "ManagementUnavailable",
     "MessageNacked",
@@ -166,25 +167,23 @@ class UnknownOption(RabbitDelayError, TypeError):
 
 
 class LayoutConflict(RabbitDelayError, OperationalError):
-    """Another layout is declared on the broker under the same prefix.
+    """Something else than these levels is declared on the broker under the same prefix.
 
     Attributes:
         prefix: The prefix that both claim.
         reply: What the broker answered.
+        advice: In what the two differ, and what to do about it.
     """
 
-    def __init__(self, prefix: str, reply: str) -> None:
-        super().__init__(prefix, reply)
+    def __init__(self, prefix: str, reply: str, advice: str = "") -> None:
+        super().__init__(prefix, reply, advice)
         self.prefix = prefix
         self.reply = reply
+        self.advice = advice or "use another rabbitdelay_prefix for this one"
 
     def __str__(self) -> str:
         return (
-            f"the broker holds another layout under the prefix {self.prefix!r}. Use another "
-            "rabbitdelay_prefix for this one; or restore the values of rabbitdelay_layout, "
-            "rabbitdelay_tick, rabbitdelay_queue_type and rabbitdelay_shards with which it was "
-            "declared, or the version of this package; or, once no message waits in it any more, "
-            "remove it with `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete. "
+            f"the broker holds other levels under the prefix {self.prefix!r}: {self.advice}. "
             f"The broker said: {self.reply}"
         )
 
@@ -482,6 +481,13 @@ class UnprocessableMessage(RabbitDelayError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class LaterVersion(UnprocessableMessage):
+    """Only a later version of this package can read a message.
+
+    A module puts it back into the levels, for a worker of that version.
+    """
 
 
 class FileNotWritten(RabbitDelayError):

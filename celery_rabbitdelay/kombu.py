@@ -13,6 +13,7 @@ Importing this module imports neither Celery nor Redis::
 from __future__ import annotations
 
 from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.generation import Generation
 from celery_rabbitdelay.levels.headers import strip
 from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Route, Topology
@@ -33,6 +34,7 @@ __all__ = [
     "DelayedProducer",
     "Destination",
     "Due",
+    "Generation",
     "Layout",
     "Level",
     "Publisher",

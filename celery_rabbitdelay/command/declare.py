@@ -145,8 +145,8 @@ def _contents(topology: Topology, contents: Contents) -> Iterator[str]:
         yield f"{contents.messages:,} messages are lost{_named(list(contents.waiting))}"
     if contents.consumers:
         yield (
-            f"{contents.consumers} consumers: workers run, which declare the levels again; stop "
-            "them first"
+            f"{contents.consumers} consumers: workers run. Those that use these levels declare "
+            "them again; stop them first"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def _cut(topology: Topology, max_delay: Fraction) -> Topology:
         layout = cut(topology.layout, max_delay)
     except DelayTooLong as error:
         raise click.UsageError(f"--max-delay: {error}") from error
-    return Topology(topology.prefix, layout, topology.queue_type, topology.shards)
+    return replace(topology, layout=layout)
 
 
 def _as_json(

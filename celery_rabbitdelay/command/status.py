@@ -128,4 +128,5 @@ def _as_json(found: Status) -> dict[str, Any]:
         "next_due": {**next_due._asdict(), "tracked": tracked},
         "undeliverable": None if found.reasons is None else found.reasons._asdict(),
         "workers": found.workers,
+        "former_generations": found.former_generations,
     }

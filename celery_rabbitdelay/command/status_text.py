@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from celery_rabbitdelay.levels.delay_text import written
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.generations import migrate_remedy
 from celery_rabbitdelay.operations.status import Reasons, Status
 from celery_rabbitdelay.worker.status import ARRIVALS
 
@@ -48,7 +49,8 @@ def status_lines(
         rates: What :func:`.changes` tells; None if there is only one look.
     """
     backlog = status.backlog
-    yield f"{topology.prefix}: {topology.layout.name}, {len(topology.digit_queues)} digit queues"
+    digit_queues = f"{len(topology.digit_queues)} digit queues"
+    yield f"{topology.name_prefix}: {topology.layout.name}, {digit_queues}"
     for level in topology.layout.levels:
         digits = backlog.digits[level.name]
         line = f"  {level.name:16} {backlog.levels[level.name]:10,} waiting"
@@ -68,6 +70,8 @@ def status_lines(
         if len(backlog.missing) > MAX_MISSING_NAMED:
             names.append("...")
         yield f"  {len(backlog.missing)} queues are missing: {', '.join(names)}"
+    for number, messages in status.former_generations.items():
+        yield f"generation {number}, a former one: {messages:,} waiting; {migrate_remedy(number)}"
     yield from _next_due_lines(status)
     if rates is not None:
         yield f"delayed tasks that workers received: {rates[ARRIVALS]:,.1f}/s"

@@ -21,7 +21,7 @@ __all__ = ["delay_type", "layout_type", "topology_of", "topology_options"]
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 #: The options by the setting that each replaces.
-_SETTINGS: Final = ("prefix", "layout", "tick", "queue_type", "shards")
+_SETTINGS: Final = ("prefix", "layout", "tick", "queue_type", "shards", "generation")
 
 
 def _layout(text: str, what: str) -> Any:
@@ -40,11 +40,12 @@ layout_type: Final = ParameterType("layout", _layout)
 
 
 def topology_options(command: _Command) -> _Command:
-    """Add ``--prefix``, ``--layout``, ``--tick``, ``--queue-type`` and ``--shards`` to a command.
+    """Add the options that describe another topology, such as ``--prefix``, to a command.
 
     The command hands them to :func:`topology_of`.
     """
     for option in (
+        click.option("--generation", type=int, help="The generation of the levels' arguments."),
         click.option("--shards", type=int, help="How many queues each digit has."),
         click.option("--queue-type", help="quorum or classic."),
         click.option("--tick", type=float, help="The resolution in seconds."),

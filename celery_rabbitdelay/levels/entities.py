@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from kombu import Exchange, Queue
 
+from celery_rabbitdelay.levels.generation import NO_DELIVERY_LIMIT
 from celery_rabbitdelay.levels.layout import MAX_TTL
 
 __all__ = ["Binding", "Entities", "Identity", "ModuleQueues", "QueueType"]
@@ -16,10 +17,6 @@ QueueType: TypeAlias = Literal["quorum", "classic"]
 #: Delivery limit of the module queues: a message redelivered more often is assumed to crash workers
 #: and is dead-lettered to ``undeliverable``.
 POISON_LIMIT: Final = 100
-
-#: How often a message may be fetched from ``undeliverable`` and put back. From 4.0 on, RabbitMQ's
-#: default is 20, after which it drops the message; up to 3.13 "no limit" cannot be written.
-NO_DELIVERY_LIMIT: Final = 2**31 - 1
 
 
 class Binding(NamedTuple):
@@ -109,14 +106,27 @@ class ModuleQueues(NamedTuple):
     unrouted: Exchange
 
     @classmethod
-    def of(cls, entities: Entities, capacity_ms: int) -> ModuleQueues:
-        """Return the module queues for levels of a given capacity."""
+    def of(
+        cls, entities: Entities, capacity_ms: int, waiting_delivery_limit: int | None = None
+    ) -> ModuleQueues:
+        """Return the module queues for levels of a given capacity.
+
+        Args:
+            entities: Makes them.
+            capacity_ms: The capacity in milliseconds.
+            waiting_delivery_limit: See :class:`.Generation`.
+        """
         fanout, queue = partial(entities.exchange, kind="fanout"), entities.queue
         # The alternate exchange of all others; it has none itself.
         last = Exchange(entities.name("undeliverable"), type="fanout", durable=True)
         served = partial(queue, dead_letter_to=last.name, delivery_limit=POISON_LIMIT)
         meditated, ttl_ms = fanout("meditated"), min(capacity_ms, MAX_TTL)
-        loop = partial(queue, ttl_ms=ttl_ms, dead_letter_to=meditated.name)
+        loop = partial(
+            queue,
+            ttl_ms=ttl_ms,
+            dead_letter_to=meditated.name,
+            delivery_limit=waiting_delivery_limit,
+        )
         return cls(
             undeliverable=queue("undeliverable", last, delivery_limit=NO_DELIVERY_LIMIT),
             checkin=served("checkin", fanout("checkin")),

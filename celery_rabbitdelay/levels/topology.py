@@ -16,27 +16,33 @@ A level is a topic exchange, and a queue for each of its digits, built from komb
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import compress, count
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from itertools import compress, count, product
 from operator import getitem
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
 from celery_rabbitdelay.levels.entities import Binding, Entities, Identity, ModuleQueues, QueueType
-from celery_rabbitdelay.levels.layout import Layout, clock
+from celery_rabbitdelay.levels.fingerprint import digest_of
+from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
+from celery_rabbitdelay.levels.layout import Layout, Zeros, clock, geometric
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
 
-__all__ = ["Route", "Topology"]
+__all__ = ["Route", "Topology", "reference_digest"]
 
 #: Milliseconds that a zero digit waits in a pass-through queue (``zeros = "queue"``). RabbitMQ
 #: drops a message with a TTL of 0 unless a consumer is waiting for it.
 PASS_THROUGH_TTL: Final = 1
 
-#: Part of the fingerprint: a version of this package that declares other arguments has another one.
-VERSION: Final = "v2"
+#: The generation that is declared unless the caller says otherwise.
+DEFAULT_GENERATION: Final = 2
+
+#: A generation is known by levels of these ticks. Three levels of base 3 show each kind of binding,
+#: and with the second tick their capacity is above RabbitMQ's longest TTL.
+REFERENCE_TICKS: Final = (0.1, 16_000_000)
 
 
 class Route(NamedTuple):
@@ -66,12 +72,14 @@ class Topology:
             broker fails, a message that is being dead-lettered to the next level can be lost).
         shards: How many queues each digit has; a message takes one of them by its task's id. Each
             queue has a leader, and a dead-letter worker, of its own.
+        generation: The set of arguments with which they are declared.
     """
 
     prefix: str = "rabbitdelay"
     layout: Layout = field(default_factory=clock)
     queue_type: QueueType = "quorum"
     shards: int = 1
+    generation: Generation = GENERATIONS[DEFAULT_GENERATION]
 
     def route(
         self, delay: Delay | Due, destination: str, task_id: str = "", tolerance: Delay = 0
@@ -117,14 +125,27 @@ class Topology:
     @cached_property
     def module_queues(self) -> ModuleQueues:
         """The module queues, which are outside the levels."""
-        return ModuleQueues.of(self._entities, self.layout.capacity_ms)
+        limit = self.generation.waiting_delivery_limit
+        return ModuleQueues.of(self._entities, self.layout.capacity_ms, limit)
 
     @cached_property
     def identity(self) -> Identity:
         """Fingerprint, guard and marker."""
         shards = self.keys.shard_words(self.shards)
-        words = (self.layout.fingerprint, self.queue_type, *shards, VERSION)
+        generation = self.generation.fingerprint_word(reference_digest(self.generation))
+        words = (self.layout.fingerprint, self.queue_type, *shards, generation)
         return Identity.of(self._entities, "-".join(words))
+
+    @cached_property
+    def name_prefix(self) -> str:
+        """What the name of every exchange and queue begins with, before a dot."""
+        return self.generation.name_prefix(self.prefix)
+
+    @property
+    def former(self) -> tuple[Topology, ...]:
+        """The same levels in all former generations, which older versions have declared."""
+        numbers = [number for number in GENERATIONS if number < self.generation.number]
+        return tuple(replace(self, generation=GENERATIONS[number]) for number in numbers)
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -199,6 +220,7 @@ class Topology:
             ".".join(words),
             ttl_ms=digit * level.place_ms or PASS_THROUGH_TTL,
             dead_letter_to=self._exchange_names[index + 1],
+            delivery_limit=self.generation.waiting_delivery_limit,
         )
 
     @cached_property
@@ -209,4 +231,23 @@ class Topology:
 
     @property
     def _entities(self) -> Entities:
-        return Entities(self.prefix, self.queue_type)
+        return Entities(self.name_prefix, self.queue_type)
+
+
+@cache
+def reference_digest(generation: Generation) -> str:
+    """Return a digest of what this version of the package declares in a generation.
+
+    It is that of a few small topologies, which have all there is in any topology; so it tells
+    whether the generation is declared as it always was, whatever the layout of the application.
+    """
+    kinds = product(REFERENCE_TICKS, get_args(Zeros), get_args(QueueType), (1, 2))
+    topologies = [
+        Topology("p", geometric(tick, 3, 3, zeros), queue_type, shards, generation)
+        for tick, zeros, queue_type, shards in kinds
+    ]
+    return digest_of(
+        [each for topology in topologies for each in topology.exchanges],
+        [each for topology in topologies for each in topology.queues],
+        [each for topology in topologies for each in topology.bindings],
+    )

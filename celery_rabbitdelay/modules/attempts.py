@@ -27,6 +27,7 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
+from celery_rabbitdelay.modules.version import LaterVersionWarning
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
@@ -92,6 +93,7 @@ class Attempts:
 
     ================================== ====================================================
     the destination does not take it   the levels; undeliverable after too long
+    only a later version can read it   the levels; undeliverable after too long
     it cannot be published, ever       ``undeliverable``
     the levels do not take it          the levels again; the route is computed anew
     ``undeliverable`` does not take it ``undeliverable`` again
@@ -134,6 +136,7 @@ class Attempts:
         self._frame_max = frame_max
         self._unanswered = Unanswered(silent=silent)
         self._warned_at: dict[str | None, float] = {}
+        self._later_version = LaterVersionWarning(logger)
 
     def note_slow(self, outgoing: Outgoing) -> None:
         """Note that all other messages wait for a message's destination."""
@@ -230,6 +233,25 @@ class Attempts:
             refused = without_headers(self._undeliverable, outgoing.message, reason, headers)
             content = encoded(refused, self._frame_max)
         return self._publication(received, refused, None, content)
+
+    def until_upgraded(self, received: Received, outgoing: Outgoing, reason: str) -> Publication:
+        """Return the publication that leaves a message to a worker of a later version.
+
+        Args:
+            received: The message.
+            outgoing: The same.
+            reason: Why this version cannot read it.
+        """
+        later = self._redelivery.until_upgraded(outgoing.message, reason)
+        if later.reroute is None:
+            return self.give_up(received, outgoing, reason, later)
+        try:
+            content = encoded(later, self._frame_max)
+        except UnprocessableMessage as too_long:
+            return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
+        self._statistics.redelivered += 1
+        self._later_version.warn(f"A message in {self._name}", reason)
+        return self._publication(received, later, None, content)
 
     def _refused_by_undeliverable(
         self, received: Received, outgoing: Outgoing, error: MessageRefused

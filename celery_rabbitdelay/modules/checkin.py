@@ -20,13 +20,13 @@ from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
     with_headers,
     without_broker_headers,
 )
+from celery_rabbitdelay.modules.version import OWN_CONTENT_TYPES, later_version
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 
 __all__ = ["SENDER_SELECTED", "CheckIn", "client_delay_ms", "for_distribution", "of_client"]
@@ -55,7 +55,9 @@ class CheckIn:
         bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._topology = topology
-        self._meditated = topology.module_queues.meditated.name
+        # Workers also serve the check-in of former generations.
+        every = (topology, *topology.former)
+        self._meditated = frozenset(each.module_queues.meditated.name for each in every)
         self._allowed = allowed
         self._bounds = bounds
 
@@ -66,7 +68,7 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
-        if headers and info["exchange"] != self._meditated:
+        if headers and info["exchange"] not in self._meditated:
             message.properties["application_headers"] = of_client(headers)
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
@@ -78,7 +80,7 @@ class CheckIn:
         info: Any = message.delivery_info
         headers = headers_of(message)
         check_depth(headers)
-        if info["exchange"] == self._meditated:
+        if info["exchange"] in self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
             yield self._from_client(message, headers, info["routing_key"])
@@ -86,7 +88,11 @@ class CheckIn:
     def _after_meditation(
         self, message: amqp.Message, headers: dict[str, Any], destination: str
     ) -> Outgoing:
-        """Return a message whose routing key is its destination; see :meth:`.Topology.route`."""
+        """Return a message whose routing key is its destination; see :meth:`.Topology.route`.
+
+        A message of a later version waits on, unopened: every version has the same header for the
+        due time and the same routing key in meditation.
+        """
         due_ms = headers.get(header_names.DUE)
         if not isinstance(due_ms, int):
             raise UnprocessableMessage(
@@ -103,8 +109,12 @@ class CheckIn:
     def _from_client(
         self, message: amqp.Message, headers: dict[str, Any], routing_key: str
     ) -> Outgoing:
-        if message.properties.get("content_type") == CONTENT_TYPE:
+        content_type = message.properties.get("content_type")
+        if str(content_type).startswith(OWN_CONTENT_TYPES):
             raise UnprocessableMessage("it is an envelope, which clients may not check in")
+        why = later_version(headers, content_type)
+        if why is not None:
+            raise UnprocessableMessage(why)
         for name in SENDER_SELECTED:
             if name in headers:
                 raise UnprocessableMessage(
@@ -146,12 +156,13 @@ class CheckIn:
 def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the headers of a message that a client has checked in, as far as it may set them.
 
-    Of the reserved names, that is the exchange alone. What the broker has added goes as well: up to
-    3.13, it believes what a client writes there.
+    Of the reserved names, these are the exchange, and the version, which check-in refuses. What the
+    broker has added goes as well: up to 3.13, it believes what a client writes there.
     """
     kept = header_names.strip(headers)
-    if header_names.EXCHANGE in headers:
-        kept[header_names.EXCHANGE] = headers[header_names.EXCHANGE]
+    for name in (header_names.EXCHANGE, module_headers.VERSION):
+        if name in headers:
+            kept[name] = headers[name]
     return kept
 
 

@@ -15,7 +15,7 @@ from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.attempts import Attempts, Received
 from celery_rabbitdelay.modules.bounds import DEFAULT_MAX_MESSAGE_BYTES, MAX_HELD_BYTES
@@ -375,14 +375,16 @@ class ModuleConsumer:
         self._turn_left = MESSAGES_PER_TURN
 
     def _give_up(self, received: Received, error: Exception) -> Publication:
-        """Put a message that cannot be read into ``undeliverable``."""
+        """Put a message into ``undeliverable``; into the levels if a later version can read it."""
+        received.outgoing, as_it_came = iter(()), _as_it_came(received.message)
+        if isinstance(error, LaterVersion):
+            return self._attempts.until_upgraded(received, as_it_came, error.reason)
         if isinstance(error, UnprocessableMessage):
             reason = error.reason
         else:
             logger.exception("%s: a message cannot be read", self._module.name)
             reason = shortened(error)
-        received.outgoing = iter(())
-        return self._attempts.give_up(received, _as_it_came(received.message), reason)
+        return self._attempts.give_up(received, as_it_came, reason)
 
     def _exists(self, exchange: str) -> bool:
         with self._answers(), self._connection.channel() as channel:

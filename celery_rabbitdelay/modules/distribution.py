@@ -31,6 +31,7 @@ from celery_rabbitdelay.modules.forwarding import (
     with_headers,
     without_broker_headers,
 )
+from celery_rabbitdelay.modules.version import refuse_later_version
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 from celery_rabbitdelay.registry.decision import (
     Arrival,
@@ -84,10 +85,12 @@ class Distribution:
         the due time stays.
 
         Raises:
+            LaterVersion: Only a later version of this package can read it.
             UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be
                 read.
         """
         headers = headers_of(message)
+        refuse_later_version(headers, message.properties.get("content_type"))
         check_depth(headers)
         self._bounds.check_due(headers, time.time_ns() // NS_PER_MS)
         early = self._put_back(message)
@@ -168,7 +171,10 @@ def _unpacked(
         # Validate all items first: an invalid envelope goes to undeliverable as a whole, so none of
         # its messages may be published before.
         for item in envelope.items:
-            _destination({**shared, **item.headers})
+            all_headers = {**shared, **item.headers}
+            all_properties = {**envelope.properties, **item.properties}
+            refuse_later_version(all_headers, all_properties.get("content_type"))
+            _destination(all_headers)
     except InvalidEnvelope as invalid:
         raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
     own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}

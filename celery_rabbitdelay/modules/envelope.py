@@ -384,7 +384,7 @@ def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         check_depth({"headers": headers, "properties": properties})
     except UnprocessableMessage as too_deep:
         raise InvalidEnvelope(f"in a block, {too_deep.reason}") from too_deep
-    if str(properties.get("content_type")).startswith(ENVELOPES):
+    if properties.get("content_type") == CONTENT_TYPE:
         raise InvalidEnvelope("there is an envelope in it")
     return headers, properties
 

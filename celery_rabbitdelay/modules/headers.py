@@ -8,6 +8,10 @@ from typing import Final
 #: header of the delayed-message-exchange plugin.
 X_DELAY: Final = "x-delay"
 
+#: The version of the messages' format that a message needs: int; 1 if it is absent. See
+#: :mod:`.version`.
+VERSION: Final = "rabbitdelay-version"
+
 #: Marks a message that left the levels before it was due and was put back: a table with ``times``
 #: (how often) and, if distribution gives it back to one queue, the ``exchange`` and the
 #: ``routing-key`` that its consumer is to see.

@@ -1,7 +1,8 @@
 """Redelivery: what a destination does not take goes back into the levels, and is tried again. Pure.
 
 The pauses grow from a second to ten minutes, so that a destination in trouble costs little, however
-long that lasts and however many messages are due for it. No message waits in a module for it.
+long that lasts and however many messages are due for it. No message waits in a module for it. A
+message that only a worker of a later version can read goes back in the same way.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Self, TypeGuard
 
+import amqp
+
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.early import early_ms, pause_ms
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     destination_headers,
@@ -22,8 +28,9 @@ from celery_rabbitdelay.modules.forwarding import (
     redriven_header,
     to_undeliverable,
     with_headers,
+    without_broker_headers,
 )
-from celery_rabbitdelay.publishing.message import split_priority
+from celery_rabbitdelay.publishing.message import headers_of, split_priority
 
 __all__ = ["Failures", "Redelivery"]
 
@@ -55,6 +62,15 @@ class Failures(NamedTuple):
     attempts: int
     since_ms: int
     first_reason: str
+
+    def headers(self, reason: str) -> dict[str, Any]:
+        """Return the headers that count them, with the reason of the last one."""
+        return {
+            module_headers.ATTEMPTS: self.attempts,
+            module_headers.FAILED_SINCE: self.since_ms,
+            module_headers.FIRST_REASON: self.first_reason,
+            module_headers.REASON: reason,
+        }
 
     @classmethod
     def after(cls, headers: Mapping[str, Any], reason: str, now_ms: int) -> Self:
@@ -123,13 +139,45 @@ class Redelivery:
             **destination_headers(outgoing),
             **kept,
             **redriven_header(received),
-            module_headers.ATTEMPTS: failures.attempts,
-            module_headers.FAILED_SINCE: failures.since_ms,
-            module_headers.FIRST_REASON: failures.first_reason,
-            module_headers.REASON: reason,
+            **failures.headers(reason),
         }
         message = with_headers(outgoing.message, headers, priority=priority, expiration=None)
         return into_levels(self._topology, message, Due.after(self._pause(failures.attempts)))
+
+    def until_upgraded(
+        self, message: amqp.Message, reason: str, destination: str = DISTRIBUTION
+    ) -> Outgoing:
+        """Return what to publish for a message that only a later version can read.
+
+        Its body, its properties and all its headers stay; those that count the attempts are added.
+        If it is not due yet, which every version tells by the same header, it waits until then,
+        and that is no attempt.
+
+        Args:
+            message: The message, as it was received.
+            reason: Why this version cannot read it.
+            destination: The queue that it came from, or :data:`.DISTRIBUTION`.
+
+        Returns:
+            The message for the levels; for ``undeliverable`` if it has been tried for too long.
+        """
+        headers = without_broker_headers(headers_of(message))
+        now_ms = self._now_ns() // NS_PER_MS
+        by_ms = early_ms(headers.get(header_names.DUE), now_ms, 0)
+        if by_ms is not None:
+            waiting = with_headers(message, headers, expiration=None)
+            due = Due.after(pause_ms(by_ms, self._topology) / _MS_PER_S)
+            return into_levels(self._topology, waiting, due, destination)
+        failures = Failures.after(headers, reason, now_ms)
+        if now_ms - failures.since_ms >= self._ms:
+            reason = _explained(failures, reason)
+            left = with_headers(message, {**headers, **failures.headers(reason)}, expiration=None)
+            undeliverable = self._topology.module_queues.undeliverable.exchange.name
+            key = (message.delivery_info or {}).get("routing_key", "")
+            return Outgoing(undeliverable, key, left)
+        waiting = with_headers(message, {**headers, **failures.headers(reason)}, expiration=None)
+        due = Due.after(self._pause(failures.attempts))
+        return into_levels(self._topology, waiting, due, destination)
 
     def _pause(self, attempts: int) -> float:
         """The seconds until the next attempt."""

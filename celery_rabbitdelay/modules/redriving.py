@@ -24,9 +24,10 @@ from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.checkin import SENDER_SELECTED, client_delay_ms, of_client
 from celery_rabbitdelay.modules.early import PutBack
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, ENVELOPES, Envelope
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
 from celery_rabbitdelay.modules.intended import Intended, intended, never_accepted
+from celery_rabbitdelay.modules.version import refuse_later_version
 from celery_rabbitdelay.publishing.message import (
     MAX_PRIORITY,
     body_of,
@@ -274,11 +275,7 @@ def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> Non
     """Refuse a message that this version cannot read, or that has sender-selected queues."""
     if UNREADABLE in headers:
         raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
-    content_type = str(message.properties.get("content_type"))
-    if content_type.startswith(ENVELOPES) and content_type != CONTENT_TYPE:
-        raise UnprocessableMessage(
-            f"it is an envelope of another version of this package, {shortened(content_type)}"
-        )
+    refuse_later_version(headers, message.properties.get("content_type"))
     _refuse_sender_selected(headers)
 
 

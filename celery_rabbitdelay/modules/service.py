@@ -18,7 +18,7 @@ from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.publishing.wire import Wire
 
-__all__ = ["ModuleService"]
+__all__ = ["ModuleService", "NothingToServe"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,13 @@ STOP_TIMEOUT: Final = 10.0
 #: Seconds from the loss of a connection to the first attempt to connect again, and the longest.
 RECONNECT_PAUSES: Final = (0.5, 10.0)
 
+#: Seconds until a queue that does not exist is looked for again.
+LOOK_AGAIN: Final = 60.0
+
+
+class NothingToServe(Exception):
+    """The module's queue does not exist and is not to be declared; it is looked for later again."""
+
 
 class ModuleService:
     """Serves one module, on connections of its own, until it is stopped.
@@ -35,8 +42,12 @@ class ModuleService:
     Args:
         module: The module.
         connection: Template; each attempt to connect clones it.
-        declare: Called with each new connection, to declare what the module needs.
+        declare: Called with each new connection, to declare what the module needs. It may raise
+            :class:`NothingToServe`.
         on_lost: Called when an open connection is lost, or the module fails on it.
+
+    Attributes:
+        has_queue: Whether there was anything to serve when it was last looked for.
     """
 
     def __init__(
@@ -49,9 +60,10 @@ class ModuleService:
         self.module = module
         self.statistics = ModuleStatistics()
         self.stopping = Event()
-        self._connection = connection
-        self._declare = declare
-        self._on_lost = on_lost
+        self.has_queue = True
+        self.connection = connection
+        self.declare = declare
+        self.on_lost = on_lost
         #: Destinations that have not answered, on any connection.
         self._silent: set[str | None] = set()
         #: Whether messages may be redelivered because one of them has crashed a worker.
@@ -73,8 +85,11 @@ class ModuleService:
         while not self.stopping.is_set():
             finished = self.statistics.finished
             try:
-                with self._connection.clone() as connection:
+                with self.connection.clone() as connection:
                     self._serve(connection)
+            except NothingToServe:
+                self.has_queue = False
+                self.stopping.wait(LOOK_AGAIN)
             except Exception as lost:
                 if self.statistics.finished > finished:
                     pause = shortest
@@ -82,12 +97,12 @@ class ModuleService:
                 if not self._careful:
                     pause = shortest
                 expected = (
-                    *self._connection.recoverable_connection_errors,
+                    *self.connection.recoverable_connection_errors,
                     PermissionMissing,
                     PublishError,
                 )
                 with_traceback = not isinstance(
-                    lost, (*expected, *self._connection.channel_errors, ConnectionStuck)
+                    lost, (*expected, *self.connection.channel_errors, ConnectionStuck)
                 )
                 logger.warning(
                     "%s: connects again in %.1f s: %s",
@@ -113,7 +128,8 @@ class ModuleService:
     def _serve_on(self, connection: Connection) -> bool:
         try:
             with Wire(connection).answers_within(self.module.timeout):
-                self._declare(connection)
+                self.declare(connection)
+            self.has_queue = True
             logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
             consumer = ModuleConsumer(
                 self.module,
@@ -125,6 +141,8 @@ class ModuleService:
             )
             with permissions_named():
                 return consumer.serve()
+        except NothingToServe:
+            raise
         except Exception:
-            self._on_lost()
+            self.on_lost()
             raise

@@ -22,6 +22,7 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.publishing.destination import topic_matches
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
 from celery_rabbitdelay.publishing.wire import UNREADABLE
@@ -85,13 +86,15 @@ def examine(
         or reader.unreadable_properties()
         or _reason(topology, last_stop, key, queue)
     )
-    reason = "; ".join([reason, *reader.unreadable])
+    later = later_version(headers, None)
+    notes = [later] if later is not None and later not in reason else []
+    reasons = "; ".join([reason, *notes, *reader.unreadable])
     return Undeliverable(
         _printable(task_id),
         _printable(task),
         _printable(queue),
         due,
-        _printable(reason) or reason,
+        _printable(reasons) or reasons,
         last_stop,
         since,
     )
@@ -230,7 +233,7 @@ def _entrance(topology: Topology, key: str) -> str | None:
         return None
     levels = zip(topology.layout.levels, digits, strict=True)
     first = next((level.name for level, digit in levels if digit != "0"), None)
-    return f"{topology.prefix}.{first}" if first else topology.delivery.name
+    return f"{topology.name_prefix}.{first}" if first else topology.delivery.name
 
 
 def _path(topology: Topology, exchange: str, key: str) -> Iterator[Binding]:

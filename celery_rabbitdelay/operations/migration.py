@@ -37,6 +37,7 @@ from celery_rabbitdelay.modules.forwarding import (
     without_broker_headers,
 )
 from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
@@ -183,8 +184,12 @@ class Migration:
 
         Raises:
             UnprocessableMessage: The message cannot be one of these levels.
-            Stay: Its routing key belongs to other levels.
+            Stay: Its routing key belongs to other levels, or only a later version can read it.
         """
+        if queue != self._source.module_queues.undeliverable.name:
+            why = later_version(headers_of(message), message.properties.get("content_type"))
+            if why is not None:
+                raise Stay(why)
         return self._convert_of.get(queue, self._in_levels)(message)
 
     def _of_checkin(self, message: amqp.Message) -> Outgoing:
@@ -316,7 +321,7 @@ def check_places(source: Place, target: Place) -> None:
         SameTopology: They have the same prefix, in the same virtual host of the same broker.
         OSError: A broker cannot be reached.
     """
-    if source.topology.prefix != target.topology.prefix:
+    if source.topology.name_prefix != target.topology.name_prefix:
         return
     if _are_the_same(source.connection, target.connection):
         raise SameTopology(source.topology.prefix)

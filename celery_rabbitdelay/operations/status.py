@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from kombu import Connection
@@ -13,6 +14,7 @@ from kombu import Connection
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.generations import former_generations
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
 from celery_rabbitdelay.worker.status import ARRIVALS, status_of_workers
@@ -61,6 +63,8 @@ class Status(NamedTuple):
         next_due: When the next task comes due.
         workers: What each worker answers, by its name.
         reasons: Why messages are undeliverable; None if not read.
+        former_generations: How many messages wait in each former generation that is declared, by
+            its number.
     """
 
     taken_at: float
@@ -68,6 +72,7 @@ class Status(NamedTuple):
     next_due: NextDue
     workers: Mapping[str, Mapping[str, Any]]
     reasons: Reasons | None = None
+    former_generations: Mapping[int, int] = MappingProxyType({})
 
 
 def status_of(
@@ -92,7 +97,8 @@ def status_of(
     if most_reasons and topology.module_queues.undeliverable.name not in backlog.missing:
         reasons = reasons_of(connection, topology, most_reasons)
     workers = status_of_workers(delays.app, connection, timeout)
-    return Status(taken_at, backlog, _next_due(delays, backlog), workers, reasons)
+    former = former_generations(connection, topology)
+    return Status(taken_at, backlog, _next_due(delays, backlog), workers, reasons, former)
 
 
 def next_due_within(topology: Topology, backlog: Backlog) -> int | None:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage
 
 __all__ = ["Contents", "UndeliverableFilter"]
@@ -37,7 +38,8 @@ class Contents:
         found, headers = message.found, message.headers
         exchange, key = map(headers.get, (header_names.EXCHANGE, header_names.ROUTING_KEY))
         queues = _texts(found.queue, key if exchange == "" else None)
-        if message.properties.get("content_type") != CONTENT_TYPE:
+        content_type = message.properties.get("content_type")
+        if content_type != CONTENT_TYPE or later_version(headers, content_type) is not None:
             return cls(_texts(found.task), _texts(found.task_id), queues)
         try:
             envelope = Envelope.unpack(message.body)

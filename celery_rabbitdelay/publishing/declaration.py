@@ -22,10 +22,11 @@ from amqp import spec
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete, TopologyNotEmpty
+from celery_rabbitdelay.exceptions import TopologyIncomplete, TopologyNotEmpty
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.amqp_methods import find_exchanges, find_queues
+from celery_rabbitdelay.publishing.conflict import conflict_with
 from celery_rabbitdelay.publishing.kombu_internals import declared_entities, wait_without_limit
 
 __all__ = [
@@ -426,4 +427,4 @@ def _conflict_explained(topology: Topology) -> Iterator[None]:
     try:
         yield
     except PreconditionFailed as conflict:
-        raise LayoutConflict(topology.prefix, str(conflict)) from conflict
+        raise conflict_with(topology, str(conflict)) from conflict

@@ -38,6 +38,7 @@ from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.former_generations import services_of_former
 from celery_rabbitdelay.worker.inspection import conf, query_task, scheduled
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 from celery_rabbitdelay.worker.status import rabbitdelay_status
@@ -295,7 +296,9 @@ class Modules(bootsteps.StartStopStep):
         """
         settings = worker.app.rabbitdelay.settings
         modules = settings.modules if self._given is None else checked_modules(self._given)
-        self._services += [_service(worker.app, name, self._declaration) for name in modules]
+        for name in modules:
+            service = _service(worker.app, name, self._declaration)
+            self._services += [service, *services_of_former(service)]
         for service in self._services:
             service.start()
 

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from datetime import datetime, tzinfo
 from typing import Any, Final
 
+import amqp
 from celery.exceptions import InvalidTaskError
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
+from kombu.compression import compress
 from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.levels.delay import instant_of
@@ -20,6 +22,7 @@ from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
 
 __all__ = [
     "DelayedDelivery",
+    "as_received",
     "call_after",
     "discard_as_revoked",
     "eta_of",
@@ -57,6 +60,18 @@ def id_of(message: Message) -> str:
     """Return the id of a message's task, in any version of Celery's protocol; empty if unknown."""
     task_id = message.headers.get("id") or message.properties.get("correlation_id")
     return task_id if isinstance(task_id, str) else ""
+
+
+def as_received(message: Message) -> amqp.Message:
+    """Return a message as AMQP has delivered it; kombu has decompressed its body."""
+    body: Any = message.body
+    compression = message.headers.get("compression")
+    if compression:
+        body, _ = compress(body, compression)
+    properties = {**message.properties, "application_headers": dict(message.headers)}
+    received = amqp.Message(body, **properties)
+    received.delivery_info = dict(message.delivery_info)
+    return received
 
 
 def is_revoked(consumer: Any, task_id: object) -> bool:

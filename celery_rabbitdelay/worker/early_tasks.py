@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import kombu
 from celery.utils.log import get_logger
@@ -20,8 +20,10 @@ from kombu import Message
 
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
 from celery_rabbitdelay.modules.early import EarlyWarning, early_ms
+from celery_rabbitdelay.modules.version import LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.worker.celery_internals import (
+    call_after,
     eta_of,
     give_eta,
     is_revoked,
@@ -35,6 +37,9 @@ from celery_rabbitdelay.worker.put_back import Early, PutBackThread, Waited
 __all__ = ["EarlyTasks", "acknowledge_message"]
 
 logger = get_logger(__name__)
+
+#: Seconds until the levels are tried again that have not taken a task of a later version.
+TRY_AGAIN: Final = 5.0
 
 
 class EarlyTasks:
@@ -53,6 +58,7 @@ class EarlyTasks:
         self._tick_ms: int = self._delays.topology.layout.tick_ms
         self._tolerated_ms = milliseconds(self._delays.settings.early)
         self._warning = EarlyWarning(logger)
+        self._later_version = LaterVersionWarning(logger)
         self.thread = PutBackThread(consumer)
 
     def try_enqueue(
@@ -130,6 +136,31 @@ class EarlyTasks:
         acknowledge = partial(acknowledge_message, self._consumer, ack)
         self.thread.give(Early(message, destination, due, due_ms, waited, acknowledge, otherwise))
         return True
+
+    def leave_to_later_version(self, message: Message, ack: Callable[..., Any], why: str) -> None:
+        """Put a task back into the levels that only a worker of a later version can read.
+
+        It stays as it is. If the levels do not take it, they are tried again after some seconds.
+
+        Args:
+            message: The task's message, as it was received.
+            ack: As for :meth:`try_enqueue`.
+            why: Why this version cannot read it.
+        """
+        name = name_of_queue(self._consumer, message)
+        if name is None:
+            logger.warning("A task stays unacknowledged: its queue is unknown, and %s", why)
+            return
+        queue = self._consumer.app.amqp.queues.get(name) or kombu.Queue(name, no_declare=True)
+        self._later_version.warn(f"Task {message.headers.get('id')}", why)
+        acknowledge = partial(acknowledge_message, self._consumer, ack)
+
+        def again() -> None:
+            call_after(self._consumer, TRY_AGAIN, partial(self.thread.give, early))
+
+        destination, now = Destination(queue, "", queue.name), Due.after(0)
+        early = Early(message, destination, now, now.at_ms, None, acknowledge, again, why)
+        self.thread.give(early)
 
     def _due_after_levels(self, waited: Waited | None) -> Due | None:
         """Return when a task is due that has left the levels too early; None if it has not."""

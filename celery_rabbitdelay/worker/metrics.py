@@ -157,7 +157,9 @@ class Observations:
         """Yield the present values."""
         backlog: dict[str, float] = {}
         # A worker that stops gives its modules up before everything else.
-        for service in tuple(self._worker.rabbitdelay_services):
+        for service in filter(
+            lambda each: each.has_queue, tuple(self._worker.rabbitdelay_services)
+        ):
             self._services[service.module.queue.name] = service
         for queue, service in self._services.items():
             statistics = service.statistics

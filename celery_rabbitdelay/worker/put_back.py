@@ -18,6 +18,7 @@ from celery_rabbitdelay.exceptions import NoPublisherFree
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.modules.early import PutBack, pause_ms
+from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, kept_properties
 from celery_rabbitdelay.publishing.policy import PublishPolicy
@@ -25,7 +26,7 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.worker.celery_internals import lower_prefetch, raise_prefetch
+from celery_rabbitdelay.worker.celery_internals import as_received, lower_prefetch, raise_prefetch
 from celery_rabbitdelay.worker.loop_actions import Action
 
 __all__ = ["Early", "PutBackThread", "Waited"]
@@ -62,6 +63,7 @@ class Early:
         waited: Its delay in the levels; None if it has an ``eta`` and was never in the levels.
         acknowledge: Acknowledges it.
         hold: Called if the levels do not take it: passes the task to Celery, which holds it.
+        later_version: Why only a later version of this package can read it; empty if this one can.
         again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
             failure.
     """
@@ -73,6 +75,7 @@ class Early:
     waited: Waited | None
     acknowledge: Action
     hold: Action
+    later_version: str = ""
     again_at: float | None = None
 
 
@@ -94,6 +97,8 @@ class PutBackThread(BatchThread[Early]):
         self._consumer = consumer
         self._delays = consumer.app.rabbitdelay
         self._failed: deque[Early] = deque()
+        settings = self._delays.settings
+        self._redelivery = Redelivery(settings.topology, settings.redelivery)
 
     def own_work_in(self) -> float | None:
         """Return the seconds until a failed message is tried again; None if none has failed."""
@@ -122,17 +127,32 @@ class PutBackThread(BatchThread[Early]):
         groups: dict[str | None, tuple[kombu.Queue | None, list[Publication]]] = {}
         for early in batch:
             try:
-                due = early.due if early.waited is None else self._pause(early.due)
-                delayed = self._delayed(producer, early, due)
-                address = partial(producer.address, delayed, due)
-                publication = Publication.of(delayed.message, address, early)
+                queue, publication = self._publication(producer, early)
             except Exception as error:  # noqa: BLE001 - the others are published
                 self._settled(early, error)
                 continue
-            queue = delayed.queue
             group = groups.setdefault(None if queue is None else queue.name, (queue, []))
             group[1].append(publication)
         return groups.values()
+
+    def _publication(
+        self, producer: DelayedProducer, early: Early
+    ) -> tuple[kombu.Queue | None, Publication]:
+        """Return what replaces a message, and the queue that has to exist."""
+        if early.later_version:
+            queue = early.destination.queue
+            assert queue is not None
+            later = self._redelivery.until_upgraded(
+                as_received(early.message), early.later_version, queue.name
+            )
+            if later.reroute is None:
+                logger.warning("A task is undeliverable: %s", early.later_version)
+            address = later.reroute or (lambda: (later.exchange, later.routing_key))
+            return queue, Publication.of(later.message, address, early)
+        due = early.due if early.waited is None else self._pause(early.due)
+        delayed = self._delayed(producer, early, due)
+        address = partial(producer.address, delayed, due)
+        return delayed.queue, Publication.of(delayed.message, address, early)
 
     def _publish(
         self, producer: DelayedProducer, queue: kombu.Queue | None, publications: list[Publication]
@@ -157,6 +177,10 @@ class PutBackThread(BatchThread[Early]):
         """Acknowledge a message, or try it again; if that is no use, the worker holds it."""
         if error is None:
             self.actions.add(partial(self._done, early), is_acknowledgement=True)
+            return
+        if early.later_version:
+            logger.warning("A task of a later version could not be put into the levels: %s", error)
+            self.actions.add(early.hold)
             return
         if not isinstance(error, TEMPORARY_ERRORS) or early.due.remaining_ms() <= 0:
             self._give_up(early, error)

@@ -13,6 +13,7 @@ from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.instruments import EARLY, TAKEN_OVER
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.early import PutBack
+from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.arrivals import Arrivals, record_lateness
 from celery_rabbitdelay.worker.celery_internals import id_of, name_of_queue
@@ -90,6 +91,12 @@ class RestoringStrategies(dict[str, Strategy]):
         takes_eta: bool,
     ) -> bool:
         """Restore a message; return whether it is not passed to Celery, or not now."""
+        later = later_version(message.headers or {}, message.content_type)
+        if later is not None:
+            # Between two connections there is nothing to acknowledge: RabbitMQ redelivers it.
+            if self.early_tasks is not None:
+                self.early_tasks.leave_to_later_version(message, ack, later)
+            return True
         waited = restore(message)
         metrics = self._app.rabbitdelay.active_metrics
         if waited is not None:

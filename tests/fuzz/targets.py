@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import amqp
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
+from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -28,6 +28,7 @@ from celery_rabbitdelay.modules.envelope import (
     length_prefixed,
 )
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
+from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of
@@ -142,6 +143,8 @@ def distribution(given: bytes) -> None:
         return
     try:
         _check(module.receive(message), None)
+    except LaterVersion as later:
+        _check([Redelivery(TOPOLOGY, 60).until_upgraded(message, str(later))], None)
     except UnprocessableMessage as refused:
         _refused(message, refused.reason)
 

@@ -45,7 +45,7 @@ DUES: Final = (-86_400_000, 0, 5, 2**62, 2**63 - 1, -(2**63))
 #: The headers of this package, and one of a later version, without their prefix.
 OWN_NAMES: Final = (
     "due exchange routing-key queue priority expiration early reason attempts failed-since "
-    "first-reason redriven unreadable properties copy key job once later"
+    "first-reason redriven unreadable properties copy key job once version later"
 )
 
 #: How a body says which message it is; in a body that has it somewhere, it replaces this.

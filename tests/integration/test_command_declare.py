@@ -108,7 +108,7 @@ def test_another_layout_under_the_prefix_is_neither_declared_nor_deleted(
         told = run_celery(other, f"rabbitdelay {command}")
         assert told.returncode == 1, command
         (line,) = told.stderr.splitlines()
-        assert "another layout under the prefix" in line
+        assert "other levels under the prefix" in line
         answer = run_celery(other, f"rabbitdelay {command} --json")
         assert answer.returncode == 1
         assert f"Error: {checked('error', answer.stdout)['error']}" == line

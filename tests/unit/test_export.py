@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 from xml.etree import ElementTree
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import Zeros
 from celery_rabbitdelay.operations.export.definitions import definitions
 from celery_rabbitdelay.operations.export.formats import FORMATS, exported
@@ -42,9 +44,13 @@ ALL = [
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
-    module = Module(exported(Topology("shop.delay", layout), "terraform"), name="other")
-    made = DeclaringModel(Topology("other", layout))
+@pytest.mark.parametrize("generation", GENERATIONS.values(), ids=lambda each: each.word)
+def test_the_terraform_module_makes_what_declare_makes(
+    layout: Layout, generation: Generation
+) -> None:
+    topology = Topology("shop.delay", layout, generation=generation)
+    module = Module(exported(topology, "terraform"), name="other")
+    made = DeclaringModel(replace(topology, prefix="other"))
 
     exchanges = module.resources("rabbitmq_exchange")
     assert [each["vhost"] for each in exchanges] == ["/"] * len(exchanges)

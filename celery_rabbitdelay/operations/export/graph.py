@@ -73,7 +73,7 @@ def graph(topology: Topology) -> Graph:
     """Return the graph of a topology. All shards of a digit are in one node."""
     layout = topology.layout
     title = (
-        f"{topology.prefix}: {layout.name}, zeros passed by {layout.zeros}, "
+        f"{topology.name_prefix}: {layout.name}, zeros passed by {layout.zeros}, "
         f"{len(topology.digit_queues)} digit queues, up to {written(layout.capacity_ms)}"
     )
     nodes = (*_level_nodes(topology), *_nodes_around(topology))
@@ -83,7 +83,7 @@ def graph(topology: Topology) -> Graph:
 def _level_nodes(topology: Topology) -> Iterator[Node]:
     for index, level in enumerate(topology.layout.levels):
         queues = topology.level_queues[level.name]
-        names = [queue.name.removeprefix(f"{topology.prefix}.") for queue in queues]
+        names = [queue.name.removeprefix(f"{topology.name_prefix}.") for queue in queues]
         ttls = [(queue.queue_arguments or {})["x-message-ttl"] for queue in queues]
         yield Node(f"exchange{index}", "exchange", (level.name,), index + 1, 0)
         shown = names if len(names) == 1 else [f"{names[0]} to", names[-1]]

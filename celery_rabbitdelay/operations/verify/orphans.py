@@ -28,7 +28,7 @@ def check_orphans(
         inventory: The broker's queues and exchanges.
         count: Returns how many messages a queue has now; None if it cannot tell.
     """
-    start = f"{topology.prefix}."
+    start = f"{topology.name_prefix}."
     ours = {queue.name for queue in topology.queues}
     remedy = (
         "move what waits there with `celery -A proj rabbitdelay migrate` and the --from-layout, "

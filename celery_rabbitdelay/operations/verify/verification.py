@@ -11,11 +11,13 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.generations import former_generations
 from celery_rabbitdelay.operations.verify.amqp_probes import Probes, check_clock, clock_difference
 from celery_rabbitdelay.operations.verify.application import Application
 from celery_rabbitdelay.operations.verify.broker import check_features, check_version
 from celery_rabbitdelay.operations.verify.destinations import check_destinations, destinations_of
 from celery_rabbitdelay.operations.verify.finding import Finding, Report, merged
+from celery_rabbitdelay.operations.verify.generations import check_generations
 from celery_rabbitdelay.operations.verify.inventory import Inventory, read_inventory
 from celery_rabbitdelay.operations.verify.layout import check_layout, check_queue_type
 from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
@@ -68,6 +70,11 @@ def verify(
     inventory = _inventory(management, virtual_host, not_seen)
     findings = [*check_version(version), *check_queue_type(application.topology)]
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
+        try:
+            former = former_generations(connection, application.topology)
+            findings += check_generations(application.topology, former)
+        except AMQPError as error:
+            not_seen.append(f"former generations: {' '.join(str(error).split())}")
         probes = Probes(connection, application)
         try:
             findings += _by_amqp(probes, application, inventory, not_seen)

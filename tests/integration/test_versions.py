@@ -1,0 +1,198 @@
+"""Messages of a later version, at workers of this one: they wait for one that can read them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from uuid import uuid4
+
+import amqp
+import pytest
+from kombu import Connection, Queue
+from kombu.compression import compress
+
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.arrivals import count, take
+from tests.integration.modules import OPEN, check_in, wait_until_served
+from tests.integration.notes import Notes
+from tests.integration.shop import named
+from tests.integration.worker import Worker
+
+#: What a worker logs when it puts one back.
+WARNING: Final = "needs a later version of celery_rabbitdelay"
+
+#: What the redelivery of this version adds to a message.
+COUNTED: Final = {
+    module_headers.ATTEMPTS,
+    module_headers.FAILED_SINCE,
+    module_headers.FIRST_REASON,
+    module_headers.REASON,
+}
+
+#: The content type of an envelope of a later version.
+LATER: Final = "application/vnd.rabbitdelay.envelope.2"
+
+
+def into_levels(
+    connection: Connection,
+    shop: Any,
+    destination: str,
+    body: bytes,
+    headers: dict[str, Any],
+    **properties: Any,
+) -> None:
+    """Publish as a producer of any version does, due in a moment."""
+    route = shop.rabbitdelay.topology.route(0.3, destination)
+    due = {header_names.DUE: int(time.time() * 1000) + 300}
+    message = amqp.Message(
+        body, application_headers={**due, **headers}, delivery_mode=2, **properties
+    )
+    channel: Any = connection.default_channel
+    channel.basic_publish(message, route.exchange, route.routing_key)
+
+
+def note_of(shop: Any, notes: Notes, number: int) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+    """Return body, headers and properties of the task ``note``, as it waits for its own queue."""
+    task_id, queue = str(uuid4()), named(shop, "default")
+    made = shop.amqp.as_task_v2(task_id, "note", (number,), {"key": notes.key})
+    own = {
+        header_names.EXCHANGE: "",
+        header_names.ROUTING_KEY: queue,
+        header_names.QUEUE: queue,
+    }
+    properties = {
+        "content_type": "application/json",
+        "content_encoding": "utf-8",
+        "correlation_id": task_id,
+    }
+    return json.dumps(made.body).encode(), {**made.headers, **own}, properties
+
+
+def waits_again(connection: Connection, shop: Any, number: int) -> None:
+    """Wait until so many messages are in queues of the levels."""
+    queues = [queue.name for queue in shop.rabbitdelay.topology.digit_queues]
+    wait_for(
+        lambda: sum(count(connection, name) for name in queues) == number,
+        f"{number} messages in the levels",
+        60,
+    )
+
+
+@pytest.fixture
+def notes(shop: Any) -> Iterator[Notes]:
+    """The notes of the test's tasks."""
+    notes = Notes(shop)
+    yield notes
+    notes.forget()
+
+
+def test_distribution_keeps_them_going_until_a_later_version_takes_them(
+    configuration: dict[str, Any], shop: Any, connection: Connection, notes: Notes
+) -> None:
+    body = b"\x00a format that nobody knows yet"
+    own: dict[str, Any] = {"rabbitdelay-new": {"a": 1}, "x-mine": "kept"}
+    with Worker(configuration) as worker:
+        wait_until_served(worker)
+        into_levels(connection, shop, DISTRIBUTION, body, own, content_type=LATER, priority=3)
+        versioned = {**own, module_headers.VERSION: 2}
+        into_levels(connection, shop, DISTRIBUTION, body, versioned, message_id="2")
+        # This one goes on meanwhile, through the same queue.
+        shop.tasks["note"].apply_async((1,), {"key": notes.key}, delay=1, priority=9)
+        notes.wait(1)
+        wait_for(lambda: "goes back into the delay levels" in worker.log, "the warning")
+        # After the second attempt, each of them waits for seconds.
+        waits_again(connection, shop, 2)
+        assert worker.log.count(WARNING) == 1
+        assert "Upgrade celery_rabbitdelay on all workers" in worker.log
+    modules = shop.rabbitdelay.topology.module_queues
+    arrivals = take(connection, [modules.distribution], 2)
+    assert count(connection, modules.undeliverable.name) == 0
+    for arrival in arrivals:
+        message = arrival.message
+        assert bytes(message.body) == body
+        headers = message.headers
+        assert headers.keys() >= COUNTED
+        assert headers["rabbitdelay-new"] == {"a": 1}
+        assert headers["x-mine"] == "kept"
+        is_envelope = module_headers.VERSION not in headers
+        assert message.content_type == (LATER if is_envelope else None)
+        assert (message.properties.get("priority") == 3) == is_envelope
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back(
+    configuration: dict[str, Any],
+    shop: Any,
+    connection: Connection,
+    notes: Notes,
+    compression: str | None,
+) -> None:
+    with Worker(configuration) as worker:
+        body, headers, properties = note_of(shop, notes, 1)
+        sent, own = body, {**headers, module_headers.VERSION: 2, "rabbitdelay-new": [2]}
+        if compression:
+            sent, own["compression"] = compress(body, compression)
+        queue = named(shop, "default")
+        into_levels(connection, shop, queue, sent, own, **properties)
+        wait_for(lambda: WARNING in worker.log, "the warning", 60)
+        waits_again(connection, shop, 1)
+        shop.tasks["note"].apply_async((2,), {"key": notes.key}, delay=0.5)
+        assert [note["given"] for note in notes.wait(1)] == [[2]]
+    (arrival,) = take(connection, [Queue(queue)], 1)
+    # kombu has decompressed it.
+    assert arrival.body == json.loads(body)
+    found = arrival.message.headers
+    assert {name: found[name] for name in own} == own
+    assert found[module_headers.ATTEMPTS] >= 1
+    assert arrival.message.properties["correlation_id"] == properties["correlation_id"]
+
+
+def test_where_no_later_version_comes_they_lie_in_undeliverable_with_the_reason(
+    configuration: dict[str, Any],
+    make_shop: Callable[..., Any],
+    connection: Connection,
+) -> None:
+    settings = {"rabbitdelay_redelivery": 4.0}
+    shop = make_shop(**settings)
+    notes = Notes(shop)
+    with Worker({**configuration, **settings}) as worker:
+        wait_until_served(worker)
+        body, headers, properties = note_of(shop, notes, 1)
+        versioned = {**headers, module_headers.VERSION: 9}
+        into_levels(connection, shop, named(shop, "default"), body, versioned, **properties)
+        into_levels(connection, shop, DISTRIBUTION, b"later", {}, content_type=LATER)
+        name = shop.rabbitdelay.topology.module_queues.undeliverable.name
+        wait_for(lambda: count(connection, name) == 2, "two undeliverable messages", 60)
+    found = list(undeliverable_messages(connection, shop.rabbitdelay.topology))
+    assert notes() == []
+    by_body = {message.body: message for message in found}
+    assert by_body.keys() == {body, b"later"}
+    for message in found:
+        assert WARNING in message.found.reason
+        assert "attempts since" in message.found.reason
+    task = by_body[body]
+    assert task.found.task == "note"
+    assert {name: task.headers[name] for name in versioned} == versioned
+
+
+def test_check_in_refuses_them_at_once(
+    configuration: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
+) -> None:
+    shop = make_shop(**OPEN)
+    topology = shop.rabbitdelay.topology
+    with Worker({**configuration, **OPEN}) as worker:
+        wait_until_served(worker)
+        key = named(shop, "default")
+        check_in(connection, shop, key, headers={"x-delay": 5, module_headers.VERSION: 2})
+        check_in(connection, shop, key, headers={"x-delay": 5}, content_type=LATER)
+        name = topology.module_queues.undeliverable.name
+        wait_for(lambda: count(connection, name) == 2, "two undeliverable messages", 60)
+    reasons = [each.found.reason for each in undeliverable_messages(connection, topology)]
+    assert sum(WARNING in reason for reason in reasons) == 1
+    assert sum("clients may not check in" in reason for reason in reasons) == 1

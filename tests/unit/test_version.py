@@ -1,0 +1,181 @@
+"""A message of a later version is neither opened, dropped nor passed on by this one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import amqp
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.allowed import AllowedDestinations
+from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.modules.distribution import Distribution
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.redriving import Redriving
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.modules.version import (
+    MESSAGE_VERSION,
+    LaterVersionWarning,
+    later_version,
+)
+from celery_rabbitdelay.operations.migration import Migration
+from celery_rabbitdelay.operations.mover import Stay
+
+TOPOLOGY = Topology()
+MODULES = TOPOLOGY.module_queues
+NOW_MS = 1_900_000_000_000
+
+#: What only a later version can read: by its header, and by its content type.
+LATER: list[dict[str, Any]] = [
+    {"application_headers": {module_headers.VERSION: MESSAGE_VERSION + 1}},
+    {"content_type": "application/vnd.rabbitdelay.envelope.2"},
+    {"content_type": "application/vnd.rabbitdelay.parcel.1"},
+]
+
+
+def later_message(given: dict[str, Any], **headers: Any) -> amqp.Message:
+    """Return a message that an hour's wait has brought to distribution."""
+    own = {header_names.DUE: NOW_MS, header_names.EXCHANGE: "", header_names.ROUTING_KEY: "q"}
+    every = {**own, **given.get("application_headers", {}), "rabbitdelay-new": [1], **headers}
+    message = amqp.Message(b"\0later", **{**given, "application_headers": every, "priority": 3})
+    key = TOPOLOGY.keys.key(0, [0] * len(TOPOLOGY.layout.levels), "")
+    message.delivery_info = {"exchange": TOPOLOGY.delivery.name, "routing_key": key}
+    return message
+
+
+@pytest.mark.parametrize("headers", [{}, {module_headers.VERSION: MESSAGE_VERSION}])
+@pytest.mark.parametrize("content_type", [None, "application/json", CONTENT_TYPE])
+def test_this_version_reads_what_it_writes(headers: dict[str, Any], content_type: Any) -> None:
+    assert later_version(headers, content_type) is None
+
+
+@given(st.one_of(st.integers(), st.floats(), st.text(), st.binary(), st.none(), st.booleans()))
+@example(True)
+@example(1.0)
+def test_nothing_is_opened_by_guess(version: Any) -> None:
+    reads = type(version) is int and 1 <= version <= MESSAGE_VERSION
+    found = later_version({module_headers.VERSION: version}, None)
+    assert (found is None) == reads
+
+
+@pytest.mark.parametrize("given_as", LATER)
+def test_distribution_leaves_it_to_a_later_version(given_as: dict[str, Any]) -> None:
+    with pytest.raises(LaterVersion, match="needs a later version"):
+        list(Distribution(TOPOLOGY).receive(later_message(given_as)))
+
+
+def test_an_envelope_with_one_message_of_a_later_version_stays_closed() -> None:
+    own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "q"}
+    items = (Item(b"1", own), Item(b"2", {**own, module_headers.VERSION: 2}))
+    message = amqp.Message(
+        Envelope(items).pack(), content_type=CONTENT_TYPE, application_headers={}
+    )
+    with pytest.raises(LaterVersion):
+        next(Distribution(TOPOLOGY).receive(message))
+
+
+@pytest.mark.parametrize("given_as", LATER)
+def test_it_goes_back_into_the_levels_as_it_is_with_growing_pauses(
+    given_as: dict[str, Any],
+) -> None:
+    times = iter(range(NOW_MS, NOW_MS + 10 * 86_400_000, 600_000))
+    redelivery = Redelivery(TOPOLOGY, 86_400, lambda a, b: 1.0, lambda: next(times) * 1_000_000)
+    message = before = later_message(given_as)
+    for attempt in range(1, 145):
+        outgoing = redelivery.until_upgraded(message, "it is of a later version")
+        assert outgoing.reroute is not None
+        assert outgoing.exchange in {each.name for each in TOPOLOGY.exchanges}
+        message = outgoing.message
+        headers = dict(message.properties["application_headers"])
+        assert headers.pop(module_headers.ATTEMPTS) == attempt
+        for name in ("FAILED_SINCE", "FIRST_REASON", "REASON"):
+            headers.pop(getattr(module_headers, name))
+        assert headers == before.properties["application_headers"]
+        assert message.body == before.body
+        assert message.properties["priority"] == 3
+        assert message.properties.get("content_type") == before.properties.get("content_type")
+    outgoing = redelivery.until_upgraded(message, "it is of a later version")
+    assert outgoing.exchange == MODULES.undeliverable.exchange.name
+    found = examine(outgoing.message.properties["application_headers"], TOPOLOGY)
+    assert "later version" in found.reason
+    assert "145 attempts" in found.reason
+
+
+def test_one_that_is_early_waits_until_it_is_due_and_that_is_no_attempt() -> None:
+    redelivery = Redelivery(TOPOLOGY, 0, now_ns=lambda: (NOW_MS - 3_600_000) * 1_000_000)
+    outgoing = redelivery.until_upgraded(later_message(LATER[0]), "later")
+    assert outgoing.exchange == "rabbitdelay.hours.x1"
+    assert module_headers.ATTEMPTS not in outgoing.message.properties["application_headers"]
+
+
+def test_without_redelivery_it_is_undeliverable_at_once_with_its_headers() -> None:
+    redelivery = Redelivery(TOPOLOGY, 0, now_ns=lambda: NOW_MS * 1_000_000)
+    outgoing = redelivery.until_upgraded(later_message(LATER[0]), "because it is later")
+    headers = outgoing.message.properties["application_headers"]
+    assert headers["rabbitdelay-new"] == [1]
+    assert headers[module_headers.REASON] == "because it is later"
+    assert outgoing.exchange == MODULES.undeliverable.exchange.name
+
+
+@pytest.mark.parametrize("given_as", [*LATER, {"content_type": CONTENT_TYPE}])
+def test_no_client_checks_in_what_only_a_later_version_can_read(given_as: dict[str, Any]) -> None:
+    message = later_message(given_as)
+    message.delivery_info = {"exchange": MODULES.checkin.exchange.name, "routing_key": "q"}
+    with pytest.raises(UnprocessableMessage) as refused:
+        list(CheckIn(TOPOLOGY, lambda exchange, key: True).receive(message))
+    assert not isinstance(refused.value, LaterVersion)
+
+
+@pytest.mark.parametrize("given_as", LATER)
+def test_it_meditates_on_unopened(given_as: dict[str, Any]) -> None:
+    message = later_message(given_as, **{header_names.DUE: 10 * NOW_MS})
+    message.delivery_info = {"exchange": MODULES.meditated.name, "routing_key": "q"}
+    (outgoing,) = CheckIn(TOPOLOGY, lambda exchange, key: False).receive(message)
+    assert (outgoing.exchange, outgoing.routing_key) == (MODULES.meditation.exchange.name, "q")
+    for name in ("application_headers", "content_type"):
+        assert outgoing.message.properties.get(name) == message.properties.get(name)
+
+
+@pytest.mark.parametrize("given_as", LATER)
+def test_it_is_not_redriven(given_as: dict[str, Any]) -> None:
+    redriving = Redriving(TOPOLOGY, AllowedDestinations.matching(["*"]), modules=("distribution",))
+    with pytest.raises(LaterVersion):
+        redriving.redriven(later_message(given_as))
+
+
+@pytest.mark.parametrize("given_as", LATER)
+def test_migrate_leaves_it_where_it_waits_and_takes_what_is_undeliverable(
+    given_as: dict[str, Any],
+) -> None:
+    migration = Migration(TOPOLOGY, Topology("new"), lambda queue: None)
+    message = later_message(given_as)
+    queues = [each for each in TOPOLOGY.queues if each is not MODULES.undeliverable]
+    for queue in queues[::20]:
+        with pytest.raises(Stay, match="later version"):
+            migration.convert(message, queue.name)
+    moved = migration.convert(message, MODULES.undeliverable.name)
+    assert moved.exchange == "new.undeliverable"
+
+
+def test_an_undeliverable_message_tells_that_it_is_of_a_later_version() -> None:
+    headers = {module_headers.VERSION: 2, module_headers.REASON: "the queue is full"}
+    found = examine(headers, TOPOLOGY)
+    assert found.reason.startswith("the queue is full; it needs a later version")
+
+
+def test_one_warning_an_hour_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    warning = LaterVersionWarning(logging.getLogger("versions"), lambda: now[0])
+    with caplog.at_level(logging.WARNING):
+        for now[0] in (0.0, 1.0, 3599.0, 3600.0):
+            warning.warn("A message", "it is later")
+    assert len(caplog.records) == 2
+    assert "Upgrade celery_rabbitdelay on all workers" in caplog.text
