@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -288,16 +289,15 @@ def _general(reason: str) -> str:
 def _drained(connection: Connection, queue: str) -> Iterator[Any]:
     channel: Any = connection.channel()
     channel.auto_decode = False
-    left = channel.queue_declare(queue, passive=True).message_count
-    while left:
-        came: list[Any] = []
-        tag = channel.basic_consume(queue, no_ack=True, callback=came.append)
-        while len(came) < left:
-            connection.drain_events(timeout=PATIENCE)
-        channel.basic_cancel(tag)
-        yield from came
-        left = channel.queue_declare(queue, passive=True).message_count
-    channel.close()
+    came: list[Any] = []
+    tag = channel.basic_consume(queue, no_ack=True, callback=came.append)
+    with suppress(TimeoutError):
+        while True:
+            connection.drain_events(timeout=2)
+            yield from came
+            came.clear()
+    channel.basic_cancel(tag)
+    yield from came
 
 
 def _delete(broker_url: str, topology: Topology) -> None:
