@@ -20,6 +20,7 @@ from celery_rabbitdelay.app.setting_kinds import (
     REDIS_URL,
     SECONDS,
     SECONDS_OR_ZERO,
+    SIGNING_KEY,
     TICK,
     Kind,
     layout_of,
@@ -40,6 +41,7 @@ from celery_rabbitdelay.modules.bounds import (
 )
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.shown_url import HIDDEN
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = ["MODULES", "Settings", "checked_modules", "checked_port", "checked_seconds"]
 
@@ -82,6 +84,9 @@ _KINDS: Final = {
     "window": whole_number(MAX_PREFETCH),
     "modules": _MODULES,
     "checkin_allowed": optional(NAMES),
+    "distribution_allowed": optional(NAMES),
+    "signing_key": optional(SIGNING_KEY),
+    "signing_required": FLAG,
     "max_message_bytes": whole_number(MAX_MESSAGE_BYTES),
     "max_delay": LONG_SECONDS,
     "redelivery": SECONDS_OR_ZERO,
@@ -132,6 +137,12 @@ class Settings:
             setting lacks one refuses what only that one could deliver.
         checkin_allowed: The names of the queues and exchanges that check-in may reach; ``*`` and
             ``?`` stand for any characters and for one. None: those that the application knows.
+        distribution_allowed: The names of the queues and exchanges that distribution may reach, in
+            the same way. None: the queues that the application knows or that are bound to the
+            levels, and every exchange but those of Celery, of the broker and of the levels.
+        signing_key: The key with which destination and due time are signed, or a list of keys: the
+            first one signs, and all verify. None: nothing is signed.
+        signing_required: Whether, with a key, distribution refuses what has no valid signature.
         max_message_bytes: The largest message, in bytes of its body, that check-in and distribution
             take; also of the messages in an envelope. A larger one is undeliverable.
         max_delay: The longest delay, in seconds. Producers and check-in refuse a longer one.
@@ -173,6 +184,9 @@ class Settings:
     window: int = 1000
     modules: Sequence[str] = MODULES
     checkin_allowed: Sequence[str] | None = None
+    distribution_allowed: Sequence[str] | None = None
+    signing_key: str | Sequence[str] | None = field(default=None, repr=False)
+    signing_required: bool = True
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     max_delay: float = DEFAULT_MAX_DELAY
     redelivery: float = 86_400.0
@@ -253,6 +267,11 @@ class Settings:
         layout, generation = layout_of(self.layout, self.tick), GENERATIONS[self.generation]
         return Topology(self.prefix, layout, self.queue_type, self.shards, generation)
 
+    @cached_property
+    def signing_keys(self) -> SigningKeys | None:
+        """What signs and verifies messages; None without a key."""
+        return None if self.signing_key is None else SigningKeys(self.signing_key)
+
     @property
     def for_producer(self) -> dict[str, Any]:
         """The arguments of a :class:`~celery_rabbitdelay.kombu.DelayedProducer`."""
@@ -262,6 +281,7 @@ class Settings:
             "may_declare": self.declare == "auto",
             "modules": self.modules,
             "may_refuse": self.may_refuse,
+            "signing_keys": self.signing_keys,
             "max_delay": self.max_delay,
         }
 

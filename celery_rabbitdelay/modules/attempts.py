@@ -168,7 +168,7 @@ class Attempts:
         received.pending += 1
         try:
             content = encoded(outgoing, self._frame_max)
-            trouble = self._trouble(outgoing, destination, broker_silent_for)
+            trouble = outgoing.trouble or self._trouble(outgoing, destination, broker_silent_for)
         except UnprocessableMessage as invalid:
             return self.give_up(received, outgoing, invalid.reason)
         finally:
@@ -203,7 +203,7 @@ class Attempts:
             return self._refused_by_undeliverable(received, outgoing, error)
         if isinstance(error.__cause__, NotFound):
             # Those behind it are put into the levels without closing the channel.
-            self._missing.add(outgoing.exchange)
+            self._missing.add(outgoing.address[0])
         reason = _reason(error, outgoing)
         if destination is None or isinstance(error, MessageRefused):
             return self.give_up(received, outgoing, reason)
@@ -227,6 +227,9 @@ class Attempts:
         logger.warning("%s: a message is undeliverable: %s", self._name, reason)
         headers = headers_of(received.message)
         refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason, headers)
+        if outgoing.message is not received.message:
+            # The module has made it of one that it has let in, so that it may be redriven.
+            self._redelivery.sign(refused.message)
         try:
             content = encoded(refused, self._frame_max)
         except UnprocessableMessage:
@@ -286,7 +289,7 @@ class Attempts:
         self, outgoing: Outgoing, destination: str | None, broker_silent_for: float
     ) -> str | None:
         """Return why a message should not be published at the moment; None if it should be."""
-        if self._missing.has(outgoing.exchange):
+        if self._missing.has(outgoing.address[0]):
             return _no_exchange(outgoing)
         if destination is None:
             return None
@@ -304,7 +307,7 @@ class Attempts:
     def _publication(
         self, received: Received, outgoing: Outgoing, destination: str | None, content: Content
     ) -> Publication:
-        address = outgoing.exchange, outgoing.routing_key
+        address = outgoing.address
         origin = _Origin(received, outgoing, destination)
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
         publication.deadline = time.monotonic() + self._timeout
@@ -357,4 +360,4 @@ def _reason(error: PublishError, outgoing: Outgoing) -> str:
 
 
 def _no_exchange(outgoing: Outgoing) -> str:
-    return f"there is no exchange {outgoing.exchange!r}"
+    return f"there is no exchange {outgoing.address[0]!r}"

@@ -19,6 +19,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.allowed import refuse_sender_selected, where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -28,12 +29,9 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.modules.version import OWN_CONTENT_TYPES, later_version
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
-__all__ = ["SENDER_SELECTED", "CheckIn", "client_delay_ms", "for_distribution", "of_client"]
-
-#: Headers with further routing keys, by which RabbitMQ routes a message past any check of its own
-#: (https://www.rabbitmq.com/docs/sender-selected).
-SENDER_SELECTED: Final = ("CC", "BCC")
+__all__ = ["CheckIn", "client_delay_ms", "for_distribution", "of_client"]
 
 _INTEGER: Final = re.compile("-?[0-9]+")
 
@@ -45,6 +43,7 @@ class CheckIn:
         topology: The levels.
         allowed: Returns whether a message may go to an exchange (empty: the default one) with a
             routing key.
+        signing_keys: What signs the messages that may go there, for distribution; None: nothing.
         bounds: What a message may cost.
     """
 
@@ -52,6 +51,7 @@ class CheckIn:
         self,
         topology: Topology,
         allowed: Callable[[str, str], bool],
+        signing_keys: SigningKeys | None = None,
         bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._topology = topology
@@ -59,6 +59,7 @@ class CheckIn:
         every = (topology, *topology.former)
         self._meditated = frozenset(each.module_queues.meditated.name for each in every)
         self._allowed = allowed
+        self._signing_keys = signing_keys
         self._bounds = bounds
 
     def admit(self, message: amqp.Message) -> None:
@@ -80,6 +81,7 @@ class CheckIn:
         info: Any = message.delivery_info
         headers = headers_of(message)
         check_depth(headers)
+        refuse_sender_selected(headers)
         if info["exchange"] in self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
@@ -115,11 +117,6 @@ class CheckIn:
         why = later_version(headers, content_type)
         if why is not None:
             raise UnprocessableMessage(why)
-        for name in SENDER_SELECTED:
-            if name in headers:
-                raise UnprocessableMessage(
-                    f"it has the header {name}, by which it could reach any queue"
-                )
         exchange = headers.get(header_names.EXCHANGE) or ""
         self._check_destination(exchange, routing_key)
         delay_ms = client_delay_ms(headers.pop(module_headers.X_DELAY, 0))
@@ -134,6 +131,8 @@ class CheckIn:
                 "since 1970, exceeds 64 bits"
             )
         waiting = for_distribution(message, headers, due.at_ms, exchange, routing_key)
+        if self._signing_keys is not None:
+            self._signing_keys.sign(waiting)
         return into_levels(self._topology, waiting, due)
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:
@@ -146,10 +145,9 @@ class CheckIn:
                 f"it has no destination, neither a routing key nor {header_names.EXCHANGE}"
             )
         if not self._allowed(exchange, routing_key):
-            name = shortened(exchange or routing_key)
-            where = f"the exchange {name}" if exchange else f"the queue {name}"
             raise UnprocessableMessage(
-                f"check-in may not reach {where}: see rabbitdelay_checkin_allowed"
+                f"check-in may not reach {where_in_words(exchange, routing_key)}: "
+                "see rabbitdelay_checkin_allowed"
             )
 
 

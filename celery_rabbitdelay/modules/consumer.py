@@ -31,6 +31,7 @@ from celery_rabbitdelay.publishing.message import shortened
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = ["ConnectionStuck", "Module", "ModuleConsumer", "admit_any"]
 
@@ -84,6 +85,7 @@ class Module:
             confirm of one message until that one is put into the levels, to be tried again.
         redelivery: Seconds during which a message that its destination does not take is tried
             again; after that, it is undeliverable.
+        signing_keys: What signs the messages that wait to be tried again; None: nothing does.
         max_bytes: The largest message that is read. The broker dead-letters a larger one to
             ``undeliverable``; it never takes memory here.
         admit: Removes from a received message what its sender may not say.
@@ -97,6 +99,7 @@ class Module:
     window: int
     timeout: float
     redelivery: float
+    signing_keys: SigningKeys | None = None
     max_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     admit: Callable[[amqp.Message], None] = admit_any
 
@@ -169,7 +172,7 @@ class ModuleConsumer:
         undeliverable = module.topology.module_queues.undeliverable.exchange.name
         self._attempts = Attempts(
             module.name,
-            Redelivery(module.topology, module.redelivery),
+            Redelivery(module.topology, module.redelivery, signing_keys=module.signing_keys),
             undeliverable,
             MissingExchanges(self._exists, {"", undeliverable}),
             statistics,

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.modules.bounds import check_depth
-from celery_rabbitdelay.publishing.message import shortened
+from celery_rabbitdelay.publishing.message import ENVELOPES, shortened
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES
 
 __all__ = [
@@ -44,9 +44,6 @@ __all__ = [
     "length_prefixed",
     "shared_block",
 ]
-
-#: The ``content_type`` properties of envelopes of every version begin with this.
-ENVELOPES: Final = "application/vnd.rabbitdelay.envelope."
 
 #: The ``content_type`` property of an envelope; the number is the format's version.
 CONTENT_TYPE: Final = f"{ENVELOPES}1"

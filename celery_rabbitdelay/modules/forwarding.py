@@ -63,12 +63,23 @@ class Outgoing(NamedTuple):
         message: The message.
         reroute: For a message that goes into the levels, returns exchange and routing key anew at
             each attempt, because they depend on the time that is left; None for any other message.
+        through: Exchange and routing key by which it reaches the above; None if it is published
+            straight there.
+        trouble: Why it is not published now, but tried later straight from the levels; None if it
+            is published.
     """
 
     exchange: str
     routing_key: str
     message: amqp.Message
     reroute: Address | None = None
+    through: tuple[str, str] | None = None
+    trouble: str | None = None
+
+    @property
+    def address(self) -> tuple[str, str]:
+        """The exchange and the routing key that it is published with."""
+        return self.through or (self.exchange, self.routing_key)
 
 
 def into_levels(

@@ -19,6 +19,7 @@ from celery_rabbitdelay.worker.arrivals import Arrivals, record_lateness
 from celery_rabbitdelay.worker.celery_internals import id_of, name_of_queue
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.origin import Origin, as_it_says
 from celery_rabbitdelay.worker.put_back import Waited
 
 __all__ = ["RestoringStrategies", "restore"]
@@ -46,6 +47,7 @@ class RestoringStrategies(dict[str, Strategy]):
     Args:
         consumer: The consumer, whose present strategies are wrapped.
         takeover: Whether an ``eta`` waits in the levels; see ``rabbitdelay_takeover``.
+        origin: Returns where a retry of a task goes; see :class:`.Origins`.
 
     Attributes:
         early_tasks: Takes the tasks that are not due yet; None between two connections.
@@ -54,7 +56,7 @@ class RestoringStrategies(dict[str, Strategy]):
         arrivals: How late the delayed tasks arrive.
     """
 
-    def __init__(self, consumer: Any, takeover: bool = True) -> None:
+    def __init__(self, consumer: Any, takeover: bool = True, origin: Origin = as_it_says) -> None:
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
         self.decisions: Decisions | None = None
@@ -63,6 +65,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self._consumer = consumer
         self._tasks = consumer.app.tasks
         self._takeover = takeover
+        self._origin = origin
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
@@ -97,7 +100,7 @@ class RestoringStrategies(dict[str, Strategy]):
             if self.early_tasks is not None:
                 self.early_tasks.leave_to_later_version(message, ack, later)
             return True
-        waited = restore(message)
+        waited = restore(message, self._origin)
         metrics = self._app.rabbitdelay.active_metrics
         if waited is not None:
             self.arrivals.note(waited.due_ms)
@@ -121,7 +124,7 @@ class RestoringStrategies(dict[str, Strategy]):
         return name_of_queue(self._consumer, message) or ""
 
 
-def restore(message: Message) -> Waited | None:
+def restore(message: Message, origin: Origin = as_it_says) -> Waited | None:
     """Undo what the levels did to a message. Any other message stays as it is.
 
     The exchange and the routing key become those that the message would have had without a delay:
@@ -129,6 +132,10 @@ def restore(message: Message) -> Waited | None:
     queue stay readable in ``task.request.headers``. Sentry's time in the queue begins when the task
     is due. A message that comes from distribution needs nothing more, unless a worker has put it
     back into the levels: then it is given back to one queue, by the default exchange.
+
+    Args:
+        message: The message.
+        origin: Returns the exchange and the routing key, for those that the headers name.
 
     Returns:
         What the levels knew of the message; None if it was not delayed.
@@ -143,12 +150,13 @@ def restore(message: Message) -> Waited | None:
             isinstance(headers[name], str) for name in RESTORABLE - {header_names.DUE}
         ):
             return None
-        message.delivery_info["exchange"] = headers[header_names.EXCHANGE]
-        message.delivery_info["routing_key"] = headers[header_names.ROUTING_KEY]
+        claimed: tuple[Any, Any] = headers[header_names.EXCHANGE], headers[header_names.ROUTING_KEY]
         kept[header_names.QUEUE] = headers[header_names.QUEUE]
-    elif put_back.exchange is not None:
-        message.delivery_info["exchange"] = put_back.exchange
-        message.delivery_info["routing_key"] = put_back.routing_key
+    else:
+        claimed = put_back.exchange, put_back.routing_key
+    if straight or put_back.exchange is not None:
+        exchange, routing_key = origin(message, *claimed)
+        message.delivery_info.update(exchange=exchange, routing_key=routing_key)
     restored = header_names.strip(headers)
     nested = restored.get(header_names.NESTED_HEADERS)
     for shown in (restored, nested) if isinstance(nested, dict) else (restored,):

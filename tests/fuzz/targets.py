@@ -14,7 +14,7 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, Unproce
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import AllowedDestinations
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
 from celery_rabbitdelay.modules.bounds import MAX_DEPTH, Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
@@ -124,7 +124,7 @@ def _refused(message: amqp.Message, reason: str) -> None:
 
 def check_in(given: bytes) -> None:
     """Whatever a client checks in, or comes back from meditation."""
-    module = CheckIn(TOPOLOGY, ALLOWED.includes, BOUNDS)
+    module = CheckIn(TOPOLOGY, ALLOWED.includes, bounds=BOUNDS)
     message = received(given, (MODULES.checkin.exchange.name, MODULES.meditated.name))
     if message is None or seen_of(message).skipped_bytes is not None:
         return
@@ -137,12 +137,13 @@ def check_in(given: bytes) -> None:
 
 def distribution(given: bytes) -> None:
     """Whatever leaves the levels for distribution, envelopes among it."""
-    module = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 1000).put_back, bounds=BOUNDS)
+    early = EarlyMessages(TOPOLOGY, 1000).put_back
+    module = Distribution(TOPOLOGY, early, reach=Reach(ALLOWED, is_list=True), bounds=BOUNDS)
     message = received(given, (TOPOLOGY.delivery.name, MODULES.unrouted.name))
     if message is None or seen_of(message).skipped_bytes is not None:
         return
     try:
-        _check(module.receive(message), None)
+        _check(module.receive(message), ALLOWED)
     except LaterVersion as later:
         _check([Redelivery(TOPOLOGY, 60).until_upgraded(message, str(later))], None)
     except UnprocessableMessage as refused:

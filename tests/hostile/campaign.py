@@ -9,13 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import declare, declare_destination, delete
@@ -40,13 +39,6 @@ TROUBLE: Final = ("connects again", "Connection to broker lost", "Unrecoverable 
 
 #: The queues beside those of the levels.
 NAMES: Final = (TASKS, ALLOWED, EXPIRED, FORBIDDEN)
-
-#: Whether distribution is told where it may publish; and the kinds that are none of its concern
-#: otherwise.
-GUARDED: Final = "distribution_allowed" in {each.name for each in fields(Settings)}
-DISTRIBUTED: Final = frozenset(
-    {"forged destination", "distributed with forged headers", "forged due time", "envelope"}
-)
 
 _MARK: Final = re.compile(rb"#(\d{8})")
 
@@ -93,8 +85,8 @@ class Account:
     def is_good(self) -> bool:
         """Whether everything is accounted for, and nobody else has noticed."""
         return not (
-            [each for each in self.lost if GUARDED or each[1] not in DISTRIBUTED]
-            or (GUARDED and self.astray)
+            self.lost
+            or self.astray
             or self.missing
             or self.trouble
             or self.rss[1] - self.rss[0] > MAX_GROWTH
