@@ -467,3 +467,45 @@ def test_topic_permissions_are_for_producers(configuration: dict[str, Any]) -> N
     told = run_celery(configuration, "rabbitdelay permissions worker --topics --user worker")
     assert told.returncode == 2
     assert "--topics is for the role producer" in told.stderr
+
+
+# Distribution's own list, for a producer that may send to distribution.
+
+
+def test_what_a_restricted_producer_forges_for_other_destinations_is_undeliverable(
+    host: Host, redis_url: str
+) -> None:
+    declared(host, CELERY, Queue("secret"))
+    url = host.let("web", needed("producer", "never"))
+    settings = {
+        "broker_url": host.let("worker", needed("worker", "never")),
+        "result_backend": redis_url,
+        "rabbitdelay_layout": LEVELS,
+        "rabbitdelay_declare": "never",
+        # By default, the queues that are bound to the levels can be reached too.
+        "rabbitdelay_distribution_allowed": ["celery"],
+    }
+    forged = {
+        "the queue": forge("secret"),
+        "the default exchange": forge_for("", "secret"),
+        "remote control": forge_for("celery.pidbox", ""),
+        "another prefix's levels": forge_for("amq.topic", "0.0.secret"),
+    }
+    _, key, _ = SMALL.route(0, DISTRIBUTION)
+    undeliverable = SMALL.module_queues.undeliverable
+    with Worker(settings) as worker:
+        for message in forged.values():
+            publish(url, key, message)
+        arrived = take(host.connection, [undeliverable], len(forged))
+        assert "connects again" not in worker.log
+    reasons = sorted(each.message.headers[module_headers.REASON] for each in arrived)
+    assert all("may not reach" in each for each in reasons), reasons
+    for name in ("secret", "celery.pidbox", "amq.topic"):
+        assert any(name in each for each in reasons), reasons
+    assert count(host.connection, "secret") == 0
+
+
+def forge_for(exchange: str, key: str) -> amqp.Message:
+    """Return a message that asks distribution for an exchange and a key."""
+    told = {headers.DUE: 5, headers.EXCHANGE: exchange, headers.ROUTING_KEY: key}
+    return amqp.Message("forged", application_headers=told)
