@@ -1,7 +1,7 @@
 """``celery -A proj rabbitdelay COMMAND``: parse options, call the library, print text or JSON.
 
 Read ``group`` (Celery's entry point), ``context`` (what the commands share) and
-``topology_options`` (options of another topology), then the commands, each in its own file:
+``topology_options`` (options of another topology; ``parameter_type`` reads them), then the commands, each in its own file:
 ``status`` with ``status_text``, ``route``, ``declare`` (also ``delete``), ``export``, ``verify``,
 ``migrate`` (also ``transfer``) and ``adopt`` with ``moving`` (what they share), ``undeliverable``
 with ``undeliverable_redrive`` and ``undeliverable_options``, and ``send`` with ``lines`` (its

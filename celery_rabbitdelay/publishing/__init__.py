@@ -7,5 +7,6 @@ Read ``message`` (the parts of a message), ``wire`` (its bytes), ``publication``
 flight), ``confirm_channel``, ``policy`` and ``publish_loop`` (the one engine that keeps many
 messages in flight), ``connection``, ``publisher`` and ``pool``; then ``declaration`` with
 ``amqp_methods`` and ``backlog``; then ``destination`` (the queue that a message would reach) and
-``producer``. Private parts of kombu stand in ``kombu_internals``.
+``producer``. Private parts of kombu stand in ``kombu_internals``. ``shown_url`` hides the passwords
+of URLs, for all packages.
 """
