@@ -31,6 +31,7 @@ __all__ = [
     "InvalidOption",
     "InvalidRow",
     "InvalidSetting",
+    "InvalidSigningKey",
     "JobClosed",
     "LaterVersion",
     "LayoutConflict",
@@ -140,6 +141,21 @@ class InvalidSetting(RabbitDelayError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.key} = {self.value!r}: {self.takes}"
+
+
+class InvalidSigningKey(RabbitDelayError, ValueError):
+    """A key for signatures is missing or too short. The error does not show it.
+
+    Attributes:
+        reason: What is wrong, and what to do.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"a signing key {self.reason}"
 
 
 class UnknownOption(RabbitDelayError, TypeError):

@@ -29,6 +29,7 @@ from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.pool import PublisherPool
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = [
     "DelayedProducer",
@@ -40,6 +41,7 @@ __all__ = [
     "Publisher",
     "PublisherPool",
     "Route",
+    "SigningKeys",
     "Topology",
     "Undeliverable",
     "binary",

@@ -5,7 +5,8 @@ Code that only a worker runs is in :mod:`celery_rabbitdelay.worker`.
 Read ``settings`` (with ``setting_kinds`` and ``setting_keys``), ``application`` (``send_task``,
 which sees every send) with ``options`` and ``task_sending`` (where a task goes), ``extension``
 (``app.rabbitdelay``), ``task_producer``, ``task`` and ``canvas``; then ``send_many`` with ``rows``,
-``grouping``, ``task_messages`` and ``message_template``, and ``send_one_by_one``. ``metrics`` is
+``grouping``, ``task_messages`` and ``message_template``, and ``send_one_by_one``. ``destinations``
+is what the application names, and where the modules may publish. ``metrics`` is
 what a process counts, with ``instruments`` (the table of all metrics), ``counts``, ``child_counts``
 (a pipe from the processes of a pool), ``send_counts`` and ``opentelemetry_meter``;
 ``prometheus_client`` is imported only where metrics are read. ``celery_internals`` has all uses of

@@ -24,6 +24,7 @@ from celery_rabbitdelay.modules.envelope import (
     shared_block,
 )
 from celery_rabbitdelay.publishing.message import PERSISTENT
+from celery_rabbitdelay.publishing.signature import Signer, SigningKeys
 from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
 
 __all__ = ["DESTINATION_HEADERS", "NO_HEADERS", "MessageTemplate"]
@@ -59,6 +60,7 @@ class MessageTemplate:
         repr_depth: How deep these headers go into nested values; None for no limit.
         given_reprs: Which of these headers the caller has given; they are the same for all.
         further: The names of further headers that some messages have, with values of their own.
+        signing_keys: What signs each message and each envelope; None: nothing is signed.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class MessageTemplate:
         repr_depth: int | None = 3,
         given_reprs: Collection[str] = (),
         further: Collection[str] = (),
+        signing_keys: SigningKeys | None = None,
     ) -> None:
         headers = message.properties["application_headers"]
         # The one that the caller has given, for all; None if each message has its task's id.
@@ -86,7 +89,10 @@ class MessageTemplate:
         self._repr_depth = repr_depth
         own = {"id", header_names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
         own |= set(further)
+        own.add(header_names.SIGNATURE)
+        self._signing_keys = signing_keys
         self._encoder = PropertiesEncoder(message, own)
+        self._sign = self._signer(self._encoder)
         self._embedded = embedded
         self._encode = encode
         self._json = JSONEncoder().encode
@@ -135,8 +141,10 @@ class MessageTemplate:
         """
         own = self._own(task_id, args, kwargs)
         own.update(further)
-        properties = self._encoder.encode(own, due_ms, self._correlation_id or task_id)
-        return Content(properties, self.body(args, kwargs))
+        body, correlation_id = self.body(args, kwargs), self._correlation_id or task_id
+        if self._sign is not None:
+            own[header_names.SIGNATURE] = self._sign(due_ms, correlation_id, body)
+        return Content(self._encoder.encode(own, due_ms, correlation_id), body)
 
     def item(
         self,
@@ -168,7 +176,11 @@ class MessageTemplate:
         """
         encoder = self._envelope
         shared = self._shared if shares else _NOTHING_SHARED
-        return Content(encoder.encode({}, due_ms, None), compressed(shared + items, COMPRESSION))
+        body = compressed(shared + items, COMPRESSION)
+        own = {}
+        if self._sign_envelope is not None:
+            own[header_names.SIGNATURE] = self._sign_envelope(due_ms, None, body)
+        return Content(encoder.encode(own, due_ms, None), body)
 
     @cached_property
     def _envelope(self) -> PropertiesEncoder:
@@ -184,7 +196,17 @@ class MessageTemplate:
             delivery_mode=PERSISTENT,
             priority=self.properties.get("priority", 0),
         )
-        return PropertiesEncoder(message, {header_names.DUE})
+        return PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
+
+    @cached_property
+    def _sign_envelope(self) -> Signer | None:
+        return self._signer(self._envelope)
+
+    def _signer(self, encoder: PropertiesEncoder) -> Signer | None:
+        """Return what signs the messages of an encoder; None without a key."""
+        if self._signing_keys is None:
+            return None
+        return self._signing_keys.signer(encoder.headers, encoder.properties)
 
     @cached_property
     def _shared(self) -> bytes:

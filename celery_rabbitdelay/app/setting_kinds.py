@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Final, NamedTuple, TypeGuard, get_args
+from typing import Any, Final, NamedTuple, TypeGuard, cast, get_args
 
+from celery_rabbitdelay.exceptions import InvalidSigningKey
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.publishing.shown_url import HIDDEN, without_password
+from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
 
 __all__ = [
     "CLIENT_OPTIONS",
     "FLAG",
     "INTERFACE",
     "LAYOUT",
+    "LONG_SECONDS",
     "MAX_PORT",
     "NAMES",
     "NAME_PREFIX",
     "REDIS_URL",
     "SECONDS",
     "SECONDS_OR_ZERO",
+    "SIGNING_KEY",
     "TICK",
     "Kind",
     "is_list_of_words",
@@ -54,14 +59,18 @@ class Kind(NamedTuple):
         takes: In words, for the error.
         accepts: Returns whether the setting takes a value.
         is_secret: Whether a value may contain a password, so that it is not shown as it is.
+        is_key: Whether nothing of a value is shown.
     """
 
     takes: str
     accepts: Callable[[object], bool]
     is_secret: bool = False
+    is_key: bool = False
 
     def shown(self, value: object) -> object:
         """Return a value, valid or not, as errors and logs may show it."""
+        if self.is_key and value:
+            return HIDDEN
         if not self.is_secret or not value:
             return value
         is_url = isinstance(value, str) and "://" in value
@@ -157,14 +166,38 @@ def _is_pause(value: object) -> bool:
     return is_positive(value) or (value == 0 and not isinstance(value, bool))
 
 
+def _is_signing_key(value: object) -> bool:
+    try:
+        SigningKeys(cast(Any, value))
+    except (InvalidSigningKey, TypeError):
+        return False
+    return True
+
+
 FLAG: Final = Kind("takes True or False", lambda value: isinstance(value, bool))
 
 NAMES: Final = Kind("takes a list of names in which * and ? may stand", is_list_of_words)
 
 SECONDS: Final = Kind("takes a positive number of seconds, at most 366 days", is_positive)
 
+LONG_SECONDS: Final = Kind(
+    f"takes a positive number of seconds, at most {MAX_DUE_MS // 1000}",
+    lambda value: (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 < value <= MAX_DUE_MS // 1000
+    ),
+)
+
 SECONDS_OR_ZERO: Final = Kind(
     "takes 0 or a positive number of seconds, at most 366 days", _is_pause
+)
+
+SIGNING_KEY: Final = Kind(
+    f"takes a text of at least {MIN_KEY_BYTES} bytes, or a list of such texts, of which the first "
+    "signs: python -c 'import secrets; print(secrets.token_hex(32))' makes one",
+    _is_signing_key,
+    is_key=True,
 )
 
 TICK: Final = Kind(

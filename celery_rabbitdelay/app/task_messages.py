@@ -38,7 +38,9 @@ __all__ = [
 
 #: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
 #: signals may have given each message headers of its own.
-ENVELOPE_HEADERS: Final = frozenset((*DESTINATION_HEADERS, header_names.DUE))
+ENVELOPE_HEADERS: Final = frozenset(
+    (*DESTINATION_HEADERS, header_names.DUE, header_names.SIGNATURE)
+)
 
 
 #: The headers for the registry in which calls differ; all others are the same for all.
@@ -208,6 +210,7 @@ class _TemplateWriter:
                 repr_depth(amqp.app),
                 [name for name in ("argsrepr", "kwargsrepr") if options.get(name)],
                 OWN_HEADERS,
+                first.signing_keys,
             )
 
         self.template = template(self._encode)
@@ -251,6 +254,7 @@ class _CeleryWriter:
     ) -> None:
         self._template = template
         self._capture = capture
+        self._sign = first.sign
         # The messages that Celery has made and that are not written yet. To make one again would
         # send the signals again.
         self._captured = {call.task_id: first.delayed.message}
@@ -260,6 +264,7 @@ class _CeleryWriter:
         headers = message.properties["application_headers"]
         shared = self._template.headers
         headers.update({name: shared[name] for name in DESTINATION_HEADERS if name in shared})
+        self._sign(message)
         return message
 
     def content(self, call: Call) -> Content:

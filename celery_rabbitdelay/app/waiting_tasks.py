@@ -242,6 +242,7 @@ class WaitingTasks(ABC):
         queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
         with self.publisher() as publisher:
             producer = DelayedProducer(publisher, **self.settings.for_producer)
+            producer.sign(delayed.message)
             producer.publish_message(delayed._replace(queue=queue or delayed.queue), due)
         return registry.replace(task_id, first.copy, second, due.at_ms)
 

@@ -20,7 +20,8 @@ from celery_rabbitdelay.operations.adoption import (
     native_queues,
     nservicebus_queues,
 )
-from celery_rabbitdelay.operations.migration import Destinations, Place, ready_in
+from celery_rabbitdelay.operations.destinations import Destinations, Place
+from celery_rabbitdelay.operations.migration import ready_in
 from celery_rabbitdelay.operations.mover import Convert, Mover, Target
 from celery_rabbitdelay.publishing.declaration import check_complete, declare_if_missing
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -71,7 +72,8 @@ def nservicebus(context: CLIContext, /, version: int, options: MoveOptions) -> N
     """
 
     def convert(adopting: _Adopting) -> Convert:
-        return NServiceBusChain(adopting.target.topology, version).convert
+        keys = adopting.delays.settings.signing_keys
+        return NServiceBusChain(adopting.target.topology, version, keys).convert
 
     if "distribution" not in delays_of(context).settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import click
 from celery.bin.base import CLIContext
 from kombu import Connection
 
+from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command.context import broker_at, delays_of
 from celery_rabbitdelay.command.moving import Move, MoveOptions, move_options, run
 from celery_rabbitdelay.command.topology_options import layout_type
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.migration import (
-    Destinations,
-    Place,
-    check_source,
-    migration,
-    waiting,
-)
+from celery_rabbitdelay.operations.destinations import Destinations, Place
+from celery_rabbitdelay.operations.migration import check_source, migration, waiting
 from celery_rabbitdelay.operations.mover import Mover
 
 __all__ = ["migrate", "transfer"]
@@ -39,6 +36,15 @@ def _source_options(command: Callable[..., None]) -> Callable[..., None]:
             "--from-layout", type=layout_type, help="Their rabbitdelay_layout: a name, or JSON."
         ),
         click.option("--from-prefix", help="Their rabbitdelay_prefix."),
+        click.option(
+            "--allow",
+            multiple=True,
+            metavar="PATTERN",
+            help="Also bind queues of this name or pattern, which the application does not name.",
+        ),
+        click.option(
+            "--sign", is_flag=True, help="Sign messages that have no valid signature, too."
+        ),
         click.option(
             "--ignore-registry",
             is_flag=True,
@@ -104,6 +110,8 @@ def _migrate(
     options: MoveOptions,
     *,
     ignore_registry: bool,
+    allow: tuple[str, ...],
+    sign: bool,
     **source_options: Any,
 ) -> None:
     source = Place(there, _source_topology(delays, source_options))
@@ -111,7 +119,16 @@ def _migrate(
     if not ignore_registry:
         _check_registry(delays, source.topology.prefix)
     may_declare = delays.settings.declare == "auto"
-    destinations = Destinations(target, context.app.amqp.queues, may_declare)
+    app = cast(Celery, context.app)  # it has delays
+    app.loader.import_default_modules()
+    named = configured_destinations(app)
+    allowed = dataclasses.replace(named, patterns=(*named.patterns, *allow))
+    destinations = Destinations(
+        target,
+        configured_queues(app),
+        may_declare,
+        lambda name: allowed.includes("", name),
+    )
 
     def waiting_there() -> Mapping[str, int]:
         check_source(source)
@@ -126,6 +143,8 @@ def _migrate(
             timeout=options.timeout,
             rate=options.rate,
             show=show,
+            signing_keys=delays.settings.signing_keys,
+            vouches=sign,
         )
 
     run(Move(waiting_there, mover, destinations), options)

@@ -12,7 +12,7 @@ from celery.platforms import EX_UNAVAILABLE
 
 from celery_rabbitdelay.command.context import BROKER_ERRORS, fail, json_option, set_by_ctrl_c
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
-from celery_rabbitdelay.operations.migration import Destinations
+from celery_rabbitdelay.operations.destinations import Destinations
 from celery_rabbitdelay.operations.mover import Moved, Mover
 from celery_rabbitdelay.operations.progress_bar import progress_bar
 
@@ -113,7 +113,7 @@ def run(move: Move, options: MoveOptions) -> None:
         fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE, options.as_json)
     finally:
         move.destinations.close()
-    _tell(moved, options.as_json, sorted(move.destinations.missing))
+    _tell(moved, options.as_json, move.destinations)
     if set(moved.left) - set(move.expected) or moved.undeliverable or not moved.finished:
         raise SystemExit(MESSAGES_LEFT)
 
@@ -139,14 +139,18 @@ def _tell_waiting(found: Mapping[str, int], as_json: bool) -> None:
     click.echo(f"{sum(found.values()):,} messages wait; nothing was moved")
 
 
-def _tell(moved: Moved, as_json: bool, missing_queues: Sequence[str]) -> None:
+def _tell(moved: Moved, as_json: bool, destinations: Destinations) -> None:
+    missing_queues, unnamed_queues = sorted(destinations.missing), sorted(destinations.unnamed)
     if as_json:
-        click.echo(json.dumps({**moved._asdict(), "missing_queues": missing_queues}))
+        queues = {"missing_queues": missing_queues, "unnamed_queues": unnamed_queues}
+        click.echo(json.dumps({**moved._asdict(), **queues}))
     else:
-        click.echo("\n".join(_lines(moved, missing_queues)))
+        click.echo("\n".join(_lines(moved, missing_queues, unnamed_queues)))
 
 
-def _lines(moved: Moved, missing_queues: Sequence[str]) -> Iterator[str]:
+def _lines(
+    moved: Moved, missing_queues: Sequence[str], unnamed_queues: Sequence[str]
+) -> Iterator[str]:
     rate = moved.moved / moved.seconds if moved.seconds else 0
     yield f"{moved.moved:,} messages moved in {moved.seconds:,.1f} s ({rate:,.0f}/s)"
     for what, reasons in (("undeliverable", moved.undeliverable), ("left", moved.left)):
@@ -159,3 +163,9 @@ def _lines(moved: Moved, missing_queues: Sequence[str]) -> Iterator[str]:
     if missing_queues:
         names = ", ".join(missing_queues[:MAX_NAMED])
         yield f"  these queues do not exist; distribution tries them later: {names}"
+    if unnamed_queues:
+        names = ", ".join(unnamed_queues[:MAX_NAMED])
+        yield (
+            "  not bound, because the application does not name them; messages wait until a worker "
+            f"or a producer binds these queues, or say --allow: {names}"
+        )

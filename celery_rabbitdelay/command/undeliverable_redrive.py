@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from datetime import timedelta
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import click
 from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.command.context import delays_of, json_option
 from celery_rabbitdelay.command.undeliverable_options import (
     age_type,
@@ -21,8 +23,13 @@ from celery_rabbitdelay.command.undeliverable_options import (
 )
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
 from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS
+from celery_rabbitdelay.operations.destinations import Destinations, Place
 from celery_rabbitdelay.operations.redrive import redrive as redrive_messages
-from celery_rabbitdelay.operations.redrive_destinations import check_exists, redriving_for
+from celery_rabbitdelay.operations.redrive_destinations import (
+    bound_by,
+    check_exists,
+    redriving_for,
+)
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 
 __all__ = ["redrive"]
@@ -45,6 +52,9 @@ __all__ = ["redrive"]
     show_default=True,
     help="A message that was redriven so often stays.",
 )
+@click.option(
+    "--sign", is_flag=True, help="Also messages without a valid signature: they are signed."
+)
 @limit_option
 @click.option(
     "--rate",
@@ -62,6 +72,7 @@ def redrive(
     to: str | None,
     allow: tuple[str, ...],
     max_attempts: int,
+    sign: bool,
     limit: int | None,
     rate: float | None,
     dry_run: bool,
@@ -73,12 +84,23 @@ def redrive(
     settings, topology = delays.settings, delays.topology
     app = cast(Celery, context.app)  # it has delays
     app.loader.import_default_modules()
+    connection = app.connection_for_write()
+    may_declare = settings.declare == "auto" and not dry_run
+    place = Place(connection, topology)
+    destinations = Destinations(place, configured_queues(app), may_declare)
     try:
-        redriving = redriving_for(app, delay=delay, to=to, allow=allow, max_attempts=max_attempts)
+        redriving = redriving_for(
+            app,
+            delay=delay,
+            to=to,
+            allow=allow,
+            max_attempts=max_attempts,
+            ensure=bound_by(destinations),
+            vouches=sign,
+        )
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
         raise click.UsageError(str(wrong)) from wrong
-    connection = app.connection_for_write()
-    with errors_told(connection, topology, as_json), connection:
+    with errors_told(connection, topology, as_json), connection, closing(destinations):
         if to is not None:
             check_exists(connection, to)
         with progress_of_removal("redrive", connection, topology) as progress:

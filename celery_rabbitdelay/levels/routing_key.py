@@ -5,6 +5,7 @@ With several shards, the shard's word comes first::
 
     0.0.0.3.7.45.30.0.celery       3 days, 7:45:30, to the queue ``celery``
     s2.0.0.0.3.7.45.30.0.celery    the same in the third of several shards
+    -.-.-.-.-.-.-.-.celery         no delay: from distribution to the delivery exchange
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ __all__ = ["DISTRIBUTION", "RoutingKeys", "decode_destination", "encode_destinat
 
 #: The destination that stands for the distribution module: no queue has an empty name.
 DISTRIBUTION: Final = ""
+
+#: Stands for each digit in the key of a message that distribution gives to the delivery exchange. A
+#: binding of a destination matches any digits; no binding of a level matches this one.
+NO_DIGIT: Final = "-"
 
 #: The longest word for a queue, in bytes; a longer one is hashed.
 MAX_DESTINATION_BYTES: Final = 120
@@ -57,6 +62,15 @@ class RoutingKeys(NamedTuple):
         """Return the digits in a key; None if it is not a key of this topology."""
         digits = key.split(".")[len(self.shard_words(0)) : -1]
         return tuple(digits) if len(digits) == self.levels else None
+
+    def key_without_digits(self, destination: str) -> str:
+        """Return the key by which distribution reaches a queue that is bound to delivery."""
+        words = [NO_DIGIT] * self.levels
+        return ".".join((*self.shard_words(0), *words, encode_destination(destination)))
+
+    def has_no_digits(self, key: str) -> bool:
+        """Return whether a key is one of :meth:`key_without_digits`."""
+        return self.digits(key) == (NO_DIGIT,) * self.levels
 
     def shard(self, task_id: str) -> int:
         """Return the shard of a task: always the same one for the same id."""

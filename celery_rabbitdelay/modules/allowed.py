@@ -1,15 +1,30 @@
-"""Which queues and exchanges messages of strangers may be published to. Pure."""
+"""Which queues and exchanges a module may publish to, whatever a message says. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Self
+from functools import lru_cache
+from typing import Any, Final, Self
 
 from kombu import Queue
 
-__all__ = ["AllowedDestinations"]
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.publishing.message import shortened
+
+__all__ = [
+    "ANYWHERE",
+    "AllowedDestinations",
+    "Reach",
+    "not_allowed",
+    "refuse_sender_selected",
+    "where_in_words",
+]
+
+#: Names of destinations for which a decision is remembered.
+REMEMBERED: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -61,3 +76,86 @@ class AllowedDestinations:
         return name in self.never or any(
             fnmatchcase(name, pattern) for pattern in self.never_patterns
         )
+
+
+class Reach:
+    """Where distribution may publish. Any thread may use it.
+
+    A queue that the configuration names is reached by the default exchange. Without a list, two
+    more kinds of destination are allowed: every other exchange, because a producer may name one
+    that the worker's application does not know; and the queues that are bound to the delivery
+    exchange, by that exchange. Whoever can put a message into the levels reaches the latter without
+    distribution as well.
+
+    Args:
+        named: What the configuration names, and what is never reached.
+        is_list: Whether nothing else is reached: ``rabbitdelay_distribution_allowed`` is a list.
+    """
+
+    def __init__(self, named: AllowedDestinations, is_list: bool = False) -> None:
+        self._named = named
+        self._is_list = is_list
+        # Of each message one asks; most have one of few destinations.
+        self._decided = lru_cache(REMEMBERED)(self._decide)
+
+    def names(self, exchange: str, routing_key: str) -> bool:
+        """Return whether a destination is reached as it is named.
+
+        False means a queue that the configuration does not name: it is reached by its binding to
+        the delivery exchange, and in no other way.
+
+        Args:
+            exchange: The exchange; empty for the default one.
+            routing_key: The routing key.
+
+        Raises:
+            UnprocessableMessage: Distribution may not publish there.
+        """
+        is_named, why = self._decided(exchange, "" if exchange else routing_key)
+        if why is not None:
+            raise UnprocessableMessage(why)
+        return is_named
+
+    def _decide(self, exchange: str, queue: str) -> tuple[bool, str | None]:
+        """Return whether a destination is named, and why it is not reached; None if it is."""
+        name, where = exchange or queue, where_in_words(exchange, queue)
+        if not name:
+            return False, "its destination is missing: it names neither an exchange nor a queue"
+        if self._named.forbids(name):
+            return False, not_allowed(
+                f"{where}, which belongs to the broker, to Celery or to the levels"
+            )
+        if self._named.includes(exchange, queue):
+            return True, None
+        if self._is_list:
+            return False, not_allowed(where)
+        return exchange != "", None
+
+
+#: For a program without settings: every destination is named.
+ANYWHERE: Final = Reach(AllowedDestinations.matching(["*"]))
+
+
+def where_in_words(exchange: str, routing_key: str) -> str:
+    """Return what a destination is called in a reason."""
+    return (
+        f"the exchange {shortened(exchange)}" if exchange else f"the queue {shortened(routing_key)}"
+    )
+
+
+def not_allowed(where: str) -> str:
+    """Return the reason why distribution does not publish a message."""
+    return f"distribution may not reach {where}: see rabbitdelay_distribution_allowed"
+
+
+def refuse_sender_selected(headers: Mapping[str, Any]) -> None:
+    """Refuse a message whose headers name further routing keys.
+
+    Raises:
+        UnprocessableMessage: It has such a header.
+    """
+    for name in header_names.SENDER_SELECTED:
+        if name in headers:
+            raise UnprocessableMessage(
+                f"it has the header {name}, by which it could reach any queue"
+            )

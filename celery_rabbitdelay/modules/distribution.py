@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import amqp
@@ -21,15 +23,26 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.modules.allowed import (
+    ANYWHERE,
+    Reach,
+    not_allowed,
+    refuse_sender_selected,
+    where_in_words,
+)
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
+from celery_rabbitdelay.modules.early import PutBack
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Opened
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
+    to_undeliverable,
     with_headers,
     without_broker_headers,
 )
 from celery_rabbitdelay.modules.version import refuse_later_version
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
+from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.registry.decision import (
     Arrival,
     Decision,
@@ -57,6 +70,11 @@ class Distribution:
         put_back: Returns what to publish instead if a message is not due yet; see
             :class:`.EarlyMessages`.
         look: Returns what the registry says about the messages of an envelope; None without one.
+        reach: Where they may go.
+        signing_keys: What verifies their signatures; None: signatures do not matter.
+        is_signing_required: Whether a message without a valid signature is refused, if there are
+            keys.
+        bounds: What a message may cost.
     """
 
     def __init__(
@@ -64,11 +82,25 @@ class Distribution:
         topology: Topology,
         put_back: Callable[[amqp.Message], Outgoing | None] = lambda message: None,
         look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None,
+        reach: Reach = ANYWHERE,
+        signing_keys: SigningKeys | None = None,
+        is_signing_required: bool = True,
+        bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._topology = topology
         self._keys = topology.keys
         self._put_back = put_back
         self._look = look
+        self._reach = reach
+        # A sender binds a queue in the generation of the levels that it sends into.
+        self._deliveries = {
+            exchange.name: each.delivery.name
+            for each in (topology, *topology.former)
+            for exchange in each.exchanges
+        }
+        self._signing_keys = signing_keys
+        self._is_signing_required = is_signing_required
+        self._bounds = bounds
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -80,33 +112,96 @@ class Distribution:
 
         Raises:
             LaterVersion: Only a later version of this package can read it.
-            UnprocessableMessage: Its destination is missing, or it is an envelope that cannot be
-                read.
+            UnprocessableMessage: Its destination is missing or not allowed, or it is an envelope
+                that cannot be read. Nothing was published for it.
         """
         headers = headers_of(message)
+        refuse_sender_selected(headers)
         refuse_later_version(headers, message.properties.get("content_type"))
+        check_depth(headers)
+        self._bounds.check_due(headers, time.time_ns() // NS_PER_MS)
+        key = _routing_key(message)
+        unrouted = self._queue_in_key(key)
+        if unrouted is not None and self._keys.has_no_digits(key):
+            yield self._returned(message, unrouted or str(headers.get(header_names.QUEUE)))
+            return
+        self._refuse_unsigned(message)
+        is_envelope = message.properties.get("content_type") == CONTENT_TYPE
+        one = None if is_envelope else self._outgoing(message, headers, unrouted)
         early = self._put_back(message)
         if early is not None:
             yield early
-            return
-        if message.properties.get("content_type") == CONTENT_TYPE:
-            unpacked = _unpacked(message, headers)
+        elif one is not None:
+            yield one
+        else:
+            unpacked = partial(self._unpacked, message, headers)
             if self._look is not None:
-                unpacked = self._asked(message, list(unpacked), self._look)
-            yield from unpacked
-            return
-        if header_names.EXCHANGE not in headers:
-            headers |= self._destination_in_key(message)
+                yield from self._asked(message, unpacked, self._look)
+            else:
+                yield from unpacked()
+
+    def _refuse_unsigned(self, message: amqp.Message) -> None:
+        keys = self._signing_keys
+        if keys is not None and self._is_signing_required and not keys.verify(message):
+            raise UnprocessableMessage(NOT_SIGNED)
+
+    def _outgoing(
+        self, message: amqp.Message, headers: dict[str, Any], unrouted: str | None
+    ) -> Outgoing:
+        """Return what to publish for a message that is no envelope.
+
+        Args:
+            message: The message.
+            headers: Its headers.
+            unrouted: The queue in its routing key, if it has not found this one.
+        """
+        if header_names.EXCHANGE not in headers and unrouted:
+            headers = {**headers, header_names.EXCHANGE: "", header_names.ROUTING_KEY: unrouted}
         queue = headers.get(header_names.QUEUE)
         if queue is None:
-            yield _restored(message, headers, headers)
+            outgoing = _restored(message, headers, headers)
         else:
-            yield _for_queue(message, headers, queue)
+            outgoing = _for_queue(message, headers, queue)
+        if self._signing_keys is not None and _names_origin(outgoing.message):
+            # Its worker verifies where the task came from.
+            self._signing_keys.sign(outgoing.message)
+        return self._reached(outgoing, message, is_unrouted=unrouted is not None)
+
+    def _reached(
+        self, outgoing: Outgoing, received: amqp.Message, *, is_unrouted: bool = False
+    ) -> Outgoing:
+        """Return a message with how it reaches its destination.
+
+        A queue that the application does not name is reached by its binding to the delivery
+        exchange. If the message comes from there, the queue is not bound at the moment: it waits,
+        and leaves the levels straight for its queue again.
+        """
+        if self._reach.names(outgoing.exchange, outgoing.routing_key):
+            return outgoing
+        queue, delivery = outgoing.routing_key, self._delivery_of(received)
+        if is_unrouted:
+            return outgoing._replace(trouble=f"no queue {shortened(queue)} is bound to {delivery}")
+        return outgoing._replace(through=(delivery, self._keys.key_without_digits(queue)))
+
+    def _delivery_of(self, message: amqp.Message) -> str:
+        """Return the name of the delivery exchange of the levels that a message comes from."""
+        info: Any = message.delivery_info
+        return self._deliveries.get((info or {}).get("exchange", ""), self._topology.delivery.name)
+
+    def _returned(self, message: amqp.Message, queue: str) -> Outgoing:
+        """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
+        delivery = self._delivery_of(message)
+        reason = not_allowed(
+            f"{where_in_words('', queue)}, which the application does not name and which is not "
+            f"bound to {delivery}"
+        )
+        undeliverable = self._topology.module_queues.undeliverable.exchange.name
+        return to_undeliverable(undeliverable, Outgoing("", queue, message), reason)
 
     def _asked(
         self,
         message: amqp.Message,
-        unpacked: Sequence[Outgoing],
+        unpack: Callable[[], Iterator[Outgoing]],
         look: Callable[[Sequence[Arrival]], Sequence[Decision]],
     ) -> Iterator[Outgoing]:
         """Return what to publish for the messages of an envelope, as the registry says.
@@ -116,7 +211,7 @@ class Distribution:
         envelope waits.
         """
         arrivals = []
-        for each in unpacked:
+        for each in unpack():
             own = headers_of(each.message)
             due_ms = own.get(header_names.DUE)
             due_ms = due_ms if isinstance(due_ms, int) else 0
@@ -125,7 +220,7 @@ class Distribution:
             decisions = look(arrivals)
         except RegistryUnavailable:
             # The workers find out, and do what the settings say.
-            yield from unpacked
+            yield from unpack()
             return
         waits = [each for each in decisions if each.verdict is Verdict.LATER]
         goes_on = any(each.verdict is Verdict.RUN or each.is_new_due for each in decisions)
@@ -135,43 +230,53 @@ class Distribution:
             kept = without_broker_headers(headers_of(message))
             yield into_levels(self._topology, with_headers(message, kept), due)
             return
-        for outgoing, decision in zip(unpacked, decisions, strict=True):
+        for outgoing, decision in zip(unpack(), decisions, strict=True):
             if decision.verdict is not Verdict.EXPIRED:
                 yield outgoing
 
-    def _destination_in_key(self, message: amqp.Message) -> dict[str, str]:
-        """Return the destination of a message that was published without our headers.
+    def _queue_in_key(self, key: str) -> str | None:
+        """Return the queue that a message has not found on leaving the levels.
 
-        It has found no queue on leaving the levels, and its routing key says which one it is for.
+        None if its routing key is that of messages for distribution, and empty if the key holds
+        only a hash of the queue's name.
         """
-        info: Any = message.delivery_info
-        key = (info or {}).get("routing_key", "")
         word = key.split(".")[-1]
         if self._keys.digits(key) is None or word == encode_destination(DISTRIBUTION):
-            return {}
-        queue = decode_destination(word)
-        return {header_names.EXCHANGE: "", header_names.ROUTING_KEY: queue} if queue else {}
+            return None
+        return decode_destination(word) or ""
+
+    def _unpacked(self, message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
+        try:
+            envelope = Opened(body_of(message), self._bounds.max_message_bytes)
+            shared = {**headers, **envelope.headers}
+            # Validate all items first: an invalid envelope goes to undeliverable as a whole, so
+            # none of its messages may be published before.
+            for item in envelope.items:
+                effective_headers = {**shared, **item.headers}
+                all_properties = {**envelope.properties, **item.properties}
+                refuse_later_version(effective_headers, all_properties.get("content_type"))
+                refuse_sender_selected(effective_headers)
+                self._reach.names(*_destination(effective_headers))
+        except InvalidEnvelope as invalid:
+            raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
+        own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}
+        for item in envelope.items:
+            inner = amqp.Message(item.body, **item.properties_with(envelope.properties))
+            effective_headers = {**shared, **item.headers}
+            inner_headers = {**envelope.headers, **item.headers, **own}
+            yield self._reached(_restored(inner, effective_headers, inner_headers), message)
 
 
-def _unpacked(message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
-    try:
-        envelope = Envelope.unpack(body_of(message))
-    except InvalidEnvelope as invalid:
-        raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-    shared = {**headers, **envelope.headers}
-    # Validate all items first: an invalid envelope goes to undeliverable as a whole, so none of its
-    # messages may be published before.
-    for item in envelope.items:
-        all_headers = {**shared, **item.headers}
-        all_properties = {**envelope.properties, **item.properties}
-        refuse_later_version(all_headers, all_properties.get("content_type"))
-        _destination(all_headers)
-    own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}
-    for item in envelope.items:
-        properties = {**envelope.properties, **item.properties}
-        inner = amqp.Message(item.body, **properties)
-        effective_headers = {**shared, **item.headers}
-        yield _restored(inner, effective_headers, {**envelope.headers, **item.headers, **own})
+def _names_origin(message: amqp.Message) -> bool:
+    """Return whether a worker restores where a task came from, by the message's headers."""
+    headers = headers_of(message)
+    return header_names.QUEUE in headers or PutBack.of(headers).exchange is not None
+
+
+def _routing_key(message: amqp.Message) -> str:
+    info: Any = message.delivery_info
+    key: str = (info or {}).get("routing_key", "")
+    return key
 
 
 def _for_queue(message: amqp.Message, headers: Mapping[str, Any], queue: Any) -> Outgoing:

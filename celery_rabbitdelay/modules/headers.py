@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from celery_rabbitdelay.levels import headers as header_names
+
 #: The delay of a message for check-in: milliseconds, an integer or a numeric string. It is the
 #: header of the delayed-message-exchange plugin.
 X_DELAY: Final = "x-delay"
@@ -12,10 +14,8 @@ X_DELAY: Final = "x-delay"
 #: :mod:`.version`.
 VERSION: Final = "rabbitdelay-version"
 
-#: Marks a message that left the levels before it was due and was put back: a table with ``times``
-#: (how often) and, if distribution gives it back to one queue, the ``exchange`` and the
-#: ``routing-key`` that its consumer is to see.
-EARLY: Final = "rabbitdelay-early"
+#: See there.
+EARLY: Final = header_names.EARLY
 
 #: Why a module put the message into ``undeliverable``, in words. The broker gives no reason.
 REASON: Final = "rabbitdelay-reason"

@@ -31,6 +31,7 @@ from celery_rabbitdelay.modules.forwarding import (
     without_broker_headers,
 )
 from celery_rabbitdelay.publishing.message import headers_of, split_priority
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = ["Failures", "Redelivery"]
 
@@ -101,6 +102,7 @@ class Redelivery:
         seconds: How long a message is tried again; 0 for not at all.
         jitter: Returns a random number between two others.
         now_ns: The time, in nanoseconds since 1970.
+        signing_keys: What signs the message that waits; None: nothing does.
     """
 
     def __init__(
@@ -109,11 +111,13 @@ class Redelivery:
         seconds: float,
         jitter: Callable[[float, float], float] = random.uniform,
         now_ns: Callable[[], int] = time.time_ns,
+        signing_keys: SigningKeys | None = None,
     ) -> None:
         self._topology = topology
         self._ms = seconds * _MS_PER_S
         self._jitter = jitter
         self._now_ns = now_ns
+        self._signing_keys = signing_keys
 
     def after_failure(
         self, outgoing: Outgoing, received: Mapping[str, Any], reason: str
@@ -142,7 +146,15 @@ class Redelivery:
             **failures.headers(reason),
         }
         message = with_headers(outgoing.message, headers, priority=priority, expiration=None)
-        return into_levels(self._topology, message, Due.after(self._pause(failures.attempts)))
+        self.sign(message)
+        destination = outgoing.routing_key if outgoing.trouble else DISTRIBUTION
+        due = Due.after(self._pause(failures.attempts))
+        return into_levels(self._topology, message, due, destination)
+
+    def sign(self, message: amqp.Message) -> None:
+        """Sign a message that the module has made, if there is a key."""
+        if self._signing_keys is not None:
+            self._signing_keys.sign(message)
 
     def until_upgraded(
         self, message: amqp.Message, reason: str, destination: str = DISTRIBUTION

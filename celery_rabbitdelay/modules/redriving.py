@@ -20,8 +20,9 @@ from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.allowed import AllowedDestinations
-from celery_rabbitdelay.modules.checkin import SENDER_SELECTED, client_delay_ms
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, refuse_sender_selected
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
+from celery_rabbitdelay.modules.checkin import client_delay_ms, of_client
 from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
@@ -34,6 +35,7 @@ from celery_rabbitdelay.publishing.message import (
     shortened,
     split_priority,
 )
+from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 from celery_rabbitdelay.registry.decision import registry_headers
 
@@ -62,6 +64,11 @@ class Redriving:
         to: The queue for all messages; None: each goes to its own destination. It need not be an
             allowed one, but must not be one that is never allowed.
         max_attempts: How often a message may be redriven, including this time.
+        ensure: Called with the name of each queue that a message goes to, to bind it to the levels.
+            It may raise :class:`.UnprocessableMessage`.
+        signing_keys: What verifies and signs messages; None: signatures do not matter.
+        vouches: Whether messages without a valid signature are signed as well.
+        bounds: What a message may cost.
         now_ns: The time, in nanoseconds since 1970.
     """
 
@@ -75,6 +82,10 @@ class Redriving:
         delay_ms: int | None = None,
         to: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
+        ensure: Callable[[str], None] = lambda queue: None,
+        signing_keys: SigningKeys | None = None,
+        vouches: bool = False,
+        bounds: Bounds = DEFAULT_BOUNDS,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._topology = topology
@@ -84,6 +95,10 @@ class Redriving:
         self._delay_ms = delay_ms
         self._to = to
         self._max_attempts = max_attempts
+        self._ensure = ensure
+        self._signing_keys = signing_keys
+        self._vouches = vouches
+        self._bounds = bounds
         self._now_ns = now_ns
 
     def redriven(self, message: amqp.Message) -> Outgoing:
@@ -98,9 +113,16 @@ class Redriving:
         """
         headers, information = headers_of(message), message.delivery_info
         _refuse_unreadable(message, headers)
-        count = self._count(headers) + 1
+        check_depth(headers)
         key: str = information["routing_key"]
         is_new = never_accepted(headers, self._topology, key)
+        keys = self._signing_keys
+        # A client of check-in has no key: its destination is checked, as check-in does.
+        if keys is not None and not (is_new or self._vouches or keys.verify(message)):
+            raise UnprocessableMessage(NOT_SIGNED)
+        count = self._count(headers) + 1
+        if is_new:
+            headers = _as_checked_in(headers)
         due_ms, due = self._due(headers, is_new)
         destination: Intended | None = None
         if message.properties.get("content_type") == CONTENT_TYPE:
@@ -120,6 +142,8 @@ class Redriving:
             headers.pop(module_headers.X_DELAY, None)
         restored = {**header_names.strip(headers), **own}
         redriven = with_headers(message, restored, priority=priority, expiration=None)
+        if keys is not None:
+            keys.sign(redriven)
         return into_levels(self._topology, redriven, due, self._word(destination, own))
 
     def _count(self, headers: Mapping[str, Any]) -> int:
@@ -151,6 +175,7 @@ class Redriving:
         if is_new:
             delay_ms = max(delay_ms, self._delay_of_client(headers))
         until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
+        self._bounds.check_delay(f"its due time is {until_ms}", until_ms - now_ms)
         due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
         return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
 
@@ -186,6 +211,8 @@ class Redriving:
             raise UnprocessableMessage(
                 f"the {kind} {shortened(name)} is not one that the application allows"
             )
+        if not exchange:
+            self._ensure(name)
 
     def _own(self, headers: Mapping[str, Any], destination: Intended) -> dict[str, Any]:
         """Return the headers of this package that a message keeps."""
@@ -251,25 +278,29 @@ class Redriving:
         return DISTRIBUTION if refuses else destination.queue
 
 
+def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers of a message that check-in has not accepted, as far as they are believed.
+
+    Of ours, only those that a client may set: the broker may have taken the message out of
+    check-in's queue with all that its client wrote.
+    """
+    noted = {
+        name: headers[name] for name in ("x-death", module_headers.REDRIVEN) if name in headers
+    }
+    return {**of_client(headers), **noted}
+
+
 def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> None:
     """Refuse a message that this version cannot read, or that has sender-selected queues."""
     if UNREADABLE in headers:
         raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
     refuse_later_version(headers, message.properties.get("content_type"))
-    _refuse_sender_selected(headers)
-
-
-def _refuse_sender_selected(headers: Mapping[str, Any]) -> None:
-    for name in SENDER_SELECTED:
-        if name in headers:
-            raise UnprocessableMessage(
-                f"it has the header {name}, by which it could reach any queue"
-            )
+    refuse_sender_selected(headers)
 
 
 def _destination_of(headers: Mapping[str, Any]) -> Intended:
     """Return the destination to which distribution publishes a message of an envelope."""
-    _refuse_sender_selected(headers)
+    refuse_sender_selected(headers)
     exchange, key = headers.get(header_names.EXCHANGE), headers.get(header_names.ROUTING_KEY)
     if not isinstance(exchange, str) or not isinstance(key, str):
         raise UnprocessableMessage(

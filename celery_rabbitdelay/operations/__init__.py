@@ -6,7 +6,8 @@ It knows nothing of Spark, and of terminals only how to show a bar.
   ``verify`` (what on the broker breaks a promise).
 * To lay out: ``declare``, ``delete``, and ``export`` (the topology in other formats).
 * To move: ``source`` takes messages from queues, ``mover`` publishes them elsewhere and
-  acknowledges them once they are confirmed; ``migration`` and ``adoption`` convert them.
+  acknowledges them once they are confirmed; ``migration`` and ``adoption`` convert them,
+  and ``destinations`` binds the queues that they are for.
 * Undeliverable messages: ``undeliverable_reader`` takes the messages and requeues those that stay,
   ``undeliverable`` makes a copy of each; then ``undeliverable_filter``, ``undeliverable_summary``
   and ``undeliverable_export``; ``removal`` (messages that leave their queue) with ``redrive`` and

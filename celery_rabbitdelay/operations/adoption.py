@@ -22,7 +22,7 @@ from celery_rabbitdelay.exceptions import DelayTooLong, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.checkin import SENDER_SELECTED, for_distribution
+from celery_rabbitdelay.modules.checkin import for_distribution
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
@@ -39,6 +39,7 @@ from celery_rabbitdelay.publishing.message import (
     shortened,
 )
 from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.celery_internals import eta_of
@@ -283,10 +284,14 @@ class NServiceBusChain:
     Args:
         topology: The levels.
         version: 1 or 2; see :func:`nservicebus_queues`.
+        signing_keys: What signs the messages, for distribution; None: nothing does.
     """
 
-    def __init__(self, topology: Topology, version: int = 2) -> None:
+    def __init__(
+        self, topology: Topology, version: int = 2, signing_keys: SigningKeys | None = None
+    ) -> None:
         self._topology = topology
+        self._signing_keys = signing_keys
         self._exchange = "nsb.delay-delivery" if version == 1 else f"nsb.v{version}.delay-delivery"
 
     def convert(self, message: amqp.Message, queue: str) -> Outgoing:
@@ -297,12 +302,14 @@ class NServiceBusChain:
         """
         key = _ChainKey.of(message, queue)
         headers = headers_of(message)
-        if any(name in headers for name in SENDER_SELECTED):
-            raise Stay(f"it has the header {' or '.join(SENDER_SELECTED)}")
+        if any(name in headers for name in header_names.SENDER_SELECTED):
+            raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
         # A delayed retry has the time at which the message was sent first.
         due = key.due(_nservicebus_due(headers))
         own = header_names.strip(headers)
         waiting = for_distribution(message, own, due.at_ms, self._exchange, key.routing_key)
+        if self._signing_keys is not None:
+            self._signing_keys.sign(waiting)
         return into_levels(self._topology, waiting, due)
 
 

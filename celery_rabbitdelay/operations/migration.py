@@ -8,12 +8,11 @@ there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import amqp
-from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
+from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import (
@@ -30,6 +29,7 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.allowed import refuse_sender_selected
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
@@ -38,113 +38,26 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.modules.version import later_version
+from celery_rabbitdelay.operations.destinations import Destinations, Place
 from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.publishing.declaration import (
-    bind_destination,
     check_complete,
     check_layout,
-    connect,
-    declare_destination,
     declare_if_missing,
     queue_counts,
 )
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
+from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 
 __all__ = [
-    "Destinations",
     "Migration",
-    "Place",
     "check_places",
     "check_source",
     "migration",
     "ready_in",
     "waiting",
 ]
-
-
-class Place(NamedTuple):
-    """A topology on a broker.
-
-    Attributes:
-        connection: The broker, with its virtual host.
-        topology: The topology.
-    """
-
-    connection: Connection
-    topology: Topology
-
-
-class Destinations:
-    """Binds the destination queues of messages to the levels of the target, each once.
-
-    Args:
-        target: The target.
-        known: The queues that the application knows, by their names. They are declared with the
-            application's arguments.
-        may_declare: Whether queues may be declared and bound.
-
-    Attributes:
-        missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
-            deliver their messages when they are due.
-    """
-
-    def __init__(self, target: Place, known: Mapping[str, Queue], may_declare: bool = True) -> None:
-        self._connection = target.connection.clone(heartbeat=0)
-        self._topology = target.topology
-        self._known = known
-        self._may_declare = may_declare
-        self._seen: set[str] = set()
-        self.missing: set[str] = set()
-
-    def ensure(self, name: str) -> None:
-        """Declare a queue that the application knows, and bind it; bind any other one.
-
-        Raises:
-            OSError: The broker cannot be reached.
-            amqp.exceptions.AccessRefused: The user lacks a permission.
-        """
-        if name in self._seen or not self._may_declare:
-            return
-        connect(self._connection)
-        queue = self._known.get(name)
-        declare_if_missing(self._connection, self._topology)
-        is_bound = (
-            queue is not None
-            and not getattr(queue, "no_declare", False)
-            and self._try(partial(declare_destination, queue=queue))
-        )
-        # It may exist with other arguments than the application gives it.
-        if not is_bound and not self._try(partial(bind_destination, queue_name=name)):
-            self.missing.add(name)
-        self._seen.add(name)
-
-    def _try(self, declare: Callable[..., None]) -> bool:
-        """Declare or bind a queue; return whether the broker has accepted it."""
-        try:
-            declare(self._connection, self._topology)
-        except amqp.ChannelError as refused:
-            if isinstance(refused, AccessRefused):
-                raise
-            return False
-        return True
-
-    def exists(self, name: str) -> bool:
-        """Return whether a queue exists; add it to ``missing`` if it does not.
-
-        Raises:
-            OSError: The broker cannot be reached.
-        """
-        if name not in self._seen:
-            self._seen.add(name)
-            if queue_counts(self._connection, [Queue(name)])[name] is None:
-                self.missing.add(name)
-        return name not in self.missing
-
-    def close(self) -> None:
-        """Close the connection."""
-        with suppress(*self._connection.connection_errors, *self._connection.channel_errors):
-            self._connection.release()
 
 
 class Migration:
@@ -162,12 +75,23 @@ class Migration:
         source: The topology that the messages are in.
         target: The topology that they go to.
         ensure: Called with the name of each destination queue.
+        signing_keys: What verifies and signs messages; None: signatures stay as they are.
+        vouches: Whether messages without a valid signature are signed.
     """
 
-    def __init__(self, source: Topology, target: Topology, ensure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        source: Topology,
+        target: Topology,
+        ensure: Callable[[str], None],
+        signing_keys: SigningKeys | None = None,
+        vouches: bool = False,
+    ) -> None:
         self._source = source
         self._target = target
         self._ensure = ensure
+        self._signing_keys = signing_keys
+        self._vouches = vouches
         modules = source.module_queues
         self._convert_of: Final[Mapping[str, Callable[[amqp.Message], Outgoing]]] = {
             modules.checkin.name: self._of_checkin,
@@ -231,6 +155,7 @@ class Migration:
         headers = headers_of(message)
         if UNREADABLE in headers:
             raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
+        refuse_sender_selected(headers)
         due_ms = headers.get(header_names.DUE)
         if not isinstance(due_ms, int) or isinstance(due_ms, bool) or not 0 <= due_ms <= MAX_DUE_MS:
             raise UnprocessableMessage(
@@ -249,6 +174,10 @@ class Migration:
         due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
         # A message in the levels has no expiration, so that they drop none before it is due.
         moved = with_headers(message, kept, priority=priority, expiration=None)
+        keys = self._signing_keys
+        if keys is not None and (self._vouches or keys.verify(message)):
+            # It may have another priority in its headers; and the first key signs.
+            keys.sign(moved)
         return into_levels(self._target, moved, due, destination)
 
     def _undeliverable(self, message: amqp.Message) -> Outgoing:
@@ -270,6 +199,8 @@ def migration(
     timeout: float = 30.0,
     rate: float | None = None,
     show: Callable[[int, int], None] = lambda moved, known: None,
+    signing_keys: SigningKeys | None = None,
+    vouches: bool = False,
 ) -> Mover:
     """Return a mover that empties the source's queues into the levels of the target.
 
@@ -281,6 +212,8 @@ def migration(
         timeout: Seconds in which a broker has to answer.
         rate: The most messages that are moved in a second; None for no limit.
         show: Called with the number of moved messages and the number of all known messages.
+        signing_keys: As for :class:`Migration`.
+        vouches: As for :class:`Migration`.
 
     Raises:
         SameTopology: Source and target are the same.
@@ -290,7 +223,9 @@ def migration(
     """
     check_places(source, target)
     check_source(source)
-    convert = Migration(source.topology, target.topology, destinations.ensure).convert
+    convert = Migration(
+        source.topology, target.topology, destinations.ensure, signing_keys, vouches
+    ).convert
     declare = declare_if_missing if may_declare else check_complete
     undeliverable = target.topology.module_queues.undeliverable.exchange.name
     return Mover(

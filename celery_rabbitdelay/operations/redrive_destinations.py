@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
+import amqp
 from amqp.exceptions import ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination
+from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
+from celery_rabbitdelay.exceptions import (
+    InvalidDelay,
+    InvalidDestination,
+    UnprocessableMessage,
+)
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS, Redriving
+from celery_rabbitdelay.operations.destinations import Destinations
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
-from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
 
-__all__ = ["NEVER", "check_exists", "redrive_destinations", "redriving_for"]
+__all__ = ["bound_by", "check_exists", "redrive_destinations", "redriving_for"]
 
-#: Names of queues and exchanges that never get a message: those of the broker, those by which
-#: workers are controlled, and those of events.
-NEVER: Final = ("amq.*", "*.pidbox", "celeryev", "celeryev.*")
-
-#: Names of the same kind that an application may have for a queue of its own.
+#: Names of queues and exchanges for replies. They get no message unless the application has a queue
+#: or an exchange of such a name.
 NEVER_UNLESS_OWN: Final = "reply.*"
 
 
@@ -37,6 +42,8 @@ def redriving_for(
     to: str | None = None,
     allow: Iterable[str] = (),
     max_attempts: int = MAX_ATTEMPTS,
+    ensure: Callable[[str], None] = lambda queue: None,
+    vouches: bool = False,
 ) -> Redriving:
     """Return what decides how the undeliverable messages of an application are redriven.
 
@@ -48,6 +55,8 @@ def redriving_for(
         allow: Names of further queues and exchanges that messages may go to; ``*`` and ``?`` stand
             for any characters and for one.
         max_attempts: How often a message may be redriven, this time included.
+        ensure: Binds a queue to the levels; see :func:`.bound_by`.
+        vouches: Whether messages without a valid signature are redriven, and signed.
 
     Raises:
         InvalidDestination: Nothing is published to the queue ``to``.
@@ -61,7 +70,7 @@ def redriving_for(
         raise InvalidDelay(delay, "must not be negative")
     if delay_ms is not None and "check-in" not in settings.modules:
         topology.layout.check_capacity(delay_ms)
-    queues = _queues(app)
+    queues = configured_queues(app)
     allowed = redrive_destinations(app, allow)
     if to is not None:
         _check_name(to, allowed)
@@ -75,6 +84,10 @@ def redriving_for(
         delay_ms=delay_ms,
         to=to,
         max_attempts=max_attempts,
+        ensure=ensure,
+        signing_keys=settings.signing_keys,
+        vouches=vouches or not settings.signing_required,
+        bounds=settings.bounds,
     )
 
 
@@ -89,18 +102,13 @@ def redrive_destinations(app: Celery, allow: Iterable[str] = ()) -> AllowedDesti
         app: The application.
         allow: Patterns for the names of further queues and exchanges.
     """
-    settings = app.rabbitdelay.settings
-    known = AllowedDestinations.of_queues(_queues(app).values())
-    never = [*NEVER, app.conf.event_exchange, f"{app.conf.event_queue_prefix}.*"]
-    names = known.queues | known.exchanges
-    if not any(name.startswith(NEVER_UNLESS_OWN.rstrip("*")) for name in names):
-        never.append(NEVER_UNLESS_OWN)
-    return AllowedDestinations(
-        known.queues,
-        known.exchanges,
-        (*(settings.checkin_allowed or ()), *allow),
-        frozenset(_names_of_levels(settings.topology)),
-        tuple(never),
+    named = configured_destinations(app)
+    names = named.queues | named.exchanges
+    has_own = any(name.startswith(NEVER_UNLESS_OWN.rstrip("*")) for name in names)
+    return replace(
+        named,
+        patterns=(*named.patterns, *allow),
+        never_patterns=(*named.never_patterns, *(() if has_own else (NEVER_UNLESS_OWN,))),
     )
 
 
@@ -116,6 +124,25 @@ def check_exists(connection: Connection, queue: str) -> None:
             raise InvalidDestination(queue, "does not exist: declare it first")
 
 
+def bound_by(destinations: Destinations) -> Callable[[str], None]:
+    """Return what binds a queue to the levels before a message is redriven to it.
+
+    Where the configuration does not name a queue, it is reached by its binding alone.
+
+    Args:
+        destinations: Binds it.
+    """
+
+    def ensure(queue: str) -> None:
+        try:
+            destinations.ensure(queue)
+        except (OSError, amqp.AMQPError) as error:
+            reason = f"the queue {shortened(queue)} cannot be bound to the levels: {error}"
+            raise UnprocessableMessage(reason) from error
+
+    return ensure
+
+
 def _check_name(queue: str, allowed: AllowedDestinations) -> None:
     size = len(queue.encode(errors="surrogatepass"))
     if not 0 < size <= MAX_SHORTSTR_BYTES:
@@ -124,49 +151,3 @@ def _check_name(queue: str, allowed: AllowedDestinations) -> None:
         raise InvalidDestination(
             queue, "belongs to the levels, to the broker or to Celery: name one of your own"
         )
-
-
-def _queues(app: Celery) -> Mapping[str, Queue]:
-    """Return the queues that the configuration names.
-
-    Not ``app.amqp.queues``, which grows with every queue that the application sends to.
-    """
-    queues: Any = app.amqp.Queues(app.conf.task_queues)
-    for name in {*_routed(app.conf.task_routes), *_of_tasks(app)}:
-        # It makes the queue as Celery does, unless task_create_missing_queues is off.
-        with suppress(KeyError):
-            queues[name]
-    made: Mapping[str, Queue] = queues
-    return made
-
-
-def _routed(routes: object) -> Iterator[str]:
-    """Yield the queues that ``task_routes`` names; routers that are functions name none."""
-    if isinstance(routes, list | tuple):
-        for each in routes:
-            # A pair of pattern and route, or routes one after another.
-            yield from _routed(dict([each]) if _is_pair(each) else each)
-    elif isinstance(routes, Mapping):
-        for route in routes.values():
-            queue = route.get("queue") if isinstance(route, Mapping) else route
-            name = queue.name if isinstance(queue, Queue) else queue
-            if isinstance(name, str):
-                yield name
-
-
-def _is_pair(route: object) -> bool:
-    return isinstance(route, list | tuple) and len(route) == 2 and isinstance(route[0], str)
-
-
-def _of_tasks(app: Celery) -> Iterator[str]:
-    for task in app.tasks.values():
-        queue = getattr(task, "queue", None)
-        if isinstance(queue, str) and queue:
-            yield queue
-
-
-def _names_of_levels(topology: Topology) -> Iterator[str]:
-    for each in (topology, *topology.former):
-        yield from (queue.name for queue in each.queues)
-        yield from (exchange.name for exchange in each.exchanges)
-        yield from (each.identity.guard.name, each.identity.marker.name)

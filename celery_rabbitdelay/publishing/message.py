@@ -11,6 +11,7 @@ import amqp
 from celery_rabbitdelay.levels import headers as header_names
 
 __all__ = [
+    "ENVELOPES",
     "MAX_PRIORITY",
     "MAX_SHORTSTR_BYTES",
     "PERSISTENT",
@@ -21,6 +22,9 @@ __all__ = [
     "split_priority",
     "task_id_of",
 ]
+
+#: The ``content_type`` properties of envelopes, messages with many tasks, begin with this.
+ENVELOPES: Final = "application/vnd.rabbitdelay.envelope."
 
 #: ``delivery_mode`` of a message that RabbitMQ writes to disk.
 PERSISTENT: Final = 2

@@ -12,7 +12,7 @@ from kombu.common import Broadcast, maybe_declare
 
 from celery_rabbitdelay.exceptions import NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import Delay, Due
+from celery_rabbitdelay.levels.delay import Delay, Due, check_max_delay
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
@@ -27,6 +27,7 @@ from celery_rabbitdelay.publishing.kombu_internals import serialized
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, split_priority, task_id_of
 from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = ["Delayed", "DelayedProducer"]
 
@@ -67,7 +68,10 @@ class DelayedProducer(Producer):
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``: their
             messages go through distribution, if it is served, as do those for queues with a bound
             and ``reject-publish``.
+        max_delay: The longest delay, in seconds; None: any. Workers that serve check-in have one of
+            their own, ``rabbitdelay_max_delay``.
         serializer: The name of kombu's serializer, where the caller gives none.
+        signing_keys: What signs each message; None: messages are not signed.
 
     Attributes:
         further_headers: Headers of this package that each message gets besides.
@@ -82,7 +86,9 @@ class DelayedProducer(Producer):
         may_declare: bool = True,
         modules: Collection[str] = (),
         may_refuse: Collection[str] = (),
+        max_delay: float | None = None,
         serializer: str | None = None,
+        signing_keys: SigningKeys | None = None,
     ) -> None:
         super().__init__(publisher.connection, serializer=serializer, auto_declare=False)
         self.publisher = publisher
@@ -91,6 +97,8 @@ class DelayedProducer(Producer):
         self.may_declare = may_declare
         self.modules = modules
         self.may_refuse = may_refuse
+        self.signing_keys = signing_keys
+        self.max_delay = max_delay
         self.further_headers: Mapping[str, Any] = {}
 
     def publish_delayed(
@@ -118,8 +126,8 @@ class DelayedProducer(Producer):
                 timeout.
             backoff: Seconds before the first resend, step and maximum; up to a quarter of each is
                 left out at random.
-            **options: ``headers`` (broker headers and ``rabbitdelay-*`` headers are removed);
-                kombu's ``serializer`` and ``compression``; ``content_type`` and
+            **options: ``headers`` (broker headers, ``rabbitdelay-*``, ``CC`` and ``BCC`` are
+                removed); kombu's ``serializer`` and ``compression``; ``content_type`` and
                 ``content_encoding`` of a body that is serialized already; AMQP's message
                 properties. ``expiration`` is dropped: RabbitMQ would apply it to the wait in each
                 level.
@@ -209,6 +217,8 @@ class DelayedProducer(Producer):
         """
         if "check-in" not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
+        if self.max_delay is not None:
+            check_max_delay(due, self.max_delay)
         properties.pop("expiration", None)
         # kombu's default.
         priority = properties.setdefault("priority", 0) or 0
@@ -219,6 +229,9 @@ class DelayedProducer(Producer):
             header_names.ROUTING_KEY: destination.routing_key,
             **self.further_headers,
         }
+        # It goes to one destination; modules refuse a message that names others.
+        for name in header_names.SENDER_SELECTED:
+            own_headers.pop(name, None)
         queue = destination.queue
         is_too_high = self.topology.queue_type == "quorum" and priority > MAX_PRIORITY
         if queue is None or is_too_high:
@@ -253,7 +266,13 @@ class DelayedProducer(Producer):
             application_headers=own_headers,
             **properties,
         )
+        self.sign(message)
         return Delayed(message, name, task_id_of(message), queue)
+
+    def sign(self, message: amqp.Message) -> None:
+        """Sign a message anew whose headers have changed, if the producer has a key."""
+        if self.signing_keys is not None:
+            self.signing_keys.sign(message)
 
     def _declare(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]

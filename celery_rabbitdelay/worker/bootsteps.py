@@ -16,12 +16,12 @@ from celery.worker.consumer.tasks import Tasks
 from kombu import Connection, Queue
 from kombu.common import Broadcast
 
+from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
 from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.settings import checked_modules
 from celery_rabbitdelay.levels.delay import milliseconds
-from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.consumer import Module
+from celery_rabbitdelay.modules.consumer import Module, admit_any
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.service import ModuleService
@@ -40,6 +40,7 @@ from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.former_generations import services_of_former
 from celery_rabbitdelay.worker.inspection import conf, query_task, scheduled
+from celery_rabbitdelay.worker.origin import Origins
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 from celery_rabbitdelay.worker.status import rabbitdelay_status
 
@@ -48,7 +49,6 @@ __all__ = [
     "Modules",
     "RestoreTasks",
     "WorkerDeclaration",
-    "allowed_destinations",
     # They are control commands, which are registered where this module is imported.
     "conf",
     "query_task",
@@ -221,7 +221,8 @@ class RestoreTasks(bootsteps.StartStopStep):
         """Wrap the execution strategies, and begin to take early tasks of the new connection."""
         if not isinstance(consumer.strategies, RestoringStrategies):
             takeover = consumer.app.rabbitdelay.settings.takeover
-            consumer.strategies = RestoringStrategies(consumer, takeover)
+            origin = Origins(consumer).checked
+            consumer.strategies = RestoringStrategies(consumer, takeover, origin)
         # Without takeover too: a task may leave the levels before it is due.
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
@@ -316,7 +317,13 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     on_lost = declaration.connection_lost
     if name == "check-in":
         queue = topology.module_queues.checkin
-        receive = CheckIn(topology, allowed_destinations(app).includes).receive
+        check_in = CheckIn(
+            topology,
+            checkin_destinations(app).includes,
+            settings.signing_keys,
+            settings.bounds,
+        )
+        receive, admit = check_in.receive, check_in.admit
     else:
         queue = topology.module_queues.distribution
 
@@ -327,7 +334,16 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
 
         early = EarlyMessages(topology, milliseconds(settings.early), on_early=on_early)
         look = _look(app) if settings.registry_url is not None else None
-        receive = Distribution(topology, early.put_back, look).receive
+        distribution = Distribution(
+            topology,
+            early.put_back,
+            look,
+            distribution_reach(app),
+            settings.signing_keys,
+            settings.signing_required,
+            settings.bounds,
+        )
+        receive, admit = distribution.receive, admit_any
 
         def on_lost() -> None:
             declaration.connection_lost()
@@ -342,6 +358,9 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         window=settings.window,
         timeout=settings.confirm_timeout,
         redelivery=settings.redelivery,
+        signing_keys=settings.signing_keys,
+        max_bytes=settings.max_message_bytes,
+        admit=admit,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
     return ModuleService(module, connection, declaration.declare, on_lost)
@@ -351,16 +370,3 @@ def _look(app: Any) -> Callable[[Sequence[Arrival]], list[Decision]]:
     """Return what asks the registry for distribution, which never waits long for it."""
     breaker, registry = Breaker(), app.rabbitdelay.registry
     return lambda arrivals: breaker.call(lambda: registry.look(arrivals))
-
-
-def allowed_destinations(app: Any) -> AllowedDestinations:
-    """Return where check-in may publish: the setting, or the configured queues and their exchanges.
-
-    Not ``app.amqp.queues``, which grows with every queue that the application sends to or that the
-    worker is told to consume from.
-    """
-    patterns = app.rabbitdelay.settings.checkin_allowed
-    if patterns is not None:
-        return AllowedDestinations.matching(patterns)
-    # If task_queues is unset, Celery makes the default queue.
-    return AllowedDestinations.of_queues(app.amqp.Queues(app.conf.task_queues).values())

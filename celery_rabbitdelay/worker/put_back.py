@@ -244,6 +244,7 @@ class PutBackThread(BatchThread[Early]):
         own_headers[header_names.DUE] = early.due_ms
         if own != PutBack():
             own_headers.update(own.header())
+        producer.sign(delayed.message)
         return delayed
 
     def _pause(self, due: Due) -> Due:

@@ -7,10 +7,13 @@ All publishing is confirmed, into quorum queues, with as many messages in flight
 
 At last an envelope of 100,000 tasks is unpacked, while tasks without a delay are sent to the same
 worker one after the other: how long each takes to start, and whether a connection was lost.
+
+With ``--signing``, the worker has a key, and what distribution gets is signed.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -31,6 +34,7 @@ from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_ENVELOPE_MESSA
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from tests.integration.arrivals import count
@@ -42,6 +46,9 @@ WINDOW: Final = 1000
 BODY: Final = b"x" * 200
 ROUNDS: Final = 3
 PATIENCE: Final = 300.0
+
+#: The key of ``--signing``.
+KEY: Final = "benchmark" * 4
 
 #: A message to publish: exchange, routing key, message.
 Address = tuple[str, str, amqp.Message]
@@ -63,14 +70,21 @@ def publish(connection: Connection, messages: Iterable[Address]) -> float:
     return taken
 
 
-def message(**headers: Any) -> amqp.Message:
-    return amqp.Message(BODY, application_headers=headers, delivery_mode=2)
+def message(keys: SigningKeys | None = None, **headers: Any) -> amqp.Message:
+    return signed(amqp.Message(BODY, application_headers=headers, delivery_mode=2), keys)
+
+
+def signed(message: amqp.Message, keys: SigningKeys | None) -> amqp.Message:
+    if keys is not None:
+        keys.sign(message)
+    return message
 
 
 class Bench:
     """An application, its broker, and a queue that everything ends in."""
 
-    def __init__(self, broker: RabbitMQServer, redis: RedisServer) -> None:
+    def __init__(self, broker: RabbitMQServer, redis: RedisServer, key: str | None = None) -> None:
+        self.keys = None if key is None else SigningKeys(key)
         self._url = broker.url
         prefix = f"bench-{uuid4().hex[:8]}"
         self.configuration = {
@@ -80,6 +94,7 @@ class Bench:
             "rabbitdelay_prefix": prefix,
             "rabbitdelay_layout": [("hours", 6, 3600), ("seconds", 10, 360)],
             "rabbitdelay_checkin_allowed": ["bench-*"],
+            "rabbitdelay_signing_key": key,
         }
         self.app: Any = make_app(self.configuration)
         self.topology = self.app.rabbitdelay.topology
@@ -144,18 +159,21 @@ def one_round(bench: Bench) -> dict[str, float]:
     plain = (("", end, message()) for _ in range(MESSAGES))
     rates["raw, confirmed (messages/s)"] = MESSAGES / publish(bench.connection, plain)
 
-    five_hours = {module_headers.X_DELAY: 5 * 3_600_000}
+    five_hours: dict[str, Any] = {module_headers.X_DELAY: 5 * 3_600_000}
     checkin = topology.module_queues.checkin.exchange.name
     publish(bench.connection, ((checkin, end, message(**five_hours)) for _ in range(MESSAGES)))
     rates["check-in (messages/s)"] = bench.rate("check-in", bench.waiting, MESSAGES)
 
     exchange, key = topology.route(0, DISTRIBUTION)[:2]
     told = {header_names.DUE: 0, header_names.EXCHANGE: "", header_names.ROUTING_KEY: end}
-    publish(bench.connection, ((exchange, key, message(**told)) for _ in range(MESSAGES)))
+    publish(
+        bench.connection, ((exchange, key, message(bench.keys, **told)) for _ in range(MESSAGES))
+    )
     rates["distribution (messages/s)"] = bench.rate("distribution", end, MESSAGES)
 
     held = Envelope(tuple(Item(BODY, {"id": str(each)}) for each in range(1000)))
     letter = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
+    signed(letter, bench.keys)
     publish(bench.connection, ((exchange, key, letter) for _ in range(MESSAGES // 1000)))
     rates["distribution, enveloped (tasks/s)"] = bench.rate("distribution", end, MESSAGES)
     bench.empty()
@@ -174,6 +192,7 @@ def unpacking(bench: Bench) -> None:
         tuple(Item(b"x" * 50, {"id": str(each)}) for each in range(MAX_ENVELOPE_MESSAGES))
     )
     letter = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
+    signed(letter, bench.keys)
     look = bench.app.tasks["look"]
     with bench.worker("distribution") as worker:
         look.apply_async().get(timeout=30)
@@ -195,9 +214,12 @@ def unpacking(bench: Bench) -> None:
     )
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.modules")
+    parser.add_argument("--signing", action="store_true", help="with a key")
+    key = KEY if parser.parse_args(arguments).signing else None
     with RabbitMQServer() as broker, RedisServer() as redis:
-        bench = Bench(broker, redis)
+        bench = Bench(broker, redis, key)
         rounds = [one_round(bench) for _ in range(ROUNDS)]
         raw = next(iter(rounds[0]))
         for name in rounds[0]:

@@ -17,6 +17,8 @@ as it is purged: what is missing is an error.
 Where the time goes is told by the processor time that the sender has taken for each task, and that
 the broker has until it has everything: who takes most of it, is the wall.
 
+With ``--signing``, ours are signed; see ``rabbitdelay_signing_key``.
+
 ``--memory`` measures something else: the most memory of a process that sends a generator's rows.
 """
 
@@ -70,6 +72,9 @@ RAW_CONFIRMED: Final = "raw, confirmed one by one"
 RAW: Final = "raw, unconfirmed"
 RAW_HEADERS: Final = "raw, unconfirmed, a task's headers"
 
+#: The key of ``--signing``.
+KEY: Final = "benchmark" * 4
+
 #: Bytes.
 MEGABYTE: Final = 1_000_000
 
@@ -105,9 +110,12 @@ class Bench:
         slow: How many tasks those send that wait for each confirm.
         fast: How many the others send.
         enveloped: How many are sent in envelopes.
+        signing: Whether ours are signed.
     """
 
-    def __init__(self, broker: RabbitMQServer, slow: int, fast: int, enveloped: int) -> None:
+    def __init__(
+        self, broker: RabbitMQServer, slow: int, fast: int, enveloped: int, signing: bool = False
+    ) -> None:
         self.slow, self.fast, self.enveloped = slow, fast, enveloped
         self.broker = broker
         #: Microseconds of processor time for each task, of the sender and of the broker.
@@ -117,6 +125,8 @@ class Bench:
         self.delays = list(islice(random_delays(), max(slow, fast, enveloped)))
         self.connection = Connection(broker.url)
         self.ours = make_app(Celery, broker.url, "ours")
+        if signing:
+            self.ours.conf.rabbitdelay_signing_key = KEY
         self.native = make_app(celery.Celery, broker.url, "native")
         self.native_confirmed = make_app(celery.Celery, broker.url, "native", confirms=True)
         self.topology = self.ours.rabbitdelay.topology
@@ -221,9 +231,11 @@ class Bench:
             connection.release()
 
 
-def rates(broker: RabbitMQServer, rounds: int, slow: int, fast: int, enveloped: int) -> None:
+def rates(
+    broker: RabbitMQServer, rounds: int, slow: int, fast: int, enveloped: int, signing: bool = False
+) -> None:
     """Measure all contestants, and write the results."""
-    bench = Bench(broker, slow, fast, enveloped)
+    bench = Bench(broker, slow, fast, enveloped, signing)
     figures = measure.in_turn(bench.contestants(), rounds)
     bench.close()
     title, unit = "Delayed tasks sent by one process", "tasks/s"
@@ -252,7 +264,9 @@ def rates(broker: RabbitMQServer, rounds: int, slow: int, fast: int, enveloped: 
         "microseconds_of_processor_time_of_sender_and_broker": bench.cost,
         "targets": measure.judge(targets),
     }
-    measure.save("sends", broker, results)
+    measure.save("sends_signed" if signing else "sends", broker, results)
+    if signing:
+        return
     footnote = (
         f"RabbitMQ {measure.version_of(broker)}, Celery {celery.__version__}, quorum queues; "
         f"medians of {rounds} rounds. Without confirms: until the calls have returned."
@@ -321,6 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--slow", type=int, default=2_000, help="tasks one by one (2000)")
     parser.add_argument("--fast", type=int, default=100_000, help="tasks many at a time (100000)")
     parser.add_argument("--enveloped", type=int, default=200_000, help="in envelopes (200000)")
+    parser.add_argument("--signing", action="store_true", help="sign ours")
     parser.add_argument("--memory", action="store_true", help="measure memory instead")
     parser.add_argument("--rows", type=int, default=1_000_000, help="for memory (1000000)")
     options = parser.parse_args(arguments)
@@ -329,7 +344,14 @@ def main(arguments: list[str] | None = None) -> int:
             rows = options.rows
             memory(broker, {"envelopes": (rows, True), "no envelopes": (rows // 10, False)})
         else:
-            rates(broker, options.rounds, options.slow, options.fast, options.enveloped)
+            rates(
+                broker,
+                options.rounds,
+                options.slow,
+                options.fast,
+                options.enveloped,
+                options.signing,
+            )
     return 0
 
 

@@ -276,6 +276,18 @@ def test_a_queue_to_redrive_to_has_to_exist(
     wait_until_waiting(connection, queue, 1)
 
 
+def test_a_queue_to_redrive_to_is_bound_to_the_levels(
+    configuration: dict[str, Any], name: str, connection: Connection, make_queue: Any
+) -> None:
+    """Nobody else binds it, and distribution publishes to no queue that it does not know."""
+    aside = make_queue("aside")
+    aside(connection.default_channel).declare()
+    told = run(configuration, f"redrive --to {aside.name} --queue secret --queue elsewhere")
+    assert "2 of 2 messages redriven" in told.stdout
+    # The envelope is on its way to distribution.
+    wait_until_waiting(connection, aside.name, 1)
+
+
 def test_a_terminal_shows_how_many_are_read(configuration: dict[str, Any], name: str) -> None:
     reader, writer = pty.openpty()
     told = run_celery(configuration, "rabbitdelay undeliverable redrive -j", errors=writer)

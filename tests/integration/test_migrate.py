@@ -22,7 +22,8 @@ from celery_rabbitdelay import Row
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
-from celery_rabbitdelay.operations.migration import Place, waiting
+from celery_rabbitdelay.operations.destinations import Place
+from celery_rabbitdelay.operations.migration import waiting
 from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.operations.source import Source, Taken
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
@@ -278,9 +279,29 @@ def test_a_task_for_a_queue_that_does_not_exist_is_moved_and_the_queue_named(
     with Connection(old["broker_url"]) as connection:
         channel: Any = connection.default_channel
         channel.queue_delete(gone)
-    moved = migrate(new, from_old(old))
+    moved = migrate(new, f"{from_old(old)} --allow *-gone")
     assert (moved["moved"], moved["missing_queues"]) == (1, [gone])
+    assert moved["unnamed_queues"] == []
     assert sum(waiting(place(new, after)).values()) == 1
+
+
+def test_a_queue_that_the_application_does_not_name_is_not_bound(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any], connection: Connection
+) -> None:
+    """Anybody may have written its name into a routing key."""
+    before, after = make(old), make(new)
+    name = f"{old['prefix']}-secret"
+    before.send_task("look", queue=name, delay=600)
+    moved = migrate(new, from_old(old))
+    assert (moved["moved"], moved["missing_queues"], moved["unnamed_queues"]) == (1, [], [name])
+    topology = after.rabbitdelay.topology
+    channel: Any = connection.default_channel
+    key = topology.route(0, name).routing_key
+    connection.Producer().publish("x", exchange=topology.delivery.name, routing_key=key)
+    # It found no queue.
+    distribution = topology.module_queues.distribution.name
+    wait_for(lambda: count(connection, distribution) == 1, "a message without a route")
+    assert channel.queue_delete(name) == 0
 
 
 def test_the_same_prefix_on_the_same_broker_is_refused(

@@ -8,8 +8,8 @@ import pytest
 from kombu import Exchange, Queue, binding
 
 from celery_rabbitdelay import Celery
+from celery_rabbitdelay.app.destinations import checkin_destinations
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
-from celery_rabbitdelay.worker.bootsteps import allowed_destinations
 
 QUEUES = (
     Queue("letters"),
@@ -72,7 +72,7 @@ def test_an_empty_list_allows_nothing() -> None:
 def test_queues_that_the_application_sends_to_later_are_not_allowed(app: Celery) -> None:
     app.conf.task_queues = QUEUES
     app.amqp.queues["by-the-way"]
-    allowed = allowed_destinations(app)
+    allowed = checkin_destinations(app)
     app.amqp.queues["later"]
     assert allowed.includes("", "letters")
     assert allowed.includes("papers", "")
@@ -83,13 +83,13 @@ def test_queues_that_the_application_sends_to_later_are_not_allowed(app: Celery)
 
 def test_without_task_queues_the_default_queue_is_allowed(app: Celery) -> None:
     app.conf.task_default_queue = "orders"
-    allowed = allowed_destinations(app)
+    allowed = checkin_destinations(app)
     assert allowed.queues == {"orders"}
     assert allowed.includes("", "orders")
 
 
 def test_the_setting_takes_the_place_of_the_queues(app: Celery) -> None:
     app.conf.update(task_queues=QUEUES, rabbitdelay_checkin_allowed=["news"])
-    allowed = allowed_destinations(app)
+    allowed = checkin_destinations(app)
     assert allowed.includes("", "news")
     assert not allowed.includes("", "letters")

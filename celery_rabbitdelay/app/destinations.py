@@ -1,0 +1,155 @@
+"""What an application names: where check-in and distribution may publish, and where they never do.
+
+Read once, when a worker or a command starts. Not ``app.amqp.queues``, which grows with every queue
+that the application sends to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from glob import escape
+from typing import Any, Final
+
+from kombu import Queue
+from kombu.common import Broadcast
+
+from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
+
+__all__ = [
+    "checkin_destinations",
+    "configured_destinations",
+    "configured_queues",
+    "distribution_reach",
+    "never_reached",
+]
+
+#: Names of queues and exchanges that never get a message: those of the broker, those by which
+#: workers are controlled and answer, and those of events.
+NEVER: Final = ("amq.*", "*.pidbox", "celeryev", "celeryev.*")
+
+#: The end of the name of a worker's own queue for a broadcast, and the pattern for it.
+_UUID: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+_ANY_UUID: Final = "-".join("?" * length for length in (8, 4, 4, 4, 12))
+
+
+def checkin_destinations(app: Celery) -> AllowedDestinations:
+    """Return where check-in may publish: the setting, or the queues of ``task_queues``.
+
+    Args:
+        app: The application.
+    """
+    patterns = app.rabbitdelay.settings.checkin_allowed
+    if patterns is not None:
+        return _never(AllowedDestinations.matching(patterns), app)
+    # If task_queues is unset, Celery makes the default queue.
+    queues: Any = app.amqp.Queues(app.conf.task_queues)
+    return _never(AllowedDestinations.of_queues(queues.values()), app)
+
+
+def distribution_reach(app: Celery) -> Reach:
+    """Return where distribution may publish, by the setting or by what the application names.
+
+    Args:
+        app: The application. In a worker, the queues that it
+            consumes from at its start are among those that it names.
+    """
+    patterns = app.rabbitdelay.settings.distribution_allowed
+    if patterns is not None:
+        return Reach(_never(AllowedDestinations.matching(patterns), app), is_list=True)
+    named = configured_destinations(app)
+    consumed: Iterable[Queue] = app.amqp.queues.consume_from.values()
+    queues = {*configured_queues(app).values(), *consumed}
+    # Each worker has a queue of its own for a broadcast, with a name of its own.
+    broadcasts = [
+        _UUID.sub(_ANY_UUID, escape(queue.name)) for queue in queues if isinstance(queue, Broadcast)
+    ]
+    return Reach(
+        replace(
+            named,
+            queues=named.queues | {queue.name for queue in queues},
+            patterns=(*named.patterns, *broadcasts),
+        )
+    )
+
+
+def configured_destinations(app: Celery) -> AllowedDestinations:
+    """Return what the configuration names.
+
+    These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
+    and what ``rabbitdelay_checkin_allowed`` names.
+
+    Args:
+        app: The application.
+    """
+    known = AllowedDestinations.of_queues(configured_queues(app).values())
+    return _never(
+        replace(known, patterns=tuple(app.rabbitdelay.settings.checkin_allowed or ())), app
+    )
+
+
+def configured_queues(app: Celery) -> Mapping[str, Queue]:
+    """Return the queues that the configuration names, by their names."""
+    queues: Any = app.amqp.Queues(app.conf.task_queues)
+    for name in {app.conf.task_default_queue, *_routed(app.conf.task_routes), *_of_tasks(app)}:
+        # It makes the queue as Celery does, unless task_create_missing_queues is off.
+        with suppress(KeyError):
+            queues[name]
+    made: Mapping[str, Queue] = queues
+    return made
+
+
+def never_reached(app: Celery) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the names, and patterns for names, that no module ever publishes to.
+
+    They are those of the levels and their modules, of the broker, and of Celery's remote control,
+    its replies and its events, as the application's settings name them.
+    """
+    conf = app.conf
+    names = {
+        conf.event_exchange,
+        conf.result_exchange,
+        *_names_of_levels(app.rabbitdelay.settings.topology),
+    }
+    return frozenset(names), (*NEVER, f"{escape(conf.event_queue_prefix)}.*")
+
+
+def _never(allowed: AllowedDestinations, app: Celery) -> AllowedDestinations:
+    names, patterns = never_reached(app)
+    return replace(allowed, never=names, never_patterns=patterns)
+
+
+def _routed(routes: object) -> Iterator[str]:
+    """Yield the queues that ``task_routes`` names; routers that are functions name none."""
+    if isinstance(routes, list | tuple):
+        for each in routes:
+            # A pair of pattern and route, or routes one after another.
+            yield from _routed(dict([each]) if _is_pair(each) else each)
+    elif isinstance(routes, Mapping):
+        for route in routes.values():
+            queue = route.get("queue") if isinstance(route, Mapping) else route
+            name = queue.name if isinstance(queue, Queue) else queue
+            if isinstance(name, str):
+                yield name
+
+
+def _is_pair(route: object) -> bool:
+    return isinstance(route, list | tuple) and len(route) == 2 and isinstance(route[0], str)
+
+
+def _of_tasks(app: Celery) -> Iterator[str]:
+    for task in app.tasks.values():
+        queue = getattr(task, "queue", None)
+        if isinstance(queue, str) and queue:
+            yield queue
+
+
+def _names_of_levels(topology: Topology) -> Iterator[str]:
+    for each in (topology, *topology.former):
+        yield from (queue.name for queue in each.queues)
+        yield from (exchange.name for exchange in each.exchanges)
+        yield from (each.identity.guard.name, each.identity.marker.name)

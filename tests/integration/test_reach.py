@@ -1,0 +1,274 @@
+"""What a stranger who may write to the levels reaches through the modules: nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import pytest
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.envelope import Item
+from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.arrivals import Arrival, count, take
+from tests.integration.modules import MODULES, check_in, put_in_envelope, wait_until_served
+from tests.integration.shop import named
+from tests.integration.worker import Worker
+
+#: What every reason names.
+SETTING: Final = "rabbitdelay_distribution_allowed"
+
+
+@pytest.fixture
+def served(
+    make_shop: Callable[..., Any], configuration: dict[str, Any], connection: Connection
+) -> Iterator[Any]:
+    """An application whose worker serves the modules with all settings as they are by default."""
+    shop = make_shop()
+    with Worker(configuration, [named(shop, "default")]) as worker:
+        wait_until_served(worker)
+        shop.worker = worker
+        yield shop
+
+
+@pytest.fixture
+def stranger(private_rabbitmq: RabbitMQServer, served: Any) -> Iterator[Connection]:
+    """A user who may write to the exchanges of the levels, as every producer, and nothing else."""
+    prefix = served.rabbitdelay.topology.prefix
+    private_rabbitmq.ctl("add_user", prefix, "secret")
+    private_rabbitmq.ctl("set_permissions", prefix, "^$", rf"^{prefix}\.", "^$")
+    url = served.conf.broker_url.replace("guest:guest", f"{prefix}:secret")
+    with Connection(url, userid=prefix, password="secret") as connection:
+        yield connection
+    private_rabbitmq.ctl("delete_user", prefix)
+
+
+@pytest.fixture
+def secret(connection: Connection, make_queue: Callable[..., Queue]) -> Queue:
+    """A queue of somebody else, which nobody has bound to the levels."""
+    queue = make_queue("secret")
+    queue(connection.default_channel).declare()
+    return queue
+
+
+def forge(
+    stranger: Connection, shop: Any, told: dict[str, Any], to: str = DISTRIBUTION, **options: Any
+) -> None:
+    """Publish a message into the levels that is due now."""
+    exchange, routing_key, _ = shop.rabbitdelay.topology.route(0, to)
+    channel: Any = stranger.default_channel
+    channel.confirm_select()
+    stranger.Producer().publish(
+        options.pop("body", "forged"),
+        exchange=exchange,
+        routing_key=routing_key,
+        headers={headers.DUE: 5, **told},
+        **options,
+    )
+
+
+def to(exchange: str, routing_key: str, **more: Any) -> dict[str, Any]:
+    return {headers.EXCHANGE: exchange, headers.ROUTING_KEY: routing_key, **more}
+
+
+def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Arrival]:
+    return take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], number, 20)
+
+
+def reason(arrival: Arrival) -> str:
+    return str(arrival.message.headers[module_headers.REASON])
+
+
+def test_a_forged_message_for_a_queue_of_somebody_else_is_undeliverable_at_once(
+    served: Any, stranger: Connection, connection: Connection, secret: Queue
+) -> None:
+    forge(stranger, served, to("", secret.name))
+    forge(stranger, served, to("", named(served, "default"), **{headers.QUEUE: secret.name}))
+    found = undeliverable(connection, served, 2)
+    for arrival in found:
+        assert f"may not reach the queue '{secret.name}'" in reason(arrival)
+        assert SETTING in reason(arrival)
+    assert count(connection, secret.name) == 0
+
+
+def test_a_forged_shutdown_does_not_reach_the_worker(
+    served: Any, stranger: Connection, connection: Connection
+) -> None:
+    command: dict[str, Any] = {"method": "shutdown", "arguments": {}, "destination": None}
+    exchange = served.control.mailbox.exchange.name
+    for destination in (to(exchange, ""), to("", f"{served.worker.name}.{exchange}")):
+        forge(stranger, served, destination, body=command, serializer="json")
+    for arrival in undeliverable(connection, served, 2):
+        assert "celery.pidbox'" in reason(arrival)
+        assert SETTING in reason(arrival)
+    assert served.tasks["look"].apply_async(delay=0.3).get(timeout=60)
+    assert served.worker.running
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        "reply.celery.pidbox",
+        "celeryev",
+        "amq.topic",
+        "{prefix}.delivery",
+        "{prefix}.checkin",
+        "{prefix}.meditation",
+        "{prefix}.meditated",
+        "{prefix}.unrouted",
+        "{prefix}.seconds.x1",
+    ],
+)
+def test_exchanges_of_celery_the_broker_and_the_levels_are_never_reached(
+    served: Any, stranger: Connection, connection: Connection, exchange: str, prefix: str
+) -> None:
+    name = exchange.format(prefix=prefix)
+    forge(stranger, served, to(name, "anything"))
+    (arrival,) = undeliverable(connection, served)
+    assert f"may not reach the exchange '{name}'" in reason(arrival)
+
+
+@pytest.mark.parametrize("header", ["CC", "BCC"])
+def test_further_routing_keys_are_refused_even_before_the_message_is_due(
+    served: Any, stranger: Connection, connection: Connection, secret: Queue, header: str
+) -> None:
+    own = to("", named(served, "default"))
+    forge(stranger, served, {**own, header: [secret.name]})
+    # Without the check, each return into the levels would make another copy, for ever.
+    again = served.rabbitdelay.topology.route(0, DISTRIBUTION).routing_key
+    ahead = int(time.time() * 1000) + 600_000
+    forge(stranger, served, {**own, header: [again], headers.DUE: ahead})
+    # RabbitMQ removes BCC when a message is published, but not from a message in an envelope.
+    put_in_envelope(connection, served, [Item(b"x", {header: [secret.name]})], **own)
+    expected = 3 if header == "CC" else 1
+    for arrival in undeliverable(connection, served, expected):
+        assert f"it has the header {header}" in reason(arrival)
+    assert count(connection, secret.name) == 0
+
+
+def test_one_forbidden_message_in_an_envelope_keeps_all_of_them_from_being_published(
+    served: Any, connection: Connection, make_queue: Callable[..., Queue]
+) -> None:
+    queue = make_queue("plain", Exchange(f"{named(served, 'x')}-plain", type="fanout"))
+    queue(connection.default_channel).declare()
+    fine, forbidden = Item(b"fine"), Item(b"x", to("celery.pidbox", ""))
+    told = to(queue.exchange.name, "any")
+    put_in_envelope(connection, served, [fine, forbidden, fine], **told)
+    (arrival,) = undeliverable(connection, served)
+    assert "may not reach the exchange 'celery.pidbox'" in reason(arrival)
+    put_in_envelope(connection, served, [fine, fine], **told)
+    assert len(take(connection, [queue], 2)) == 2
+    assert count(connection, queue.name) == 0
+
+
+def test_a_message_that_finds_no_queue_does_not_reach_one_that_is_not_bound(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    secret: Queue,
+) -> None:
+    soon = {"rabbitdelay_redelivery": 3}
+    shop = make_shop(**soon)
+    with Worker({**configuration, **soon}, [named(shop, "default")]) as worker:
+        wait_until_served(worker)
+        forge(connection, shop, {}, secret.name)
+        (arrival,) = undeliverable(connection, shop)
+    assert f"no queue '{secret.name}' is bound to {shop.rabbitdelay.topology.delivery.name}" in (
+        reason(arrival)
+    )
+    assert "attempts since" in reason(arrival)
+    assert count(connection, secret.name) == 0
+
+
+def test_a_message_that_finds_no_queue_comes_when_the_queue_is_bound_again(
+    served: Any, connection: Connection, publisher: Publisher, make_queue: Callable[..., Queue]
+) -> None:
+    """Of a queue that the worker's application does not know."""
+    gone, topology = make_queue("gone"), served.rabbitdelay.topology
+    producer = DelayedProducer(publisher, topology, modules=MODULES)
+    producer.publish_delayed("first", Destination(gone, "", gone.name), 2)
+    gone(connection.default_channel).delete()
+    wait_for(lambda: "does not take a message" in served.worker.log, "the first attempt")
+    # Another producer, which declares and binds the queue.
+    with connection.clone() as other:
+        producer = DelayedProducer(Publisher(other), topology, modules=MODULES)
+        producer.publish_delayed("second", Destination(gone, "", gone.name), 0.1)
+    arrivals = take(connection, [gone], 2)
+    assert {arrival.body for arrival in arrivals} == {"first", "second"}
+
+
+def test_a_queue_that_only_its_producer_knows_gets_what_goes_through_distribution(
+    served: Any, connection: Connection, prefix: str
+) -> None:
+    """Envelopes, high priorities, and messages for a queue that may refuse them."""
+    name = f"{prefix}-own"
+    shop = served
+    notes = [{"args": (number,), "delay": 0.5} for number in range(20)]
+    assert shop.rabbitdelay.send_many("look", notes, queue=name).envelopes
+    shop.send_task("look", args=(20,), queue=name, priority=9, delay=0.5)
+    try:
+        arrivals = take(connection, [Queue(name)], 21)
+    finally:
+        shop.amqp.queues.get(name)(connection.default_channel).delete()
+    assert sorted(arrival.body[0][0] for arrival in arrivals) == list(range(21))
+    high = next(each for each in arrivals if each.body[0][0] == 20)
+    assert high.message.properties["priority"] == 9
+    for arrival in arrivals:
+        told = {each for each in arrival.message.headers if each.startswith("rabbitdelay-")}
+        assert headers.DUE in told
+        assert not {module_headers.ATTEMPTS, module_headers.REASON} & told
+
+
+def test_a_list_is_all_that_distribution_reaches(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+) -> None:
+    strict = {SETTING: ["news-*"], "rabbitdelay_checkin_allowed": ["*"]}
+    shop = make_shop(**strict)
+    news = Queue("news-1", Exchange("news-2", type="fanout"), auto_delete=True)
+    news(connection.default_channel).declare()
+    with Worker({**configuration, **strict}, [named(shop, "default")]) as worker:
+        wait_until_served(worker)
+        for exchange, key in (("", "news-1"), ("news-2", "any")):
+            forge(connection, shop, to(exchange, key))
+        assert len(take(connection, [news], 2)) == 2
+        own, prefix = named(shop, "default"), shop.rabbitdelay.topology.prefix
+        refused = [("", own), (f"{prefix}.topic", "x"), ("news-3.pidbox", "")]
+        for exchange, key in refused:
+            forge(connection, shop, to(exchange, key))
+        # Of all names, check-in reaches none of Celery's.
+        check_in(connection, shop, "celery.pidbox")
+        reasons = [reason(each) for each in undeliverable(connection, shop, 4)]
+    for name in (own, f"{prefix}.topic", "news-3.pidbox"):
+        assert any("distribution may not reach the" in each and name in each for each in reasons)
+    assert any("check-in may not reach the queue 'celery.pidbox'" in each for each in reasons)
+
+
+@pytest.mark.parametrize("claimed", [("", "{secret}"), ("celery.pidbox", "")])
+def test_a_retry_goes_only_where_distribution_may_go(
+    served: Any, connection: Connection, secret: Queue, claimed: tuple[str, str]
+) -> None:
+    """Whatever a message for a queue of the application claims about where it came from."""
+    exchange, routing_key = (each.format(secret=secret.name) for each in claimed)
+    queue = named(served, "default")
+    result = served.tasks["retry"].apply_async(([], 1, {"countdown": 0.2}), delay=600)
+    waiting = served.rabbitdelay.topology.queues
+    (taken,) = take(connection, [each for each in waiting if count(connection, each.name)], 1)
+    told = {**taken.message.headers, **to(exchange, routing_key), headers.DUE: 5}
+    assert told[headers.QUEUE] == queue
+    properties = {name: taken.message.properties[name] for name in ("correlation_id", "reply_to")}
+    forge(connection, served, told, queue, body=taken.body, serializer="json", **properties)
+    first, second = result.get(timeout=60)
+    assert (first["exchange"], first["routing_key"]) == ("", queue)
+    assert (second["exchange"], second["routing_key"]) == ("", queue)
+    assert count(connection, secret.name) == 0
+    assert "claims the origin" in served.worker.log

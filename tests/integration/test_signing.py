@@ -1,0 +1,198 @@
+"""Signed tasks on every path through the levels, with real workers; nothing unsigned is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import celery
+import pytest
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay.kombu import SigningKeys
+from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.operations.redrive import redrive
+from celery_rabbitdelay.operations.redrive_destinations import redriving_for
+from celery_rabbitdelay.publishing.signature import NOT_SIGNED
+from tests.integration.arrivals import Arrival, count, take, wait_until_waiting
+from tests.integration.modules import OPEN, check_in, put_in_envelope, wait_until_served
+from tests.integration.notes import Notes
+from tests.integration.shop import named
+from tests.integration.worker import Worker, run_celery
+
+OLD, NEW, FOREIGN = (letter * 32 for letter in "onf")
+SIGNING: Final = {**OPEN, "rabbitdelay_signing_key": NEW}
+
+
+@pytest.fixture
+def signing(make_shop: Callable[..., Any], configuration: dict[str, Any]) -> Iterator[Any]:
+    """An application with a key, and a worker that serves all of its queues and the modules."""
+    shop = make_shop(**SIGNING)
+    with Worker({**configuration, **SIGNING}) as worker:
+        wait_until_served(worker)
+        shop.worker = worker
+        yield shop
+
+
+@pytest.fixture
+def notes(signing: Any) -> Iterator[Notes]:
+    notes = Notes(signing)
+    yield notes
+    notes.forget()
+
+
+def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Arrival]:
+    return take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], number, 20)
+
+
+def publish(connection: Connection, shop: Any, told: dict[str, Any], **properties: Any) -> None:
+    exchange, routing_key, _ = shop.rabbitdelay.topology.route(0, DISTRIBUTION)
+    connection.Producer().publish(
+        "x", exchange=exchange, routing_key=routing_key, headers=told, **properties
+    )
+
+
+def test_signed_tasks_of_every_kind_run(signing: Any, notes: Notes, connection: Connection) -> None:
+    """Straight, of a high priority, for exchanges, in envelopes, and far ones that meditate."""
+    delays, key = signing.rabbitdelay, {"key": notes.key}
+    options: list[dict[str, Any]] = [
+        {},
+        {"priority": 9},
+        {"exchange": named(signing, "topic"), "routing_key": "topic.daily.reports"},
+        {"exchange": named(signing, "fanout")},
+    ]
+    for number, each in enumerate(options):
+        signing.send_task("note", (number,), key, delay=0.5, **each)
+        rows = [notes.row(10 * number + 4 + row, delay=0.5) for row in range(2)]
+        assert delays.send_many("note", rows, envelopes=False, **each).messages == 2
+        soon = datetime.now(UTC) + timedelta(seconds=1)
+        rows = [notes.row(10 * number + 6 + row, eta=soon) for row in range(2)]
+        assert delays.send_many("note", rows, envelopes=True, **each).envelopes == 1
+    notes.wait(20)
+    assert sorted(notes()) == sorted(
+        [*range(4), *(10 * number + each for number in range(4) for each in (4, 5, 6, 7))]
+    )
+    # Whatever it came through, no task sees a signature.
+    assert not [note for note in notes.found() if headers.SIGNATURE in note["headers"]]
+    undeliverable_queue = delays.topology.module_queues.undeliverable.name
+    assert count(connection, undeliverable_queue) == 0
+
+
+def test_a_retry_returns_to_its_exchange_and_is_signed_again(signing: Any) -> None:
+    options = {"exchange": named(signing, "topic"), "routing_key": "topic.daily.reports"}
+    for priority in (0, 9):
+        task = signing.tasks["retry"]
+        result = task.apply_async(
+            ([], 2, {"countdown": 0.2}), delay=0.2, priority=priority, **options
+        )
+        seen = result.get(timeout=60)
+        assert [each["exchange"] for each in seen] == [options["exchange"]] * 3
+
+
+def test_a_task_that_a_worker_puts_back_is_signed_again(signing: Any, notes: Notes) -> None:
+    """One with an eta, of plain Celery, and of a priority that only distribution restores."""
+    plain = celery.Celery("plain", broker=signing.conf.broker_url, set_as_current=False)
+    plain.conf.task_default_queue = named(signing, "default")
+    due = datetime.now(UTC) + timedelta(seconds=3)
+    queue = Queue(named(signing, "default"), no_declare=True)
+    options: dict[str, Any] = {"eta": due, "priority": 9, "queue": queue}
+    plain.send_task("note", (1,), {"key": notes.key}, **options)
+    plain.close()
+    (note,) = notes.wait(1)
+    assert note["at"] >= due.timestamp()
+    assert (note["priority"], note["exchange"]) == (9, "")
+
+
+def test_what_is_not_signed_by_this_key_is_undeliverable(
+    signing: Any, connection: Connection, make_queue: Callable[..., Queue]
+) -> None:
+    queue = make_queue("plain", Exchange(f"{named(signing, 'plain')}", type="fanout"))
+    queue(connection.default_channel).declare()
+    told = {headers.DUE: 5, headers.EXCHANGE: queue.exchange.name, headers.ROUTING_KEY: "a"}
+    for keys in (None, SigningKeys(FOREIGN), SigningKeys(NEW)):
+        signature = None if keys is None else keys.signature(told, {"correlation_id": "1"}, b"")
+        signed = {} if signature is None else {headers.SIGNATURE: signature}
+        publish(connection, signing, {**told, **signed}, correlation_id="1")
+        # The same signature is of no use for anything else.
+        publish(connection, signing, {**told, **signed, headers.DUE: 6}, correlation_id="1")
+    put_in_envelope(connection, signing, [], **told)
+    found = undeliverable(connection, signing, 6)
+    assert {each.message.headers[module_headers.REASON] for each in found} == {NOT_SIGNED}
+    assert len(take(connection, [queue], 1)) == 1
+    assert count(connection, queue.name) == 0
+
+
+def test_check_in_signs_for_its_clients(
+    signing: Any, connection: Connection, target: Queue
+) -> None:
+    check_in(connection, signing, target.name, headers={"x-delay": 300, "mine": 1})
+    (arrival,) = take(connection, [target], 1)
+    assert set(arrival.message.headers) == {headers.DUE, "mine"}
+
+
+def test_what_is_refused_for_long_is_signed_and_can_be_redriven(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+) -> None:
+    soon = {**SIGNING, "rabbitdelay_redelivery": 2, "rabbitdelay_may_refuse": ["test-*"]}
+    shop = make_shop(**soon)
+    topology = shop.rabbitdelay.topology
+    arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}
+    full = make_queue("full", queue_arguments=arguments)
+    shop.amqp.queues.add(full)
+    with Worker({**configuration, **soon}, [named(shop, "default")]) as worker:
+        wait_until_served(worker)
+        for _ in range(2):
+            shop.send_task("look", queue=full.name, delay=0.2)
+        wait_until_waiting(connection, topology.module_queues.undeliverable.name, 2)
+        publish(connection, shop, {headers.EXCHANGE: "", headers.ROUTING_KEY: full.name})
+        wait_until_waiting(connection, topology.module_queues.undeliverable.name, 3)
+        full(connection.default_channel).delete()
+        report = redrive(connection, topology, redriving_for(shop, allow=[full.name]))
+        assert (report.removed, report.left) == (2, {NOT_SIGNED: 1})
+        vouched = redriving_for(shop, allow=[full.name], vouches=True)
+        assert redrive(connection, topology, vouched).removed == 1
+        make_queue("full")(connection.default_channel).declare()
+        assert len(take(connection, [full], 3)) == 3
+
+
+def test_keys_are_rotated_while_tasks_wait(
+    make_shop: Callable[..., Any], configuration: dict[str, Any], connection: Connection
+) -> None:
+    rows = [{"args": (number,), "delay": 8} for number in range(5)]
+    shops = {}
+    for name, keys in (("old", OLD), ("both", [NEW, OLD]), ("foreign", FOREIGN)):
+        shops[name] = make_shop(rabbitdelay_signing_key=keys)
+        shops[name].rabbitdelay.send_many("look", rows, queue=named(shops[name], "mirror"))
+    shop = shops["both"]
+    both = {**configuration, "rabbitdelay_signing_key": [NEW, OLD]}
+    with Worker(both, [named(shop, "default")]) as worker:
+        wait_until_served(worker)
+        arrivals = take(connection, [Queue(named(shop, "mirror"))], 10)
+        assert len(arrivals) == 10
+        (refused,) = undeliverable(connection, shop)
+    assert refused.message.headers[module_headers.REASON] == NOT_SIGNED
+    for log in (worker.log,):
+        assert not [key for key in (OLD, NEW, FOREIGN) if key in log]
+
+
+def test_the_commands_show_no_key(
+    make_shop: Callable[..., Any], configuration: dict[str, Any]
+) -> None:
+    settings = {**configuration, "rabbitdelay_signing_key": NEW}
+    shop = make_shop(**settings)
+    with Worker(settings, [named(shop, "default")]) as worker:
+        wait_until_served(worker)
+        for command in ("rabbitdelay status --json", "report", "inspect conf"):
+            told = run_celery(settings, command)
+            assert told.returncode == 0, told.stderr
+            assert NEW not in told.stdout + told.stderr
+        assert NEW not in worker.log
+    wrong = run_celery({**settings, "rabbitdelay_signing_key": "short-key"}, "rabbitdelay status")
+    assert wrong.returncode != 0
+    assert "short-key" not in wrong.stdout + wrong.stderr

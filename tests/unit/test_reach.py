@@ -1,0 +1,184 @@
+"""Where distribution may publish, by an application's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import amqp
+import pytest
+from hypothesis import given
+from kombu import Exchange, Queue
+from kombu.common import Broadcast
+
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.generation import GENERATIONS
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
+from celery_rabbitdelay.modules.distribution import Distribution
+from celery_rabbitdelay.modules.redelivery import Redelivery
+from tests.unit.strategies import destinations
+
+TOPOLOGY = Topology()
+KNOWN = Reach(AllowedDestinations(queues=frozenset({"known"}), never_patterns=("*.pidbox",)))
+distributed = Distribution(TOPOLOGY, reach=KNOWN).receive
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    app = Celery("shop", broker="amqp://", set_as_current=False)
+    yield app
+    app.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*The 'queue' task attribute is deprecated:Warning")
+def test_the_queues_that_the_configuration_names_are_known(app: Celery) -> None:
+    app.conf.update(
+        task_queues=[Queue("letters", Exchange("office"), "a")],
+        task_routes=[("look", {"queue": "from-a-pair"}), {"note": "by-name"}],
+        rabbitdelay_checkin_allowed=["open.*"],
+        task_default_queue="usual",
+    )
+
+    @app.task(queue="of-a-task", shared=False)
+    def remind() -> None: ...
+
+    app.amqp.queues.select_add(Queue("consumed"))
+    reach = distribution_reach(app)
+    app.amqp.queues["later"]
+    for queue in ("letters", "from-a-pair", "by-name", "usual", "of-a-task", "open.1", "consumed"):
+        assert reach.names("", queue), queue
+    # By its binding to the levels alone.
+    assert not reach.names("", "later")
+    for exchange in ("office", "of-another-application", "open.1"):
+        assert reach.names(exchange, "any"), exchange
+
+
+def test_an_early_task_of_a_broadcast_returns_to_the_queue_of_its_worker(app: Celery) -> None:
+    app.conf.task_queues = [Broadcast("news"), Broadcast("more", queue="more", unique=True)]
+    reach = distribution_reach(app)
+    for other in (Broadcast("news"), Broadcast("more", queue="more", unique=True)):
+        assert reach.names("", other.name)
+    assert not reach.names("", "bcast.secret")
+
+
+@pytest.mark.parametrize("patterns", [None, ["*"]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("amq.topic", "amq.rabbitmq.trace", "celery.pidbox", "reply.celery.pidbox"),
+        *("other.pidbox", "worker@host.other.pidbox", "1234.reply.other.pidbox"),
+        *("celeryev", "celeryev.1234", "events", "events.1234", "results"),
+        *("levels.delivery", "levels.checkin", "levels.meditation", "levels.meditated"),
+        *("levels.unrouted", "levels.undeliverable", "levels.distribution", "levels.layout"),
+        *("levels.hours.x1", "levels.hours.7"),
+    ],
+)
+def test_celery_s_names_those_of_the_broker_and_of_the_levels_are_never_reached(
+    app: Celery, patterns: Any, name: str
+) -> None:
+    app.conf.update(
+        rabbitdelay_prefix="levels",
+        rabbitdelay_distribution_allowed=patterns,
+        rabbitdelay_checkin_allowed=["*"],
+        control_exchange="other",
+        event_exchange="events",
+        event_queue_prefix="events",
+        result_exchange="results",
+    )
+    reach, checkin = distribution_reach(app), checkin_destinations(app)
+    for exchange, routing_key in ((name, "any"), ("", name)):
+        with pytest.raises(UnprocessableMessage, match="rabbitdelay_distribution_allowed"):
+            reach.names(exchange, routing_key)
+        assert not checkin.includes(exchange, routing_key)
+
+
+def test_the_names_are_those_of_the_control_of_this_celery(app: Celery) -> None:
+    app.conf.control_exchange = "other"
+    control: Any = app.control
+    reach, mailbox = distribution_reach(app), control.mailbox
+    for exchange in (mailbox.exchange, mailbox.reply_exchange, app.events.Receiver(None).exchange):
+        with pytest.raises(UnprocessableMessage):
+            reach.names(exchange.name, "")
+    for queue in (
+        mailbox.reply_queue,
+        mailbox.Node("worker@host").mailbox.get_queue("worker@host"),
+    ):
+        with pytest.raises(UnprocessableMessage):
+            reach.names("", queue.name)
+
+
+def test_a_list_is_all_that_is_reached(app: Celery) -> None:
+    app.conf.update(task_queues=[Queue("letters")], rabbitdelay_distribution_allowed=["news?"])
+    reach = distribution_reach(app)
+    assert reach.names("", "news1")
+    assert reach.names("news2", "any")
+    for exchange, key in (("", "letters"), ("office", "a"), ("", "")):
+        with pytest.raises(UnprocessableMessage):
+            reach.names(exchange, key)
+
+
+def waiting(exchange: str, routing_key: str, **more: Any) -> amqp.Message:
+    told = {header_names.EXCHANGE: exchange, header_names.ROUTING_KEY: routing_key, **more}
+    return amqp.Message(b"x", application_headers=told)
+
+
+def unrouted(key: str, **told: Any) -> amqp.Message:
+    message = amqp.Message(b"x", application_headers=told)
+    message.delivery_info = {"exchange": TOPOLOGY.delivery.name, "routing_key": key}
+    return message
+
+
+@given(destinations.filter(lambda name: name != "known" and not name.endswith(".pidbox")))
+def test_another_queue_is_reached_by_its_binding_and_no_message_goes_round_for_ever(
+    queue: str,
+) -> None:
+    (outgoing,) = distributed(waiting("", queue, **{header_names.QUEUE: queue}))
+    exchange, key = outgoing.address
+    assert exchange == TOPOLOGY.delivery.name
+    pattern, words = TOPOLOGY.keys.destination_pattern(queue).split("."), key.split(".")
+    assert len(pattern) == len(words)
+    assert all(part in ("*", word) for part, word in zip(pattern, words, strict=True))
+    assert pattern[-1] != TOPOLOGY.keys.destination_pattern(DISTRIBUTION).split(".")[-1]
+    # If nothing is bound there, it comes back by the alternate exchange.
+    (back,) = distributed(unrouted(key, **{header_names.QUEUE: queue}))
+    assert back.exchange == TOPOLOGY.module_queues.undeliverable.exchange.name
+    headers = back.message.properties["application_headers"]
+    assert "rabbitdelay_distribution_allowed" in headers[module_headers.REASON]
+    assert headers[header_names.ROUTING_KEY] == queue
+
+
+def test_a_message_of_a_former_generation_is_reached_by_a_binding_of_that_generation() -> None:
+    present = Topology(generation=GENERATIONS[max(GENERATIONS)])
+    (former, *_) = present.former
+    message = waiting("", "other")
+    message.delivery_info = {"exchange": former.delivery.name, "routing_key": ""}
+    (outgoing,) = Distribution(present, reach=KNOWN).receive(message)
+    assert outgoing.address[0] == former.delivery.name != present.delivery.name
+
+
+def test_a_known_queue_is_reached_by_name() -> None:
+    (outgoing,) = distributed(waiting("", "known"))
+    assert outgoing.address == ("", "known")
+    (found,) = distributed(unrouted(TOPOLOGY.route(5, "known").routing_key))
+    assert (found.address, found.trouble) == (("", "known"), None)
+
+
+def test_a_message_that_finds_no_queue_leaves_the_levels_for_it_again() -> None:
+    key = TOPOLOGY.route(5, "other").routing_key
+    (outgoing,) = distributed(unrouted(key))
+    assert outgoing.trouble == "no queue 'other' is bound to rabbitdelay.delivery"
+    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, {}, outgoing.trouble)
+    assert later.routing_key.endswith(".other")
+
+
+@pytest.mark.parametrize("exchange", ["", "celery.pidbox"])
+def test_a_forged_queue_does_not_make_a_destination_allowed(exchange: str) -> None:
+    message = waiting(exchange, "known", **{header_names.QUEUE: "x.celery.pidbox"})
+    with pytest.raises(UnprocessableMessage, match=r"the queue 'x\.celery\.pidbox'"):
+        list(distributed(message))

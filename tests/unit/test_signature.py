@@ -1,0 +1,310 @@
+"""What a signature covers, and that a key shows nowhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import amqp
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import (
+    InvalidSetting,
+    InvalidSigningKey,
+    UnprocessableMessage,
+)
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.layout import custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.modules.distribution import Distribution
+from celery_rabbitdelay.modules.early import EarlyMessages
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.operations.migration import Migration
+from celery_rabbitdelay.publishing.message import headers_of
+from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
+from celery_rabbitdelay.publishing.wire import Content
+
+KEY = "k" * MIN_KEY_BYTES
+OTHER = "o" * MIN_KEY_BYTES
+KEYS = SigningKeys(KEY)
+TOPOLOGY = Topology()
+DUE = 1_700_000_000_000
+
+texts = st.text(max_size=12)
+
+#: A message with everything that is signed, and something that is not.
+messages = st.fixed_dictionaries(
+    {
+        header_names.EXCHANGE: texts,
+        header_names.ROUTING_KEY: texts,
+        header_names.QUEUE: st.none() | texts,
+        header_names.DUE: st.none() | st.integers(0, 2**62),
+        header_names.PRIORITY: st.none() | st.integers(5, 255),
+        header_names.EXPIRATION: st.none() | texts,
+        "early-exchange": st.none() | texts,
+        "early-routing-key": st.none() | texts,
+        "correlation_id": st.none() | texts,
+        "message_id": st.none() | texts,
+        "content_type": st.sampled_from(["application/json", CONTENT_TYPE]),
+        "body": st.binary(max_size=20),
+    }
+)
+#: The signature of a message with this key.
+RECORDED = "1:79c629a2b9606b8ef21cf43b8c5486a05b1c2815664804ee9c823fc52350b0db"
+
+PROPERTIES = ("correlation_id", "message_id", "content_type")
+
+
+def made(fields: dict[str, Any], **unsigned: Any) -> amqp.Message:
+    headers = {
+        name: value
+        for name, value in fields.items()
+        if name.startswith(header_names.OWN_PREFIX) and value is not None
+    }
+    early = {"exchange": fields["early-exchange"], "routing-key": fields["early-routing-key"]}
+    early = {name: value for name, value in early.items() if value is not None}
+    if early:
+        headers[header_names.EARLY] = {**early, "times": unsigned.pop("times", 1)}
+    properties = {name: fields[name] for name in PROPERTIES if fields[name] is not None}
+    return amqp.Message(fields["body"], application_headers={**headers, **unsigned}, **properties)
+
+
+def with_signature_of(message: amqp.Message, signed: amqp.Message) -> amqp.Message:
+    name = header_names.SIGNATURE
+    message.properties["application_headers"][name] = headers_of(signed)[name]
+    return message
+
+
+@given(messages, st.data())
+def test_a_signature_does_not_verify_once_anything_that_it_covers_has_changed(
+    fields: dict[str, Any], data: st.DataObject
+) -> None:
+    signed = made(fields)
+    KEYS.sign(signed)
+    assert KEYS.verify(signed)
+    names = sorted(fields)
+    if fields["content_type"] != CONTENT_TYPE:
+        names.remove("body")
+    changed_name = data.draw(st.sampled_from(names))
+    changed = {**fields, changed_name: data.draw(messages)[changed_name]}
+    assume(changed != fields)
+    assert not KEYS.verify(with_signature_of(made(changed), signed))
+
+
+@given(messages)
+def test_messages_of_a_template_have_the_same_signature_as_each_by_itself(
+    fields: dict[str, Any],
+) -> None:
+    message = made(fields)
+    headers, properties = headers_of(message), message.properties
+    shared = {name: each for name, each in headers.items() if name != header_names.DUE}
+    sign = KEYS.signer(shared, {**properties, "correlation_id": None})
+    assert sign is not None
+    signature = sign(7, fields["correlation_id"], fields["body"])
+    headers = {**shared, header_names.DUE: 7}
+    assert signature == KEYS.signature(headers, properties, fields["body"])
+
+
+@given(messages, messages)
+def test_two_messages_share_a_signature_only_if_they_say_the_same(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    said = [
+        {k: v for k, v in each.items() if k != "body" or each["content_type"] == CONTENT_TYPE}
+        for each in (one, other)
+    ]
+    assume(said[0] != said[1])
+    signed = made(one)
+    KEYS.sign(signed)
+    assert not KEYS.verify(with_signature_of(made(other), signed))
+
+
+@given(messages, st.integers(2, 9))
+def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], times: int) -> None:
+    signed = made(fields)
+    KEYS.sign(signed)
+    later = made(fields, times=times, **{module_headers.ATTEMPTS: 3, "x-death": [], "mine": 1})
+    assert KEYS.verify(with_signature_of(later, signed))
+    assert KEYS.verify(Content.of(signed).message())
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                *(header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE),
+                *(header_names.DUE, header_names.PRIORITY, header_names.EXPIRATION),
+                *(header_names.EARLY, header_names.SIGNATURE),
+            ]
+        ),
+        st.none() | st.booleans() | st.floats() | texts | st.lists(texts) | st.binary(),
+    )
+)
+def test_whatever_a_stranger_writes_verifies_nothing_and_raises_nothing(
+    headers: dict[str, Any],
+) -> None:
+    assert not KEYS.verifies(headers, {"correlation_id": 5}, b"")
+    message = amqp.Message(b"", application_headers=headers)
+    assert not KEYS.verify(message)
+    # A module signs what it lets in; it leaves unsigned what could not be verified again.
+    KEYS.sign(message)
+    assert KEYS.verify(message) == (header_names.SIGNATURE in headers_of(message))
+
+
+def test_the_first_key_signs_and_all_verify() -> None:
+    old, new, both = SigningKeys(OTHER), KEYS, SigningKeys([KEY, OTHER])
+    messages_of = {}
+    for name, keys in (("old", old), ("both", both)):
+        messages_of[name] = amqp.Message(b"", application_headers={header_names.DUE: DUE})
+        keys.sign(messages_of[name])
+    assert both.verify(messages_of["old"])
+    assert not new.verify(messages_of["old"])
+    assert new.verify(messages_of["both"])
+    assert not old.verify(messages_of["both"])
+
+
+@pytest.mark.parametrize("keys", [[], "", "k" * (MIN_KEY_BYTES - 1), [KEY, "short"], [5]])
+def test_a_key_has_a_least_length(keys: Any) -> None:
+    with pytest.raises(InvalidSigningKey) as caught:
+        SigningKeys(keys)
+    assert "short" not in str(caught.value)
+    with pytest.raises(InvalidSetting, match="rabbitdelay_signing_key") as refused:
+        Settings(signing_key=keys)
+    assert "short" not in f"{refused.value!s}{refused.value!r}"
+    assert "at least 32 bytes" in str(refused.value)
+
+
+def test_a_key_shows_nowhere() -> None:
+    settings = Settings(signing_key=[KEY, OTHER])
+    for shown in (repr(settings), str(settings), repr(settings.signing_keys)):
+        assert KEY not in shown
+        assert OTHER not in shown
+    for key in ("rabbitdelay_signing_keys", "CELERY_RABBITDELAY_SIGNING_KEY"):
+        with pytest.raises(InvalidSetting) as caught:
+            Settings.of({key: KEY})
+        assert KEY not in f"{caught.value!s}{caught.value!r}"
+
+
+def delayed(*items: Item, sign: Any = True, **headers: Any) -> amqp.Message:
+    told = {
+        header_names.DUE: DUE,
+        header_names.EXCHANGE: "",
+        header_names.ROUTING_KEY: "letters",
+        **headers,
+    }
+    message = amqp.Message(b"body", application_headers=told, correlation_id="id")
+    if items:
+        body = Envelope(items).pack()
+        message = amqp.Message(body, application_headers=told, content_type=CONTENT_TYPE)
+    if sign:
+        KEYS.sign(message)
+    return message
+
+
+def distribution(**options: Any) -> Distribution:
+    return Distribution(TOPOLOGY, signing_keys=KEYS, **options)
+
+
+def test_distribution_opens_nothing_that_is_not_signed() -> None:
+    assert list(distribution().receive(delayed()))
+    assert list(distribution().receive(delayed(Item(b"x"))))
+    unsigned = delayed(sign=False)
+    unrouted = amqp.Message(b"x", application_headers={header_names.DUE: DUE})
+    unrouted.delivery_info = {"routing_key": TOPOLOGY.route(0, "letters").routing_key}
+    put_back: list[amqp.Message] = []
+    for message in (unsigned, delayed(Item(b"x"), sign=False), unrouted):
+        with pytest.raises(UnprocessableMessage, match=NOT_SIGNED):
+            list(distribution(put_back=put_back.append).receive(message))
+    # Not even before it is due.
+    assert put_back == []
+    assert list(distribution(is_signing_required=False).receive(unsigned))
+    assert list(Distribution(TOPOLOGY).receive(unsigned))
+
+
+def test_what_arrives_has_no_signature() -> None:
+    for message in (delayed(), delayed(Item(b"x"))):
+        (outgoing,) = distribution().receive(message)
+        assert outgoing.message.headers == {header_names.DUE: DUE}
+
+
+def test_a_task_for_one_queue_is_signed_for_its_worker() -> None:
+    (outgoing,) = distribution().receive(delayed(**{header_names.QUEUE: "letters"}))
+    assert KEYS.verify(outgoing.message)
+
+
+def test_what_waits_to_be_tried_again_is_signed_and_opened_again() -> None:
+    redelivery = Redelivery(TOPOLOGY, 60, signing_keys=KEYS)
+    for message in (delayed(), delayed(Item(b"x", {"id": "1"}))):
+        (outgoing,) = distribution().receive(message)
+        for _ in range(3):
+            later = redelivery.after_failure(outgoing, headers_of(message), "full")
+            message = later.message
+            (outgoing,) = distribution().receive(message)
+        assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
+
+
+def test_an_early_message_stays_signed() -> None:
+    early = EarlyMessages(TOPOLOGY, 1000, lambda: DUE - 60_000)
+    message = delayed()
+    for _ in range(2):
+        (outgoing,) = distribution(put_back=early.put_back).receive(message)
+        assert outgoing.reroute is not None
+        message = outgoing.message
+    assert list(distribution().receive(message))
+
+
+def test_check_in_signs_what_it_lets_in_and_drops_what_a_client_has_signed() -> None:
+    checkin = CheckIn(TOPOLOGY, lambda exchange, key: True, KEYS)
+    forged = {"x-delay": 60_000, header_names.SIGNATURE: "1:forged"}
+    message = amqp.Message(b"hello", application_headers=forged, expiration="5")
+    message.delivery_info = {"exchange": "rabbitdelay.checkin", "routing_key": "letters"}
+    (waiting,) = checkin.receive(message)
+    (outgoing,) = distribution().receive(waiting.message)
+    assert outgoing.message.properties["expiration"] == "5"
+
+
+def test_what_meditates_stays_signed() -> None:
+    checkin = CheckIn(Topology(layout=custom([("s", 8, 1)])), lambda exchange, key: True, KEYS)
+    message = delayed(**{header_names.DUE: 2**42})
+    message.delivery_info = {"exchange": "rabbitdelay.meditated", "routing_key": ""}
+    (waiting,) = checkin.receive(message)
+    assert KEYS.verify(waiting.message)
+
+
+@pytest.mark.parametrize("vouches", [False, True])
+@pytest.mark.parametrize("sign", [False, True])
+def test_a_migration_signs_what_was_signed_and_more_only_where_it_is_told_to(
+    sign: bool, vouches: bool
+) -> None:
+    source = Topology("old", queue_type="classic")
+    signing_with_new = SigningKeys([OTHER, KEY])
+    migration = Migration(source, TOPOLOGY, lambda name: None, signing_with_new, vouches)
+    message = delayed(sign=sign)
+    message.properties["priority"] = 9
+    message.delivery_info = {"routing_key": source.route(60, "").routing_key}
+    moved = migration.convert(message, "old.minutes.1").message
+    # It has another header now, for its priority.
+    assert headers_of(moved)[header_names.PRIORITY] == 9
+    assert SigningKeys(OTHER).verify(moved) == (sign or vouches)
+
+
+def test_old_messages_go_on_as_before_where_there_is_no_key() -> None:
+    (outgoing,) = Distribution(TOPOLOGY).receive(delayed(sign=False))
+    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, {}, "full")
+    assert header_names.SIGNATURE not in headers_of(later.message)
+
+
+def test_a_recorded_signature_verifies_in_every_version() -> None:
+    """Messages wait for years, so what is signed, and how, is fixed."""
+    told: dict[str, Any] = {
+        header_names.QUEUE: "letters",
+        header_names.PRIORITY: 9,
+        header_names.EXPIRATION: "60",
+    }
+    message = delayed(**told)
+    assert headers_of(message)[header_names.SIGNATURE] == RECORDED
