@@ -92,6 +92,12 @@ class Distribution:
         self._put_back = put_back
         self._look = look
         self._reach = reach
+        # A sender binds a queue in the generation of the levels that it sends into.
+        self._deliveries = {
+            exchange.name: each.delivery.name
+            for each in (topology, *topology.former)
+            for exchange in each.exchanges
+        }
         self._signing_keys = signing_keys
         self._is_signing_required = is_signing_required
         self._bounds = bounds
@@ -159,9 +165,11 @@ class Distribution:
         if self._signing_keys is not None and _names_origin(outgoing.message):
             # Its worker verifies where the task came from.
             self._signing_keys.sign(outgoing.message)
-        return self._reached(outgoing, is_unrouted=unrouted is not None)
+        return self._reached(outgoing, message, is_unrouted=unrouted is not None)
 
-    def _reached(self, outgoing: Outgoing, *, is_unrouted: bool = False) -> Outgoing:
+    def _reached(
+        self, outgoing: Outgoing, received: amqp.Message, *, is_unrouted: bool = False
+    ) -> Outgoing:
         """Return a message with how it reaches its destination.
 
         A queue that the application does not name is reached by its binding to the delivery
@@ -170,14 +178,19 @@ class Distribution:
         """
         if self._reach.names(outgoing.exchange, outgoing.routing_key):
             return outgoing
-        queue, delivery = outgoing.routing_key, self._topology.delivery.name
+        queue, delivery = outgoing.routing_key, self._delivery_of(received)
         if is_unrouted:
             return outgoing._replace(trouble=f"no queue {shortened(queue)} is bound to {delivery}")
         return outgoing._replace(through=(delivery, self._keys.key_without_digits(queue)))
 
+    def _delivery_of(self, message: amqp.Message) -> str:
+        """Return the name of the delivery exchange of the levels that a message comes from."""
+        info: Any = message.delivery_info
+        return self._deliveries.get((info or {}).get("exchange", ""), self._topology.delivery.name)
+
     def _returned(self, message: amqp.Message, queue: str) -> Outgoing:
         """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
-        delivery = self._topology.delivery.name
+        delivery = self._delivery_of(message)
         reason = not_allowed(
             f"{where_in_words('', queue)}, which the application does not name and which is not "
             f"bound to {delivery}"
@@ -251,7 +264,7 @@ class Distribution:
             inner = amqp.Message(item.body, **item.properties_with(envelope.properties))
             effective_headers = {**shared, **item.headers}
             inner_headers = {**envelope.headers, **item.headers, **own}
-            yield self._reached(_restored(inner, effective_headers, inner_headers))
+            yield self._reached(_restored(inner, effective_headers, inner_headers), message)
 
 
 def _names_origin(message: amqp.Message) -> bool:
