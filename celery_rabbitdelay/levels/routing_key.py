@@ -94,9 +94,10 @@ def encode_destination(name: str) -> str:
     if name == DISTRIBUTION:
         return "%distribution"
     word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
-    if len(word.encode()) <= MAX_DESTINATION_BYTES:
+    # A name that a stranger has written may hold half of a surrogate pair.
+    if len(word.encode("utf-8", "surrogatepass")) <= MAX_DESTINATION_BYTES:
         return word
-    return f"%~{hashlib.sha256(name.encode()).hexdigest()}"
+    return f"%~{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def decode_destination(word: str) -> str | None:

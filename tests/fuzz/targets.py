@@ -252,6 +252,7 @@ def _seeds() -> list[bytes]:
         _written(_message(x_death=[death], rabbitdelay_reason="why", rabbitdelay_redriven=1)),
         _written(_message(rabbitdelay_early={"times": 1, "exchange": "", "routing-key": "k"})),
         _written(bound, key),
+        _written(_message(rabbitdelay_exchange="", rabbitdelay_routing_key="\ud800"), key),
         _written(amqp.Message(b"x", priority=5, expiration="7", message_id="m", timestamp=5)),
         packed,
         blocks,

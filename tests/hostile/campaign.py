@@ -178,9 +178,10 @@ def _declare(connection: Connection, app: Any, topology: Topology) -> None:
     channel = connection.default_channel
     for queue in app.amqp.queues.values():
         declare_destination(connection, topology, queue)
-    for name in (FORBIDDEN, EXPIRED):
-        whole = f"{topology.prefix}.{name}"
-        Queue(whole, Exchange(whole, type="fanout"), channel=channel).declare()
+    # By default, distribution reaches any exchange, but no queue that the application lacks.
+    Queue(f"{topology.prefix}.{FORBIDDEN}", channel=channel).declare()
+    expired = f"{topology.prefix}.{EXPIRED}"
+    Queue(expired, Exchange(expired, type="fanout"), channel=channel).declare()
 
 
 def _own_queues(topology: Topology) -> dict[str, str]:
@@ -298,5 +299,4 @@ def _delete(broker_url: str, topology: Topology) -> None:
         channel: Any = connection.default_channel
         for name in NAMES:
             channel.queue_delete(f"{topology.prefix}.{name}")
-        for name in (FORBIDDEN, EXPIRED):
-            channel.exchange_delete(f"{topology.prefix}.{name}")
+        channel.exchange_delete(f"{topology.prefix}.{EXPIRED}")

@@ -27,8 +27,8 @@ __all__ = [
     "hostile_messages",
 ]
 
-#: The queue that check-in may reach, and nobody consumes; the queue of a Celery worker; a queue and
-#: an exchange that nothing may reach.
+#: The queue that check-in may reach, and nobody consumes; the queue of a Celery worker; a queue
+#: that nothing may reach.
 ALLOWED: Final = "allowed"
 TASKS: Final = "tasks"
 FORBIDDEN: Final = "forbidden"

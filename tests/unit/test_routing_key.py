@@ -109,3 +109,8 @@ def test_no_queue_shares_the_word_of_distribution() -> None:
     assert word == "%distribution"
     assert encode_destination(word) == "%25distribution"
     assert decode_destination("%25distribution") == word
+
+
+def test_half_of_a_surrogate_pair_in_a_queue_s_name_raises_nothing() -> None:
+    assert encode_destination("\ud800") == "\ud800"
+    assert encode_destination("\ud800" * 99).startswith("%~")
