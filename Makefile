@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz bench bench-sends bench-levels bench-lateness \
         bench-burst bench-pending bench-growth bench-memory bench-migration bench-metrics bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -69,6 +69,12 @@ chaos: $(VENV)/test.done  ## Every kind of trouble on clusters of RabbitMQ 4.3; 
 
 chaos-short: $(VENV)/test.done  ## Four of these, in ten minutes
 	$(BIN)/python -m tests.chaos short
+
+hostile: $(VENV)/test.done  ## 100,000 malformed, oversized and forged messages against one worker
+	$(BIN)/python -m tests.hostile
+
+fuzz: $(VENV)/test.done  ## A coverage-guided fuzzer of what anybody may have written (ten minutes)
+	nice -n 10 $(BIN)/python -m tests.fuzz --seconds 600
 
 bench-burst: $(VENV)/test.done  ## 20,000 tasks due at one instant, with envelopes and shards
 	$(BIN)/python -m tests.benchmarks.burst

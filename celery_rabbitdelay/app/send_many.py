@@ -220,8 +220,7 @@ class RowSender:
     def _checked(self, written: WrittenRows) -> WrittenRows:
         """Note that rows are due; who has written them has checked each."""
         due = written.due
-        if "check-in" not in self._settings.modules:
-            self._settings.topology.layout.check_capacity(due.delay_ms)
+        self._settings.check_delay(due)
         self._registration.join_job(due)
         return written
 
@@ -234,8 +233,7 @@ class RowSender:
 
     def _call(self, row: Row) -> Call:
         due = self._due_of(row)
-        if "check-in" not in self._settings.modules:
-            self._settings.topology.layout.check_capacity(due.delay_ms)
+        self._settings.check_delay(due)
         args, kwargs = row.args or (), row.kwargs or {}
         if not isinstance(args, list | tuple):
             raise InvalidRow(row, "takes a list or a tuple of arguments")

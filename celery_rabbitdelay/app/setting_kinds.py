@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any, Final, NamedTuple, TypeGuard, cast, get_args
 
 from celery_rabbitdelay.exceptions import InvalidSigningKey
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.publishing.shown_url import HIDDEN, without_password
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
@@ -16,6 +17,7 @@ __all__ = [
     "FLAG",
     "INTERFACE",
     "LAYOUT",
+    "LONG_SECONDS",
     "MAX_PORT",
     "NAMES",
     "NAME_PREFIX",
@@ -177,6 +179,15 @@ FLAG: Final = Kind("takes True or False", lambda value: isinstance(value, bool))
 NAMES: Final = Kind("takes a list of names in which * and ? may stand", is_list_of_words)
 
 SECONDS: Final = Kind("takes a positive number of seconds, at most 366 days", is_positive)
+
+LONG_SECONDS: Final = Kind(
+    f"takes a positive number of seconds, at most {MAX_DUE_MS // 1000}",
+    lambda value: (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 < value <= MAX_DUE_MS // 1000
+    ),
+)
 
 SECONDS_OR_ZERO: Final = Kind(
     "takes 0 or a positive number of seconds, at most 366 days", _is_pause

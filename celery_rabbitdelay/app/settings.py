@@ -13,6 +13,7 @@ from celery_rabbitdelay.app.setting_kinds import (
     FLAG,
     INTERFACE,
     LAYOUT,
+    LONG_SECONDS,
     MAX_PORT,
     NAME_PREFIX,
     NAMES,
@@ -29,14 +30,23 @@ from celery_rabbitdelay.app.setting_kinds import (
     whole_number,
 )
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
+from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology
-from celery_rabbitdelay.modules.consumer import MAX_PREFETCH
+from celery_rabbitdelay.modules.bounds import (
+    DEFAULT_MAX_DELAY,
+    DEFAULT_MAX_MESSAGE_BYTES,
+    Bounds,
+)
+from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.shown_url import HIDDEN
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = ["MODULES", "Settings", "checked_modules", "checked_port", "checked_seconds"]
+
+#: The largest message that any RabbitMQ takes (``max_message_size``).
+MAX_MESSAGE_BYTES: Final = 512 * 2**20
 
 #: With 32, the clock exceeds the 5,000 queues above which RabbitMQ's documentation advises caution.
 MAX_SHARDS: Final = 32
@@ -77,6 +87,8 @@ _KINDS: Final = {
     "distribution_allowed": optional(NAMES),
     "signing_key": optional(SIGNING_KEY),
     "signing_required": FLAG,
+    "max_message_bytes": whole_number(MAX_MESSAGE_BYTES),
+    "max_delay": LONG_SECONDS,
     "redelivery": SECONDS_OR_ZERO,
     "may_refuse": NAMES,
     "registry_url": optional(REDIS_URL),
@@ -131,6 +143,9 @@ class Settings:
         signing_key: The key with which destination and due time are signed, or a list of keys: the
             first one signs, and all verify. None: nothing is signed.
         signing_required: Whether, with a key, distribution refuses what has no valid signature.
+        max_message_bytes: The largest message, in bytes of its body, that check-in and distribution
+            take; also of the messages in an envelope. A larger one is undeliverable.
+        max_delay: The longest delay, in seconds. Producers and check-in refuse a longer one.
         redelivery: Seconds during which a due message that its destination does not take is tried
             again, with growing pauses. After that, or at once with 0, it is undeliverable.
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``. Their
@@ -172,6 +187,8 @@ class Settings:
     distribution_allowed: Sequence[str] | None = None
     signing_key: str | Sequence[str] | None = field(default=None, repr=False)
     signing_required: bool = True
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    max_delay: float = DEFAULT_MAX_DELAY
     redelivery: float = 86_400.0
     may_refuse: Sequence[str] = ()
     registry_url: str | None = None
@@ -265,7 +282,24 @@ class Settings:
             "modules": self.modules,
             "may_refuse": self.may_refuse,
             "signing_keys": self.signing_keys,
+            "max_delay": self.max_delay,
         }
+
+    @property
+    def bounds(self) -> Bounds:
+        """What a message may cost that a module takes."""
+        return Bounds(self.max_message_bytes, self.max_delay)
+
+    def check_delay(self, due: Due) -> None:
+        """Refuse a delay that is too long for what workers serve.
+
+        Raises:
+            DelayTooLong: It is above the layout's capacity, and ``modules`` lacks check-in.
+            InvalidDelay: It is longer than ``max_delay``.
+        """
+        if "check-in" not in self.modules:
+            self.topology.layout.check_capacity(due.delay_ms)
+        check_max_delay(due, self.max_delay)
 
 
 def checked_modules(value: Any) -> tuple[str, ...]:

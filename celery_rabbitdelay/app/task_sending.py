@@ -158,8 +158,7 @@ class TaskSending:
             # Before it is sent: the job has to outlive it.
             delays.registry.jobs.join(wanted.job, due.at_ms)
         copy = delays.registry.new_copy() if wanted.is_registered else ""
-        if "check-in" not in delays.settings.modules:
-            delays.topology.layout.check_capacity(due.delay_ms)
+        delays.settings.check_delay(due)
         timeout = self.options.get("confirm_timeout")
         if timeout is not None:
             timeout = checked_seconds("confirm_timeout", timeout)

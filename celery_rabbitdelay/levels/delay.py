@@ -17,6 +17,7 @@ __all__ = [
     "NS_PER_MS",
     "Delay",
     "Due",
+    "check_max_delay",
     "instant_of",
     "milliseconds",
     "milliseconds_of",
@@ -140,6 +141,20 @@ class Due(NamedTuple):
         if not self.is_instant and passed * NEGLIGIBLE_DIVISOR <= self.delay_ms:
             return self.delay_ms
         return remaining
+
+
+def check_max_delay(due: Due, max_delay: float) -> None:
+    """Refuse a delay that is longer than ``rabbitdelay_max_delay``, in seconds.
+
+    Raises:
+        InvalidDelay: It is longer.
+    """
+    if due.delay_ms > max_delay * 1000:
+        raise InvalidDelay(
+            due.delay_ms / 1000,
+            f"is longer than rabbitdelay_max_delay, {max_delay:,.0f} s: choose a shorter one, or "
+            "set a longer maximum for producers and workers",
+        )
 
 
 def instant_of(epoch_ms: int) -> datetime:

@@ -57,12 +57,25 @@ def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return headers without those that the broker and this package added.
 
     The user's own ``x-*`` stay. Nested headers, to which tracers copy the others, are stripped too.
+    A name that is not UTF-8 is given in bytes, by py-amqp.
     """
-    kept = {
+    stripped = inner = _kept(headers)
+    # Not by recursion: anybody may have nested them a thousand deep.
+    while isinstance(nested := inner.get(NESTED_HEADERS), Mapping):
+        inner[NESTED_HEADERS] = inner = _kept(nested)
+    return stripped
+
+
+def _kept(headers: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         name: value
         for name, value in headers.items()
-        if name not in BROKER_HEADERS and not name.startswith(OWN_PREFIX)
+        if name not in BROKER_HEADERS and not is_own(name)
     }
-    if isinstance(kept.get(NESTED_HEADERS), Mapping):
-        kept[NESTED_HEADERS] = strip(kept[NESTED_HEADERS])
-    return kept
+
+
+def is_own(name: str | bytes) -> bool:
+    """Return whether a header has one of the names that are reserved for this package."""
+    if isinstance(name, bytes):
+        return name.startswith(OWN_PREFIX.encode())
+    return name.startswith(OWN_PREFIX)

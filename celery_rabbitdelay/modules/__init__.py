@@ -5,9 +5,11 @@ the capacity, and distribution is the consumer that publishes to the final excha
 kombu connections and know nothing of Celery, whose workers serve them.
 
 Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``early`` (what leaves
-the levels too early), ``allowed``, ``envelope``, ``forwarding`` (the messages to publish) and
-``undeliverable``; then ``consumer`` (receive, publish, acknowledge) with ``attempts`` (what becomes
-of a message that is not taken), ``destinations`` (which ones do not answer) and ``redelivery``
-(when to try again); then ``intended`` and ``redriving`` (what is published for a message that is
-taken out of ``undeliverable``); then ``service`` (the thread that reconnects) and ``statistics``.
+the levels too early), ``allowed``, ``bounds`` (what one message may cost), ``version`` (of
+messages), ``envelope``, ``forwarding`` (the messages to publish) and ``undeliverable``; then
+``consumer`` (receive, publish, acknowledge) with ``deliveries`` (how much is taken at a time),
+``attempts`` (what becomes of a message that is not taken), ``destinations`` (which ones do not
+answer) and ``redelivery`` (when to try again); then ``intended`` and ``redriving`` (what is
+published for a message that is taken out of ``undeliverable``); then ``service`` (the thread that
+reconnects) and ``statistics``.
 """

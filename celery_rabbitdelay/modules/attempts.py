@@ -17,6 +17,7 @@ from celery_rabbitdelay.exceptions import (
     PublishError,
     UnprocessableMessage,
 )
+from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -48,9 +49,11 @@ class Received:
         held: The next message to publish, if it has to wait for its destination.
         pending: How many messages were published for it and are not settled yet.
         unpacked: Whether ``outgoing`` is exhausted.
+        rejected: Whether the broker is to put it into ``undeliverable``, which does not take it
+            from here.
     """
 
-    __slots__ = ("held", "message", "outgoing", "pending", "unpacked")
+    __slots__ = ("held", "message", "outgoing", "pending", "rejected", "unpacked")
 
     def __init__(self, message: amqp.Message, outgoing: Iterator[Outgoing]) -> None:
         self.message = message
@@ -58,6 +61,7 @@ class Received:
         self.held: Outgoing | None = None
         self.pending = 0
         self.unpacked = False
+        self.rejected = False
 
     def next_outgoing(self) -> Outgoing:
         """Return the next message to publish.
@@ -93,6 +97,8 @@ class Attempts:
     it cannot be published, ever       ``undeliverable``
     the levels do not take it          the levels again; the route is computed anew
     ``undeliverable`` does not take it ``undeliverable`` again
+    ``undeliverable`` never takes it   ``undeliverable`` without its headers; then the received
+                                       message is rejected, so that the broker puts it there
     ================================== ====================================================
 
     Args:
@@ -104,6 +110,9 @@ class Attempts:
         timeout: Seconds without a confirm until an attempt has failed.
         frame_max: The bytes of a frame of the connection.
         silent: Destinations that have not answered on former connections; see :class:`.Unanswered`.
+
+    Attributes:
+        bytes_in_flight: The bytes of the bodies that are published and not settled.
     """
 
     def __init__(
@@ -117,6 +126,7 @@ class Attempts:
         frame_max: int,
         silent: set[str | None],
     ) -> None:
+        self.bytes_in_flight = 0
         self._name = name
         self._redelivery = redelivery
         self._undeliverable = undeliverable
@@ -176,6 +186,7 @@ class Attempts:
         received, outgoing, destination = cast(_Origin, publication.subject)
         error = publication.error
         received.pending -= 1
+        self.bytes_in_flight -= len(publication.content.body)
         if isinstance(error, ConfirmTimeout):
             self._unanswered.timed_out(publication, destination)
         else:
@@ -187,7 +198,9 @@ class Attempts:
         if destination is None and isinstance(error, MessageNacked | ConfirmTimeout):
             return self._publication(received, outgoing, None, publication.content)
         if outgoing.exchange == self._undeliverable:
-            raise error
+            if not isinstance(error, MessageRefused):
+                raise error
+            return self._refused_by_undeliverable(received, outgoing, error)
         if isinstance(error.__cause__, NotFound):
             # Those behind it are put into the levels without closing the channel.
             self._missing.add(outgoing.address[0])
@@ -243,6 +256,35 @@ class Attempts:
         self._later_version.warn(f"A message in {self._name}", reason)
         return self._publication(received, later, None, content)
 
+    def _refused_by_undeliverable(
+        self, received: Received, outgoing: Outgoing, error: MessageRefused
+    ) -> Publication | None:
+        """Return what to publish for a message that closes the channel on its way there too.
+
+        RabbitMQ refuses some headers (a ``CC`` that is no list, for example), and bodies that are
+        larger than its own limit. Without this, the module would lose its channel, or connect
+        again, for each such message until the delivery limit.
+        """
+        headers = headers_of(outgoing.message)
+        if headers.keys() - {module_headers.REASON, module_headers.REDRIVEN}:
+            reason = str(headers.get(module_headers.REASON))
+            bare = without_headers(
+                self._undeliverable,
+                outgoing.message,
+                f"{reason}; its headers are left out: {_reason(error, outgoing)}",
+                headers,
+            )
+            return self._publication(received, bare, None, encoded(bare, self._frame_max))
+        logger.error(
+            "%s: a message is rejected, so that the broker puts it into %s, which does not take it "
+            "from here: %s",
+            self._name,
+            self._undeliverable,
+            error.reason,
+        )
+        received.rejected, received.outgoing, received.held = True, iter(()), None
+        return None
+
     def _trouble(
         self, outgoing: Outgoing, destination: str | None, broker_silent_for: float
     ) -> str | None:
@@ -271,6 +313,7 @@ class Attempts:
         publication.deadline = time.monotonic() + self._timeout
         publication.single_attempt = destination is not None
         received.pending += 1
+        self.bytes_in_flight += len(content.body)
         self._unanswered.sent(publication, destination)
         return publication
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import amqp
@@ -20,6 +20,7 @@ from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import refuse_sender_selected, where_in_words
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
@@ -30,7 +31,7 @@ from celery_rabbitdelay.modules.version import OWN_CONTENT_TYPES, later_version
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
-__all__ = ["CheckIn", "client_delay_ms", "for_distribution"]
+__all__ = ["CheckIn", "client_delay_ms", "for_distribution", "of_client"]
 
 _INTEGER: Final = re.compile("-?[0-9]+")
 
@@ -43,6 +44,7 @@ class CheckIn:
         allowed: Returns whether a message may go to an exchange (empty: the default one) with a
             routing key.
         signing_keys: What signs the messages that may go there, for distribution; None: nothing.
+        bounds: What a message may cost.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class CheckIn:
         topology: Topology,
         allowed: Callable[[str, str], bool],
         signing_keys: SigningKeys | None = None,
+        bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._topology = topology
         # Workers also serve the check-in of former generations.
@@ -57,6 +60,17 @@ class CheckIn:
         self._meditated = frozenset(each.module_queues.meditated.name for each in every)
         self._allowed = allowed
         self._signing_keys = signing_keys
+        self._bounds = bounds
+
+    def admit(self, message: amqp.Message) -> None:
+        """Remove from a received message the headers that no client may set.
+
+        Neither check-in nor whatever reads ``undeliverable`` later then believes them.
+        """
+        info: Any = message.delivery_info
+        headers = headers_of(message)
+        if headers and info["exchange"] not in self._meditated:
+            message.properties["application_headers"] = of_client(headers)
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message.
@@ -66,6 +80,7 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
+        check_depth(headers)
         refuse_sender_selected(headers)
         if info["exchange"] in self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
@@ -88,6 +103,7 @@ class CheckIn:
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
         now_ns = time.time_ns()
+        self._bounds.check_due(headers, now_ns // NS_PER_MS)
         due = Due(due_ms * NS_PER_MS, due_ms - now_ns // NS_PER_MS, is_instant=True)
         waiting = with_headers(message, without_broker_headers(headers))
         return into_levels(self._topology, waiting, due, destination)
@@ -107,6 +123,7 @@ class CheckIn:
         headers = header_names.strip(headers)
         if not delay_ms:
             return Outgoing(exchange, routing_key, with_headers(message, headers))
+        self._bounds.check_delay(f"{module_headers.X_DELAY} is {shortened(delay_ms)}", delay_ms)
         due = Due(time.time_ns() + delay_ms * NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
@@ -132,6 +149,19 @@ class CheckIn:
                 f"check-in may not reach {where_in_words(exchange, routing_key)}: "
                 "see rabbitdelay_checkin_allowed"
             )
+
+
+def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers of a message that a client has checked in, as far as it may set them.
+
+    Of the reserved names, these are the exchange, and the version, which check-in refuses. What the
+    broker has added goes as well: up to 3.13, it believes what a client writes there.
+    """
+    kept = header_names.strip(headers)
+    for name in (header_names.EXCHANGE, module_headers.VERSION):
+        if name in headers:
+            kept[name] = headers[name]
+    return kept
 
 
 def for_distribution(

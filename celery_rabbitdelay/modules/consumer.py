@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Event
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import amqp
 from amqp import spec
@@ -18,20 +18,22 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.attempts import Attempts, Received
+from celery_rabbitdelay.modules.bounds import DEFAULT_MAX_MESSAGE_BYTES, MAX_HELD_BYTES
+from celery_rabbitdelay.modules.deliveries import Deliveries
 from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.publishing.amqp_methods import find_exchanges
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
-from celery_rabbitdelay.publishing.message import headers_of, shortened
+from celery_rabbitdelay.publishing.incoming import seen_of
+from celery_rabbitdelay.publishing.message import shortened
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import UNREADABLE, ack_frames, requeue_frames
 
-__all__ = ["MAX_PREFETCH", "ConnectionStuck", "Module", "ModuleConsumer"]
+__all__ = ["ConnectionStuck", "Module", "ModuleConsumer", "admit_any"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +56,6 @@ NACK_PAUSES: Final = (0.1, 0.3, 3.0)
 #: of them may be for one destination that does not answer, and the next ones for others.
 MAX_GROWTH: Final = 8
 
-#: The maximum prefetch count of AMQP, a 16-bit number.
-MAX_PREFETCH: Final = 65_535
-
 #: Maximum frames read per iteration; a delivery has three.
 FRAMES: Final = 300
 
@@ -65,6 +64,10 @@ READ_TIMEOUT: Final = 0.2
 
 #: Seconds between two samples of how many messages are ready.
 SAMPLE_EVERY: Final = 2.0
+
+
+def admit_any(message: amqp.Message) -> None:
+    """Leave a message as it is: its sender may say anything."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,9 @@ class Module:
         redelivery: Seconds during which a message that its destination does not take is tried
             again; after that, it is undeliverable.
         signing_keys: What signs the messages that wait to be tried again; None: nothing does.
+        max_bytes: The largest message that is read. The broker dead-letters a larger one to
+            ``undeliverable``; it never takes memory here.
+        admit: Removes from a received message what its sender may not say.
     """
 
     name: str
@@ -94,6 +100,8 @@ class Module:
     timeout: float
     redelivery: float
     signing_keys: SigningKeys | None = None
+    max_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    admit: Callable[[amqp.Message], None] = admit_any
 
 
 class ConnectionStuck(Exception):
@@ -151,10 +159,9 @@ class ModuleConsumer:
         self._loop.write_timeout = module.timeout
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
-        self._consuming = cast(Any, connection.channel())
-        # Bodies stay bytes.
-        self._consuming.auto_decode = False
-        self._consumer_tag = ""
+        self._deliveries = Deliveries(
+            connection, module.queue.name, module.timeout, self._on_message
+        )
         self._waiting: deque[Received] = deque()
         self._unpacking: deque[Received] = deque()
         self._turn_left = MESSAGES_PER_TURN
@@ -174,8 +181,6 @@ class ModuleConsumer:
             set() if silent is None else silent,
         )
         self._growth = 1
-        self._unfinished = 0
-        self._to_acknowledge: list[int] = []
         self._sampled_at = 0.0
 
     def serve(self) -> bool:
@@ -191,23 +196,26 @@ class ModuleConsumer:
             return self._serve()
 
     def _serve(self) -> bool:
-        self._consume(1)
-        careful = consuming = True
+        deliveries = self._deliveries
+        deliveries.take(1)
+        careful = True
         while True:
             stopping = self._stopping.is_set()
             if stopping and self._loop.channel.blocked is not None:
                 return False
-            if stopping and consuming:
-                self._cancel()
-                consuming = False
+            if stopping and deliveries.consuming:
+                deliveries.stop()
                 self._requeue_waiting()
-            if not consuming and not self._unfinished:
+            if stopping and not deliveries.unfinished:
+                deliveries.write()
                 return True
-            if consuming and careful and self._may_take_many():
+            if not stopping and careful and self._may_take_many():
                 careful = False
                 self._take(1)
-            elif consuming and not careful and self._is_stuck():
+            elif not stopping and not careful and self._is_stuck():
                 self._take(self._growth * 2)
+            else:
+                deliveries.adapt()
             try:
                 self._turn()
             except ChannelError as closed:
@@ -220,16 +228,16 @@ class ModuleConsumer:
         self._is_idle = False
         self._loop.send()
         channel.flush(self._module.timeout)
-        self._acknowledge()
+        self._deliveries.write()
         can_send = not self._is_idle and self._loop.has_room
         try:
             channel.read(0 if can_send else READ_TIMEOUT, FRAMES)
         except TimeoutError:
             # py-amqp may run out of time while it opens a channel that the broker has closed, and
             # then raises nothing about the close.
-            if not (channel.open and self._consuming.is_open):
+            if not (channel.open and self._deliveries.channel.is_open):
                 raise
-        self._acknowledge()
+        self._deliveries.write()
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
@@ -251,12 +259,6 @@ class ModuleConsumer:
         channel.blocked = former.blocked
         self._loop.use(channel)
 
-    def _consume(self, prefetch: int) -> None:
-        with self._answers():
-            self._consuming.basic_qos(0, prefetch, False)
-            queue = self._module.queue.name
-            self._consumer_tag = self._consuming.basic_consume(queue, callback=self._on_message)
-
     def _may_take_many(self) -> bool:
         """Whether no message is redelivered any more, or one was published and is not answered."""
         return not self._careful or self._loop.silent_for >= SILENCE
@@ -265,19 +267,14 @@ class ModuleConsumer:
         """Whether nothing is answered, and as many messages are taken or in flight as may be."""
         if self._growth >= MAX_GROWTH or self._loop.silent_for < SILENCE * self._growth:
             return False
-        taken = self._unfinished >= self._module.prefetch * self._growth
+        taken = self._deliveries.unfinished >= self._module.prefetch * self._growth
         return taken or self._loop.channel.in_flight >= self._loop.window
 
     def _take(self, growth: int) -> None:
-        """Set prefetch and window; AMQP cannot raise the prefetch of a consumer."""
+        """Set prefetch and window."""
         self._growth = growth
-        self._cancel()
-        self._consume(min(self._module.prefetch * growth, MAX_PREFETCH))
+        self._deliveries.take(self._module.prefetch * growth)
         self._loop.window = self._module.window * growth
-
-    def _cancel(self) -> None:
-        with self._answers():
-            self._consuming.basic_cancel(self._consumer_tag)
 
     def _answers(self) -> Any:
         """Bound the wait for an answer, so that a silent broker does not hold the thread."""
@@ -285,27 +282,46 @@ class ModuleConsumer:
 
     def _requeue_waiting(self) -> None:
         """Requeue received messages that were not begun."""
-        tags = [cast(int, received.message.delivery_tag) for received in self._waiting]
+        self._deliveries.give_back(received.message for received in self._waiting)
         self._waiting.clear()
-        self._unfinished -= len(tags)
-        self._wire.write(requeue_frames(self._consuming.channel_id, tags), self._module.timeout)
 
     def _on_message(self, message: amqp.Message) -> None:
-        self._unfinished += 1
         self._statistics.received += 1
         self._careful = self._careful and message.delivery_info["redelivered"]
+        seen = seen_of(message)
+        if seen.skipped_bytes is not None:
+            self._reject_unread(message, seen.skipped_bytes)
+            return
+        self._module.admit(message)
+        if seen.marks:
+            message.properties["application_headers"].update(seen.marks)
         self._waiting.append(Received(message, self._receive(message)))
 
+    def _reject_unread(self, message: amqp.Message, size: int) -> None:
+        """Let the broker put a message into ``undeliverable`` whose body was not kept."""
+        logger.warning(
+            "%s: a message of %s bytes is undeliverable: rabbitdelay_max_message_bytes is %s",
+            self._module.name,
+            f"{size:,}",
+            f"{self._module.max_bytes:,}",
+        )
+        self._statistics.undeliverable += 1
+        self._statistics.finished += 1
+        self._deliveries.finish(message, rejected=True)
+
     def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
-        unreadable = headers_of(message).get(UNREADABLE)
+        unreadable = seen_of(message).unreadable
         if unreadable is not None:
-            raise UnprocessableMessage(f"its properties cannot be read: {unreadable}")
+            raise UnprocessableMessage(unreadable)
         yield from self._module.receive(message)
 
     def _next(self) -> Publication | None:
         """Return the next message to publish: the source of the publish loop."""
         waits = 0
         while True:
+            if self._attempts.bytes_in_flight >= MAX_HELD_BYTES:
+                self._is_idle = True
+                return None
             while self._waiting and self._may_unpack(self._waiting[0]):
                 self._unpacking.append(self._waiting.popleft())
             if waits >= len(self._unpacking):
@@ -391,15 +407,8 @@ class ModuleConsumer:
 
     def _finish(self, received: Received) -> None:
         if received.unpacked and not received.pending:
-            self._to_acknowledge.append(cast(int, received.message.delivery_tag))
-            self._unfinished -= 1
+            self._deliveries.finish(received.message, received.rejected)
             self._statistics.finished += 1
-
-    def _acknowledge(self) -> None:
-        if self._to_acknowledge:
-            frames = ack_frames(self._consuming.channel_id, self._to_acknowledge)
-            self._to_acknowledge.clear()
-            self._wire.write(frames, self._module.timeout)
 
     def _sample(self) -> None:
         channel = self._loop.channel
@@ -408,12 +417,12 @@ class ModuleConsumer:
         self._sampled_at = time.monotonic()
         try:
             with self._answers():
-                answer = self._consuming.queue_declare(self._module.queue.name, passive=True)
+                ready = self._deliveries.ready()
         except TimeoutError:
             if channel.blocked is None:
                 raise
         else:
-            self._statistics.sample(answer.message_count)
+            self._statistics.sample(ready)
 
 
 def _as_it_came(message: amqp.Message) -> Outgoing:

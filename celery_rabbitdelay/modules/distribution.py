@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import amqp
@@ -28,8 +30,9 @@ from celery_rabbitdelay.modules.allowed import (
     refuse_sender_selected,
     where_in_words,
 )
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.early import PutBack
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Opened
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
@@ -71,6 +74,7 @@ class Distribution:
         signing_keys: What verifies their signatures; None: signatures do not matter.
         is_signing_required: Whether a message without a valid signature is refused, if there are
             keys.
+        bounds: What a message may cost.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Distribution:
         reach: Reach = ANYWHERE,
         signing_keys: SigningKeys | None = None,
         is_signing_required: bool = True,
+        bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._topology = topology
         self._keys = topology.keys
@@ -95,6 +100,7 @@ class Distribution:
         }
         self._signing_keys = signing_keys
         self._is_signing_required = is_signing_required
+        self._bounds = bounds
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -112,6 +118,8 @@ class Distribution:
         headers = headers_of(message)
         refuse_sender_selected(headers)
         refuse_later_version(headers, message.properties.get("content_type"))
+        check_depth(headers)
+        self._bounds.check_due(headers, time.time_ns() // NS_PER_MS)
         key = _routing_key(message)
         unrouted = self._queue_in_key(key)
         if unrouted is not None and self._keys.has_no_digits(key):
@@ -126,10 +134,11 @@ class Distribution:
         elif one is not None:
             yield one
         else:
-            unpacked = self._unpacked(message, headers)
+            unpacked = partial(self._unpacked, message, headers)
             if self._look is not None:
-                unpacked = self._asked(message, list(unpacked), self._look)
-            yield from unpacked
+                yield from self._asked(message, unpacked, self._look)
+            else:
+                yield from unpacked()
 
     def _refuse_unsigned(self, message: amqp.Message) -> None:
         keys = self._signing_keys
@@ -192,7 +201,7 @@ class Distribution:
     def _asked(
         self,
         message: amqp.Message,
-        unpacked: Sequence[Outgoing],
+        unpack: Callable[[], Iterator[Outgoing]],
         look: Callable[[Sequence[Arrival]], Sequence[Decision]],
     ) -> Iterator[Outgoing]:
         """Return what to publish for the messages of an envelope, as the registry says.
@@ -202,7 +211,7 @@ class Distribution:
         envelope waits.
         """
         arrivals = []
-        for each in unpacked:
+        for each in unpack():
             own = headers_of(each.message)
             due_ms = own.get(header_names.DUE)
             due_ms = due_ms if isinstance(due_ms, int) else 0
@@ -211,7 +220,7 @@ class Distribution:
             decisions = look(arrivals)
         except RegistryUnavailable:
             # The workers find out, and do what the settings say.
-            yield from unpacked
+            yield from unpack()
             return
         waits = [each for each in decisions if each.verdict is Verdict.LATER]
         goes_on = any(each.verdict is Verdict.RUN or each.is_new_due for each in decisions)
@@ -221,7 +230,7 @@ class Distribution:
             kept = without_broker_headers(headers_of(message))
             yield into_levels(self._topology, with_headers(message, kept), due)
             return
-        for outgoing, decision in zip(unpacked, decisions, strict=True):
+        for outgoing, decision in zip(unpack(), decisions, strict=True):
             if decision.verdict is not Verdict.EXPIRED:
                 yield outgoing
 
@@ -238,22 +247,21 @@ class Distribution:
 
     def _unpacked(self, message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
         try:
-            envelope = Envelope.unpack(body_of(message))
+            envelope = Opened(body_of(message), self._bounds.max_message_bytes)
+            shared = {**headers, **envelope.headers}
+            # Validate all items first: an invalid envelope goes to undeliverable as a whole, so
+            # none of its messages may be published before.
+            for item in envelope.items:
+                effective_headers = {**shared, **item.headers}
+                all_properties = {**envelope.properties, **item.properties}
+                refuse_later_version(effective_headers, all_properties.get("content_type"))
+                refuse_sender_selected(effective_headers)
+                self._reach.names(*_destination(effective_headers))
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-        shared = {**headers, **envelope.headers}
-        # Validate all items first: an invalid envelope goes to undeliverable as a whole, so none of
-        # its messages may be published before.
-        for item in envelope.items:
-            effective_headers = {**shared, **item.headers}
-            all_properties = {**envelope.properties, **item.properties}
-            refuse_later_version(effective_headers, all_properties.get("content_type"))
-            refuse_sender_selected(effective_headers)
-            self._reach.names(*_destination(effective_headers))
         own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}
         for item in envelope.items:
-            properties = {**envelope.properties, **item.properties}
-            inner = amqp.Message(item.body, **properties)
+            inner = amqp.Message(item.body, **item.properties_with(envelope.properties))
             effective_headers = {**shared, **item.headers}
             inner_headers = {**envelope.headers, **item.headers, **own}
             yield self._reached(_restored(inner, effective_headers, inner_headers), message)

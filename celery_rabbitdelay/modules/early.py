@@ -34,6 +34,10 @@ __all__ = ["EarlyMessages", "EarlyWarning", "PutBack", "early_ms", "pause_ms"]
 MAX_PAUSE_MS: Final = 86_400_000
 
 
+#: A count above this one is none that a worker has written.
+MAX_TIMES: Final = 2**31
+
+
 class PutBack(NamedTuple):
     """The contents of the header ``rabbitdelay-early``.
 
@@ -54,7 +58,7 @@ class PutBack(NamedTuple):
         if not isinstance(table, Mapping):
             return cls()
         times, exchange, routing_key = map(table.get, ("times", "exchange", "routing-key"))
-        if not isinstance(times, int):
+        if not isinstance(times, int) or not 0 <= times <= MAX_TIMES:
             times = 0
         if not isinstance(exchange, str) or not isinstance(routing_key, str):
             return cls(times)

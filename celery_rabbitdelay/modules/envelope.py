@@ -11,18 +11,24 @@ properties. The body of an envelope is one zlib stream (RFC 1950), with the pres
 
 A block is its length in bytes, 4 bytes big-endian, and that many bytes. JSON is UTF-8. It cannot
 express bytes, dates and decimals: a message that has one in a header is sent by itself.
+
+Anybody may have written an envelope, and zlib makes a thousand bytes of one. So :class:`Opened`
+reads it block by block, each time anew, and never holds more of it than a message.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope
-from celery_rabbitdelay.publishing.message import ENVELOPES
+from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
+from celery_rabbitdelay.modules.bounds import check_depth
+from celery_rabbitdelay.publishing.message import ENVELOPES, shortened
+from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES
 
 __all__ = [
     "CONTENT_TYPE",
@@ -32,6 +38,7 @@ __all__ = [
     "MAX_ENVELOPE_MESSAGES",
     "Envelope",
     "Item",
+    "Opened",
     "blocks_of",
     "compressed",
     "length_prefixed",
@@ -62,6 +69,17 @@ DICTIONARY: Final = (
     b'\0\0\0b{"headers":{"id":"'
 )
 
+#: The properties that a message in an envelope may have, in AMQP's order.
+_PROPERTIES: Final = tuple(name for name in MESSAGE_PROPERTIES if name != "application_headers")
+
+#: Maximum bytes of a block of headers and properties. They have to fit into a frame, which has
+#: 131,072 bytes by default; but JSON of many megabytes takes twenty times as many in Python.
+MAX_HEADER_BLOCK_BYTES: Final = 2**20
+
+#: Bytes that are decompressed at a time, and of which they are.
+_CHUNK: Final = 65_536
+_COMPRESSED_CHUNK: Final = 16_384
+
 _LENGTH: Final = struct.Struct(">I")
 
 
@@ -85,6 +103,11 @@ class Item(NamedTuple):
             InvalidEnvelope: A header cannot be written as JSON.
         """
         return length_prefixed(_to_json(self.headers, self.properties)) + length_prefixed(self.body)
+
+    def properties_with(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """Return its AMQP properties, with those that all share; names that AMQP lacks are left."""
+        both = {**shared, **self.properties}
+        return {name: both[name] for name in _PROPERTIES if name in both}
 
 
 class Envelope(NamedTuple):
@@ -126,25 +149,116 @@ class Envelope(NamedTuple):
         Raises:
             InvalidEnvelope: It cannot be read, or exceeds a limit.
         """
-        blocks = blocks_of(_decompressed(body))
-        shared = next(blocks, None)
+        opened = Opened(body)
+        return cls(tuple(opened.items), opened.headers, opened.properties)
+
+
+class Opened:
+    """An envelope that is read as far as somebody asks.
+
+    Args:
+        body: The body of the message.
+        max_body_bytes: The largest body of a message in it.
+
+    Attributes:
+        headers: The headers that all messages have.
+        properties: The AMQP message properties that all messages have.
+        items: The messages. Each iteration reads them anew, and raises :class:`.InvalidEnvelope` at
+            what cannot be read, or exceeds a limit.
+
+    Raises:
+        InvalidEnvelope: What all messages share cannot be read, or exceeds a limit.
+    """
+
+    def __init__(self, body: bytes, max_body_bytes: int = MAX_ENVELOPE_BYTES) -> None:
+        shared = _Blocks(body).next_block(MAX_HEADER_BLOCK_BYTES, "header")
         if shared is None:
             raise InvalidEnvelope("it is empty")
-        shared_parts = _from_json(shared)
-        shared_headers, shared_properties = _parts(shared_parts)
-        copies = _parts(shared_parts.get("copies", {}))
-        items: list[Item] = []
-        for own in blocks:
-            if len(items) == MAX_ENVELOPE_MESSAGES:
+        parts = _from_json(shared)
+        self.headers, self.properties = _parts(parts)
+        self.items = _Items(body, _parts(parts.get("copies", {})), max_body_bytes)
+
+
+class _Items:
+    """The messages of an envelope, read anew by each iteration.
+
+    Args:
+        body: The body of the message.
+        copies: Maps names of headers, and of properties, to the header whose value they repeat.
+        max_body_bytes: The largest body of one of them.
+    """
+
+    def __init__(
+        self,
+        body: bytes,
+        copies: tuple[Mapping[str, Any], Mapping[str, Any]],
+        max_body_bytes: int,
+    ) -> None:
+        self._body = body
+        self._copies = copies
+        self._max_body_bytes = max_body_bytes
+
+    def __iter__(self) -> Iterator[Item]:
+        blocks, count = _Blocks(self._body), 0
+        blocks.next_block(MAX_HEADER_BLOCK_BYTES, "header")
+        while (own := blocks.next_block(MAX_HEADER_BLOCK_BYTES, "header")) is not None:
+            if count == MAX_ENVELOPE_MESSAGES:
                 raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_MESSAGES} messages")
-            content = next(blocks, None)
+            count += 1
+            content = blocks.next_block(self._max_body_bytes, "message")
             if content is None:
                 raise InvalidEnvelope("it ends in the middle of a message")
             headers, properties = _parts(_from_json(own))
-            headers |= _copied(copies[0], headers)
-            properties |= _copied(copies[1], headers)
-            items.append(Item(bytes(content), headers, properties))
-        return cls(tuple(items), shared_headers, shared_properties)
+            headers |= _copied(self._copies[0], headers)
+            properties |= _copied(self._copies[1], headers)
+            yield Item(content, headers, properties)
+
+
+class _Blocks:
+    """The blocks of a compressed stream, one after the other."""
+
+    def __init__(self, compressed: bytes) -> None:
+        self._chunks = _decompressed(compressed)
+        self._buffer = bytearray()
+        self._at = 0
+
+    def next_block(self, most: int, what: str) -> bytes | None:
+        """Return the next block; None at the end.
+
+        Args:
+            most: The bytes that it may have.
+            what: What it is, for the error.
+
+        Raises:
+            InvalidEnvelope: It is larger, or the stream ends within it or cannot be read.
+        """
+        if not self._fill(1):
+            return None
+        if not self._fill(_LENGTH.size):
+            raise InvalidEnvelope("it ends in the middle of a length")
+        (size,) = _LENGTH.unpack_from(self._buffer, self._at)
+        if size > MAX_ENVELOPE_BYTES:
+            raise InvalidEnvelope(f"a block claims {size} bytes, which end behind the envelope")
+        if size > most:
+            raise InvalidEnvelope(f"a {what} of {size} bytes is in it, more than {most}")
+        self._at += _LENGTH.size
+        if not self._fill(size):
+            raise InvalidEnvelope("it ends in the middle of a block")
+        block = bytes(memoryview(self._buffer)[self._at : self._at + size])
+        self._at += size
+        return block
+
+    def _fill(self, size: int) -> bool:
+        """Decompress until there are so many bytes; return whether there are."""
+        while len(self._buffer) - self._at < size:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return False
+            if self._at:
+                del self._buffer[: self._at]
+                self._at = 0
+            self._buffer += chunk
+        return True
 
 
 def length_prefixed(block: bytes) -> bytes:
@@ -206,17 +320,26 @@ def blocks_of(data: bytes) -> Iterator[memoryview]:
         yield view[begin:at]
 
 
-def _decompressed(body: bytes) -> bytes:
-    stream = zlib.decompressobj(zdict=DICTIONARY)
-    try:
-        data = stream.decompress(body, MAX_ENVELOPE_BYTES + 1)
-    except zlib.error as error:
-        raise InvalidEnvelope(f"it cannot be decompressed: {error}") from error
-    if len(data) > MAX_ENVELOPE_BYTES:
-        raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_BYTES} bytes")
+def _decompressed(body: bytes) -> Iterator[bytes]:
+    stream, view, size = zlib.decompressobj(zdict=DICTIONARY), memoryview(body), 0
+    for begin in range(0, len(view), _COMPRESSED_CHUNK):
+        rest: Any = view[begin : begin + _COMPRESSED_CHUNK]
+        while len(rest) and not stream.eof:
+            try:
+                chunk = stream.decompress(rest, _CHUNK)
+            except zlib.error as error:
+                raise InvalidEnvelope(f"it cannot be decompressed: {error}") from error
+            rest = stream.unconsumed_tail
+            size += len(chunk)
+            if size > MAX_ENVELOPE_BYTES:
+                raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_BYTES} bytes")
+            if chunk:
+                yield chunk
+    # All input may be taken before the last output is.
+    while not stream.eof and (chunk := stream.decompress(b"", _CHUNK)):
+        yield chunk
     if not stream.eof:
         raise InvalidEnvelope("it ends before its compressed stream does")
-    return data
 
 
 def _written(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,11 +355,19 @@ def _to_json(headers: Mapping[str, Any], properties: Mapping[str, Any], **more: 
         raise InvalidEnvelope(f"{written!r} cannot be written as JSON: {error}") from error
 
 
-def _from_json(block: memoryview) -> Any:
+def _from_json(block: bytes) -> Any:
     try:
-        return json.loads(bytes(block))
-    except ValueError as error:
+        return json.loads(block, parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
         raise InvalidEnvelope(f"a block is not JSON: {error}") from error
+
+
+def _finite(literal: str) -> float:
+    """Return a number that RabbitMQ reads: at any other one, it closes the connection."""
+    number = float(literal)
+    if not math.isfinite(number):
+        raise ValueError(f"{shortened(literal)} is not finite")
+    return number
 
 
 def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -246,6 +377,12 @@ def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     )
     if not isinstance(headers, dict) or not isinstance(properties, dict):
         raise InvalidEnvelope("a block is not a JSON object of headers and properties")
+    try:
+        check_depth({"headers": headers, "properties": properties})
+    except UnprocessableMessage as too_deep:
+        raise InvalidEnvelope(f"in a block, {too_deep.reason}") from too_deep
+    if properties.get("content_type") == CONTENT_TYPE:
+        raise InvalidEnvelope("there is an envelope in it")
     return headers, properties
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -45,6 +46,12 @@ NO_HEADERS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 #: Bytes of a frame reserved for headers that the broker adds, such as ``x-death``.
 FRAME_RESERVE: Final = 2048
+
+
+#: The longest ``expiration`` of a message that RabbitMQ takes, in milliseconds.
+MAX_EXPIRATION_MS: Final = 2**32 - 1
+
+_DIGITS: Final = re.compile("[0-9]{1,10}")
 
 
 class Outgoing(NamedTuple):
@@ -147,6 +154,12 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
             raise UnprocessableMessage(
                 f"the {what} {shortened(word)} has more than {MAX_SHORTSTR_BYTES} bytes"
             )
+    expiration = outgoing.message.properties.get("expiration")
+    if expiration is not None and not _is_expiration(expiration):
+        # The broker would close the channel, with all that is in flight on it.
+        raise UnprocessableMessage(
+            f"its expiration is {shortened(expiration)}, not a number of milliseconds"
+        )
     try:
         content = Content.of(outgoing.message)
     except Exception as error:
@@ -159,6 +172,11 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
             f"its headers and properties take {size} bytes, a frame has {frame_max}"
         )
     return content
+
+
+def _is_expiration(value: object) -> bool:
+    is_number = isinstance(value, str) and _DIGITS.fullmatch(value) is not None
+    return is_number and int(str(value)) <= MAX_EXPIRATION_MS
 
 
 def without_headers(

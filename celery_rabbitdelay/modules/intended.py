@@ -85,14 +85,27 @@ def never_accepted(headers: Mapping[str, Any], topology: Topology, routing_key: 
 
     Check-in gives each message that it accepts a due time.
     """
+    checkin = topology.module_queues.checkin
+    if _published_to(headers, checkin.name) == checkin.exchange.name:
+        # The broker has taken it out of check-in's queue as its client wrote it.
+        return True
     if header_names.DUE in headers:
         return False
-    checkin = topology.module_queues.checkin
     return (
         headers.get(header_names.EXCHANGE) == checkin.exchange.name
         or module_headers.X_DELAY in headers
         or examine(headers, topology, routing_key).last_stop == checkin.name
     )
+
+
+def _published_to(headers: Mapping[str, Any], queue: str) -> str | None:
+    """Return the exchange by which a message reached the queue that it has left last."""
+    deaths = headers.get("x-death")
+    newest = deaths[0] if isinstance(deaths, list) and deaths else None
+    if not isinstance(newest, Mapping) or newest.get("queue") != queue:
+        return None
+    exchange = newest.get("exchange")
+    return exchange if isinstance(exchange, str) else None
 
 
 def _queue_in_key(headers: Mapping[str, Any], topology: Topology, routing_key: str) -> str | None:

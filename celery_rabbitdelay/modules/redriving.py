@@ -21,7 +21,8 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, refuse_sender_selected
-from celery_rabbitdelay.modules.checkin import client_delay_ms
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
+from celery_rabbitdelay.modules.checkin import client_delay_ms, of_client
 from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
@@ -67,6 +68,7 @@ class Redriving:
             It may raise :class:`.UnprocessableMessage`.
         signing_keys: What verifies and signs messages; None: signatures do not matter.
         vouches: Whether messages without a valid signature are signed as well.
+        bounds: What a message may cost.
         now_ns: The time, in nanoseconds since 1970.
     """
 
@@ -83,6 +85,7 @@ class Redriving:
         ensure: Callable[[str], None] = lambda queue: None,
         signing_keys: SigningKeys | None = None,
         vouches: bool = False,
+        bounds: Bounds = DEFAULT_BOUNDS,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._topology = topology
@@ -95,6 +98,7 @@ class Redriving:
         self._ensure = ensure
         self._signing_keys = signing_keys
         self._vouches = vouches
+        self._bounds = bounds
         self._now_ns = now_ns
 
     def redriven(self, message: amqp.Message) -> Outgoing:
@@ -109,13 +113,16 @@ class Redriving:
         """
         headers, information = headers_of(message), message.delivery_info
         _refuse_unreadable(message, headers)
-        count = self._count(headers) + 1
+        check_depth(headers)
         key: str = information["routing_key"]
         is_new = never_accepted(headers, self._topology, key)
         keys = self._signing_keys
         # A client of check-in has no key: its destination is checked, as check-in does.
         if keys is not None and not (is_new or self._vouches or keys.verify(message)):
             raise UnprocessableMessage(NOT_SIGNED)
+        count = self._count(headers) + 1
+        if is_new:
+            headers = _as_checked_in(headers)
         due_ms, due = self._due(headers, is_new)
         destination: Intended | None = None
         if message.properties.get("content_type") == CONTENT_TYPE:
@@ -168,6 +175,7 @@ class Redriving:
         if is_new:
             delay_ms = max(delay_ms, self._delay_of_client(headers))
         until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
+        self._bounds.check_delay(f"its due time is {until_ms}", until_ms - now_ms)
         due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
         return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
 
@@ -268,6 +276,18 @@ class Redriving:
             return DISTRIBUTION
         refuses = "distribution" in self._modules and self._refuses(destination.queue)
         return DISTRIBUTION if refuses else destination.queue
+
+
+def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers of a message that check-in has not accepted, as far as they are believed.
+
+    Of ours, only those that a client may set: the broker may have taken the message out of
+    check-in's queue with all that its client wrote.
+    """
+    noted = {
+        name: headers[name] for name in ("x-death", module_headers.REDRIVEN) if name in headers
+    }
+    return {**of_client(headers), **noted}
 
 
 def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> None:

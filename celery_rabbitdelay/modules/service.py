@@ -13,9 +13,10 @@ from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
 from celery_rabbitdelay.modules.consumer import ConnectionStuck, Module, ModuleConsumer
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.publishing.declaration import connect
+from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.permissions import permissions_named
-from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
+from celery_rabbitdelay.publishing.wire import Wire
 
 __all__ = ["ModuleService", "NothingToServe"]
 
@@ -114,7 +115,7 @@ class ModuleService:
                 pause = min(pause * 2, longest)
 
     def _serve(self, connection: Connection) -> None:
-        reading_unreadable_properties(connection)
+        reading_unreadable_properties(connection, self.module.max_bytes)
         finished = False
         try:
             connect(connection)

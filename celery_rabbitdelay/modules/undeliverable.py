@@ -71,6 +71,7 @@ def examine(
     """
     reader = _HeaderReader(headers)
     last_stop, key = reader.death()
+    by_broker = _by_broker(topology, last_stop, reader.cause_of_death())
     key = key if key is not None else routing_key
     queue = reader.text(header_names.QUEUE)
     word = key.split(".")[-1] if key else ""
@@ -79,14 +80,29 @@ def examine(
     due, since = reader.instant(header_names.DUE), reader.since()
     task_id, task = reader.text("id"), reader.text("task")
     reason = (
-        reader.text(module_headers.REASON)
+        # First: a message that no module has put here may have any headers of its sender.
+        by_broker
+        or reader.text(module_headers.REASON)
         or reader.unreadable_properties()
         or _reason(topology, last_stop, key, queue)
     )
     later = later_version(headers, None)
     notes = [later] if later is not None and later not in reason else []
     reasons = "; ".join([reason, *notes, *reader.unreadable])
-    return Undeliverable(task_id, task, queue, due, reasons, last_stop, since)
+    return Undeliverable(
+        _printable(task_id),
+        _printable(task),
+        _printable(queue),
+        due,
+        _printable(reasons) or reasons,
+        last_stop,
+        since,
+    )
+
+
+def _printable(text: str | None) -> str | None:
+    """Return a text without lone surrogates, which py-amqp reads and no terminal writes."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode()
 
 
 class _HeaderReader:
@@ -149,6 +165,11 @@ class _HeaderReader:
             key = None
         return stop or None, key
 
+    def cause_of_death(self) -> str | None:
+        """Return why the broker has dead-lettered the message last, in its own word."""
+        cause = (self._newest_death() or {}).get("reason")
+        return cause if isinstance(cause, str) else None
+
     def _newest_death(self) -> Mapping[str, Any] | None:
         deaths = self._headers.get("x-death")
         newest = deaths[0] if isinstance(deaths, list) and deaths else None
@@ -158,10 +179,28 @@ class _HeaderReader:
         self.unreadable.append(f"its header {name} is {shortened(value)}, not {expected}")
 
 
+def _by_broker(topology: Topology, last_stop: str | None, cause: str | None) -> str | None:
+    """Return why the broker took a message out of a module's queue; None if it has not."""
+    modules = topology.module_queues
+    if last_stop not in (modules.checkin.name, modules.distribution.name):
+        return None
+    if cause == "expired":
+        return (
+            f"it expired in {last_stop}, before a worker took it: by its own expiration, or by a "
+            "policy's message-ttl"
+        )
+    if cause == "rejected":
+        return (
+            f"a worker rejected it unread from {last_stop}: it is larger than "
+            "rabbitdelay_max_message_bytes, or than what RabbitMQ takes; the worker's log says more"
+        )
+    if cause == "maxlen":
+        return f"{last_stop} was full, by a policy's max-length"
+    return f"delivery limit of {last_stop} exceeded: no worker acknowledged it"
+
+
 def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: str | None) -> str:
     modules = topology.module_queues
-    if last_stop in (modules.checkin.name, modules.distribution.name):
-        return f"delivery limit of {last_stop} exceeded: no worker acknowledged it"
     if last_stop == modules.meditation.name:
         return f"{modules.meditated.name} had no binding to {modules.checkin.name}"
     if key is None:

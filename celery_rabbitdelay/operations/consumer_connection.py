@@ -12,11 +12,8 @@ from typing import Any, Final, cast
 
 from kombu import Connection
 
-from celery_rabbitdelay.publishing.wire import (
-    Wire,
-    reading_unreadable_properties,
-    requeue_all_frame,
-)
+from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
+from celery_rabbitdelay.publishing.wire import Wire, requeue_all_frame
 
 __all__ = ["BARRIERS", "ConsumerConnection"]
 

@@ -85,8 +85,9 @@ def rights(
         may_declare: Whether ``rabbitdelay_declare`` is "auto".
         modules: The modules that a worker serves.
     """
-    prefix = re.escape(topology.prefix)
-    everything, declared = rf"{prefix}\..*", _declared(queues)
+    prefix = re.escape(topology.name_prefix)
+    # Former generations of the levels too.
+    everything, declared = rf"{re.escape(topology.prefix)}\..*", _declared(queues)
     match role:
         case "producer" if may_declare:
             yield from _all_of(everything, "declare the levels and send into them")
@@ -116,9 +117,10 @@ def _rights_of_worker(
         yield Right("write", rf"{prefix}\..*", "put tasks into the levels")
         served = [
             re.escape(queue.name)
+            for each in (topology, *topology.former)
             for module, queue in (
-                ("check-in", topology.module_queues.checkin),
-                ("distribution", topology.module_queues.distribution),
+                ("check-in", each.module_queues.checkin),
+                ("distribution", each.module_queues.distribution),
             )
             if module in modules
         ]

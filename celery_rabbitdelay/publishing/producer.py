@@ -12,7 +12,7 @@ from kombu.common import Broadcast, maybe_declare
 
 from celery_rabbitdelay.exceptions import NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import Delay, Due
+from celery_rabbitdelay.levels.delay import Delay, Due, check_max_delay
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
@@ -68,6 +68,8 @@ class DelayedProducer(Producer):
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``: their
             messages go through distribution, if it is served, as do those for queues with a bound
             and ``reject-publish``.
+        max_delay: The longest delay, in seconds; None: any. Workers that serve check-in have one of
+            their own, ``rabbitdelay_max_delay``.
         serializer: The name of kombu's serializer, where the caller gives none.
         signing_keys: What signs each message; None: messages are not signed.
 
@@ -84,6 +86,7 @@ class DelayedProducer(Producer):
         may_declare: bool = True,
         modules: Collection[str] = (),
         may_refuse: Collection[str] = (),
+        max_delay: float | None = None,
         serializer: str | None = None,
         signing_keys: SigningKeys | None = None,
     ) -> None:
@@ -95,6 +98,7 @@ class DelayedProducer(Producer):
         self.modules = modules
         self.may_refuse = may_refuse
         self.signing_keys = signing_keys
+        self.max_delay = max_delay
         self.further_headers: Mapping[str, Any] = {}
 
     def publish_delayed(
@@ -213,6 +217,8 @@ class DelayedProducer(Producer):
         """
         if "check-in" not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
+        if self.max_delay is not None:
+            check_max_delay(due, self.max_delay)
         properties.pop("expiration", None)
         # kombu's default.
         priority = properties.setdefault("priority", 0) or 0

@@ -1,6 +1,6 @@
 """AMQP's bytes: messages and frames as py-amqp writes and reads them.
 
-This is the only file that knows how py-amqp writes and reads frames. A message is encoded once,
+Only this file and ``incoming`` know how py-amqp writes and reads frames. A message is encoded once,
 however often it is sent, and many frames go into one write, for which py-amqp has no public
 function. The format is that of AMQP 0-9-1
 (https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 2.3.5 and 4.2): a method frame, a header
@@ -18,13 +18,11 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
-from amqp import method_framing
 from amqp.exceptions import AMQPError, FrameSyntaxError
 from amqp.serialization import dumps
 from kombu import Connection
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.publishing.message import shortened
 
 __all__ = [
     "MESSAGE_PROPERTIES",
@@ -36,7 +34,7 @@ __all__ = [
     "ack_all_frame",
     "ack_frames",
     "publish_frames",
-    "reading_unreadable_properties",
+    "reject_frames",
     "requeue_all_frame",
     "requeue_frames",
 ]
@@ -76,18 +74,15 @@ _ACKED: Final = struct.Struct(">Q?")
 #: The class of all methods that carry messages.
 BASIC: Final = 60
 
-#: Class and method of ``basic.ack`` and of ``basic.nack``.
+#: Class and method of ``basic.ack``, ``basic.reject`` and ``basic.nack``.
 _ACK: Final = (60, 80)
+_REJECT: Final = (60, 90)
 _NACK: Final = (60, 120)
 _ACK_BYTES: Final = struct.pack(">HH", *_ACK)
 
 #: Of both: all messages up to this one. Of ``basic.nack``: give the message back to its queue.
 _MULTIPLE: Final = 1
 _REQUEUE: Final = 2
-
-#: Class and method of ``basic.deliver`` and of ``basic.get-ok``.
-_DELIVER: Final = (60, 60)
-_GET_OK: Final = (60, 71)
 
 #: Type, channel and payload.
 Frame: TypeAlias = tuple[int, int, Any]
@@ -175,6 +170,11 @@ def ack_frames(channel: int, tags: Iterable[int]) -> bytes:
 def ack_all_frame(channel: int, last_tag: int) -> bytes:
     """Return the frame that acknowledges all messages up to a delivery tag."""
     return _settle_frames(channel, _ACK, [last_tag], _MULTIPLE)
+
+
+def reject_frames(channel: int, tags: Iterable[int]) -> bytes:
+    """Return the frames that let the broker dead-letter messages, by their delivery tags."""
+    return _settle_frames(channel, _REJECT, tags, 0)
 
 
 def requeue_frames(channel: int, tags: Iterable[int]) -> bytes:
@@ -365,80 +365,3 @@ class PropertiesEncoder:
             parts += (bytes((len(encoded),)), encoded)
         parts.append(self._after)
         return b"".join(parts)
-
-
-def reading_unreadable_properties(connection: Connection) -> None:
-    """Install a frame handler that delivers messages with undecodable properties.
-
-    RabbitMQ passes on what it does not look at, such as a header whose timestamp counts
-    milliseconds (a year beyond 9999) or a message id in Latin-1. py-amqp raises in the middle of
-    such a message, its connection cannot be used any more, and the broker delivers the message
-    again and again. Instead, its properties are replaced by two headers: the error
-    (:data:`UNREADABLE`), and the raw bytes (:data:`UNREADABLE_PROPERTIES`). If its exchange or its
-    routing key is not UTF-8, each byte that is not ASCII becomes a question mark, and the first of
-    these headers is added.
-
-    Args:
-        connection: A connection that is not open yet.
-    """
-    options = connection.transport_options or {}
-    connection.transport_options = {**options, "frame_handler": _frame_handler}
-
-
-def _frame_handler(connection: Any, callback: Callable[..., Any]) -> Callable[[Frame], bool]:
-    def on_method(channel: int, method: tuple[int, int], payload: Any, content: Any) -> None:
-        if content is not None and not payload.isascii():
-            payload = _readable_names(method, payload, content)
-        callback(channel, method, payload, content)
-
-    handle: Callable[[Frame], bool] = method_framing.frame_handler(connection, on_method)
-
-    def on_frame(frame: Frame) -> bool:
-        try:
-            return handle(frame)
-        except Exception:
-            kind, channel, payload = frame
-            reason = _why_unreadable(payload) if kind == HEADER_FRAME else None
-            if reason is None:
-                raise  # by a callback
-            start, properties = payload[:BEFORE_PROPERTIES], payload[BEFORE_PROPERTIES:]
-            marked: Any = amqp.Message(
-                application_headers={
-                    UNREADABLE: reason,
-                    UNREADABLE_PROPERTIES: bytes(properties),
-                }
-            )
-            return handle((kind, channel, bytes(start) + marked._serialize_properties()))
-
-    return on_frame
-
-
-def _why_unreadable(payload: Any) -> str | None:
-    message: Any = amqp.Message()
-    try:
-        message.inbound_header(payload)
-    except Exception as error:  # noqa: BLE001 - whatever the bytes make of it
-        return shortened(error)
-    return None
-
-
-def _readable_names(method: tuple[int, int], payload: bytes, content: Any) -> bytes:
-    """Return the arguments of a method that carries a message, with names that can be read."""
-    if method == _DELIVER:
-        begin = 14 + payload[4]  # after the consumer tag, the delivery tag and a bit
-    elif method == _GET_OK:
-        begin = 13  # after the delivery tag and a bit
-    else:
-        return payload
-    for what in ("exchange", "routing key"):
-        end = begin + 1 + payload[begin]
-        name = payload[begin + 1 : end]
-        try:
-            name.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            headers = content.properties.setdefault("application_headers", {})
-            headers.setdefault(UNREADABLE, f"its {what} is {shortened(name)}, which is not UTF-8")
-            readable = bytes(byte if byte < 128 else ord("?") for byte in name)
-            payload = payload[: begin + 1] + readable + payload[end:]
-        begin = end
-    return payload

@@ -21,7 +21,7 @@ from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.settings import checked_modules
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.consumer import Module
+from celery_rabbitdelay.modules.consumer import Module, admit_any
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.service import ModuleService
@@ -317,9 +317,13 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     on_lost = declaration.connection_lost
     if name == "check-in":
         queue = topology.module_queues.checkin
-        receive = CheckIn(
-            topology, checkin_destinations(app).includes, settings.signing_keys
-        ).receive
+        check_in = CheckIn(
+            topology,
+            checkin_destinations(app).includes,
+            settings.signing_keys,
+            settings.bounds,
+        )
+        receive, admit = check_in.receive, check_in.admit
     else:
         queue = topology.module_queues.distribution
 
@@ -330,14 +334,16 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
 
         early = EarlyMessages(topology, milliseconds(settings.early), on_early=on_early)
         look = _look(app) if settings.registry_url is not None else None
-        receive = Distribution(
+        distribution = Distribution(
             topology,
             early.put_back,
             look,
             distribution_reach(app),
             settings.signing_keys,
             settings.signing_required,
-        ).receive
+            settings.bounds,
+        )
+        receive, admit = distribution.receive, admit_any
 
         def on_lost() -> None:
             declaration.connection_lost()
@@ -353,6 +359,8 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         timeout=settings.confirm_timeout,
         redelivery=settings.redelivery,
         signing_keys=settings.signing_keys,
+        max_bytes=settings.max_message_bytes,
+        admit=admit,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
     return ModuleService(module, connection, declaration.declare, on_lost)

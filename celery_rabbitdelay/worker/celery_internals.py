@@ -74,9 +74,9 @@ def as_received(message: Message) -> amqp.Message:
     return received
 
 
-def is_revoked(consumer: Any, task_id: str | None) -> bool:
-    """Return whether a worker was told not to run a task."""
-    return task_id in consumer.controller.state.revoked
+def is_revoked(consumer: Any, task_id: object) -> bool:
+    """Return whether a worker was told not to run a task; any sender may have written its id."""
+    return isinstance(task_id, str) and task_id in consumer.controller.state.revoked
 
 
 def prefetch_count(consumer: Any) -> int:
@@ -160,7 +160,7 @@ def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
     """
     try:
         instant = maybe_iso8601(value)
-    except (AttributeError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, TypeError, ValueError):
         return None
     return maybe_make_aware(instant, timezone) if isinstance(instant, datetime) else None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+from amqp.exceptions import AccessRefused
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.modules.service import ModuleService, NothingToServe
@@ -40,5 +41,9 @@ def services_of_former(service: ModuleService) -> Iterator[ModuleService]:
 def _look_for(queue: Queue, declare: Callable[[Connection], None], connection: Connection) -> None:
     """Declare the present generation; raise ``NothingToServe`` if a former queue is gone."""
     declare(connection)
-    if queue_counts(connection, [queue])[queue.name] is None:
+    try:
+        exists = queue_counts(connection, [queue])[queue.name] is not None
+    except AccessRefused:
+        exists = False  # this user is not to serve it
+    if not exists:
         raise NothingToServe(queue.name)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final, TypeAlias
 
+from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app import signals
@@ -22,6 +23,8 @@ from celery_rabbitdelay.worker.origin import Origin, as_it_says
 from celery_rabbitdelay.worker.put_back import Waited
 
 __all__ = ["RestoringStrategies", "restore"]
+
+logger = get_logger(__name__)
 
 #: The headers that every message which comes straight from the levels has.
 RESTORABLE: Final = frozenset(
@@ -71,35 +74,51 @@ class RestoringStrategies(dict[str, Strategy]):
 
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
-            later = later_version(message.headers or {}, message.content_type)
-            if later is not None:
-                # Between two connections there is nothing to acknowledge: RabbitMQ redelivers it.
-                if self.early_tasks is not None:
-                    self.early_tasks.leave_to_later_version(message, ack, later)
-                return None
-            waited = restore(message, self._origin)
-            metrics = self._app.rabbitdelay.active_metrics
-            if waited is not None:
-                self.arrivals.note(waited.due_ms)
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
-            if self.early_tasks is None or (waited is None and not takes_eta):
-                return go_on()
-            if self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta):
-                if metrics is not None:
-                    what = TAKEN_OVER if waited is None else EARLY
-                    metrics.record(what, 1, task_name, self._queue_of(message))
-                return None
-            if self.decisions is not None and waited is not None and id_of(message):
-                self.decisions.ask(message, body, ack, go_on, waited, task_name)
-                return None
-            if waited is not None:
-                if metrics is not None:
-                    queue = self._queue_of(message)
-                    record_lateness(metrics, waited.due_ms, task_name, queue)
-                signals.send(signals.released, self._app, id_of(message), waited.due_ms)
-            return go_on()
+            try:
+                is_taken = self._take(message, body, ack, go_on, task_name, takes_eta)
+            except Exception:  # anybody may have written the message
+                logger.exception("A message for the task %s is left to Celery.", task_name)
+                is_taken = False
+            return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
+
+    def _take(
+        self,
+        message: Message,
+        body: Any,
+        ack: Any,
+        go_on: Callable[[], Any],
+        task_name: str,
+        takes_eta: bool,
+    ) -> bool:
+        """Restore a message; return whether it is not passed to Celery, or not now."""
+        later = later_version(message.headers or {}, message.content_type)
+        if later is not None:
+            # Between two connections there is nothing to acknowledge: RabbitMQ redelivers it.
+            if self.early_tasks is not None:
+                self.early_tasks.leave_to_later_version(message, ack, later)
+            return True
+        waited = restore(message, self._origin)
+        metrics = self._app.rabbitdelay.active_metrics
+        if waited is not None:
+            self.arrivals.note(waited.due_ms)
+        if self.early_tasks is None or (waited is None and not takes_eta):
+            return False
+        if self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta):
+            if metrics is not None:
+                what = TAKEN_OVER if waited is None else EARLY
+                metrics.record(what, 1, task_name, self._queue_of(message))
+            return True
+        if self.decisions is not None and waited is not None and id_of(message):
+            self.decisions.ask(message, body, ack, go_on, waited, task_name)
+            return True
+        if waited is not None:
+            if metrics is not None:
+                record_lateness(metrics, waited.due_ms, task_name, self._queue_of(message))
+            signals.send(signals.released, self._app, id_of(message), waited.due_ms)
+        return False
 
     def _queue_of(self, message: Message) -> str:
         return name_of_queue(self._consumer, message) or ""
@@ -127,7 +146,9 @@ def restore(message: Message, origin: Origin = as_it_says) -> Waited | None:
     kept = {header_names.DUE: headers[header_names.DUE], **registry_headers(headers)}
     put_back, straight = PutBack.of(headers), header_names.QUEUE in headers
     if straight:
-        if not headers.keys() >= RESTORABLE:
+        if not headers.keys() >= RESTORABLE or not all(
+            isinstance(headers[name], str) for name in RESTORABLE - {header_names.DUE}
+        ):
             return None
         claimed: tuple[Any, Any] = headers[header_names.EXCHANGE], headers[header_names.ROUTING_KEY]
         kept[header_names.QUEUE] = headers[header_names.QUEUE]
@@ -140,7 +161,7 @@ def restore(message: Message, origin: Origin = as_it_says) -> Waited | None:
     nested = restored.get(header_names.NESTED_HEADERS)
     for shown in (restored, nested) if isinstance(nested, dict) else (restored,):
         shown.update(kept)
-        if SENTRY_ENQUEUED in shown:
+        if SENTRY_ENQUEUED in shown and isinstance(kept[header_names.DUE], int):
             shown[SENTRY_ENQUEUED] = kept[header_names.DUE] / 1000
     headers.clear()
     headers.update(restored)

@@ -30,6 +30,7 @@ LEAST: dict[str, str | None] = {
     "job": "show some-job",
     "migrate": "--from-prefix other --ignore-registry",
     "pending": "",
+    "permissions": None,
     "postpone": "some-id --delay 5",
     "route": None,
     "send": None,

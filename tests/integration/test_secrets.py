@@ -25,6 +25,7 @@ from tests.integration.management import wait_until_managed
 from tests.integration.metrics import is_served
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.test_commands import LEAST
+from tests.integration.test_instrumentation import TracedWorker
 from tests.integration.worker import Worker, run_celery
 from tests.redis_servers import ConfiguredRedis
 from tests.told import told
@@ -38,6 +39,7 @@ USER: Final = "planted"
 COMMANDS: Final = {
     **LEAST,
     "export": "--format definitions",
+    "permissions": "producer",
     "route": "1.5",
     "send": "look -",
 }
@@ -169,7 +171,7 @@ def test_no_command_shows_a_password(
     assert PLANTED not in logged.text
     # Otherwise there was little to show.
     assert {"declare", "send", "status", "verify"} <= shown.succeeded or which != "right"
-    assert shown.succeeded <= {"export", "route"} or which == "right"
+    assert shown.succeeded <= {"export", "permissions", "route"} or which == "right"
     app.close()
 
 
@@ -248,6 +250,21 @@ def test_a_redis_without_hello_does_not_make_an_error_repeat_the_password(
         assert PLANTED not in told(raised.value) + Shown(app).by("cancel some-id --json")
         app.close()
     assert PLANTED not in logged.text
+
+
+@pytest.mark.parametrize("tracer", ["sentry", "opentelemetry"])
+def test_no_trace_has_a_password(configure: Callable[..., dict[str, Any]], tracer: str) -> None:
+    configuration = configure(rabbitdelay_track="all")
+    app = make_app(configuration)
+    with TracedWorker(configuration, tracer) as worker:
+        sent = worker.send(("look", [], {"delay": 0.3}), ("retry", [[], 1, {"countdown": 0.2}], {}))
+        for task_id, _ in sent:
+            app.AsyncResult(task_id).get(timeout=PATIENCE)
+        worker.runs(3)
+        traced = str(worker.spans())
+    app.close()
+    assert "messaging" in traced
+    assert PLANTED not in traced
 
 
 def test_a_worker_shows_no_password(

@@ -12,6 +12,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.attempts import Received
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
+from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content
 from tests.unit.consumer_model import (
     FRAME_MAX,
@@ -234,7 +235,28 @@ def test_what_the_levels_will_never_take_is_undeliverable(
     assert reason(given_up).startswith(why)
 
 
-@pytest.mark.parametrize("error", [REFUSED, RETURNED, NO_EXCHANGE])
+def test_what_undeliverable_never_takes_goes_there_without_headers_and_then_by_the_broker(
+    consumer: Consumer,
+) -> None:
+    told = {module_headers.REASON: "why", "CC": "no list"}
+    publication = consumer.publish(
+        Outgoing("rabbitdelay.undeliverable", "k", amqp.Message(b"x", application_headers=told))
+    )
+    bare = consumer.answer(publication, REFUSED)
+    assert bare.address() == ("rabbitdelay.undeliverable", "")
+    received = bare.subject.received
+    assert headers_of(bare.content.message()).keys() == {module_headers.REASON}
+    assert headers_of(bare.content.message())[module_headers.REASON] == (
+        "why; its headers are left out: the broker does not take it: too large"
+    )
+    bare.error = REFUSED
+    assert consumer.attempts.settled(bare) is None
+    assert received.rejected
+    assert not received.pending
+    assert consumer.attempts.bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("error", [RETURNED, NO_EXCHANGE])
 def test_where_even_undeliverable_takes_no_message_the_module_begins_anew(
     consumer: Consumer, error: PublishError
 ) -> None:

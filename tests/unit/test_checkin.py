@@ -12,6 +12,7 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import (
@@ -119,7 +120,16 @@ def test_a_priority_and_no_expiration_need_no_headers(receive: Any) -> None:
     assert not {headers.PRIORITY, headers.EXPIRATION} & set(properties["application_headers"])
 
 
-def test_the_latest_due_time_is_the_last_that_an_integer_of_amqp_holds(receive: Any) -> None:
+def test_the_latest_due_time_is_the_last_that_an_integer_of_amqp_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000)
+    unbounded = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=2.0**63))
+
+    def receive(received: amqp.Message) -> Outgoing:
+        (outgoing,) = unbounded.receive(received)
+        return outgoing
+
     latest = 2**63 - 1 - NOW
     outgoing = receive(message(application_headers={"x-delay": latest}))
     assert outgoing.exchange == "t.meditation"
@@ -129,6 +139,62 @@ def test_the_latest_due_time_is_the_last_that_an_integer_of_amqp_holds(receive: 
     assert caught.value.reason == (
         f"x-delay is {latest + 1}: its due time, in milliseconds since 1970, exceeds 64 bits"
     )
+
+
+def test_the_longest_delay_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000)
+    module = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=100))
+    too_long = "which is more than rabbitdelay_max_delay ahead, 100 s"
+    from_client = message(application_headers={"x-delay": 100_000})
+    assert next(module.receive(from_client)).exchange == "t.meditation"
+    with pytest.raises(UnprocessableMessage, match=f"x-delay is 100001, {too_long}"):
+        next(module.receive(message(application_headers={"x-delay": 100_001})))
+    told = {headers.DUE: NOW + 100_000}
+    meditated = message("t.meditated", "q", application_headers=told)
+    assert next(module.receive(meditated)).exchange == "t.meditation"
+    told[headers.DUE] += 1
+    with pytest.raises(UnprocessableMessage, match=too_long):
+        next(module.receive(message("t.meditated", "q", application_headers=told)))
+
+
+FORGED: dict[Any, Any] = {
+    headers.DUE: 5,
+    headers.QUEUE: "secret",
+    headers.ROUTING_KEY: "secret",
+    "rabbitdelay-reason": "all is well",
+    "rabbitdelay-redriven": 2,
+    "rabbitdelay-failed-since": 1,
+    "rabbitdelay-unreadable": "no",
+    "rabbitdelay-later-version": 1,
+    "x-death": [{"queue": "t.undeliverable"}],
+    "x-delivery-count": 9,
+    b"rabbitdelay-\xff": 1,
+    "headers": {headers.DUE: 5, "mine": 1, "headers": {"rabbitdelay-key": 1}},
+}
+
+
+def test_what_no_client_may_say_is_removed_where_its_message_enters() -> None:
+    module = CheckIn(TOPOLOGY, lambda exchange, key: True)
+    told = {headers.EXCHANGE: "news", "x-delay": 5, "x-mine": 1, b"\xff": 2}
+    entering = message(application_headers={**FORGED, **told})
+    module.admit(entering)
+    assert entering.properties["application_headers"] == {
+        **told,
+        "headers": {"mine": 1, "headers": {}},
+    }
+    # What comes from meditation was written by producers, or by check-in itself.
+    returning = message("t.meditated", application_headers=dict(FORGED))
+    module.admit(returning)
+    assert returning.properties["application_headers"] == FORGED
+
+
+def test_headers_nested_too_deep_are_refused(receive: Any) -> None:
+    deep: Any = {}
+    for _ in range(32):
+        deep = {"a": deep}
+    assert receive(message(application_headers=deep))
+    with pytest.raises(UnprocessableMessage, match="more than 32 tables and arrays"):
+        receive(message(application_headers={"a": [deep]}))
 
 
 def test_after_meditation_no_header_of_the_broker_is_left_and_all_others_are(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -16,7 +17,7 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import envelope
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, Opened
 
 distributed = Distribution(Topology()).receive
 
@@ -118,10 +119,79 @@ def test_what_is_no_envelope_is_refused(body: bytes, why: str) -> None:
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
-    bomb = zlib.compress(b"\0" * (envelope.MAX_ENVELOPE_BYTES + 10_000_000), 9)
+    size = envelope.MAX_ENVELOPE_BYTES // 4
+    message = b"\0\0\0\x02{}" + envelope.length_prefixed(b"\0" * size)
+    bomb = zlib.compress(b"\0\0\0\x02{}" + message * 5, 9)
     assert len(bomb) < 100_000
     with pytest.raises(InvalidEnvelope, match="more than 67108864 bytes"):
         Envelope.unpack(bomb)
+
+
+def test_an_envelope_is_opened_without_holding_more_than_a_message_of_it() -> None:
+    """A bomb of 60 KiB, which holds 60 MiB."""
+    message = Item(b"\0" * 2**20).length_prefixed()
+    bomb = envelope.compressed(envelope.shared_block({}, {}) + message * 60, 9)
+    assert len(bomb) < 100_000
+    tracemalloc.start()
+    assert sum(len(item.body) for item in Opened(bomb).items) == 60 * 2**20
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * 2**20
+
+
+def test_a_message_in_it_may_be_as_large_as_one_outside() -> None:
+    body = Envelope((Item(b"12345"),)).pack()
+    assert [item.body for item in Opened(body, 5).items] == [b"12345"]
+    with pytest.raises(InvalidEnvelope, match="a message of 5 bytes is in it, more than 4"):
+        list(Opened(body, 4).items)
+
+
+def test_a_block_that_claims_more_than_an_envelope_holds_is_refused_at_once() -> None:
+    with pytest.raises(InvalidEnvelope, match="claims 4294967295 bytes"):
+        Envelope.unpack(zlib.compress(b"\0\0\0\x02{}" + b"\xff" * 4))
+
+
+def test_headers_that_no_frame_could_carry_are_not_read() -> None:
+    large = json.dumps({"headers": {"a": "x" * 2**20}}).encode()
+    with pytest.raises(InvalidEnvelope, match=r"a header of \d+ bytes is in it, more than 1048576"):
+        Envelope.unpack(zlib.compress(envelope.length_prefixed(large)))
+
+
+@pytest.mark.parametrize("depth", [31, 32, 2_000, 100_000])
+def test_headers_nested_too_deep_are_refused(depth: int) -> None:
+    block = b'{"headers":{"a":' + b"[" * depth + b"]" * depth + b"}}"
+    body = zlib.compress(envelope.length_prefixed(block))
+    if depth == 31:  # in the table of headers, that is the 32nd
+        assert Envelope.unpack(body).items == ()
+        return
+    with pytest.raises(InvalidEnvelope, match=r"more than 32 tables|recursion depth"):
+        Envelope.unpack(body)
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999"])
+def test_a_number_at_which_the_broker_would_close_the_connection_is_refused(number: bytes) -> None:
+    block = b'{"headers":{"a":[1.5,' + number + b"]}}"
+    with pytest.raises(InvalidEnvelope, match="is not finite"):
+        Envelope.unpack(zlib.compress(envelope.length_prefixed(block)))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_an_envelope_in_an_envelope_is_refused(is_shared: bool) -> None:
+    """Each could hold a thousand, without end."""
+    inner = {"content_type": CONTENT_TYPE}
+    body = Envelope(
+        (Item(b"x", {}, {} if is_shared else inner),), {}, inner if is_shared else {}
+    ).pack()
+    with pytest.raises(InvalidEnvelope, match="there is an envelope in it"):
+        Envelope.unpack(body)
+
+
+def test_properties_that_amqp_lacks_are_left_out() -> None:
+    item = Item(b"x", {}, {"body": "y", "priority": 1, "application_headers": {}, "channel": 0})
+    assert item.properties_with({"priority": 0, "type": "t", "self": 1}) == {
+        "priority": 1,
+        "type": "t",
+    }
 
 
 def test_too_many_messages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,3 +157,18 @@ def test_the_count_of_redriving_stays_until_the_destination(value: Any, kept: An
         without_headers(UNDELIVERABLE, given.message, "too long", received),
     ):
         assert told(made).get(module_headers.REDRIVEN) == kept
+
+
+@pytest.mark.parametrize("value", ["0", "5", "4294967295"])
+def test_an_expiration_in_milliseconds_is_written(value: str) -> None:
+    message = amqp.Message(b"x", expiration=value)
+    assert encoded(Outgoing("", "q", message), 131_072).message().properties == {
+        "expiration": value
+    }
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-1", "1.5", "4294967296", "\u0663", 5, b"5"])
+def test_an_expiration_at_which_the_broker_would_close_the_channel_is_refused(value: Any) -> None:
+    message = amqp.Message(b"x", expiration=value)
+    with pytest.raises(UnprocessableMessage, match="not a number of milliseconds"):
+        encoded(Outgoing("", "q", message), 131_072)

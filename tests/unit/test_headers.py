@@ -151,6 +151,50 @@ def test_a_task_that_was_not_delayed_keeps_the_time_at_which_sentry_saw_it() -> 
     assert message.headers == found
 
 
+@pytest.mark.parametrize("name", [headers.EXCHANGE, headers.ROUTING_KEY, headers.QUEUE])
+@pytest.mark.parametrize("value", [None, 7, b"\xff", ["q"], {"a": 1}])
+def test_a_destination_of_another_type_is_none_that_we_have_written(name: str, value: Any) -> None:
+    found = {**DELAYED, name: value}
+    info = {"exchange": "", "routing_key": "q"}
+    message = Message(headers=dict(found), delivery_info=dict(info))
+    assert restore(message) is None
+    assert message.headers == found
+    assert message.delivery_info == info
+
+
+@pytest.mark.parametrize("due", [None, "soon", b"\xff", {}, [], 1.5, True, -(2**63)])
+def test_a_due_time_of_any_type_is_restored(due: Any) -> None:
+    found = {**DELAYED, headers.DUE: due, SENTRY_ENQUEUED: 1.5}
+    message = Message(headers=found, delivery_info={"exchange": "", "routing_key": "0.q"})
+    waited = restore(message)
+    assert waited is not None
+    assert waited.due_ms == due
+
+
+def test_headers_nested_a_thousand_deep_and_names_in_bytes_are_stripped() -> None:
+    found: dict[Any, Any] = {}
+    for _ in range(5_000):
+        found = {headers.NESTED_HEADERS: found, headers.DUE: 5, b"rabbitdelay-\xff": 1, b"\xff": 2}
+    stripped: Any = headers.strip(found)
+    for _ in range(5_000):
+        assert stripped.keys() == {headers.NESTED_HEADERS, b"\xff"}
+        stripped = stripped[headers.NESTED_HEADERS]
+    assert stripped == {}
+
+
+def test_a_message_that_we_cannot_read_is_left_to_celery() -> None:
+    seen = []
+    delays = SimpleNamespace(active_metrics=None)
+    app = SimpleNamespace(tasks={"one": object()}, rabbitdelay=delays)
+    strategies = RestoringStrategies(
+        SimpleNamespace(app=app, strategies={"one": lambda message, *rest: seen.append(message)})
+    )
+    message: Any = Message(headers=dict(DELAYED))
+    message.delivery_info = None
+    strategies["one"](message, None, None)
+    assert seen == [message]
+
+
 def test_a_strategy_receives_restored_messages_whenever_celery_sets_it() -> None:
     seen = []
 

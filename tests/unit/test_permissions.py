@@ -18,6 +18,7 @@ from celery_rabbitdelay.exceptions import (
     MissingPermission,
     PermissionMissing,
 )
+from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import binary
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -120,13 +121,27 @@ def test_no_role_reaches_another_prefix_or_queue(
         assert not re.search(pattern, "axb.delivery")
 
 
-def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone() -> None:
-    topology = Topology()
+@pytest.mark.parametrize("generation", GENERATIONS.values(), ids=lambda each: each.word)
+def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone(
+    generation: Generation,
+) -> None:
+    topology = Topology(generation=generation)
     configure, write, read = patterns(rights("producer", topology, QUEUES, may_declare=False))
     assert configure == read == ""
     writable = {each.name for each in topology.exchanges if re.search(write, each.name)}
     assert writable == {each.name for each in topology.exchanges if each.type == "topic"}
     assert not any(re.search(write, queue.name) for queue in topology.queues)
+
+
+def test_a_worker_reads_the_modules_of_former_generations_too() -> None:
+    topology = Topology(generation=GENERATIONS[3])
+    given_rights = list(rights("worker", topology, QUEUES, may_declare=False))
+    _, _, read = patterns(given_rights)
+    for each in (topology, *topology.former):
+        modules = each.module_queues
+        assert re.search(read, modules.checkin.name)
+        assert re.search(read, modules.distribution.name)
+        assert not re.search(read, modules.undeliverable.name)
 
 
 def test_a_queue_that_others_declare_is_only_read() -> None:

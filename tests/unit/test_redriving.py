@@ -18,6 +18,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destinati
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
+from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redriving import Redriving
@@ -434,3 +435,36 @@ def test_no_header_reaches_more_than_what_is_allowed(
     if inner is None and module_headers.EARLY in sent:
         early = sent[module_headers.EARLY]
         assert ALLOWED.includes(early["exchange"], early["routing-key"])
+
+
+def test_what_a_client_wrote_is_not_believed_if_the_broker_took_it_from_check_in() -> None:
+    death = {
+        "queue": "p.checkin",
+        "exchange": "p.checkin",
+        "reason": "expired",
+        "routing-keys": ["reports"],
+    }
+    forged = {
+        headers.DUE: 2**62,
+        headers.QUEUE: "secret",
+        headers.ROUTING_KEY: "secret",
+        headers.PRIORITY: 255,
+        "rabbitdelay-key": "another's",
+        "x-delay": 5000,
+        "x-own": 1,
+    }
+    outgoing = redrive({**forged, "x-death": [death]}, key="reports")
+    assert told(outgoing) == {
+        headers.DUE: NOW + 5000,
+        headers.EXCHANGE: "",
+        headers.ROUTING_KEY: "reports",
+        module_headers.REDRIVEN: 1,
+        "x-own": 1,
+    }
+
+
+def test_a_due_time_beyond_the_longest_delay_stays() -> None:
+    bounds = Bounds(max_delay=100)
+    assert redrive(straight(**{headers.DUE: NOW + 100_000}), bounds=bounds)
+    with pytest.raises(UnprocessableMessage, match="rabbitdelay_max_delay"):
+        redrive(straight(**{headers.DUE: NOW + 100_001}), bounds=bounds)

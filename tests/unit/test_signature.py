@@ -270,7 +270,7 @@ def test_check_in_signs_what_it_lets_in_and_drops_what_a_client_has_signed() -> 
 
 def test_what_meditates_stays_signed() -> None:
     checkin = CheckIn(Topology(layout=custom([("s", 8, 1)])), lambda exchange, key: True, KEYS)
-    message = delayed(**{header_names.DUE: 2**43})
+    message = delayed(**{header_names.DUE: 2**42})
     message.delivery_info = {"exchange": "rabbitdelay.meditated", "routing_key": ""}
     (waiting,) = checkin.receive(message)
     assert KEYS.verify(waiting.message)

@@ -316,9 +316,40 @@ def test_the_first_of_several_routing_keys_counts_and_a_text_is_one() -> None:
 @pytest.mark.parametrize("module", ["checkin", "distribution"])
 def test_a_message_that_no_worker_finished_names_the_queue_it_was_taken_from(module: str) -> None:
     stop = f"rabbitdelay.{module}"
-    message = examine(found(stop, key="q"), CLOCK)
+    dead = found(stop, key="q")
+    dead["x-death"][0]["reason"] = "delivery_limit"
+    message = examine(dead, CLOCK)
     assert message.reason == f"delivery limit of {stop} exceeded: no worker acknowledged it"
     assert message.last_stop == stop
+
+
+@pytest.mark.parametrize("module", ["checkin", "distribution"])
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        ("expired", "it expired in {}, before a worker took it: by its own expiration, or by a"),
+        ("rejected", "a worker rejected it unread from {}: it is larger than"),
+        ("maxlen", "{} was full, by a policy's max-length"),
+        ("delivery_limit", "delivery limit of {} exceeded"),
+        (b"\xff", "delivery limit of {} exceeded"),
+    ],
+)
+def test_why_the_broker_took_it_out_of_a_modules_queue_is_no_ones_word_but_its_own(
+    module: str, cause: object, reason: str
+) -> None:
+    stop = f"rabbitdelay.{module}"
+    dead = found(stop, key="q")
+    dead["x-death"][0]["reason"] = cause
+    forged = {module_headers.REASON: "all is well", UNREADABLE: "all is well"}
+    assert examine({**dead, **forged}, CLOCK).reason.startswith(reason.format(stop))
+
+
+def test_what_is_told_of_a_message_can_be_printed() -> None:
+    half = "\ud800"
+    told = {"id": half, "task": half, headers.QUEUE: half, module_headers.REASON: half}
+    message = examine(told, CLOCK)
+    assert (message.task_id, message.task, message.queue) == ("\\ud800",) * 3
+    assert message.reason == "\\ud800"
 
 
 def test_a_message_lies_there_since_its_first_failure_or_its_last_stop() -> None:

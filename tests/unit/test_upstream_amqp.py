@@ -34,6 +34,7 @@ ABSTRACT_TRANSPORT: Any = vars(transport)["_AbstractTransport"]
         (ABSTRACT_TRANSPORT, "read_frame"),
         (ABSTRACT_TRANSPORT, "write"),
         (method_framing, "frame_handler"),
+        (Channel, "basic_cancel"),
         (serialization, "dumps"),
         (spec.Basic, "Publish"),
         (spec.Exchange, "Declare"),

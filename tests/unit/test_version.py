@@ -136,7 +136,7 @@ def test_no_client_checks_in_what_only_a_later_version_can_read(given_as: dict[s
 
 @pytest.mark.parametrize("given_as", LATER)
 def test_it_meditates_on_unopened(given_as: dict[str, Any]) -> None:
-    message = later_message(given_as, **{header_names.DUE: 10 * NOW_MS})
+    message = later_message(given_as, **{header_names.DUE: 2 * NOW_MS})
     message.delivery_info = {"exchange": MODULES.meditated.name, "routing_key": "q"}
     (outgoing,) = CheckIn(TOPOLOGY, lambda exchange, key: False).receive(message)
     assert (outgoing.exchange, outgoing.routing_key) == (MODULES.meditation.exchange.name, "q")

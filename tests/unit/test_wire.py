@@ -17,10 +17,10 @@ from amqp.serialization import dumps
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_rabbitdelay.publishing.incoming import _frame_handler
 from celery_rabbitdelay.publishing.wire import (
     UNREADABLE,
     Content,
-    _frame_handler,
     ack_frames,
     publish_frames,
     requeue_all_frame,

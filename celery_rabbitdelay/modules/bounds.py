@@ -1,0 +1,173 @@
+"""What one message may cost: bytes, nesting, delay. Pure.
+
+Anybody who may publish to check-in writes what a worker reads, in the main process of Celery. A
+message beyond a bound is refused at once, with a reason, and lies in ``undeliverable``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import amqp
+
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.publishing.incoming import seen_of
+from celery_rabbitdelay.publishing.message import shortened
+
+__all__ = [
+    "DEFAULT_BOUNDS",
+    "DEFAULT_MAX_DELAY",
+    "DEFAULT_MAX_MESSAGE_BYTES",
+    "MAX_DEPTH",
+    "MAX_HELD_BYTES",
+    "Bounds",
+    "HeldBytes",
+    "check_depth",
+    "cost_of",
+]
+
+#: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
+DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
+
+#: The longest delay by default, in seconds: 100 years of 365 days.
+DEFAULT_MAX_DELAY: Final = 3_153_600_000.0
+
+#: Bytes of received messages that a module holds, and bytes that it has in flight, unless a single
+#: message has more.
+MAX_HELD_BYTES: Final = 64 * 2**20
+
+#: Tables and arrays within each other in the headers of a message. py-amqp reads and writes them by
+#: recursion: some 300 raise a RecursionError in a worker.
+MAX_DEPTH: Final = 32
+
+#: How many times their bytes the headers of a message take at most, once Python has read them
+#: (measured: a table of names of two characters, without values, takes 25 times).
+HEADER_EXPANSION: Final = 25
+
+#: Messages over which the largest one is remembered.
+REMEMBERED: Final = 100
+
+_MS_PER_S: Final = 1000
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds that settings have.
+
+    Attributes:
+        max_message_bytes: The largest body of a message, and of each message in an envelope.
+        max_delay: The longest delay, in seconds.
+    """
+
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    max_delay: float = DEFAULT_MAX_DELAY
+
+    def check_delay(self, what: str, delay_ms: int) -> None:
+        """Refuse a delay that is too long.
+
+        Args:
+            what: The header that says it, and its value.
+            delay_ms: The delay, in milliseconds.
+
+        Raises:
+            UnprocessableMessage: It is longer than ``max_delay``.
+        """
+        if delay_ms > self.max_delay * _MS_PER_S:
+            raise UnprocessableMessage(
+                f"{what}, which is more than rabbitdelay_max_delay ahead, {self.max_delay:,.0f} s"
+            )
+
+    def check_due(self, headers: Mapping[str, Any], now_ms: int) -> None:
+        """Refuse a due time that is too far ahead; a value that is none is another's concern.
+
+        Args:
+            headers: The message's headers.
+            now_ms: The time, in milliseconds since 1970-01-01 UTC.
+
+        Raises:
+            UnprocessableMessage: It is more than ``max_delay`` ahead.
+        """
+        due_ms = headers.get(header_names.DUE)
+        if isinstance(due_ms, int):
+            self.check_delay(f"{header_names.DUE} is {shortened(due_ms)}", due_ms - now_ms)
+
+
+#: The bounds where nobody has set others.
+DEFAULT_BOUNDS: Final = Bounds()
+
+
+def check_depth(headers: Mapping[str, Any]) -> None:
+    """Refuse headers that are nested too deep.
+
+    Raises:
+        UnprocessableMessage: More than :data:`MAX_DEPTH` tables or arrays are within each other.
+    """
+    layer = list(_containers(headers.values()))
+    for _ in range(MAX_DEPTH):
+        if not layer:
+            return
+        layer = [inner for each in layer for inner in _containers(_values(each))]
+    if layer:
+        raise UnprocessableMessage(
+            f"its headers have more than {MAX_DEPTH} tables and arrays within each other"
+        )
+
+
+def _containers(values: Any) -> Iterator[Any]:
+    return (value for value in values if isinstance(value, dict | list | tuple))
+
+
+def _values(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+def cost_of(message: amqp.Message) -> int:
+    """Return the bytes of memory that a received message takes at most."""
+    return len(message.body) + HEADER_EXPANSION * seen_of(message).properties_bytes
+
+
+class HeldBytes:
+    """The bytes of the messages that a consumer has taken and not finished.
+
+    RabbitMQ has no prefetch in bytes (https://www.rabbitmq.com/docs/specification). So a prefetch
+    count is derived from the largest of the latest messages.
+
+    Args:
+        budget: The bytes that may be held.
+
+    Attributes:
+        held: The bytes that are held.
+    """
+
+    def __init__(self, budget: int = MAX_HELD_BYTES) -> None:
+        self.held = 0
+        self._budget = budget
+        self._seen = 0
+        self._largest = self._largest_before = 0
+
+    def has_room(self, cost: int) -> bool:
+        """Return whether a message may be held; one always may."""
+        return not self.held or self.held + cost <= self._budget
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether half of the budget is free again."""
+        return self.held * 2 <= self._budget
+
+    def note(self, cost: int) -> bool:
+        """Note the size of a message; return whether an earlier largest one is forgotten now."""
+        self._largest = max(self._largest, cost)
+        self._seen += 1
+        if self._seen < REMEMBERED:
+            return False
+        self._largest_before, self._largest, self._seen = self._largest, 0, 0
+        return True
+
+    @property
+    def fitting(self) -> int:
+        """How many messages of the largest size lately seen fit into half of the budget."""
+        largest = max(self._largest, self._largest_before, 1)
+        return max(self._budget // 2 // largest, 1)

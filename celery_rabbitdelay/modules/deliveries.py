@@ -1,0 +1,172 @@
+"""What a module takes from its queue: how many messages at a time, and how many bytes of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Final, cast
+
+import amqp
+from kombu import Connection
+
+from celery_rabbitdelay.modules.bounds import HeldBytes, cost_of
+from celery_rabbitdelay.publishing.wire import Wire, ack_frames, reject_frames, requeue_frames
+
+__all__ = ["MAX_PREFETCH", "Deliveries"]
+
+logger = logging.getLogger(__name__)
+
+#: The maximum prefetch count of AMQP, a 16-bit number.
+MAX_PREFETCH: Final = 65_535
+
+
+class Deliveries:
+    """Consumes a queue on a channel of its own, and settles what it has taken.
+
+    If the messages that are held take more than the budget of bytes, further ones are given back at
+    once, and the consumer is cancelled until half of the budget is free. It goes on with a prefetch
+    count that fits the largest of the latest messages, and raises it again once they are smaller:
+    cancelled and begun anew, as AMQP cannot raise the prefetch of a consumer.
+
+    Args:
+        connection: A connection that is open.
+        queue: The name of the queue.
+        timeout: Seconds to wait for an answer of the broker.
+        on_message: Called with each message that is taken.
+        held: The budget of bytes.
+
+    Attributes:
+        unfinished: How many messages were taken and are not settled.
+        consuming: Whether messages are to be taken.
+        channel: The channel.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        queue: str,
+        timeout: float,
+        on_message: Callable[[amqp.Message], None],
+        held: HeldBytes | None = None,
+    ) -> None:
+        self.unfinished = 0
+        self.consuming = False
+        self.channel = cast(Any, connection.channel())
+        # Bodies stay bytes.
+        self.channel.auto_decode = False
+        self._wire = Wire(connection)
+        self._queue = queue
+        self._timeout = timeout
+        self._on_message = on_message
+        self._held = HeldBytes() if held is None else held
+        #: What a message costs that is taken and not settled, by its delivery tag.
+        self._costs: dict[int, int] = {}
+        #: The prefetch count that is wanted, and the one that is set, which fits the budget.
+        self._wanted = self._prefetch = 1
+        self._tag: str | None = None
+        self._former_tag: str | None = None
+        self._is_raising = False
+        self._acked: list[int] = []
+        self._rejected: list[int] = []
+        self._given_back: list[int] = []
+
+    def take(self, prefetch: int) -> None:
+        """Take at most so many messages ahead, from now on."""
+        self._wanted, self.consuming = min(prefetch, MAX_PREFETCH), True
+        self._cancel()
+        self._consume()
+
+    def stop(self) -> None:
+        """Take no more messages."""
+        self.consuming = False
+        self._cancel()
+
+    def adapt(self) -> None:
+        """Go on if there is room again; raise the prefetch count if the messages are smaller."""
+        if not self.consuming:
+            return
+        if self._tag is None and self._held.may_go_on:
+            self._consume()
+        elif self._tag is not None and self._is_raising:
+            self._is_raising = False
+            if min(self._wanted, self._held.fitting) >= min(self._prefetch * 2, self._wanted):
+                self._cancel()
+                self._consume()
+
+    def finish(self, message: amqp.Message, rejected: bool = False) -> None:
+        """Settle a message with the next :meth:`write`.
+
+        Args:
+            message: The message.
+            rejected: Whether the broker is to dead-letter it; otherwise it is acknowledged.
+        """
+        tag = cast(int, message.delivery_tag)
+        self._release(tag)
+        (self._rejected if rejected else self._acked).append(tag)
+
+    def give_back(self, messages: Iterable[amqp.Message]) -> None:
+        """Give messages back to the queue with the next :meth:`write`."""
+        for message in messages:
+            self._release(cast(int, message.delivery_tag))
+            self._given_back.append(cast(int, message.delivery_tag))
+
+    def write(self) -> None:
+        """Write what was settled."""
+        number, frames = self.channel.channel_id, b""
+        for tags, frames_of in (
+            (self._acked, ack_frames),
+            (self._rejected, reject_frames),
+            (self._given_back, requeue_frames),
+        ):
+            if tags:
+                frames += frames_of(number, tags)
+                tags.clear()
+        if frames:
+            self._wire.write(frames, self._timeout)
+
+    def ready(self) -> int:
+        """Return how many messages are ready in the queue."""
+        count: int = self.channel.queue_declare(self._queue, passive=True).message_count
+        return count
+
+    def _consume(self) -> None:
+        self._prefetch = min(self._wanted, self._held.fitting)
+        self._is_raising = False
+        with self._wire.answers_within(self._timeout):
+            self.channel.basic_qos(0, self._prefetch, False)
+            self._tag = self.channel.basic_consume(self._queue, callback=self._received)
+        # py-amqp keeps the callback of a consumer that was cancelled without waiting.
+        self.channel.callbacks.pop(self._former_tag, None)
+
+    def _cancel(self) -> None:
+        if self._tag is None:
+            return
+        tag, self._tag = self._tag, None
+        with self._wire.answers_within(self._timeout):
+            self.channel.basic_cancel(tag)
+
+    def _received(self, message: amqp.Message) -> None:
+        cost, tag = cost_of(message), cast(int, message.delivery_tag)
+        if self._held.note(cost) and self._prefetch < self._wanted:
+            self._is_raising = True
+        if not self._held.has_room(cost):
+            if self._tag is not None:
+                logger.info(
+                    "%s: %s bytes of messages are held; the next ones are taken later.",
+                    self._queue,
+                    self._held.held,
+                )
+                # Without waiting for the answer, because frames are being read. Before the messages
+                # are given back, so that the broker does not deliver them here again.
+                self.channel.basic_cancel(self._tag, nowait=True)
+                self._former_tag, self._tag = self._tag, None
+            self._given_back.append(tag)
+            return
+        self._costs[tag] = cost
+        self._held.held += cost
+        self.unfinished += 1
+        self._on_message(message)
+
+    def _release(self, tag: int) -> None:
+        self._held.held -= self._costs.pop(tag)
+        self.unfinished -= 1

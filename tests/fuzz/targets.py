@@ -1,0 +1,262 @@
+"""What is fuzzed: each target takes bytes, and asserts what must hold for any of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from struct import pack, unpack_from
+from types import SimpleNamespace
+from typing import Any, Final
+
+import amqp
+
+from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.levels.layout import custom
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
+from celery_rabbitdelay.modules.bounds import MAX_DEPTH, Bounds
+from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.modules.distribution import Distribution
+from celery_rabbitdelay.modules.early import EarlyMessages
+from celery_rabbitdelay.modules.envelope import (
+    CONTENT_TYPE,
+    Envelope,
+    Item,
+    Opened,
+    compressed,
+    length_prefixed,
+)
+from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
+from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.redriving import Redriving
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of
+from celery_rabbitdelay.publishing.message import headers_of
+from celery_rabbitdelay.publishing.wire import Content
+
+__all__ = ["SEEDS", "TARGETS"]
+
+TOPOLOGY: Final = Topology("f", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
+MODULES: Final = TOPOLOGY.module_queues
+UNDELIVERABLE: Final = MODULES.undeliverable.exchange.name
+FRAME_MAX: Final = 131_072
+
+#: Bytes of a body that is read; the fuzzer's own are below it.
+BOUNDS: Final = Bounds(2**16)
+
+#: Where messages may go, besides the levels and ``undeliverable``.
+ALLOWED: Final = AllowedDestinations(frozenset({"allowed"}), frozenset({"news"}))
+OWN: Final = frozenset(each.name for each in TOPOLOGY.exchanges)
+
+#: Seconds that one input may take.
+MOST_SECONDS: Final = 5.0
+
+
+def received(given: bytes, exchanges: tuple[str, ...]) -> amqp.Message | None:
+    """Return the message that some bytes are, read as a connection reads it.
+
+    Byte 0 chooses the exchange, then come the routing key (a byte for its length), the length of
+    the properties (two bytes), the properties, and the body.
+    """
+    if len(given) < 4:
+        return None
+    key = given[2 : 2 + given[1]]
+    begin = 2 + len(key)
+    if len(given) < begin + 2:
+        return None
+    (length,) = unpack_from(">H", given, begin)
+    content, body = given[begin + 2 : begin + 2 + length], given[begin + 2 + length :]
+    exchange = exchanges[given[0] % len(exchanges)].encode()
+    took: list[tuple[Any, Any]] = []
+    handle = _frame_handler(
+        SimpleNamespace(bytes_recv=0), lambda *arguments: took.append(arguments[2:]), 2**16
+    )
+    names = bytes((len(exchange),)) + exchange + bytes((len(key),)) + key
+    handle((1, 1, pack(">HHB", 60, 60, 1) + b"t" + pack(">QB", 1, 0) + names))
+    handle((2, 1, pack(">HHQ", 60, 0, len(body)) + content))
+    if body:
+        handle((3, 1, body))
+    ((arguments, message),) = took
+    begin = 14 + arguments[4]
+    names_read = []
+    for _ in range(2):
+        end = begin + 1 + arguments[begin]
+        names_read.append(arguments[begin + 1 : end].decode("utf-8", "surrogatepass"))
+        begin = end
+    message.delivery_info = {"exchange": names_read[0], "routing_key": names_read[1]}
+    return message  # type: ignore[no-any-return]
+
+
+def _check(outgoing: Iterable[Outgoing], allowed: AllowedDestinations | None) -> None:
+    """Assert that messages can be written, or are refused; and where they go."""
+    for each in outgoing:
+        try:
+            content = encoded(each, FRAME_MAX)
+        except UnprocessableMessage:
+            continue
+        read = content.message()
+        if each.exchange != UNDELIVERABLE:  # which no worker reads
+            assert _depth(headers_of(read)) <= MAX_DEPTH + 2, "nested deeper than workers read"
+        own = each.reroute is not None or each.exchange in OWN
+        assert own or allowed is None or allowed.includes(each.exchange, each.routing_key), each
+
+
+def _depth(value: Any) -> int:
+    depth, layer = 0, [value]
+    while layer:
+        layer = [
+            inner
+            for each in layer
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        depth += bool(layer)
+    return depth
+
+
+def _refused(message: amqp.Message, reason: str) -> None:
+    """Assert that a refused message gets to ``undeliverable``, as it is or bare."""
+    info: Any = message.delivery_info
+    outgoing = Outgoing(info["exchange"], info["routing_key"], message)
+    _check([to_undeliverable(UNDELIVERABLE, outgoing, reason, headers_of(message))], None)
+
+
+def check_in(given: bytes) -> None:
+    """Whatever a client checks in, or comes back from meditation."""
+    module = CheckIn(TOPOLOGY, ALLOWED.includes, bounds=BOUNDS)
+    message = received(given, (MODULES.checkin.exchange.name, MODULES.meditated.name))
+    if message is None or seen_of(message).skipped_bytes is not None:
+        return
+    module.admit(message)
+    try:
+        _check(module.receive(message), ALLOWED)
+    except UnprocessableMessage as refused:
+        _refused(message, refused.reason)
+
+
+def distribution(given: bytes) -> None:
+    """Whatever leaves the levels for distribution, envelopes among it."""
+    early = EarlyMessages(TOPOLOGY, 1000).put_back
+    module = Distribution(TOPOLOGY, early, reach=Reach(ALLOWED, is_list=True), bounds=BOUNDS)
+    message = received(given, (TOPOLOGY.delivery.name, MODULES.unrouted.name))
+    if message is None or seen_of(message).skipped_bytes is not None:
+        return
+    try:
+        _check(module.receive(message), ALLOWED)
+    except LaterVersion as later:
+        _check([Redelivery(TOPOLOGY, 60).until_upgraded(message, str(later))], None)
+    except UnprocessableMessage as refused:
+        _refused(message, refused.reason)
+
+
+def envelope(given: bytes) -> None:
+    """The body of an envelope; also one that is compressed well, around whatever is given."""
+    for body in (given, compressed(given, 1)):
+        try:
+            for item in Opened(body, 2**16).items:
+                assert len(item.body) <= 2**16
+                assert _depth(item.headers) <= MAX_DEPTH
+        except InvalidEnvelope:
+            pass
+
+
+def undeliverable(given: bytes) -> None:
+    """Whatever lies in ``undeliverable``: its reason, and what a redrive makes of it."""
+    message = received(given, (UNDELIVERABLE,))
+    if message is None:
+        return
+    info: Any = message.delivery_info
+    assert examine(headers_of(message), TOPOLOGY, info["routing_key"]).reason
+    redriving = Redriving(TOPOLOGY, ALLOWED, modules=("check-in", "distribution"))
+    try:
+        redriven = redriving.redriven(message)
+    except UnprocessableMessage:
+        return
+    assert redriven.reroute is not None
+    _check([redriven], ALLOWED)
+    headers = headers_of(redriven.message)
+    if message.properties.get("content_type") != CONTENT_TYPE:
+        exchange, key = headers["rabbitdelay-exchange"], headers["rabbitdelay-routing-key"]
+        assert ALLOWED.includes(exchange, key)
+        assert headers.get("rabbitdelay-queue", "allowed") == "allowed"
+
+
+def wire(given: bytes) -> None:
+    """The properties of a message, and the names in its delivery."""
+    message = received(given, ("anywhere",))
+    if message is None:
+        return
+    try:
+        content = Content.of(message)
+    except Exception:  # noqa: BLE001 - of any kind; ``encoded`` catches them
+        return
+    content.message()
+
+
+def _timed(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    def timed(given: bytes) -> None:
+        began = time.process_time()
+        target(given)
+        took = time.process_time() - began
+        assert took < MOST_SECONDS, f"it took {took:.1f} s"
+
+    return timed
+
+
+TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
+    target.__name__: _timed(target)
+    for target in (check_in, distribution, envelope, undeliverable, wire)
+}
+
+
+def _written(message: amqp.Message, key: str = "allowed", which: int = 0) -> bytes:
+    content = Content.of(message)
+    start = bytes((which, len(key))) + key.encode() + pack(">H", len(content.properties))
+    return start + content.properties + content.body
+
+
+def _message(body: bytes = b"x", **headers: Any) -> amqp.Message:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return amqp.Message(body, application_headers=named)
+
+
+def _seeds() -> list[bytes]:
+    told: dict[str, Any] = {"rabbitdelay_exchange": "", "rabbitdelay_routing_key": "allowed"}
+    packed = Envelope(
+        (Item(b"body", {"id": "a"}, {"priority": 1}),), {"lang": "py"}, {"type": "t"}
+    ).pack()
+    bound = _message(packed, **told)
+    bound.properties["content_type"] = CONTENT_TYPE
+    death = {
+        "queue": MODULES.checkin.name,
+        "exchange": MODULES.checkin.exchange.name,
+        "reason": "expired",
+        "routing-keys": ["allowed"],
+        "count": 1,
+    }
+    nested: Any = {}
+    for _ in range(40):
+        nested = {"headers": nested, "a": [nested]}
+        nested["a"] = []
+    key = TOPOLOGY.route(0, DISTRIBUTION).routing_key
+    blocks = length_prefixed(b'{"headers":{"a":1},"copies":{"headers":{"b":"a"}}}')
+    blocks += length_prefixed(b'{"properties":{"priority":1}}') + length_prefixed(b"body")
+    return [
+        _written(_message(x_delay=1500)),
+        _written(_message(x_delay="27000", rabbitdelay_exchange="news", own=1.5)),
+        _written(_message(x_delay=1, headers=nested)),
+        _written(_message(rabbitdelay_due=2**62, **told), which=1),
+        _written(_message(**told, rabbitdelay_priority=9, rabbitdelay_expiration="5"), key),
+        _written(_message(rabbitdelay_queue="allowed", rabbitdelay_due=5, **told), key),
+        _written(_message(x_death=[death], rabbitdelay_reason="why", rabbitdelay_redriven=1)),
+        _written(_message(rabbitdelay_early={"times": 1, "exchange": "", "routing-key": "k"})),
+        _written(bound, key),
+        _written(amqp.Message(b"x", priority=5, expiration="7", message_id="m", timestamp=5)),
+        packed,
+        blocks,
+    ]
+
+
+#: What the fuzzer begins with: a message, or an envelope, of each kind.
+SEEDS: Final = _seeds()

@@ -1,0 +1,90 @@
+"""The Celery application that is under attack: its worker, and the honest client of it.
+
+A worker is started with ``-A tests.hostile.application`` and gets its settings as JSON in the
+environment variable ``HOSTILE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from kombu import Queue
+
+from celery_rabbitdelay import Celery
+from tests.celery_process import CeleryProcess
+from tests.hostile.kinds import ALLOWED, EXPIRED, MAX_BODY, TASKS
+
+__all__ = ["AttackedWorker", "make_app"]
+
+
+def make_app(settings: dict[str, Any]) -> Celery:
+    """Create the application.
+
+    Args:
+        settings: ``broker_url``, ``prefix``, and ``journal``: the file that each task that runs is
+            noted in.
+    """
+    prefix = settings["prefix"]
+    app = Celery("attacked", broker=settings["broker_url"], set_as_current=False)
+    quorum = {"x-queue-type": "quorum"}
+    expires = {"x-dead-letter-exchange": f"{prefix}.{EXPIRED}"}
+    app.conf.update(
+        task_default_queue=f"{prefix}.{TASKS}",
+        task_queues=[
+            Queue(name, routing_key=name, queue_arguments={**quorum, **further})
+            for name, further in ((f"{prefix}.{TASKS}", {}), (f"{prefix}.{ALLOWED}", expires))
+        ],
+        task_ignore_result=True,
+        worker_hijack_root_logger=False,
+        broker_connection_retry_on_startup=True,
+        rabbitdelay_prefix=prefix,
+        rabbitdelay_layout=[("seconds", 6, 1), ("ms", 10, 0.1)],
+        rabbitdelay_redelivery=0,
+        **settings.get("rabbitdelay", {"rabbitdelay_max_message_bytes": MAX_BODY}),
+    )
+
+    def note(*line: Any) -> None:
+        with Path(settings["journal"]).open("a") as journal:
+            journal.write(json.dumps(line) + "\n")
+
+    @app.task(name="honest", shared=False)
+    def honest(way: str, due: float) -> None:
+        note("honest", way, time.time() - due)
+
+    @app.task(name="hostile", shared=False)
+    def hostile(number: str) -> None:
+        note("hostile", int(number.removeprefix("#")))
+
+    return app
+
+
+class AttackedWorker(CeleryProcess):
+    """``celery -A tests.hostile.application worker``, which consumes the tasks' queue."""
+
+    module = "tests.hostile.application"
+    variable = "HOSTILE"
+
+    def _command(self) -> list[str]:
+        queue = f"{self._settings['prefix']}.{TASKS}"
+        return self.celery(f"worker -c 1 -l INFO -n attacked-{self.port}@localhost -Q {queue}")
+
+    def _ready(self) -> bool:
+        return " ready." in self.log and self.log.count("serving the queue") == 2
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that its main process has had (``VmHWM`` of proc(5))."""
+        (line,) = (
+            line
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
+        return int(line.split()[1]) * 1024
+
+
+if "HOSTILE" in os.environ:
+    app = make_app(json.loads(os.environ["HOSTILE"]))

@@ -1,0 +1,126 @@
+"""No password is in Spark's plans, its event log, the errors of its tasks, or its own log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+import pytest
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from celery_rabbitdelay.spark import dispatch
+from celery_rabbitdelay.testing import RabbitMQServer
+from tests.integration.conftest import delete_what_it_declared, small_configuration
+from tests.integration.shop import make_app
+from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.redis_servers import ConfiguredRedis
+from tests.told import told
+
+pytestmark = pytest.mark.timeout(600)
+
+#: The password of broker and registry, and a part of the wrong ones.
+PLANTED: Final = "opensesame"
+
+USER: Final = "planted-spark"
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[ConfiguredRedis]:
+    """The registry's Redis."""
+    with ConfiguredRedis(password=PLANTED) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of Spark's event log, which its history server reads."""
+    return tmp_path_factory.mktemp("events")
+
+
+@pytest.fixture(scope="module")
+def spark(events: Path) -> Iterator[SparkSession]:
+    """A session that logs its events."""
+    settings = {
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": events.as_uri(),
+        "spark.eventLog.compress": "false",
+    }
+    with spark_session(QUICK_JAVA, settings) as session:
+        yield session
+
+
+@pytest.fixture
+def options(
+    private_rabbitmq: RabbitMQServer, redis: ConfiguredRedis, redis_url: str
+) -> Iterator[dict[str, str]]:
+    """The options of a write to a broker and with a registry that have that password."""
+    prefix = f"test-{uuid4().hex[:8]}"
+    app: Any = make_app(
+        {
+            **small_configuration(private_rabbitmq.url, redis_url, prefix),
+            "rabbitdelay_layout": "clock",
+        }
+    )
+    with app.connection_for_write() as connection:
+        app.amqp.queues[f"{prefix}.default"](connection.default_channel).declare()
+    private_rabbitmq.ctl("add_user", USER, PLANTED)
+    private_rabbitmq.ctl("set_permissions", USER, ".*", ".*", ".*")
+    yield {
+        "broker": f"amqp://{USER}@127.0.0.1:{private_rabbitmq.port}//",
+        "brokerPassword": PLANTED,
+        "registry": f"redis://127.0.0.1:{redis.port}/0",
+        "registryPassword": PLANTED,
+        "prefix": prefix,
+        "queue": f"{prefix}.default",
+    }
+    private_rabbitmq.ctl("delete_user", USER)
+    delete_what_it_declared(app)
+    app.close()
+
+
+def write(frame: DataFrame, options: dict[str, str], **more: str) -> None:
+    """Send the rows by the format."""
+    given: dict[str, Any] = {"task": "note", **options, **more}
+    frame.write.format("rabbitdelay").mode("append").options(**given).save()
+
+
+def test_no_password_is_in_a_plan_an_event_or_an_error(
+    spark: SparkSession,
+    events: Path,
+    options: dict[str, str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    frame = spark.sql("select array(id) args, double(60) delay from range(4)")
+    write(frame, options)
+    shown: list[str] = []
+    application = {name: value for name, value in options.items() if name != "queue"}
+    for what in ("pending", "undeliverable", "levels"):
+        waiting = spark.read.format("rabbitdelay").options(**application, what=what).load()
+        waiting.explain(True)
+        shown.append(str(waiting.collect()))
+    assert "seconds" in shown[-1]
+    given: dict[str, Any] = {**options}
+    report = dispatch(frame, "note", **given)
+    assert report.confirmed == 4
+    shown.append(repr(report))
+    wrong: list[dict[str, str]] = [
+        {"brokerPassword": f"{PLANTED}-wrong"},
+        {"registryPassword": f"{PLANTED}-wrong"},
+        {"broker": f"amqp://{USER}@127.0.0.1:1//"},
+        {"registry": "redis://127.0.0.1:1/0"},
+        {"queue": "nowhere", "maxRate": "none"},
+    ]
+    for each in wrong:
+        with pytest.raises((PySparkException, Py4JError)) as failed:
+            write(frame, options, **each)
+        shown.append(told(failed.value))
+    text = "\n".join(log.read_text() for log in events.rglob("*") if log.is_file())
+    assert "SparkListenerSQLExecutionStart" in text
+    printed = capfd.readouterr()
+    assert "== Physical Plan ==" in printed.out
+    for each_text in (*shown, text, printed.out, printed.err):
+        assert PLANTED not in each_text

@@ -1,0 +1,154 @@
+"""What the frames of a message say that nobody can read, or hold."""
+
+from __future__ import annotations
+
+from struct import pack
+from types import SimpleNamespace
+from typing import Any
+
+import amqp
+import pytest
+
+from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, REMEMBERED, HeldBytes, cost_of
+from celery_rabbitdelay.publishing.incoming import Seen, _frame_handler, seen_of
+from celery_rabbitdelay.publishing.wire import UNREADABLE, UNREADABLE_PROPERTIES, Content
+
+
+class Line:
+    """A connection that frames arrive on.
+
+    Attributes:
+        came: The messages that arrived, with their method and its arguments.
+        connection: What stands in for py-amqp's connection: it counts frames.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.came: list[tuple[Any, bytes, Any]] = []
+        self.connection = SimpleNamespace(bytes_recv=0)
+        self._handle = _frame_handler(
+            self.connection, lambda _, *rest: self.came.append(rest), max_bytes
+        )
+
+    def deliver(self, properties: bytes, *chunks: bytes, channel: int = 1) -> None:
+        names = b"\1t" + pack(">QB", 1, 0) + b"\1e\1k"
+        self._handle((1, channel, pack(">HH", 60, 60) + names))
+        size = sum(map(len, chunks))
+        self._handle((2, channel, pack(">HHQ", 60, 0, size) + properties))
+        for chunk in chunks:
+            self._handle((3, channel, chunk))
+
+
+def properties(**headers: Any) -> bytes:
+    return Content.of(amqp.Message(b"", application_headers=headers)).properties
+
+
+def nested(depth: int) -> bytes:
+    field = b"V"
+    for _ in range(depth):
+        field = b"A" + pack(">I", len(field)) + field
+    table = b"\1n" + field
+    return pack(">HI", 0x2000, len(table)) + table
+
+
+def test_a_body_that_is_too_large_is_never_held() -> None:
+    line = Line(max_bytes=10)
+    told = properties(mine=1)
+    line.deliver(told, b"12345", b"67890")
+    line.deliver(told, b"12345", b"67890", b"x")
+    line.deliver(told, b"12345")
+    bodies = [(message.body, seen_of(message).skipped_bytes) for _, _, message in line.came]
+    assert bodies == [(b"1234567890", None), (b"-", 11), (b"12345", None)]
+    assert all(message.headers == {"mine": 1} for _, _, message in line.came)
+    # py-amqp takes a connection on which it counts no frames for a dead one.
+    assert line.connection.bytes_recv == 3 * 2 + 2 + 3 + 1
+
+
+def test_without_a_bound_any_body_is_held() -> None:
+    line = Line()
+    line.deliver(properties(), b"x" * 50)
+    assert line.came[0][2].body == b"x" * 50
+
+
+def test_tables_nested_ten_thousand_deep_cost_their_message_alone() -> None:
+    line = Line(max_bytes=10)
+    deep = nested(10_000)
+    line.deliver(deep, b"deep")
+    line.deliver(properties(mine=1), b"next")
+    line.deliver(deep, b"both, this one too")
+    first, second, third = (message for _, _, message in line.came)
+    assert "RecursionError" in str(seen_of(first).unreadable)
+    assert first.headers[UNREADABLE_PROPERTIES] == deep
+    assert second.headers == {"mine": 1}
+    assert seen_of(third).skipped_bytes == 18
+    assert seen_of(third).unreadable
+
+
+def test_messages_on_two_channels_do_not_take_each_other_s_marks() -> None:
+    line = Line(max_bytes=1)
+    line.deliver(nested(10_000), b"x", channel=1)
+    line.deliver(properties(), b"xx", channel=2)
+    first, second = (seen_of(message) for _, _, message in line.came)
+    assert first.unreadable
+    assert first.skipped_bytes is None
+    assert not second.unreadable
+    assert second.skipped_bytes == 2
+
+
+def test_a_sender_forges_nothing_that_the_frames_say() -> None:
+    line = Line()
+    line.deliver(properties(**{UNREADABLE: "forged", "rabbitdelay_seen": "forged"}), b"x")
+    message = line.came[0][2]
+    assert seen_of(message) == Seen(properties_bytes=len(properties(**message.headers)))
+    assert seen_of(amqp.Message(b"x")) == Seen()
+
+
+def test_the_names_of_a_returned_message_are_made_readable() -> None:
+    line = Line()
+    arguments = pack(">HH", 60, 50) + b"\x01\x38\x08NO_ROUTE\1\xff\2k\xff"
+    line._handle((1, 1, arguments))
+    line._handle((2, 1, pack(">HHQ", 60, 0, 0) + properties()))
+    ((method, payload, message),) = line.came
+    assert method == (60, 50)
+    assert payload == arguments.replace(b"\xff", b"?")
+    assert seen_of(message).unreadable == r"its exchange is b'\xff', which is not UTF-8"
+
+
+def test_headers_cost_more_than_their_bytes() -> None:
+    """A table of two-letter names without values is the largest once it is read."""
+    line = Line()
+    told = properties(a="b")
+    line.deliver(told, b"12345")
+    assert cost_of(line.came[0][2]) == 5 + HEADER_EXPANSION * len(told)
+
+
+def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:
+    held = HeldBytes(100)
+    assert held.has_room(1_000)
+    held.held = 60
+    assert held.has_room(40)
+    assert not held.has_room(41)
+    assert not held.may_go_on
+    held.held = 50
+    assert held.may_go_on
+
+
+@pytest.mark.parametrize(("size", "fitting"), [(0, 50), (1, 50), (5, 10), (26, 1), (1_000, 1)])
+def test_as_many_of_the_largest_message_fit_as_take_half_of_the_budget(
+    size: int, fitting: int
+) -> None:
+    held = HeldBytes(100)
+    held.note(size)
+    assert held.fitting == fitting
+
+
+def test_the_largest_message_is_forgotten_after_two_hundred_smaller_ones() -> None:
+    held = HeldBytes(100)
+    held.note(50)
+    forgets = [held.note(1) for _ in range(2 * REMEMBERED)]
+    assert [number for number, forgotten in enumerate(forgets) if forgotten] == [98, 198]
+    assert held.fitting == 50
+    held = HeldBytes(100)
+    held.note(50)
+    for _ in range(2 * REMEMBERED - 2):
+        held.note(1)
+    assert held.fitting == 1
