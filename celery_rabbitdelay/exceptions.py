@@ -730,7 +730,7 @@ class InvalidManagementURL(RabbitDelayError, ValueError):
         self.url = url
 
     def __str__(self) -> str:
-        return f"{self.url!r} is not a URL such as http://user:password@host:15672"
+        return f"{self.url!r} is not a URL such as http://host:15672"
 
 
 class ManagementUnavailable(RabbitDelayError, OperationalError):

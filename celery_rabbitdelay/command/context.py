@@ -82,7 +82,7 @@ def broker_at(context: CLIContext, url: str) -> Connection:
     """
     shown = without_password(url)
     if "@" in url and "://" not in url:
-        raise click.UsageError(f"{shown!r} is not a URL such as amqp://user:password@host")
+        raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
     ssl = (context.app.conf.broker_use_ssl or True) if url.startswith("amqps:") else False
     return _check(lambda: context.app.connection_for_write(url=url, ssl=ssl), repr(shown))
 
