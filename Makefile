@@ -67,7 +67,7 @@ mutation: $(VENV)/test.done  ## Break the pure files in random places; the unit 
 chaos: $(VENV)/test.done  ## Every kind of trouble on clusters of RabbitMQ 4.3; what is lost, early, late (hours, root)
 	$(BIN)/python -m tests.chaos all
 
-chaos-short: $(VENV)/test.done  ## Four of these, in ten minutes
+chaos-short: $(VENV)/test.done  ## Three of these, in seven minutes
 	$(BIN)/python -m tests.chaos short
 
 hostile: $(VENV)/test.done  ## 100,000 malformed, oversized and forged messages against one worker

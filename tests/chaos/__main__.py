@@ -3,8 +3,8 @@
 
 ``python -m tests.chaos list`` names the scenarios, ``python -m tests.chaos SCENARIO --help`` says
 the options of one. ``python -m tests.chaos all`` plays each of them with each of its choices, which
-takes hours; ``short`` plays four of them, which takes ten minutes. The exit status is 1 if one of
-them is not good.
+takes hours; ``short`` plays three of them, which takes seven minutes. The exit status is 1 if one
+of them is not good.
 """
 
 from __future__ import annotations

@@ -46,6 +46,5 @@ SCENARIOS: Final[dict[str, type[Scenario]]] = {
 SHORT: Final[tuple[Scenario, ...]] = (
     FullDestination(),
     HostAway(),
-    Policies(),
     NodeCrash(tasks=1500, minutes=1.0),
 )
