@@ -281,12 +281,13 @@ class Redriving:
 def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the headers of a message that check-in has not accepted, as far as they are believed.
 
-    Of ours, only those that a client may set: the broker may have taken the message out of
-    check-in's queue with all that its client wrote.
+    Of ours, those that a client may set, and the key that check-in has noted. If the broker took
+    the message out of check-in's queue, it has all that its client wrote, and no key is believed.
     """
-    noted = {
-        name: headers[name] for name in ("x-death", module_headers.REDRIVEN) if name in headers
-    }
+    names = ["x-death", module_headers.REDRIVEN]
+    if "x-death" not in headers:
+        names.append(header_names.ROUTING_KEY)
+    noted = {name: headers[name] for name in names if name in headers}
     return {**of_client(headers), **noted}
 
 
