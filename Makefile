@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-security test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz bench bench-sends bench-levels bench-lateness \
         bench-burst bench-pending bench-growth bench-memory bench-migration bench-metrics bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -23,18 +23,26 @@ $(VENV)/check.done: pyproject.toml set_up.sh
 demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is killed (about a minute)
 	$(BIN)/python -m example_project
 
-# What starts Spark; the other tests take as long as these.
+# What starts Spark.
 SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/tests/test_pipelines.py
 
 # The operator's commands against real servers, and metrics.
 OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command_* commands metrics migrate prometheus \
         redrive* undeliverable verify*))
 
-test: $(VENV)/test.done  ## All tests but those of the next two, on private RabbitMQ and Redis servers
+# What strangers, other users and other versions may do, and TLS.
+SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies generations hostile modules_bounds \
+        permissions reach sealed secrets signing tls versions)
+
+test: $(VENV)/test.done  ## All tests but those of the next three, on private RabbitMQ and Redis servers
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses=3 --dist=loadfile $(SPARK_TESTS:%=--ignore=%) $(OPERATIONS_TESTS:%=--ignore=%)
+	$(BIN)/coverage run -m pytest --numprocesses=3 --dist=loadfile \
+		$(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS),--ignore=$(each))
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+test-security: $(VENV)/test.done  ## The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
+	$(BIN)/pytest --numprocesses=3 --dist=loadfile $(SECURITY_TESTS)
 
 test-operations: $(VENV)/test.done  ## The tests of the operator's commands and of metrics, likewise
 	$(BIN)/pytest --numprocesses=3 --dist=loadfile $(OPERATIONS_TESTS)
