@@ -14,6 +14,7 @@ from celery_rabbitdelay.exceptions import (
     DeclarationRefused,
     LayoutConflict,
     TopologyIncomplete,
+    TopologyInUse,
     TopologyNotEmpty,
 )
 from celery_rabbitdelay.levels.layout import binary, clock, geometric
@@ -31,8 +32,8 @@ from celery_rabbitdelay.publishing.declaration import (
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.testing import RabbitMQServer
-from tests.integration.arrivals import take
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.arrivals import count, take
 from tests.integration.conftest import SHORT
 
 #: Exchanges and queues of the clock: digits, levels, delivery, undeliverable (both), the modules'
@@ -146,6 +147,28 @@ def test_a_topology_in_which_messages_wait_is_not_deleted(
     assert list(caught.value.waiting.values()) == [1]
     assert missing(connection, topology) == ()
     delete(connection, topology, force=True)
+
+
+def test_a_topology_is_not_deleted_while_a_consumer_holds_a_message(
+    connection: Connection, topology: Topology
+) -> None:
+    """The message is in no count: the broker calls the queue empty."""
+    declare(connection, topology)
+    distribution = topology.module_queues.distribution
+    held: list[Any] = []
+    with connection.clone() as other:
+        channel: Any = other.default_channel
+        channel.basic_consume(distribution.name, callback=held.append)
+        connection.Producer().publish("held", exchange="", routing_key=distribution.name)
+        wait_for(lambda: other.drain_events(timeout=5) or held, "the message")
+        with pytest.raises(TopologyInUse) as caught:
+            delete(connection, topology)
+        assert caught.value.consumers == {distribution.name: 1}
+        assert missing(connection, topology) == ()
+    # It is given back with the connection.
+    wait_for(lambda: count(connection, distribution.name) == 1, "the message")
+    with pytest.raises(TopologyNotEmpty):
+        delete(connection, topology)
 
 
 def test_a_queue_with_the_hook_is_ready_as_soon_as_it_is_declared(
