@@ -132,7 +132,10 @@ def check_complete(
         destination: The queue that a message is for; it has to exist as well.
         by_marker: Whether to look at the marker first, and no further if it exists, or may not be
             looked at. A producer needs no more: if a queue of the levels is missing, the alternate
-            exchange puts the message into ``undeliverable``; if an exchange is, publishing fails.
+            exchange puts the message into ``undeliverable``. If the exchange of the message's first
+            digit is missing, publishing fails. If a later one is, the message is confirmed, and the
+            quorum queue before it keeps it until the exchange is back, but a classic queue drops
+            it; so for classic queues the exchanges are looked at as well.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
@@ -141,6 +144,8 @@ def check_complete(
     if key not in _known(connection):
         if not (by_marker and _exists_or_hidden(connection, topology)):
             _check_all(connection, topology)
+        elif topology.queue_type == "classic":
+            _check_exchanges(connection, topology)
         _known(connection).add(key)
     if destination is not None and _key(topology, destination) not in _known(connection):
         if not _queue_exists(connection, destination):
@@ -158,6 +163,17 @@ def _check_all(connection: Connection, topology: Topology) -> None:
         return
     if absent:
         raise TopologyIncomplete(topology.prefix, absent)
+
+
+def _check_exchanges(connection: Connection, topology: Topology) -> None:
+    absent = []
+    with _channel(connection) as channel:
+        for exchange in topology.exchanges:
+            with suppress(AccessRefused):  # it may exist; py-amqp opens the channel again
+                if not all(find_exchanges(channel, [exchange.name])):
+                    absent.append(exchange.name)
+    if absent:
+        raise TopologyIncomplete(topology.prefix, tuple(absent))
 
 
 def _exists_or_hidden(connection: Connection, topology: Topology) -> bool:

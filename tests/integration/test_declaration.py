@@ -17,6 +17,7 @@ from celery_rabbitdelay.exceptions import (
     TopologyInUse,
     TopologyNotEmpty,
 )
+from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.layout import binary, clock, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
@@ -25,6 +26,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare,
     declare_if_missing,
     delete,
+    forget,
     is_declared,
     missing,
     on_declared,
@@ -133,6 +135,25 @@ def test_a_queue_that_is_missing_is_named(connection: Connection, topology: Topo
     gone(connection.default_channel).delete()
     with pytest.raises(TopologyIncomplete, match=gone.name) as caught:
         check_complete(connection, topology)
+    assert caught.value.missing == (gone.name,)
+
+
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+def test_a_producer_looks_at_the_exchanges_behind_classic_queues(
+    connection: Connection, make_topology: MakeTopology, queue_type: QueueType
+) -> None:
+    """The marker exists; only a classic queue drops what the missing exchange does not take."""
+    topology = make_topology(queue_type=queue_type)
+    declare(connection, topology)
+    check_complete(connection, topology, by_marker=True)
+    forget(connection)
+    gone = topology.exchanges[2]
+    gone(connection.default_channel).delete()
+    if queue_type == "quorum":
+        check_complete(connection, topology, by_marker=True)
+        return
+    with pytest.raises(TopologyIncomplete) as caught:
+        check_complete(connection, topology, by_marker=True)
     assert caught.value.missing == (gone.name,)
 
 
