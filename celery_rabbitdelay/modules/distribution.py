@@ -127,6 +127,8 @@ class Distribution:
             return
         self._refuse_unsigned(message)
         is_envelope = message.properties.get("content_type") == CONTENT_TYPE
+        if unrouted is not None:
+            self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
         one = None if is_envelope else self._outgoing(message, headers, unrouted)
         early = self._put_back(message)
         if early is not None:
@@ -245,6 +247,30 @@ class Distribution:
             return None
         return decode_destination(word) or ""
 
+    def _refuse_other_than_key(self, key: str, named: Any) -> None:
+        """Refuse a message whose headers lead past the queue in its routing key.
+
+        The broker checks the key of each message against its sender's topic permissions, and
+        cannot check the headers (https://www.rabbitmq.com/docs/access-control#topic-authorisation).
+
+        Args:
+            key: A key with a queue, which the message has not found.
+            named: What :func:`_named_by` returns.
+
+        Raises:
+            UnprocessableMessage: The headers name something else.
+        """
+        word = key.split(".")[-1]
+        queue = decode_destination(word)
+        if named is None or (isinstance(named, str) and named == queue):
+            return
+        if isinstance(named, str) and queue is None and encode_destination(named) == word:
+            return
+        raise UnprocessableMessage(
+            f"its routing key is for the queue {shortened(word if queue is None else queue)}, and "
+            f"it names {shortened(named)}"
+        )
+
     def _unpacked(self, message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
         try:
             envelope = Opened(body_of(message), self._bounds.max_message_bytes)
@@ -265,6 +291,21 @@ class Distribution:
             effective_headers = {**shared, **item.headers}
             inner_headers = {**envelope.headers, **item.headers, **own}
             yield self._reached(_restored(inner, effective_headers, inner_headers), message)
+
+
+def _named_by(headers: Mapping[str, Any]) -> Any:
+    """Return what a message's headers say it is for: a queue, or an exchange and a routing key.
+
+    None if they say nothing. With a queue, exchange and key only say where a retry of the task
+    goes, which its worker checks.
+    """
+    queue = headers.get(header_names.QUEUE)
+    if queue is not None:
+        return queue
+    if header_names.EXCHANGE not in headers:
+        return None
+    exchange, routing_key = headers[header_names.EXCHANGE], headers.get(header_names.ROUTING_KEY)
+    return routing_key if exchange == "" else (exchange, routing_key)
 
 
 def _names_origin(message: amqp.Message) -> bool:
