@@ -76,7 +76,8 @@ def test_an_early_task_of_a_broadcast_returns_to_the_queue_of_its_worker(app: Ce
     [
         *("amq.topic", "amq.rabbitmq.trace", "celery.pidbox", "reply.celery.pidbox"),
         *("other.pidbox", "worker@host.other.pidbox", "1234.reply.other.pidbox"),
-        *("celeryev", "celeryev.1234", "events", "events.1234", "results"),
+        *("celeryev", "celeryev.1234", "events", "results"),
+        "events.6d1f6ab4-0f40-4a14-9b2a-0a1d4f1b2c3d",
         *("levels.delivery", "levels.checkin", "levels.meditation", "levels.meditated"),
         *("levels.unrouted", "levels.undeliverable", "levels.distribution", "levels.layout"),
         *("levels.hours.x1", "levels.hours.7"),
@@ -114,6 +115,22 @@ def test_the_names_are_those_of_the_control_of_this_celery(app: Celery) -> None:
     ):
         with pytest.raises(UnprocessableMessage):
             reach.names("", queue.name)
+
+
+def test_the_queues_of_events_are_those_of_celery_and_not_all_with_their_prefix(
+    app: Celery,
+) -> None:
+    app.conf.update(
+        event_queue_prefix="shop",
+        task_default_queue="shop.default",
+        task_queues=[Queue("shop.default"), Queue("shop.mail", Exchange("shop.topic", "topic"))],
+    )
+    reach, checkin = distribution_reach(app), checkin_destinations(app)
+    for exchange, key in (("", "shop.default"), ("", "shop.mail"), ("shop.topic", "m.x")):
+        assert reach.names(exchange, key)
+        assert checkin.includes(exchange, key)
+    with pytest.raises(UnprocessableMessage):
+        reach.names("", app.events.Receiver(None).queue.name)
 
 
 def test_a_list_is_all_that_is_reached(app: Celery) -> None:
