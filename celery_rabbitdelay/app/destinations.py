@@ -32,8 +32,8 @@ __all__ = [
 #: workers are controlled and answer, and those of events.
 NEVER: Final = ("amq.*", "*.pidbox", "celeryev", "celeryev.*")
 
-#: The end of the name of a worker's own queue for a broadcast, or of a receiver's for events, and the
-#: pattern for it.
+#: The end of the name of a worker's queue for a broadcast, or of a receiver's queue for events, and
+#: the pattern for it.
 _UUID: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 _ANY_UUID: Final = "-".join("?" * length for length in (8, 4, 4, 4, 12))
 
