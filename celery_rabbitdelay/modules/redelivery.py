@@ -138,7 +138,10 @@ class Redelivery:
             undeliverable = self._topology.module_queues.undeliverable.exchange.name
             explained = _explained(failures, reason)
             return to_undeliverable(undeliverable, outgoing, explained, received)
-        priority, kept = split_priority(outgoing.message.properties.get("priority"))
+        priority, kept = outgoing.message.properties.get("priority"), {}
+        # Only distribution gives a priority back, and one of classic levels need not go there.
+        if outgoing.trouble is None or self._topology.queue_type == "quorum":
+            priority, kept = split_priority(priority)
         headers = {
             **destination_headers(outgoing),
             **kept,

@@ -200,6 +200,20 @@ def test_a_message_that_finds_no_queue_leaves_the_levels_for_it_again() -> None:
     assert later.routing_key.endswith(".other")
 
 
+@pytest.mark.parametrize(("queue_type", "waits_as"), [("classic", 9), ("quorum", 4)])
+def test_a_message_that_finds_no_queue_keeps_its_priority_in_classic_levels(
+    queue_type: Any, waits_as: int
+) -> None:
+    """Levels of quorum queues have to stay in order, so a higher one only comes from elsewhere."""
+    topology = Topology(queue_type=queue_type)
+    message = unrouted(topology.route(5, "other").routing_key, **to("", "other"))
+    message.properties["priority"] = 9
+    (outgoing,) = Distribution(topology, reach=KNOWN).receive(message)
+    assert outgoing.trouble is not None
+    later = Redelivery(topology, 60).after_failure(outgoing, {}, outgoing.trouble)
+    assert later.message.properties["priority"] == waits_as
+
+
 LONG = "q" * 200
 
 
