@@ -123,32 +123,43 @@ class Distribution:
         key = _routing_key(message)
         unrouted = self._queue_in_key(key)
         if unrouted is not None and self._keys.has_no_digits(key):
-            yield self._returned(message, unrouted or str(headers.get(header_names.QUEUE)))
+            queue = unrouted or str(headers.get(header_names.QUEUE))
+            yield self._returned(message, queue)._replace(is_vouched=False)
             return
-        self._refuse_unsigned(message)
+        is_signed = self._is_signed(message)
         is_envelope = message.properties.get("content_type") == CONTENT_TYPE
         if unrouted is not None:
             self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
-        one = None if is_envelope else self._outgoing(message, headers, unrouted)
+        one = None if is_envelope else self._outgoing(message, headers, unrouted, is_signed)
         early = self._put_back(message)
-        if early is not None:
-            yield early
-        elif one is not None:
-            yield one
+        single = early or one
+        if single is not None:
+            found = iter([single])
+        elif self._look is None:
+            found = self._unpacked(message, headers)
         else:
-            unpacked = partial(self._unpacked, message, headers)
-            if self._look is not None:
-                yield from self._asked(message, unpacked, self._look)
-            else:
-                yield from unpacked()
+            found = self._asked(message, partial(self._unpacked, message, headers), self._look)
+        for outgoing in found:
+            yield outgoing._replace(is_vouched=is_signed)
 
-    def _refuse_unsigned(self, message: amqp.Message) -> None:
+    def _is_signed(self, message: amqp.Message) -> bool:
+        """Return whether the sender of a message has shown that it has a key.
+
+        Raises:
+            UnprocessableMessage: It has not, and a signature is required.
+        """
         keys = self._signing_keys
-        if keys is not None and self._is_signing_required and not keys.verify(message):
+        is_signed = keys is not None and keys.verify(message)
+        if keys is not None and self._is_signing_required and not is_signed:
             raise UnprocessableMessage(NOT_SIGNED)
+        return is_signed
 
     def _outgoing(
-        self, message: amqp.Message, headers: dict[str, Any], unrouted: str | None
+        self,
+        message: amqp.Message,
+        headers: dict[str, Any],
+        unrouted: str | None,
+        is_signed: bool,
     ) -> Outgoing:
         """Return what to publish for a message that is no envelope.
 
@@ -156,6 +167,8 @@ class Distribution:
             message: The message.
             headers: Its headers.
             unrouted: The queue in its routing key, if it has not found this one.
+            is_signed: Whether it has a valid signature. Of any other message, nothing is signed: in
+                the phase without required signatures, a stranger would get valid ones.
         """
         if header_names.EXCHANGE not in headers and unrouted:
             headers = {**headers, header_names.EXCHANGE: "", header_names.ROUTING_KEY: unrouted}
@@ -164,7 +177,7 @@ class Distribution:
             outgoing = _restored(message, headers, headers)
         else:
             outgoing = _for_queue(message, headers, queue)
-        if self._signing_keys is not None and _names_origin(outgoing.message):
+        if self._signing_keys is not None and is_signed and _names_origin(outgoing.message):
             # Its worker verifies where the task came from.
             self._signing_keys.sign(outgoing.message)
         return self._reached(outgoing, message, is_unrouted=unrouted is not None)
