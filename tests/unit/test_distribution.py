@@ -14,7 +14,9 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
+from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import task_id_of
@@ -312,3 +314,23 @@ def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() ->
     distribution = Distribution(TOPOLOGY, lambda message: back, registry.look)
     assert list(distribution.receive(tasks(1))) == [back]
     assert registry.asked == []
+
+
+def test_a_clock_that_is_wrong_makes_no_message_undeliverable_and_a_forged_due_time_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_ms, day_ms = 1_900_000_000_000, 86_400_000
+    monkeypatch.setattr("time.time_ns", lambda: now_ms * 1_000_000)
+    bounds = Bounds(max_delay=3600)
+    distribution = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 0).put_back, bounds=bounds)
+
+    def receive(ahead_ms: int) -> Outgoing:
+        own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "q"}
+        (outgoing,) = distribution.receive(waited({**own, header_names.DUE: now_ms + ahead_ms}))
+        return outgoing
+
+    # It was due at once when it was sent, by a clock that is two hours ahead of this one.
+    assert receive(2 * 3_600_000).reroute is not None
+    assert receive(3_600_000 + day_ms).reroute is not None
+    with pytest.raises(UnprocessableMessage, match="rabbitdelay_max_delay"):
+        receive(3_600_001 + day_ms)
