@@ -15,7 +15,7 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.incoming import seen_of
-from celery_rabbitdelay.publishing.message import shortened
+from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, shortened
 
 __all__ = [
     "DEFAULT_BOUNDS",
@@ -28,9 +28,6 @@ __all__ = [
     "check_depth",
     "cost_of",
 ]
-
-#: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
-DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
 
 #: The longest delay by default, in seconds: 100 years of 365 days.
 DEFAULT_MAX_DELAY: Final = 3_153_600_000.0
