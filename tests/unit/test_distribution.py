@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import amqp
@@ -17,7 +17,7 @@ from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, _Items
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import task_id_of
 from celery_rabbitdelay.registry.decision import COPY, JOB, ONCE, Arrival, Decision, Verdict
@@ -232,6 +232,24 @@ def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope() -> None:
             Arrival("1", DUE, copy="c", job="june", once=":2", redelivered=True),
         ]
     ]
+
+
+@pytest.mark.parametrize("registry", [None, Registry(RUN, RUN, RUN), Registry()])
+def test_an_envelope_is_read_twice_with_and_without_a_registry(
+    monkeypatch: pytest.MonkeyPatch, registry: Registry | None
+) -> None:
+    read = 0
+    items_of = _Items.__iter__
+
+    def counted(items: _Items) -> Iterator[Item]:
+        nonlocal read
+        read += 1
+        return items_of(items)
+
+    monkeypatch.setattr(_Items, "__iter__", counted)
+    look = None if registry is None else registry.look
+    assert ids(list(Distribution(TOPOLOGY, look=look).receive(tasks(3)))) == ["0", "1", "2"]
+    assert read == 2
 
 
 def test_a_due_time_that_is_no_number_is_none_for_the_registry() -> None:
