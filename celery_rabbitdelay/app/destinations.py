@@ -32,7 +32,8 @@ __all__ = [
 #: workers are controlled and answer, and those of events.
 NEVER: Final = ("amq.*", "*.pidbox", "celeryev", "celeryev.*")
 
-#: The end of the name of a worker's own queue for a broadcast, and the pattern for it.
+#: The end of the name of a worker's queue for a broadcast, or of a receiver's queue for events, and
+#: the pattern for it.
 _UUID: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 _ANY_UUID: Final = "-".join("?" * length for length in (8, 4, 4, 4, 12))
 
@@ -115,7 +116,10 @@ def never_reached(app: Celery) -> tuple[frozenset[str], tuple[str, ...]]:
         conf.result_exchange,
         *_names_of_levels(app.rabbitdelay.settings.topology),
     }
-    return frozenset(names), (*NEVER, f"{escape(conf.event_queue_prefix)}.*")
+    # So Celery names the queue of each receiver of events; the application may have others of the
+    # same prefix.
+    events = f"{escape(conf.event_queue_prefix)}.{_ANY_UUID}"
+    return frozenset(names), (*NEVER, events)
 
 
 def _never(allowed: AllowedDestinations, app: Celery) -> AllowedDestinations:

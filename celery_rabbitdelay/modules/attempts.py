@@ -227,7 +227,7 @@ class Attempts:
         logger.warning("%s: a message is undeliverable: %s", self._name, reason)
         headers = headers_of(received.message)
         refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason, headers)
-        if outgoing.message is not received.message:
+        if outgoing.is_vouched and outgoing.message is not received.message:
             # The module has made it of one that it has let in, so that it may be redriven.
             self._redelivery.sign(refused.message)
         try:

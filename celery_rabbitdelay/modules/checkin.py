@@ -70,7 +70,11 @@ class CheckIn:
         info: Any = message.delivery_info
         headers = headers_of(message)
         if headers and info["exchange"] not in self._meditated:
-            message.properties["application_headers"] = of_client(headers)
+            kept = of_client(headers)
+            if header_names.EXCHANGE in kept:
+                # If check-in refuses it, this tells that it is a client's; see ``never_accepted``.
+                kept.setdefault(module_headers.X_DELAY, 0)
+            message.properties["application_headers"] = kept
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message.

@@ -123,30 +123,43 @@ class Distribution:
         key = _routing_key(message)
         unrouted = self._queue_in_key(key)
         if unrouted is not None and self._keys.has_no_digits(key):
-            yield self._returned(message, unrouted or str(headers.get(header_names.QUEUE)))
+            queue = unrouted or str(headers.get(header_names.QUEUE))
+            yield self._returned(message, queue)._replace(is_vouched=False)
             return
-        self._refuse_unsigned(message)
+        is_signed = self._is_signed(message)
         is_envelope = message.properties.get("content_type") == CONTENT_TYPE
-        one = None if is_envelope else self._outgoing(message, headers, unrouted)
+        if unrouted is not None:
+            self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
+        one = None if is_envelope else self._outgoing(message, headers, unrouted, is_signed)
         early = self._put_back(message)
-        if early is not None:
-            yield early
-        elif one is not None:
-            yield one
+        single = early or one
+        if single is not None:
+            found = iter([single])
+        elif self._look is None:
+            found = self._unpacked(message, headers)
         else:
-            unpacked = partial(self._unpacked, message, headers)
-            if self._look is not None:
-                yield from self._asked(message, unpacked, self._look)
-            else:
-                yield from unpacked()
+            found = self._asked(message, partial(self._unpacked, message, headers), self._look)
+        for outgoing in found:
+            yield outgoing._replace(is_vouched=is_signed)
 
-    def _refuse_unsigned(self, message: amqp.Message) -> None:
+    def _is_signed(self, message: amqp.Message) -> bool:
+        """Return whether the sender of a message has shown that it has a key.
+
+        Raises:
+            UnprocessableMessage: It has not, and a signature is required.
+        """
         keys = self._signing_keys
-        if keys is not None and self._is_signing_required and not keys.verify(message):
+        is_signed = keys is not None and keys.verify(message)
+        if keys is not None and self._is_signing_required and not is_signed:
             raise UnprocessableMessage(NOT_SIGNED)
+        return is_signed
 
     def _outgoing(
-        self, message: amqp.Message, headers: dict[str, Any], unrouted: str | None
+        self,
+        message: amqp.Message,
+        headers: dict[str, Any],
+        unrouted: str | None,
+        is_signed: bool,
     ) -> Outgoing:
         """Return what to publish for a message that is no envelope.
 
@@ -154,6 +167,8 @@ class Distribution:
             message: The message.
             headers: Its headers.
             unrouted: The queue in its routing key, if it has not found this one.
+            is_signed: Whether it has a valid signature. Of any other message, nothing is signed: in
+                the phase without required signatures, a stranger would get valid ones.
         """
         if header_names.EXCHANGE not in headers and unrouted:
             headers = {**headers, header_names.EXCHANGE: "", header_names.ROUTING_KEY: unrouted}
@@ -162,7 +177,7 @@ class Distribution:
             outgoing = _restored(message, headers, headers)
         else:
             outgoing = _for_queue(message, headers, queue)
-        if self._signing_keys is not None and _names_origin(outgoing.message):
+        if self._signing_keys is not None and is_signed and _names_origin(outgoing.message):
             # Its worker verifies where the task came from.
             self._signing_keys.sign(outgoing.message)
         return self._reached(outgoing, message, is_unrouted=unrouted is not None)
@@ -245,6 +260,30 @@ class Distribution:
             return None
         return decode_destination(word) or ""
 
+    def _refuse_other_than_key(self, key: str, named: Any) -> None:
+        """Refuse a message whose headers lead past the queue in its routing key.
+
+        The broker checks the key of each message against its sender's topic permissions, and
+        cannot check the headers (https://www.rabbitmq.com/docs/access-control#topic-authorisation).
+
+        Args:
+            key: A key with a queue, which the message has not found.
+            named: What :func:`_named_by` returns.
+
+        Raises:
+            UnprocessableMessage: The headers name something else.
+        """
+        word = key.split(".")[-1]
+        queue = decode_destination(word)
+        if named is None or (isinstance(named, str) and named == queue):
+            return
+        if isinstance(named, str) and queue is None and encode_destination(named) == word:
+            return
+        raise UnprocessableMessage(
+            f"its routing key is for the queue {shortened(word if queue is None else queue)}, and "
+            f"it names {shortened(named)}"
+        )
+
     def _unpacked(self, message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
         try:
             envelope = Opened(body_of(message), self._bounds.max_message_bytes)
@@ -265,6 +304,21 @@ class Distribution:
             effective_headers = {**shared, **item.headers}
             inner_headers = {**envelope.headers, **item.headers, **own}
             yield self._reached(_restored(inner, effective_headers, inner_headers), message)
+
+
+def _named_by(headers: Mapping[str, Any]) -> Any:
+    """Return what a message's headers say it is for: a queue, or an exchange and a routing key.
+
+    None if they say nothing. With a queue, exchange and key only say where a retry of the task
+    goes, which its worker checks.
+    """
+    queue = headers.get(header_names.QUEUE)
+    if queue is not None:
+        return queue
+    if header_names.EXCHANGE not in headers:
+        return None
+    exchange, routing_key = headers[header_names.EXCHANGE], headers.get(header_names.ROUTING_KEY)
+    return routing_key if exchange == "" else (exchange, routing_key)
 
 
 def _names_origin(message: amqp.Message) -> bool:

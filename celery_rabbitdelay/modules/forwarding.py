@@ -67,6 +67,8 @@ class Outgoing(NamedTuple):
             straight there.
         trouble: Why it is not published now, but tried later straight from the levels; None if it
             is published.
+        is_vouched: Whether the module signs what it publishes in its place, if there is a key. Not
+            if it is made of a message whose sender has shown no key.
     """
 
     exchange: str
@@ -75,6 +77,7 @@ class Outgoing(NamedTuple):
     reroute: Address | None = None
     through: tuple[str, str] | None = None
     trouble: str | None = None
+    is_vouched: bool = True
 
     @property
     def address(self) -> tuple[str, str]:

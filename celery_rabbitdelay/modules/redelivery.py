@@ -138,7 +138,11 @@ class Redelivery:
             undeliverable = self._topology.module_queues.undeliverable.exchange.name
             explained = _explained(failures, reason)
             return to_undeliverable(undeliverable, outgoing, explained, received)
-        priority, kept = split_priority(outgoing.message.properties.get("priority"))
+        priority = outgoing.message.properties.get("priority")
+        kept: dict[str, Any] = {}
+        # Only distribution gives a priority back, and one of classic levels need not go there.
+        if outgoing.trouble is None or self._topology.queue_type == "quorum":
+            priority, kept = split_priority(priority)
         headers = {
             **destination_headers(outgoing),
             **kept,
@@ -146,7 +150,8 @@ class Redelivery:
             **failures.headers(reason),
         }
         message = with_headers(outgoing.message, headers, priority=priority, expiration=None)
-        self.sign(message)
+        if outgoing.is_vouched:
+            self.sign(message)
         destination = outgoing.routing_key if outgoing.trouble else DISTRIBUTION
         due = Due.after(self._pause(failures.attempts))
         return into_levels(self._topology, message, due, destination)

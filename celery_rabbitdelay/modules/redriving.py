@@ -20,7 +20,11 @@ from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.allowed import AllowedDestinations, refuse_sender_selected
+from celery_rabbitdelay.modules.allowed import (
+    AllowedDestinations,
+    refuse_sender_selected,
+    where_in_words,
+)
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.checkin import client_delay_ms, of_client
 from celery_rabbitdelay.modules.early import PutBack
@@ -57,6 +61,7 @@ class Redriving:
     Args:
         topology: The levels that the messages go back into.
         allowed: The allowed destinations.
+        checkin_allowed: Those of messages that check-in has never accepted; None: the same.
         modules: The names of the modules that workers serve; see ``rabbitdelay_modules``.
         refuses: Returns whether a queue may refuse a message; such messages go through
             distribution.
@@ -77,6 +82,7 @@ class Redriving:
         topology: Topology,
         allowed: AllowedDestinations,
         *,
+        checkin_allowed: AllowedDestinations | None = None,
         modules: Collection[str] = (),
         refuses: Callable[[str], bool] = lambda queue: False,
         delay_ms: int | None = None,
@@ -90,6 +96,7 @@ class Redriving:
     ) -> None:
         self._topology = topology
         self._allowed = allowed
+        self._checkin_allowed = allowed if checkin_allowed is None else checkin_allowed
         self._modules = modules
         self._refuses = refuses
         self._delay_ms = delay_ms
@@ -117,7 +124,7 @@ class Redriving:
         key: str = information["routing_key"]
         is_new = never_accepted(headers, self._topology, key)
         keys = self._signing_keys
-        # A client of check-in has no key: its destination is checked, as check-in does.
+        # A client of check-in has no key: its destination is checked, as check-in does it.
         if keys is not None and not (is_new or self._vouches or keys.verify(message)):
             raise UnprocessableMessage(NOT_SIGNED)
         count = self._count(headers) + 1
@@ -130,7 +137,7 @@ class Redriving:
                 raise UnprocessableMessage("it is an envelope, which clients may not check in")
             message, own = self._envelope(message, headers)
         else:
-            destination = self._checked(headers, key)
+            destination = self._checked(headers, key, is_new)
             own = self._own(headers, destination)
         own |= {header_names.DUE: due_ms, module_headers.REDRIVEN: count}
         priority = message.properties.get("priority")
@@ -187,14 +194,25 @@ class Redriving:
                 raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
             return self._delay_ms
 
-    def _checked(self, headers: Mapping[str, Any], routing_key: str) -> Intended:
+    def _checked(self, headers: Mapping[str, Any], routing_key: str, is_new: bool) -> Intended:
         """Return the destination of a message, after checking that it is allowed."""
         if self._to is not None:
             self._check(Intended.straight_to(self._to))
             return Intended.straight_to(self._to)
         destination = intended(headers, self._topology, routing_key)
+        if is_new:
+            self._check_as_check_in(destination)
         self._check(destination)
         return destination
+
+    def _check_as_check_in(self, destination: Intended) -> None:
+        """Check that check-in would accept a message of a client."""
+        exchange, routing_key = destination.exchange, destination.routing_key
+        if not self._checkin_allowed.includes(exchange, routing_key):
+            raise UnprocessableMessage(
+                f"{where_in_words(exchange, routing_key)} is not one that check-in may reach: "
+                "see rabbitdelay_checkin_allowed"
+            )
 
     def _check(self, destination: Intended) -> None:
         exchange, routing_key, queue = destination

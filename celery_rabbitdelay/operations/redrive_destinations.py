@@ -13,7 +13,11 @@ from amqp.exceptions import ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
+from celery_rabbitdelay.app.destinations import (
+    checkin_destinations,
+    configured_destinations,
+    configured_queues,
+)
 from celery_rabbitdelay.exceptions import (
     InvalidDelay,
     InvalidDestination,
@@ -71,12 +75,15 @@ def redriving_for(
     if delay_ms is not None and "check-in" not in settings.modules:
         topology.layout.check_capacity(delay_ms)
     queues = configured_queues(app)
+    allow = tuple(allow)
     allowed = redrive_destinations(app, allow)
+    checkin = checkin_destinations(app)
     if to is not None:
         _check_name(to, allowed)
     return Redriving(
         topology,
         allowed,
+        checkin_allowed=replace(checkin, patterns=(*checkin.patterns, *allow)),
         modules=settings.modules,
         refuses=cache(
             lambda name: may_refuse(queues.get(name) or Queue(name), settings.may_refuse)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, Final
 
-from amqp.exceptions import NotFound
+from amqp.exceptions import AccessRefused, NotFound
 from celery import bootsteps
 from celery.worker.components import Pool
 from celery.worker.consumer.tasks import Tasks
@@ -139,8 +139,12 @@ class WorkerDeclaration:
         self._wait(seconds)
         return not is_complete(connection, delays.topology)
 
-    def bind_exclusive_queues(self, connection: Connection) -> None:
-        """Bind the exclusive queues, which only the consumer's own connection can do.
+    def bind_own_queues(self, connection: Connection) -> None:
+        """Bind the queues that nobody else has: exclusive ones, and those for broadcasts.
+
+        Only the connection that has declared an exclusive queue can bind it. To the queue for
+        a broadcast, its worker returns a task that was early; if the distribution of another
+        application does it, only by the binding.
 
         Args:
             connection: The connection that has declared them.
@@ -148,18 +152,25 @@ class WorkerDeclaration:
         delays = self._app.rabbitdelay
         if delays.settings.declare != "auto":
             return
-        for queue in self.queues:
-            if not queue.exclusive:
+        for queue in self._app.amqp.queues.consume_from.values():
+            is_broadcast = isinstance(queue, Broadcast)
+            if not (queue.exclusive or is_broadcast):
                 continue
             try:
                 bind_destination(connection, delays.topology, queue.name)
             except NotFound as error:
                 logger.warning(
-                    "No delayed task reaches the exclusive queue %r: the worker reads it from "
+                    "No delayed task reaches the %s queue %r: the worker reads it from "
                     "another broker than the one that tasks are sent to: %s",
+                    "broadcast" if is_broadcast else "exclusive",
                     queue.name,
                     error,
                 )
+            except AccessRefused as error:
+                if not is_broadcast:
+                    raise
+                # Its tasks come by its exchange, and most of them are on time.
+                logger.warning("The broadcast queue %r is not bound: %s", queue.name, error)
 
     def connection_lost(self) -> None:
         """Look for what is missing on the next connection, and declare it."""
@@ -197,7 +208,7 @@ class DelayLevels(bootsteps.StartStopStep):
         with consumer.app.connection_for_write() as connection:
             connect(connection)
             declaration.declare(connection)
-        declaration.bind_exclusive_queues(consumer.connection)
+        declaration.bind_own_queues(consumer.connection)
 
     def stop(self, consumer: Any) -> None:
         """Celery calls this when the consumer's connection is lost, and when the worker ends."""

@@ -66,6 +66,8 @@ class RestoringStrategies(dict[str, Strategy]):
         self._tasks = consumer.app.tasks
         self._takeover = takeover
         self._origin = origin
+        topology = consumer.app.rabbitdelay.topology
+        self._deliveries = {each.delivery.name for each in (topology, *topology.former)}
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
@@ -101,6 +103,7 @@ class RestoringStrategies(dict[str, Strategy]):
                 self.early_tasks.leave_to_later_version(message, ack, later)
             return True
         waited = restore(message, self._origin)
+        self._hide_delivery(message)
         metrics = self._app.rabbitdelay.active_metrics
         if waited is not None:
             self.arrivals.note(waited.due_ms)
@@ -119,6 +122,17 @@ class RestoringStrategies(dict[str, Strategy]):
                 record_lateness(metrics, waited.due_ms, task_name, self._queue_of(message))
             signals.send(signals.released, self._app, id_of(message), waited.due_ms)
         return False
+
+    def _hide_delivery(self, message: Message) -> None:
+        """Replace a delivery exchange as the origin of a message by the queue that it came to.
+
+        Distribution publishes by that exchange what is for a queue that only a binding reaches, and
+        nothing is ever published there by name: a retry of the task would be undeliverable.
+        """
+        if message.delivery_info.get("exchange") in self._deliveries:
+            queue = name_of_queue(self._consumer, message)
+            if queue is not None:
+                message.delivery_info.update(exchange="", routing_key=queue)
 
     def _queue_of(self, message: Message) -> str:
         return name_of_queue(self._consumer, message) or ""

@@ -14,6 +14,7 @@ from typing import Any
 
 import celery
 from kombu import Exchange, Queue
+from kombu.common import Broadcast
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing import wait_for
@@ -43,14 +44,16 @@ def make_app(configuration: dict[str, Any]) -> Celery:
 
     Args:
         configuration: Celery's settings, ``prefix`` and ``queue_type`` for its queues,
-            ``passing_queue`` and ``exclusive_queue``: True for one more, which goes with its
-            worker, and ``knows_tasks``: False for a producer that knows the tasks by name only.
+            ``passing_queue``, ``exclusive_queue`` and ``broadcast_queue``: True for one more, which
+            goes with its worker, and ``knows_tasks``: False for a producer that knows the tasks by
+            name only.
     """
     settings = dict(configuration)
     knows_tasks = settings.pop("knows_tasks", True)
     prefix, queue_type = settings.pop("prefix"), settings.pop("queue_type", "quorum")
     passing = settings.pop("passing_queue", False)
     exclusive = settings.pop("exclusive_queue", False)
+    broadcast = settings.pop("broadcast_queue", False)
     app = Celery("shop", set_as_current=False)
     topic = Exchange(f"{prefix}.topic", type="topic")
     arguments = {"x-queue-type": queue_type}
@@ -76,6 +79,7 @@ def make_app(configuration: dict[str, Any]) -> Celery:
             ),
             *([Queue(f"{prefix}.passing", auto_delete=True)] if passing else []),
             *([Queue(f"{prefix}.exclusive", exclusive=True)] if exclusive else []),
+            *([Broadcast(f"{prefix}.everybody", queue=f"{prefix}.one")] if broadcast else []),
         ],
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from amqp.exceptions import NotFound
 from celery.exceptions import QueueNotFound
 from kombu import Connection, Queue
 
@@ -193,6 +194,27 @@ def test_a_worker_on_two_brokers_says_that_its_exclusive_queue_gets_no_delayed_t
     crossed = {"broker_read_url": one, "broker_write_url": other, "exclusive_queue": True}
     with Worker({**configuration, **crossed}) as worker:
         assert f"No delayed task reaches the exclusive queue '{prefix}.exclusive'" in worker.log
+
+
+def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    connection: Connection,
+    broker_url: str,
+    prefix: str,
+) -> None:
+    """As a task is that was early, and that the distribution of another application returns."""
+    here, name = {"broadcast_queue": True}, f"{prefix}.one"
+    shop = make_shop()
+    with Worker({**configuration, **here}):
+        publish_by_hand(shop, broker_url, name, prefix)
+        assert shop.AsyncResult(prefix).get(timeout=PATIENCE)["routing_key"] == name
+    channel: Any = connection.default_channel
+    # The binding goes with the queue, and the queue with its worker.
+    with pytest.raises(NotFound):
+        channel.queue_declare(name, passive=True)
+    with connection.channel() as again:
+        again.exchange_delete(f"{prefix}.everybody")  # type: ignore[attr-defined]
 
 
 def fail_over(live: str, dead: int = 2) -> list[str]:

@@ -272,3 +272,27 @@ def test_a_retry_goes_only_where_distribution_may_go(
     assert (second["exchange"], second["routing_key"]) == ("", queue)
     assert count(connection, secret.name) == 0
     assert "claims the origin" in served.worker.log
+
+
+def test_a_retry_of_a_task_that_came_by_the_binding_of_its_queue_returns_to_the_queue(
+    served: Any, connection: Connection
+) -> None:
+    """As a task of an envelope does whose queue distribution does not know."""
+    queue, topology = named(served, "default"), served.rabbitdelay.topology
+    result = served.tasks["retry"].apply_async(([], 1, {"countdown": 0.2}), delay=600)
+    (taken,) = take(
+        connection, [each for each in topology.queues if count(connection, each.name)], 1
+    )
+    ours = {headers.EXCHANGE, headers.ROUTING_KEY, headers.QUEUE}
+    told = {name: value for name, value in taken.message.headers.items() if name not in ours}
+    properties = {name: taken.message.properties[name] for name in ("correlation_id", "reply_to")}
+    connection.Producer().publish(
+        taken.body,
+        serializer="json",
+        exchange=topology.delivery.name,
+        routing_key=topology.keys.key_without_digits(queue),
+        headers={**told, headers.DUE: 5},
+        **properties,
+    )
+    for seen in result.get(timeout=60):
+        assert (seen["exchange"], seen["routing_key"]) == ("", queue)

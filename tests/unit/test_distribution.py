@@ -310,5 +310,6 @@ def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() ->
     registry = Registry(RUN)
     back = Outgoing("levels", "key", amqp.Message(b""))
     distribution = Distribution(TOPOLOGY, lambda message: back, registry.look)
-    assert list(distribution.receive(tasks(1))) == [back]
+    (outgoing,) = distribution.receive(tasks(1))
+    assert outgoing.message is back.message
     assert registry.asked == []

@@ -20,7 +20,10 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
+from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
+from celery_rabbitdelay.modules.early import EarlyMessages
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from tests.unit.strategies import destinations
 
@@ -73,7 +76,8 @@ def test_an_early_task_of_a_broadcast_returns_to_the_queue_of_its_worker(app: Ce
     [
         *("amq.topic", "amq.rabbitmq.trace", "celery.pidbox", "reply.celery.pidbox"),
         *("other.pidbox", "worker@host.other.pidbox", "1234.reply.other.pidbox"),
-        *("celeryev", "celeryev.1234", "events", "events.1234", "results"),
+        *("celeryev", "celeryev.1234", "events", "results"),
+        "events.6d1f6ab4-0f40-4a14-9b2a-0a1d4f1b2c3d",
         *("levels.delivery", "levels.checkin", "levels.meditation", "levels.meditated"),
         *("levels.unrouted", "levels.undeliverable", "levels.distribution", "levels.layout"),
         *("levels.hours.x1", "levels.hours.7"),
@@ -113,6 +117,22 @@ def test_the_names_are_those_of_the_control_of_this_celery(app: Celery) -> None:
             reach.names("", queue.name)
 
 
+def test_the_queues_of_events_are_those_of_celery_and_not_all_with_their_prefix(
+    app: Celery,
+) -> None:
+    app.conf.update(
+        event_queue_prefix="shop",
+        task_default_queue="shop.default",
+        task_queues=[Queue("shop.default"), Queue("shop.mail", Exchange("shop.topic", "topic"))],
+    )
+    reach, checkin = distribution_reach(app), checkin_destinations(app)
+    for exchange, key in (("", "shop.default"), ("", "shop.mail"), ("shop.topic", "m.x")):
+        assert reach.names(exchange, key)
+        assert checkin.includes(exchange, key)
+    with pytest.raises(UnprocessableMessage):
+        reach.names("", app.events.Receiver(None).queue.name)
+
+
 def test_a_list_is_all_that_is_reached(app: Celery) -> None:
     app.conf.update(task_queues=[Queue("letters")], rabbitdelay_distribution_allowed=["news?"])
     reach = distribution_reach(app)
@@ -123,9 +143,12 @@ def test_a_list_is_all_that_is_reached(app: Celery) -> None:
             reach.names(exchange, key)
 
 
+def to(exchange: str, routing_key: str, **more: Any) -> dict[str, Any]:
+    return {header_names.EXCHANGE: exchange, header_names.ROUTING_KEY: routing_key, **more}
+
+
 def waiting(exchange: str, routing_key: str, **more: Any) -> amqp.Message:
-    told = {header_names.EXCHANGE: exchange, header_names.ROUTING_KEY: routing_key, **more}
-    return amqp.Message(b"x", application_headers=told)
+    return amqp.Message(b"x", application_headers=to(exchange, routing_key, **more))
 
 
 def unrouted(key: str, **told: Any) -> amqp.Message:
@@ -175,6 +198,82 @@ def test_a_message_that_finds_no_queue_leaves_the_levels_for_it_again() -> None:
     assert outgoing.trouble == "no queue 'other' is bound to rabbitdelay.delivery"
     later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, {}, outgoing.trouble)
     assert later.routing_key.endswith(".other")
+
+
+@pytest.mark.parametrize(("queue_type", "waits_as"), [("classic", 9), ("quorum", 4)])
+def test_a_message_that_finds_no_queue_keeps_its_priority_in_classic_levels(
+    queue_type: Any, waits_as: int
+) -> None:
+    """Levels of quorum queues have to stay in order, so a higher one only comes from elsewhere."""
+    topology = Topology(queue_type=queue_type)
+    message = unrouted(topology.route(5, "other").routing_key, **to("", "other"))
+    message.properties["priority"] = 9
+    (outgoing,) = Distribution(topology, reach=KNOWN).receive(message)
+    assert outgoing.trouble is not None
+    later = Redelivery(topology, 60).after_failure(outgoing, {}, outgoing.trouble)
+    assert later.message.properties["priority"] == waits_as
+
+
+LONG = "q" * 200
+
+
+@pytest.mark.parametrize(
+    ("queue", "told"),
+    [
+        ("known", {}),
+        ("known", to("", "known")),
+        ("known", to("", "known", **{header_names.QUEUE: "known"})),
+        # A task that is retried by its exchange.
+        ("known", to("office", "paper", **{header_names.QUEUE: "known"})),
+        ("known", {header_names.QUEUE: "known"}),
+        (LONG, to("office", "paper", **{header_names.QUEUE: LONG})),
+        (LONG, to("", LONG)),
+    ],
+)
+def test_a_message_that_finds_no_queue_goes_to_the_one_in_its_key(
+    queue: str, told: dict[str, Any]
+) -> None:
+    (outgoing,) = distributed(unrouted(TOPOLOGY.route(5, queue).routing_key, **told))
+    assert (outgoing.exchange, outgoing.routing_key) == ("", queue)
+
+
+@pytest.mark.parametrize("queue", ["known", LONG])
+@pytest.mark.parametrize(
+    "told",
+    [
+        to("office", "paper"),
+        to("office", "known"),
+        to("", "another"),
+        to("", "known", **{header_names.QUEUE: "another"}),
+        {header_names.QUEUE: "another"},
+        to("", "known", **{header_names.QUEUE: ["known"]}),
+        to("office", "paper", **{header_names.QUEUE: None}),
+        to("", ""),
+    ],
+)
+@pytest.mark.parametrize("due", [5, 2**41])
+def test_a_message_that_finds_no_queue_goes_nowhere_else_even_if_it_is_early(
+    queue: str, told: dict[str, Any], due: int
+) -> None:
+    """A producer may have the right to send to the queue in the key, and to no other."""
+    message = unrouted(TOPOLOGY.route(5, queue).routing_key, **told, **{header_names.DUE: due})
+    bounds = Bounds(max_delay=10**9)
+    distribution = Distribution(
+        TOPOLOGY, EarlyMessages(TOPOLOGY, 0).put_back, reach=KNOWN, bounds=bounds
+    )
+    with pytest.raises(UnprocessableMessage, match="its routing key is for the queue"):
+        list(distribution.receive(message))
+
+
+def test_an_envelope_is_not_opened_that_is_sent_to_a_queue() -> None:
+    message = amqp.Message(
+        Envelope((Item(b"x", to("office", "paper")),)).pack(),
+        content_type=CONTENT_TYPE,
+        application_headers=to("", "known"),
+    )
+    message.delivery_info = unrouted(TOPOLOGY.route(5, "known").routing_key).delivery_info
+    with pytest.raises(UnprocessableMessage, match="an envelope"):
+        list(distributed(message))
 
 
 @pytest.mark.parametrize("exchange", ["", "celery.pidbox"])

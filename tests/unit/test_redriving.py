@@ -19,9 +19,11 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.bounds import Bounds
+from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
-from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
 from celery_rabbitdelay.modules.redriving import Redriving
+from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 
 TOPOLOGY = Topology("p", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
@@ -223,6 +225,37 @@ def test_what_check_in_has_not_accepted_keeps_its_delay(
     }
     longer = redrive(given, key="daily", delay_ms=1000)
     assert told(longer)[headers.DUE] == NOW + 1000
+
+
+@pytest.mark.parametrize(
+    ("client", "key"),
+    [
+        ({"x-delay": 900}, "daily"),
+        ({"x-own": 1}, "daily"),
+        ({headers.EXCHANGE: "topic", "x-delay": 900}, "daily.1"),
+        ({headers.EXCHANGE: "topic"}, "daily.1"),
+    ],
+)
+def test_what_check_in_has_refused_goes_nowhere_else_without_the_operator_s_word(
+    client: dict[str, Any], key: str
+) -> None:
+    """Not to what the application names elsewhere, and it gets no signature."""
+    keys, public = SigningKeys("k" * 32), AllowedDestinations(queues=frozenset({"reports"}))
+    check_in = CheckIn(TOPOLOGY, public.includes, keys)
+    message = amqp.Message(b"body", application_headers=client)
+    message.delivery_info = {"exchange": CHECKIN.exchange.name, "routing_key": key}
+    check_in.admit(message)
+    with pytest.raises(UnprocessableMessage) as refused:
+        list(check_in.receive(message))
+    outgoing = Outgoing(CHECKIN.exchange.name, key, message)
+    given = told(to_undeliverable("p.undeliverable", outgoing, refused.value.reason))
+    options: dict[str, Any] = {"key": key, "signing_keys": keys}
+    with pytest.raises(UnprocessableMessage, match="not one that check-in may reach"):
+        redrive(given, checkin_allowed=public, **options)
+    # By what it says, as check-in does; and by what the operator says.
+    for more in ({"checkin_allowed": ALLOWED}, {"checkin_allowed": public, "to": "reports"}):
+        redriven = redrive(given, **more, **options)
+        assert keys.verify(redriven.message)
 
 
 def test_a_task_that_check_in_has_accepted_keeps_a_header_of_its_own() -> None:

@@ -19,11 +19,14 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.attempts import Attempts, Received
 from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.modules.destinations import MissingExchanges
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.operations.migration import Migration
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
@@ -235,6 +238,47 @@ def test_what_arrives_has_no_signature() -> None:
 def test_a_task_for_one_queue_is_signed_for_its_worker() -> None:
     (outgoing,) = distribution().receive(delayed(**{header_names.QUEUE: "letters"}))
     assert KEYS.verify(outgoing.message)
+
+
+def test_what_is_let_through_without_a_signature_gets_none() -> None:
+    """Otherwise, a stranger would have valid ones when signatures are required."""
+    lenient = distribution(is_signing_required=False)
+    redelivery = Redelivery(TOPOLOGY, 60, signing_keys=KEYS)
+    forged = {header_names.EXCHANGE: "billing", header_names.QUEUE: "letters"}
+    for told in (forged, {header_names.EXCHANGE: "billing"}):
+        (outgoing,) = lenient.receive(delayed(sign=False, **told))
+        assert header_names.SIGNATURE not in headers_of(outgoing.message)
+        later = redelivery.after_failure(outgoing, {}, "full")
+        assert header_names.SIGNATURE not in headers_of(later.message)
+    (outgoing,) = lenient.receive(delayed(Item(b"x", {"id": "1"}), sign=False))
+    later = redelivery.after_failure(outgoing, {}, "full")
+    assert header_names.SIGNATURE not in headers_of(later.message)
+    # It signs again what was signed.
+    (outgoing,) = lenient.receive(delayed(**forged))
+    assert KEYS.verify(outgoing.message)
+    assert KEYS.verify(redelivery.after_failure(outgoing, {}, "full").message)
+
+
+@pytest.mark.parametrize("sign", [True, False])
+def test_only_what_was_signed_is_signed_in_undeliverable(sign: bool) -> None:
+    early = EarlyMessages(TOPOLOGY, 1000, lambda: DUE - 60_000)
+    put_back = distribution(is_signing_required=False, put_back=early.put_back)
+    attempts = Attempts(
+        "distribution",
+        Redelivery(TOPOLOGY, 60, signing_keys=KEYS),
+        "undeliverable",
+        MissingExchanges(lambda exchange: True, set()),
+        ModuleStatistics(),
+        60,
+        131_072,
+        set(),
+    )
+    message = delayed(sign=sign)
+    for lenient in (distribution(is_signing_required=False), put_back):
+        received = Received(message, iter(()))
+        (outgoing,) = lenient.receive(message)
+        left = attempts.give_up(received, outgoing, "the broker does not take it")
+        assert KEYS.verify(left.content.message()) is sign
 
 
 def test_what_waits_to_be_tried_again_is_signed_and_opened_again() -> None:
