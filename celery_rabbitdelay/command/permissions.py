@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
-from kombu.common import Broadcast
 
 from celery_rabbitdelay.command.context import delays_of, json_option
+from celery_rabbitdelay.command.topology_options import topology_of, topology_options
 from celery_rabbitdelay.operations.permissions import (
     ROLES,
+    CelerysOwn,
     Role,
     TopicRight,
     commands,
@@ -41,6 +42,7 @@ MODES: Final = ("auto", "never")
     help="For a producer: also the topic permissions that let it reach only the application's "
     "queues.",
 )
+@topology_options
 @json_option
 @click.pass_obj
 def permissions(
@@ -52,30 +54,30 @@ def permissions(
     mode: str | None,
     topics: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Print the rabbitmqctl commands that give a user what its ROLE needs, and no more.
 
     The tasks' queues are those of task_queues, or Celery's default queue. No broker is asked.
+    The levels of former generations are among what it may use.
     """
     if topics and role != "producer":
         raise click.UsageError("--topics is for the role producer")
     delays = delays_of(context)
     app: Any = context.app
-    queues = [
-        each
-        for each in app.amqp.Queues(app.conf.task_queues).values()
-        if not isinstance(each, Broadcast)
-    ]
+    topology = topology_of(context, options)
+    queues = list(app.amqp.Queues(app.conf.task_queues).values())
     found = list(
         rights(
             role,
-            delays.topology,
+            topology,
             queues,
             may_declare=(mode or delays.settings.declare) == "auto",
             modules=delays.settings.modules,
+            celerys_own=CelerysOwn.of(app.conf),
         )
     )
-    keys: list[TopicRight] = list(topic_rights(delays.topology, queues)) if topics else []
+    keys: list[TopicRight] = list(topic_rights(topology, queues)) if topics else []
     host = vhost or app.connection_for_write().virtual_host or "/"
     if as_json:
         configure, write, read = patterns(found)

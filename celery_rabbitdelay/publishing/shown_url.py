@@ -7,12 +7,20 @@ URL is lost with it than need be.
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 from urllib.parse import unquote
 
 from kombu import Connection
 
-__all__ = ["HIDDEN", "has_password", "shown_broker", "without_password", "without_passwords"]
+__all__ = [
+    "HIDDEN",
+    "has_password",
+    "shown_broker",
+    "without_password",
+    "without_passwords",
+    "without_passwords_in",
+]
 
 #: What stands for a password, as in the texts of kombu and Celery.
 HIDDEN: Final = "**"
@@ -26,8 +34,12 @@ _PARAMETER: Final = re.compile(r"(?P<start>[?&](?P<name>[^=&?]*)=)(?P<value>[^&]
 #: What the name of a secret parameter contains.
 _SECRET: Final = re.compile("pass|pwd|secret|token", re.IGNORECASE)
 
-#: A URL within a text.
-_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
+#: A URL within a text. Behind "user:", it may have blanks up to the next "@" of the line, unless a
+#: port or no more than punctuation stands there: the URL has ended then, and ordinary text follows.
+_IN_TEXT: Final = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*://"
+    r"(?:[^\s@:/?#\[\]]*:(?!\d+\b|[^\s\w]*\s)(?:(?!://)[^@\n]){1,200}@)?\S+"
+)
 
 
 def without_password(url: str) -> str:
@@ -42,6 +54,27 @@ def without_password(url: str) -> str:
 def without_passwords(text: str) -> str:
     """Return a text without the passwords of the URLs in it."""
     return _IN_TEXT.sub(lambda found: without_password(found[0]), text)
+
+
+def without_passwords_in(value: Any) -> Any:
+    """Return settings without their passwords, however deep these are in mappings and lists.
+
+    Args:
+        value: A text, with or without a URL; a mapping, whose texts are hidden under names such as
+            "password"; or a list or a tuple. Any other value is returned as it is.
+    """
+    if isinstance(value, str):
+        return without_password(value) if "://" in value else value
+    if isinstance(value, Mapping):
+        return {
+            name: HIDDEN
+            if isinstance(each, str) and isinstance(name, str) and _SECRET.search(name)
+            else without_passwords_in(each)
+            for name, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [without_passwords_in(each) for each in value]
+    return value
 
 
 def has_password(url: str) -> bool:

@@ -2,7 +2,7 @@
 
 ``celery inspect scheduled`` and ``query_task`` also show the tracked tasks that wait in the levels:
 no worker holds these, so each worker with a registry answers for all of them. ``celery inspect
-conf`` hides the password in the registry's URL. Importing this module registers the commands in
+conf`` hides the passwords in all URLs. Importing this module registers the commands in
 place of Celery's own, which they call.
 """
 
@@ -19,7 +19,7 @@ from celery.worker.control import inspect_command
 from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.publishing.shown_url import without_password
+from celery_rabbitdelay.publishing.shown_url import without_passwords_in
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.registry import Registry
 
@@ -80,10 +80,8 @@ def query_task(state: Any, ids: Any, **options: Any) -> dict[str, Any]:
 def conf(state: Any, with_defaults: bool = False, **options: Any) -> dict[str, Any]:
     """List configuration, without passwords."""
     shown: dict[str, Any] = _celerys_conf(state, with_defaults, **options)
-    return {
-        key: without_password(value) if isinstance(value, str) and "://" in value else value
-        for key, value in shown.items()
-    }
+    # Each is for itself: Celery has hidden the texts under names such as "password".
+    return {name: without_passwords_in(value) for name, value in shown.items()}
 
 
 def _registry(state: Any) -> Registry | None:

@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import atheris
+try:
+    import atheris
+except ImportError as missing:
+    sys.exit(f"python -m tests.fuzz needs atheris, on Linux and x86_64: {missing}")
 
 with atheris.instrument_imports(include=["celery_rabbitdelay", "amqp", "json"]):
     from tests.fuzz.targets import SEEDS, TARGETS

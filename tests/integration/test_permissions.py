@@ -34,7 +34,11 @@ from celery_rabbitdelay.operations.permissions import (
     rights,
     topic_rights,
 )
-from celery_rabbitdelay.publishing.declaration import bind_destination, declare
+from celery_rabbitdelay.publishing.declaration import (
+    bind_destination,
+    declare,
+    declare_destination,
+)
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
@@ -79,6 +83,15 @@ def make(redis_url: str) -> Iterator[Callable[..., Any]]:
 
 def needed(role: Role, mode: str, topology: Topology = SMALL) -> list[Right]:
     return list(rights(role, topology, [CELERY], may_declare=mode == "auto"))
+
+
+#: Declaring or binding each needs a right besides those on the queue and its own exchange.
+FURTHER = [
+    Queue("dead", Exchange("dead"), "d", queue_arguments={"x-dead-letter-exchange": "graveyard"}),
+    Queue("dead-2", Exchange("dead"), "2", queue_arguments={"x-dead-letter-exchange": ""}),
+    Queue("else", Exchange("else", arguments={"alternate-exchange": "graveyard"}), "else"),
+    Queue("others", Exchange("source"), "others", no_declare=True),
+]
 
 
 def declared(host: Host, *queues: Queue, topology: Topology = SMALL) -> None:
@@ -313,6 +326,22 @@ def test_a_producer_that_declares_nothing_asks_for_the_marker_alone(
     for _ in range(2):
         app.tasks["remind"].apply_async((1,), delay=1)
     assert looked == [SMALL.identity.marker.name, "celery"]
+
+
+@pytest.mark.parametrize("role", ["producer", "worker", "operator"])
+@pytest.mark.parametrize("queue", FURTHER, ids=lambda queue: queue.name)
+def test_who_declares_has_the_rights_behind_the_queue_itself(
+    host: Host, role: Role, queue: Queue
+) -> None:
+    declared(host)
+    channel: Any = host.connection.default_channel
+    Exchange("graveyard", type="fanout")(channel).declare()
+    if getattr(queue, "no_declare", False):
+        channel.queue_declare(queue.name, durable=True, auto_delete=False)
+    given = list(rights(role, SMALL, [queue], may_declare=True))
+    with Connection(host.let(role, given)) as connection:
+        declare_destination(connection, SMALL, queue)
+    assert count(host.connection, queue.name) == 0
 
 
 # What the errors name.

@@ -11,6 +11,7 @@ from amqp.exceptions import AccessRefused, NotFound
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu import Exchange, Queue
+from kombu.common import Broadcast
 
 from celery_rabbitdelay.exceptions import (
     MessageNotPermitted,
@@ -23,6 +24,7 @@ from celery_rabbitdelay.levels.layout import binary
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.permissions import (
+    CelerysOwn,
     Right,
     Role,
     commands,
@@ -131,6 +133,55 @@ def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone(
     writable = {each.name for each in topology.exchanges if re.search(write, each.name)}
     assert writable == {each.name for each in topology.exchanges if each.type == "topic"}
     assert not any(re.search(write, queue.name) for queue in topology.queues)
+
+
+@pytest.mark.parametrize("role", ["producer", "check-in"])
+def test_who_declares_nothing_may_use_former_generations_too(role: Role) -> None:
+    topology = Topology(generation=GENERATIONS[3])
+    _, write, _ = patterns(rights(role, topology, QUEUES, may_declare=False))
+    for each in (topology, *topology.former):
+        entered = [each.delivery.name] if role == "producer" else [f"{each.name_prefix}.checkin"]
+        assert all(re.search(write, name) for name in entered), each.name_prefix
+
+
+def test_topic_permissions_are_for_former_generations_too() -> None:
+    topology = Topology(generation=GENERATIONS[3])
+    restricted = {each.exchange for each in topic_rights(topology, QUEUES)}
+    _, write, _ = patterns(rights("producer", topology, QUEUES, may_declare=False))
+    for each in (topology, *topology.former):
+        names = {exchange.name for exchange in each.exchanges if re.search(write, exchange.name)}
+        assert names
+        assert names <= restricted
+
+
+def test_celery_s_own_names_are_those_of_the_settings() -> None:
+    own = CelerysOwn("shop", "shop-events", "shop-ev", has_replies=True)
+    told = patterns(rights("worker", Topology(), QUEUES, may_declare=False, celerys_own=own))
+    for pattern in told:
+        for name in ("shop.pidbox", "w@h.shop.pidbox", "shop-events", "shop-ev.1"):
+            assert re.search(pattern, name), pattern
+        for name in ("celery.pidbox", "celeryev", "celeryev.1"):
+            assert not re.search(pattern, name), pattern
+    given_rights = rights("producer", Topology(), QUEUES, may_declare=False, celerys_own=own)
+    configure, write, read = patterns(given_rights)
+    reply_to = "5f5d29a1-6c45-3a24-9a3b-0f7e4f8b1c11"
+    assert re.search(configure, reply_to)
+    assert re.search(read, reply_to)
+    assert not re.search(write, reply_to)
+
+
+def test_a_worker_may_have_its_own_queue_for_a_broadcast() -> None:
+    told = patterns(rights("worker", Topology(), [Broadcast("news")], may_declare=False))
+    for pattern in told:
+        assert re.search(pattern, Broadcast("news").name)
+        assert re.search(pattern, "news")
+        assert not re.search(pattern, "bcast.x")
+    # It binds the queue, and no producer does.
+    configure, write, _ = patterns(
+        rights("producer", Topology(), [Broadcast("news")], may_declare=True)
+    )
+    assert re.search(configure, "news")
+    assert not re.search(write, Broadcast("news").name)
 
 
 def test_a_worker_reads_the_modules_of_former_generations_too() -> None:

@@ -15,6 +15,7 @@ from celery_rabbitdelay.publishing.shown_url import (
     shown_broker,
     without_password,
     without_passwords,
+    without_passwords_in,
 )
 from celery_rabbitdelay.registry.connection import connect
 from celery_rabbitdelay.spark.options import ApplicationOptions
@@ -96,6 +97,47 @@ def test_no_character_of_a_password_makes_it_visible(template: str, password: st
 def test_in_a_text_each_url_loses_its_password() -> None:
     text = f"'amqp://a:{PLANTED}@one' and redis://:{PLANTED}@two/0 of celery@host"
     assert without_passwords(text) == "'amqp://a:**@one' and redis://:**@two/0 of celery@host"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("redis://u:a b@h/0 is away", "redis://u:**@h/0 is away"),
+        ("redis://:a b c@h and amqp://u:d e@i", "redis://:**@h and amqp://u:**@i"),
+        ("amqp://u:1st b@h", "amqp://u:**@h"),
+    ],
+)
+def test_in_a_text_a_password_may_have_blanks(text: str, shown: str) -> None:
+    assert without_passwords(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis://host:6379/0 of celery@host",
+        "redis://host:6379 of celery@host",
+        "redis://host:6379: refused for celery@host",
+        "redis://host: refused for celery@host",
+        "redis://[::1]:6379 of celery@host",
+        "redis://host of celery@host: away",
+        "amqp://user@host of celery@host",
+    ],
+)
+def test_in_a_text_what_follows_a_url_is_shown(text: str) -> None:
+    assert without_passwords(text) == text
+
+
+def test_settings_lose_the_passwords_that_are_deep_in_them() -> None:
+    settings = {
+        "sentinel": f"redis://:{PLANTED}@one",
+        "hosts": [("two", f"redis://:{PLANTED}@two"), {"password": PLANTED, "port": 6379}],
+        "max": 3,
+    }
+    assert without_passwords_in(settings) == {
+        "sentinel": "redis://:**@one",
+        "hosts": [["two", "redis://:**@two"], {"password": "**", "port": 6379}],
+        "max": 3,
+    }
 
 
 @pytest.mark.parametrize(
