@@ -52,6 +52,7 @@ __all__ = [
     "RegistryUnavailable",
     "RowsNotConfirmed",
     "SameTopology",
+    "TopologyInUse",
     "TopologyIncomplete",
     "TopologyNotEmpty",
     "UnknownOption",
@@ -232,7 +233,7 @@ class TopologyNotEmpty(RabbitDelayError):
     """Messages still wait in a topology that is to be deleted.
 
     Attributes:
-        prefix: The prefix of the topology.
+        prefix: What all its names begin with: the prefix, and the generation from the third on.
         waiting: How many messages wait, by the name of their queue.
     """
 
@@ -246,6 +247,31 @@ class TopologyNotEmpty(RabbitDelayError):
             f"{sum(self.waiting.values())} messages still wait in {len(self.waiting)} queues under "
             f"the prefix {self.prefix!r}, for example in {next(iter(self.waiting))}: wait until "
             "they are due, or delete with force=True to lose them"
+        )
+
+
+class TopologyInUse(RabbitDelayError):
+    """Queues of a topology that is to be deleted have consumers.
+
+    A worker may hold messages that it has received and not yet published; the broker does not say
+    how many. They are lost with their queue.
+
+    Attributes:
+        prefix: What all its names begin with: the prefix, and the generation from the third on.
+        consumers: How many consumers there are, by the name of their queue.
+    """
+
+    def __init__(self, prefix: str, consumers: Mapping[str, int]) -> None:
+        super().__init__(prefix, consumers)
+        self.prefix = prefix
+        self.consumers = dict(consumers)
+
+    def __str__(self) -> str:
+        return (
+            f"{sum(self.consumers.values())} consumers still take messages from "
+            f"{', '.join(self.consumers)} under the prefix {self.prefix!r}: stop the workers, or "
+            "start them with --rabbitdelay-modules= meanwhile; delete with force=True loses what "
+            "they hold"
         )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from threading import Event
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import amqp
 import click
@@ -75,7 +75,8 @@ def delays_of(context: CLIContext) -> RabbitDelay:
 def broker_at(context: CLIContext, url: str) -> Connection:
     """Return a connection to another broker than the application's; it is not opened.
 
-    To an ``amqps://`` URL it uses the application's ``broker_use_ssl``, to any other no TLS.
+    To an ``amqps://`` URL it uses the application's ``broker_use_ssl``, but checks the certificate
+    for the host of the URL if that has a ``server_hostname``; to any other URL no TLS.
 
     Raises:
         click.UsageError: The URL is malformed.
@@ -83,8 +84,19 @@ def broker_at(context: CLIContext, url: str) -> Connection:
     shown = without_password(url)
     if "@" in url and "://" not in url:
         raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
-    ssl = (context.app.conf.broker_use_ssl or True) if url.startswith("amqps:") else False
+    ssl = _ssl_elsewhere(context.app.conf.broker_use_ssl) if url.startswith("amqps:") else False
     return _check(lambda: context.app.connection_for_write(url=url, ssl=ssl), repr(shown))
+
+
+def _ssl_elsewhere(broker_use_ssl: Any) -> Any:
+    """Return the TLS settings for another broker than the one that they are meant for."""
+    if not isinstance(broker_use_ssl, Mapping):
+        return broker_use_ssl or True
+    # A copy: instead of None, kombu writes the host of the connection into the dict.
+    own = dict(broker_use_ssl)
+    if "server_hostname" in own:
+        own["server_hostname"] = None
+    return own or True
 
 
 def _check(connection: Callable[[], Connection], what: str) -> Connection:

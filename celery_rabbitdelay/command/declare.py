@@ -15,7 +15,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.command.context import BROKER_ERRORS, fail, json_option
 from celery_rabbitdelay.command.topology_options import topology_of, topology_options
-from celery_rabbitdelay.exceptions import LayoutConflict, TopologyNotEmpty
+from celery_rabbitdelay.exceptions import LayoutConflict, TopologyInUse, TopologyNotEmpty
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.declare import (
     Declared,
@@ -24,6 +24,7 @@ from celery_rabbitdelay.operations.declare import (
 )
 from celery_rabbitdelay.operations.delete import Contents, contents_of, delete_everything
 from celery_rabbitdelay.operations.progress_bar import progress_bar
+from celery_rabbitdelay.publishing.declaration import refuse_to_lose
 from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 __all__ = ["declare", "delete"]
@@ -31,7 +32,8 @@ __all__ = ["declare", "delete"]
 #: How many names the text shows; ``--json`` has all of them.
 MAX_NAMED: Final = 5
 
-#: The exit status where another layout is declared, something is missing, or messages wait.
+#: The exit status where another layout is declared, something is missing, messages wait, or workers
+#: may hold some.
 REFUSED: Final = 1
 
 
@@ -71,7 +73,7 @@ def declare(
 def _declared(topology: Topology, found: Declared, dry_run: bool) -> Iterator[str]:
     # The guard and the marker are exchanges too.
     total = len(topology.exchanges) + 2 + len(topology.queues)
-    whole = f"{total} exchanges and queues of {topology.prefix}"
+    whole = f"{total} exchanges and queues of {topology.name_prefix}"
     if dry_run:
         yield f"{len(found.missing)} of {whole} are missing{_named(found.missing)}"
     else:
@@ -88,7 +90,11 @@ def _declared(topology: Topology, found: Declared, dry_run: bool) -> Iterator[st
 
 
 @click.command()
-@click.option("--force", is_flag=True, help="Also delete queues in which messages wait: lose them.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also delete queues in which messages wait, or that workers serve: lose the messages.",
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @topology_options
@@ -99,15 +105,16 @@ def delete(
 ) -> None:
     """Delete the levels from the broker; the queues of tasks stay.
 
-    Stop producers and workers first: a message that is published meanwhile is lost, and a worker
-    declares the levels again.
+    Stop producers and workers first: a message that is published meanwhile is lost, and so is one
+    that a worker holds.
     """
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
     topology = topology_of(context, options)
     with _broker(context, as_json) as connection:
         contents = contents_of(connection, topology)
-        _refuse_to_lose(topology, contents, force, as_json)
+        if not force:
+            refuse_to_lose(topology, contents.counts)
         if not as_json:
             click.echo("\n".join(_contents(topology, contents)))
         is_wanted = contents.exists and not dry_run
@@ -122,9 +129,13 @@ def delete(
                     progress=lambda done, of: show(done, length=of),
                 )
     if as_json:
-        told = {"prefix": topology.prefix, "fingerprint": topology.identity.fingerprint}
+        told = {
+            "prefix": topology.prefix,
+            "name_prefix": topology.name_prefix,
+            "fingerprint": topology.identity.fingerprint,
+        }
         deleted = {"dry_run": dry_run, "deleted": is_wanted}
-        click.echo(json.dumps({**told, **deleted, **contents._asdict()}))
+        click.echo(json.dumps({**told, **deleted, **_numbers(contents)}))
     elif is_wanted:
         click.echo("Deleted")
 
@@ -133,27 +144,30 @@ def _ask(topology: Topology, contents: Contents) -> None:
     lost = f" and lose {contents.messages:,} messages" if contents.messages else ""
     if not sys.stdin.isatty():
         raise click.UsageError("the standard input is no terminal: give --yes or --dry-run")
-    click.confirm(f"Delete the levels of {topology.prefix}{lost}?", abort=True, err=True)
+    click.confirm(f"Delete the levels of {topology.name_prefix}{lost}?", abort=True, err=True)
 
 
 def _contents(topology: Topology, contents: Contents) -> Iterator[str]:
     if not contents.exists:
-        yield f"Nothing of {topology.prefix} exists"
+        yield f"Nothing of {topology.name_prefix} exists"
         return
-    yield f"{topology.prefix}: {contents.exchanges} exchanges, {contents.queues} queues"
+    yield f"{topology.name_prefix}: {contents.exchanges} exchanges, {contents.queues} queues"
     if contents.messages:
         yield f"{contents.messages:,} messages are lost{_named(list(contents.waiting))}"
     if contents.consumers:
         yield (
-            f"{contents.consumers} consumers: workers run. Those that use these levels declare "
-            "them again; stop them first"
+            f"{contents.consumers} consumers: workers run, and what they hold is lost. Those that "
+            "use these levels declare them again; stop them first"
         )
 
 
-def _refuse_to_lose(topology: Topology, contents: Contents, force: bool, as_json: bool) -> None:
-    if contents.waiting and not force:
-        error = TopologyNotEmpty(topology.prefix, dict(contents.waiting))
-        _fail_not_empty(error, as_json)
+def _numbers(contents: Contents) -> dict[str, object]:
+    return {
+        "exchanges": contents.exchanges,
+        "queues": contents.queues,
+        "waiting": contents.waiting,
+        "consumers": contents.consumers,
+    }
 
 
 def _fail_not_empty(error: TopologyNotEmpty, as_json: bool) -> None:
@@ -161,6 +175,16 @@ def _fail_not_empty(error: TopologyNotEmpty, as_json: bool) -> None:
     message = (
         f"{sum(waiting.values()):,} messages wait under the prefix {error.prefix!r}"
         f"{_named(list(waiting))}: wait until they are due, or lose them with --force"
+    )
+    fail(error, message, REFUSED, as_json)
+
+
+def _fail_in_use(error: TopologyInUse, as_json: bool) -> None:
+    consumers = error.consumers
+    message = (
+        f"{sum(consumers.values()):,} consumers take messages under the prefix {error.prefix!r}"
+        f"{_named(list(consumers))}: stop the workers, or start them with --rabbitdelay-modules= "
+        "meanwhile; or lose with --force what they hold"
     )
     fail(error, message, REFUSED, as_json)
 
@@ -176,6 +200,8 @@ def _broker(context: CLIContext, as_json: bool) -> Iterator[Connection]:
         fail(error, str(error), REFUSED, as_json)
     except TopologyNotEmpty as error:
         _fail_not_empty(error, as_json)
+    except TopologyInUse as error:
+        _fail_in_use(error, as_json)
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)

@@ -18,7 +18,7 @@ from celery_rabbitdelay.operations.progress_bar import progress_bar
 
 __all__ = ["Move", "MoveOptions", "move_options", "run"]
 
-#: The exit status if messages are left.
+#: The exit status if messages are left, or wait for a queue that is not bound.
 MESSAGES_LEFT: Final = 1
 
 #: How many reasons and queues the text names; ``--json`` names all of them.
@@ -114,7 +114,8 @@ def run(move: Move, options: MoveOptions) -> None:
     finally:
         move.destinations.close()
     _tell(moved, options.as_json, move.destinations)
-    if set(moved.left) - set(move.expected) or moved.undeliverable or not moved.finished:
+    is_left = set(moved.left) - set(move.expected) or moved.undeliverable or not moved.finished
+    if is_left or move.destinations.unnamed:
         raise SystemExit(MESSAGES_LEFT)
 
 
@@ -166,6 +167,8 @@ def _lines(
     if unnamed_queues:
         names = ", ".join(unnamed_queues[:MAX_NAMED])
         yield (
-            "  not bound, because the application does not name them; messages wait until a worker "
-            f"or a producer binds these queues, or say --allow: {names}"
+            "  not bound, because the application does not name them; their messages wait until "
+            "these queues are bound, and are undeliverable rabbitdelay_redelivery (a day) after "
+            "they are due. Start a worker that consumes from them, or call "
+            f"celery_rabbitdelay.kombu.bind_destination; --allow binds further ones: {names}"
         )

@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import TopologyNotEmpty
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
+    Counts,
     Progress,
     check_layout,
     delete,
     missing_exchanges,
     queue_counts,
+    refuse_to_lose,
 )
 
 __all__ = ["Contents", "contents_of", "delete_everything"]
@@ -26,15 +27,22 @@ class Contents(NamedTuple):
     Attributes:
         exchanges: How many exchanges exist, guard and marker included.
         queues: How many queues exist.
-        waiting: The number of messages in each queue that is not empty, by the queue's name.
-        consumers: How many consumers the module queues have: workers, which would declare the
-            topology again.
+        counts: The messages and consumers of each queue, by its name.
     """
 
     exchanges: int
     queues: int
-    waiting: Mapping[str, int]
-    consumers: int
+    counts: Mapping[str, Counts]
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """The number of messages in each queue that is not empty, by the queue's name."""
+        return {name: each.messages for name, each in self.counts.items() if each.messages}
+
+    @property
+    def consumers(self) -> int:
+        """How many consumers the queues have: workers, which may hold messages."""
+        return sum(each.consumers for each in self.counts.values())
 
     @property
     def messages(self) -> int:
@@ -68,8 +76,7 @@ def contents_of(connection: Connection, topology: Topology) -> Contents:
     return Contents(
         exchanges - len(missing_exchanges(connection, topology)),
         len(found),
-        {name: counts.messages for name, counts in found.items() if counts.messages},
-        sum(counts.consumers for counts in found.values()),
+        found,
     )
 
 
@@ -87,7 +94,7 @@ def delete_everything(
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
-        force: Whether to delete waiting messages as well.
+        force: Whether to delete waiting messages as well, and those that consumers hold.
         progress: Called with the number of AMQP methods that are done, and of all.
 
     Returns:
@@ -96,10 +103,11 @@ def delete_everything(
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
         TopologyNotEmpty: Messages wait, and ``force`` is False.
+        TopologyInUse: A queue has consumers, and ``force`` is False.
     """
     contents = contents_of(connection, topology)
-    if contents.waiting and not force:
-        raise TopologyNotEmpty(topology.prefix, dict(contents.waiting))
+    if not force:
+        refuse_to_lose(topology, contents.counts)
     if contents.exists:
         delete(connection, topology, force=force, progress=progress)
     return contents

@@ -50,7 +50,8 @@ class Destinations:
         missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
             deliver their messages when they are due.
         unnamed: Destination queues that may not be bound. Their messages wait until the queue is
-            bound by a worker that consumes from it, or by a producer.
+            bound by a worker that consumes from it, or by a producer; but no longer than
+            ``rabbitdelay_redelivery`` after they are due.
     """
 
     def __init__(

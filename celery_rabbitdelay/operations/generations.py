@@ -37,5 +37,5 @@ def migrate_remedy(generation: int) -> str:
     return (
         f"`celery -A proj rabbitdelay migrate --from-generation {generation}`, and "
         f"`celery -A proj rabbitdelay delete --generation {generation}` once all producers, "
-        "workers and clients of check-in use the present generation"
+        "workers and clients of check-in use the present generation, and no worker serves this one"
     )

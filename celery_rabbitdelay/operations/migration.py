@@ -43,6 +43,7 @@ from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
     check_layout,
+    connect,
     declare_if_missing,
     queue_counts,
 )
@@ -265,8 +266,8 @@ def check_places(source: Place, target: Place) -> None:
 def _are_the_same(one: Connection, other: Connection) -> bool:
     """Return whether two connections are to the same virtual host, whatever its address."""
     with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
-        first.connect()
-        second.connect()
+        connect(first)
+        connect(second)
         channel: Any = first.default_channel
         # The broker generates a unique name.
         name = channel.queue_declare(exclusive=True).queue
@@ -289,7 +290,7 @@ def check_source(source: Place) -> None:
         OSError: The broker cannot be reached.
     """
     with source.connection.clone(heartbeat=0) as own:
-        own.connect()
+        connect(own)
         check_layout(own, source.topology)
         counts = queue_counts(own, source.topology.queues)
     if not any(counts.values()):
@@ -312,6 +313,6 @@ def ready_in(connection: Connection, queues: Sequence[Queue]) -> dict[str, int]:
         OSError: The broker cannot be reached.
     """
     with connection.clone(heartbeat=0) as own:
-        own.connect()
+        connect(own)
         counts = queue_counts(own, queues)
     return {name: found.messages for name, found in counts.items() if found and found.messages}

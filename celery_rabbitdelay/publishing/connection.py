@@ -9,7 +9,7 @@ from typing import Final
 from kombu import Connection
 
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled
-from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.kombu_internals import drop_connection, wait_without_limit
 from celery_rabbitdelay.publishing.wire import Wire
 
 __all__ = ["PublishingConnection", "remaining"]
@@ -78,6 +78,8 @@ class PublishingConnection:
                         raise
                     self.kombu.maybe_switch_next()
                 else:
+                    # What is left of the limit for connecting is none for answers.
+                    wait_without_limit(self.kombu)
                     return
         finally:
             self.kombu.connect_timeout = own_timeout

@@ -13,7 +13,7 @@ queue to it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -22,7 +22,7 @@ from amqp import spec
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import TopologyIncomplete, TopologyNotEmpty
+from celery_rabbitdelay.exceptions import TopologyIncomplete, TopologyInUse, TopologyNotEmpty
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.amqp_methods import find_exchanges, find_queues
@@ -47,6 +47,7 @@ __all__ = [
     "missing_exchanges",
     "on_declared",
     "queue_counts",
+    "refuse_to_lose",
 ]
 
 #: Every 20th method waits for a reply; the others use ``nowait``. Fewer replies would do, but the
@@ -131,7 +132,10 @@ def check_complete(
         destination: The queue that a message is for; it has to exist as well.
         by_marker: Whether to look at the marker first, and no further if it exists, or may not be
             looked at. A producer needs no more: if a queue of the levels is missing, the alternate
-            exchange puts the message into ``undeliverable``; if an exchange is, publishing fails.
+            exchange puts the message into ``undeliverable``. If the exchange of the message's first
+            digit is missing, publishing fails. If a later one is, the message is confirmed, and the
+            quorum queue before it keeps it until the exchange is back, but a classic queue drops
+            it; so for classic queues the exchanges are looked at as well.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
@@ -140,6 +144,8 @@ def check_complete(
     if key not in _known(connection):
         if not (by_marker and _exists_or_hidden(connection, topology)):
             _check_all(connection, topology)
+        elif topology.queue_type == "classic":
+            _check_exchanges(connection, topology)
         _known(connection).add(key)
     if destination is not None and _key(topology, destination) not in _known(connection):
         if not _queue_exists(connection, destination):
@@ -157,6 +163,17 @@ def _check_all(connection: Connection, topology: Topology) -> None:
         return
     if absent:
         raise TopologyIncomplete(topology.prefix, absent)
+
+
+def _check_exchanges(connection: Connection, topology: Topology) -> None:
+    absent = []
+    with _channel(connection) as channel:
+        for exchange in topology.exchanges:
+            with suppress(AccessRefused):  # it may exist; py-amqp opens the channel again
+                if not all(find_exchanges(channel, [exchange.name])):
+                    absent.append(exchange.name)
+    if absent:
+        raise TopologyIncomplete(topology.prefix, tuple(absent))
 
 
 def _exists_or_hidden(connection: Connection, topology: Topology) -> bool:
@@ -237,25 +254,24 @@ def delete(
     """Delete a topology from the broker; missing exchanges and queues are passed over.
 
     Stop the producers first: messages published between the check for waiting messages and the end
-    of the deletion are lost. The check counts the messages that are ready. A message that cannot go
+    of the deletion are lost. The check counts the messages that are ready. What a consumer has
+    received and not acknowledged is in no count, so no queue may have a consumer; RabbitMQ cannot
+    check it itself, because quorum queues do not support ``if-unused``. A message that cannot go
     on at the moment, because the queue behind it is full or its leader away, is held by the
     broker's dead-letter worker and in no count that AMQP can ask for; it is deleted too.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology to delete.
-        force: Also delete queues in which messages wait.
+        force: Also delete queues in which messages wait, or that have consumers.
         progress: Called with how many deletions are done, and of how many.
 
     Raises:
         TopologyNotEmpty: Messages still wait, and ``force`` is False.
+        TopologyInUse: A queue has consumers, and ``force`` is False.
     """
     if not force:
-        counts = queue_counts(connection, topology.queues)
-        waiting = {name: found.messages for name, found in counts.items() if found}
-        waiting = {name: messages for name, messages in waiting.items() if messages}
-        if waiting:
-            raise TopologyNotEmpty(topology.prefix, waiting)
+        refuse_to_lose(topology, queue_counts(connection, topology.queues))
     with _channel(connection) as channel:
         _pipeline(
             # First, so that no other process takes the rest for complete.
@@ -266,6 +282,26 @@ def delete(
             progress=progress,
         )
     forget(connection)
+
+
+def refuse_to_lose(topology: Topology, counts: Mapping[str, Counts | None]) -> None:
+    """Check that no message would be lost with a topology.
+
+    Args:
+        topology: The topology that is to be deleted.
+        counts: What :func:`queue_counts` says of its queues.
+
+    Raises:
+        TopologyNotEmpty: Messages still wait.
+        TopologyInUse: A queue has consumers, which may hold messages.
+    """
+    found = {name: each for name, each in counts.items() if each is not None}
+    waiting = {name: each.messages for name, each in found.items() if each.messages}
+    if waiting:
+        raise TopologyNotEmpty(topology.name_prefix, waiting)
+    consumers = {name: each.consumers for name, each in found.items() if each.consumers}
+    if consumers:
+        raise TopologyInUse(topology.name_prefix, consumers)
 
 
 def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, Counts | None]:

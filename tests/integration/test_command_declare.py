@@ -17,6 +17,7 @@ from celery_rabbitdelay.kombu import Topology, bind_destination, declare, missin
 from celery_rabbitdelay.operations.declare import declare_everything
 from celery_rabbitdelay.publishing.declaration import is_declared, queue_counts
 from tests.integration.arrivals import count
+from tests.integration.modules import wait_until_served
 from tests.integration.shop import PATIENCE, named
 from tests.integration.waited import assert_waited
 from tests.integration.worker import Worker, run_celery, start_celery
@@ -206,10 +207,26 @@ def test_delete_asks_before_it_deletes(
         assert bool(missing(connection, topology)) == (exit_status == 0)
 
 
-def test_delete_says_that_workers_run(configuration: dict[str, Any], worker: Worker) -> None:
-    told = run_celery(configuration, "rabbitdelay delete --dry-run")
+def test_delete_refuses_while_workers_may_hold_messages_unless_forced(
+    configuration: dict[str, Any], shop: Any, worker: Worker, connection: Connection
+) -> None:
+    wait_until_served(worker)
+    for command in ("delete --yes", "delete --dry-run"):
+        told = run_celery(configuration, f"rabbitdelay {command} --json")
+        assert told.returncode == 1
+        assert "2 consumers take messages under" in checked("error", told.stdout)["error"]
+        assert "--rabbitdelay-modules=" in told.stderr
+    assert missing(connection, shop.rabbitdelay.topology) == ()
+    told = run_celery(configuration, "rabbitdelay delete --dry-run --force")
     assert told.returncode == 0, told.stderr
     assert "2 consumers: workers run" in told.stdout
+
+
+def test_delete_names_the_generation(configuration: dict[str, Any], prefix: str) -> None:
+    told = run_celery(configuration, "rabbitdelay delete --dry-run --generation 3")
+    assert told.stdout.strip() == f"Nothing of {prefix}.v3 exists"
+    told = run_celery(configuration, "rabbitdelay delete --dry-run --generation 3 --json")
+    assert checked("delete", told.stdout)["name_prefix"] == f"{prefix}.v3"
 
 
 @pytest.mark.parametrize("command", ["declare", "declare --dry-run", "delete --yes"])

@@ -14,8 +14,10 @@ from celery_rabbitdelay.exceptions import (
     DeclarationRefused,
     LayoutConflict,
     TopologyIncomplete,
+    TopologyInUse,
     TopologyNotEmpty,
 )
+from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.layout import binary, clock, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
@@ -24,6 +26,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare,
     declare_if_missing,
     delete,
+    forget,
     is_declared,
     missing,
     on_declared,
@@ -31,8 +34,8 @@ from celery_rabbitdelay.publishing.declaration import (
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.testing import RabbitMQServer
-from tests.integration.arrivals import take
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.arrivals import count, take
 from tests.integration.conftest import SHORT
 
 #: Exchanges and queues of the clock: digits, levels, delivery, undeliverable (both), the modules'
@@ -135,6 +138,25 @@ def test_a_queue_that_is_missing_is_named(connection: Connection, topology: Topo
     assert caught.value.missing == (gone.name,)
 
 
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+def test_a_producer_looks_at_the_exchanges_behind_classic_queues(
+    connection: Connection, make_topology: MakeTopology, queue_type: QueueType
+) -> None:
+    """The marker exists; only a classic queue drops what the missing exchange does not take."""
+    topology = make_topology(queue_type=queue_type)
+    declare(connection, topology)
+    check_complete(connection, topology, by_marker=True)
+    forget(connection)
+    gone = topology.exchanges[2]
+    gone(connection.default_channel).delete()
+    if queue_type == "quorum":
+        check_complete(connection, topology, by_marker=True)
+        return
+    with pytest.raises(TopologyIncomplete) as caught:
+        check_complete(connection, topology, by_marker=True)
+    assert caught.value.missing == (gone.name,)
+
+
 def test_a_topology_in_which_messages_wait_is_not_deleted(
     connection: Connection, topology: Topology, queue: Queue
 ) -> None:
@@ -146,6 +168,29 @@ def test_a_topology_in_which_messages_wait_is_not_deleted(
     assert list(caught.value.waiting.values()) == [1]
     assert missing(connection, topology) == ()
     delete(connection, topology, force=True)
+
+
+def test_a_topology_is_not_deleted_while_a_consumer_holds_a_message(
+    connection: Connection, topology: Topology
+) -> None:
+    """The message is in no count: the broker calls the queue empty."""
+    declare(connection, topology)
+    distribution = topology.module_queues.distribution
+    held: list[Any] = []
+    with connection.clone() as other:
+        channel: Any = other.default_channel
+        channel.basic_consume(distribution.name, callback=held.append)
+        connection.Producer().publish("held", exchange="", routing_key=distribution.name)
+        other.drain_events(timeout=30)
+        assert held
+        with pytest.raises(TopologyInUse) as caught:
+            delete(connection, topology)
+        assert caught.value.consumers == {distribution.name: 1}
+        assert missing(connection, topology) == ()
+    # It is given back with the connection.
+    wait_for(lambda: count(connection, distribution.name) == 1, "the message")
+    with pytest.raises(TopologyNotEmpty):
+        delete(connection, topology)
 
 
 def test_a_queue_with_the_hook_is_ready_as_soon_as_it_is_declared(

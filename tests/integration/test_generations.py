@@ -17,7 +17,7 @@ import pytest
 from kombu import Connection
 
 from celery_rabbitdelay import Row
-from celery_rabbitdelay.exceptions import LayoutConflict
+from celery_rabbitdelay.exceptions import LayoutConflict, TopologyInUse
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import custom
@@ -180,7 +180,31 @@ def test_the_operator_moves_what_waits_and_deletes_the_former_generation(
         assert_all_ran_in_time(notes, numbers)
 
 
-def test_the_former_generation_is_deleted_under_a_worker_that_serves_it(
+def test_the_former_generation_is_deleted_when_no_worker_serves_it_any_more(
+    second: Any,
+    upgraded: Any,
+    configuration: dict[str, Any],
+    third: dict[str, Any],
+    notes: Notes,
+    connection: Connection,
+) -> None:
+    """A worker without modules does not serve it, and goes on to run tasks."""
+    former = second.rabbitdelay.topology
+    with Worker(configuration):
+        pass
+    with Worker(third) as worker:
+        wait_until_served(worker, "check-in v2", "distribution v2")
+        with pytest.raises(TopologyInUse):
+            delete(connection, former)
+    with Worker({**third, "rabbitdelay_modules": []}):
+        delete(connection, former)
+        upgraded.tasks["note"].apply_async((1,), {"key": notes.key}, delay=1)
+        notes.wait(1)
+    assert former_generations(connection, upgraded.rabbitdelay.topology) == {}
+    assert is_declared(connection, upgraded.rabbitdelay.topology)
+
+
+def test_the_former_generation_is_deleted_by_force_under_a_worker_that_serves_it(
     second: Any,
     upgraded: Any,
     configuration: dict[str, Any],
@@ -194,7 +218,7 @@ def test_the_former_generation_is_deleted_under_a_worker_that_serves_it(
         pass
     with Worker(third) as worker:
         wait_until_served(worker, "check-in v2", "distribution v2")
-        delete(connection, former)
+        delete(connection, former, force=True)
         wait_for(lambda: worker.log.count(" v2: connects again") == 2, "the loss of both", 60)
         send_all_kinds(upgraded, notes, connection, 0)
         assert_all_ran_in_time(notes, list(range(24)))

@@ -292,7 +292,7 @@ def test_a_queue_that_the_application_does_not_name_is_not_bound(
     before, after = make(old), make(new)
     name = f"{old['prefix']}-secret"
     before.send_task("look", queue=name, delay=600)
-    moved = migrate(new, from_old(old))
+    moved = migrate(new, from_old(old), status=1)
     assert (moved["moved"], moved["missing_queues"], moved["unnamed_queues"]) == (1, [], [name])
     topology = after.rabbitdelay.topology
     channel: Any = connection.default_channel
@@ -302,6 +302,22 @@ def test_a_queue_that_the_application_does_not_name_is_not_bound(
     distribution = topology.module_queues.distribution.name
     wait_for(lambda: count(connection, distribution) == 1, "a message without a route")
     assert channel.queue_delete(name) == 0
+
+
+def test_the_text_says_what_becomes_of_messages_for_a_queue_that_is_not_bound(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any], connection: Connection
+) -> None:
+    before = make(old)
+    make(new)
+    name = f"{old['prefix']}-secret"
+    before.send_task("look", queue=name, delay=600)
+    told = run_celery(new, f"rabbitdelay migrate {from_old(old)}")
+    assert told.returncode == 1
+    assert "wait until these queues are bound" in told.stdout
+    assert "undeliverable rabbitdelay_redelivery" in told.stdout
+    assert name in told.stdout
+    channel: Any = connection.default_channel
+    channel.queue_delete(name)
 
 
 def test_the_same_prefix_on_the_same_broker_is_refused(

@@ -278,6 +278,23 @@ def test_a_task_whose_level_queue_was_deleted_is_undeliverable_and_not_lost(
     assert count(host.connection, SMALL.module_queues.undeliverable.name) == 1
 
 
+def test_a_producer_need_not_see_all_exchanges_of_classic_levels(
+    host: Host, make: Callable[..., Any]
+) -> None:
+    """RabbitMQ 4.3 lets it look at those that it may write to."""
+    classic = Topology("rabbitdelay", SHORT, "classic")
+    declared(host, CELERY, topology=classic)
+    url = host.let("web", needed("producer", "never", classic))
+    settings = {"rabbitdelay_layout": LEVELS, "rabbitdelay_queue_type": "classic"}
+    app = make(url, rabbitdelay_declare="never", **settings)
+    app.tasks["remind"].apply_async((1,), delay=1)
+    take(host.connection, [CELERY], 1)
+    host.connection.default_channel.exchange_delete("rabbitdelay.seconds.x1")  # type: ignore[attr-defined]
+    again = make(url, rabbitdelay_declare="never", **settings)
+    with pytest.raises(TopologyIncomplete, match=r"rabbitdelay\.seconds\.x1"):
+        again.tasks["remind"].apply_async((1,), delay=1)
+
+
 def test_a_producer_that_declares_nothing_asks_for_the_marker_alone(
     host: Host, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import time
+from collections.abc import Callable
 from threading import Timer
 from typing import Any
 from uuid import uuid4
@@ -15,8 +16,18 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations import migration
+from celery_rabbitdelay.operations.destinations import Place
+from celery_rabbitdelay.operations.migration import check_source, waiting
 from celery_rabbitdelay.operations.verify.management_api import management_api_of
-from celery_rabbitdelay.publishing.declaration import connect, declare, missing
+from celery_rabbitdelay.publishing.connection import PublishingConnection
+from celery_rabbitdelay.publishing.declaration import (
+    connect,
+    declare,
+    delete,
+    missing,
+    queue_counts,
+)
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
 from tests.integration.arrivals import take
@@ -185,6 +196,40 @@ def test_an_answer_may_take_longer_than_connecting(tls_node: RabbitMQServer) -> 
         finally:
             resumed.join()
         assert missing(connection, topology) == ()
+
+
+def test_the_limit_for_connecting_is_none_for_a_publisher_s_answers(
+    tls_node: RabbitMQServer,
+) -> None:
+    with connection_to(tls_node, connect_timeout=1) as connection:
+        publishing = PublishingConnection(connection)
+        publishing.channel(time.monotonic() + 30, lambda *settled: None)
+        assert connection.connection.transport.sock.gettimeout() is None
+        publishing.close_channel()
+
+
+@pytest.mark.parametrize("look", [check_source, waiting])
+def test_looking_at_the_levels_may_take_longer_than_connecting(
+    tls_node: RabbitMQServer, look: Callable[[Place], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker stops between the connection and the first answer."""
+    topology = Topology(f"test-{uuid4().hex[:8]}", SHORT)
+    resumed = Timer(2.5, tls_node.resume)
+
+    def suspend(*arguments: Any) -> Any:
+        tls_node.suspend()
+        resumed.start()
+        monkeypatch.undo()
+        return queue_counts(*arguments)
+
+    with connection_to(tls_node, connect_timeout=1) as connection:
+        declare(connection, topology)
+        monkeypatch.setattr(migration, "queue_counts", suspend)
+        try:
+            look(Place(connection, topology))
+        finally:
+            resumed.join()
+        delete(connection, topology)
 
 
 def test_the_management_api_is_asked_with_the_client_s_certificate(

@@ -187,6 +187,27 @@ def test_a_conflict_says_in_what_the_levels_differ(there: Topology, advice: str)
     assert {each for each in others if each in text} <= {each for each in others if each in advice}
 
 
+@pytest.mark.parametrize("length", [1, 40, 60, 90, 100, 200])
+@pytest.mark.parametrize("end", range(200, 256))
+def test_a_refusal_that_is_cut_off_blames_no_wrong_setting(length: int, end: int) -> None:
+    """RabbitMQ cuts its answer after 255 bytes. Nobody is told to delete the guard."""
+    prefix = "p" * length
+    here, there = Topology(prefix, SMALL), Topology(prefix, SMALL, "classic", shards=3)
+    whole = (
+        "PRECONDITION_FAILED - inequivalent arg 'alternate-exchange' for exchange "
+        f"'{here.identity.guard.name}' in vhost '/': received '{here.identity.marker.name}' but "
+        f"current is '{there.identity.marker.name}'"
+    )
+    reply = whole[:end]
+    advice = conflict_with(here, f"Exchange.declare: (406) {reply}").advice
+    assert "Delete it" not in advice
+    assert "declared the levels with other arguments" not in advice
+    names = {"rabbitdelay_layout", "rabbitdelay_tick"}
+    differing = {"rabbitdelay_queue_type", "rabbitdelay_shards"}
+    named = {name for name in names | differing if name in advice}
+    assert named == (differing if reply == whole else names | differing)
+
+
 def test_a_conflict_with_one_queue_does_not_blame_the_settings() -> None:
     reply = (
         "PRECONDITION_FAILED - inequivalent arg 'x-message-ttl' for queue 'p.ms.300' in vhost '/': "
