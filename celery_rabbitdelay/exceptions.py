@@ -40,6 +40,7 @@ __all__ = [
     "MessageNotPermitted",
     "MessageRefused",
     "MessageReturned",
+    "MessageTooLarge",
     "NeedsDistribution",
     "NoPublisherFree",
     "NotTracked",
@@ -315,6 +316,33 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
             'knows (task_queues), with a priority of 4 or less; or add "distribution" to '
             "rabbitdelay_modules; or call send_many without envelopes=True; or set "
             "rabbitdelay=False on the task to keep Celery's own behavior"
+        )
+
+
+class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
+    """The message is larger than what check-in and distribution take, and has to pass through one.
+
+    Nothing was sent, and sending it again does not help. It is an
+    :class:`~kombu.exceptions.OperationalError` because callers and Celery itself expect that one
+    when a task, or its callback, cannot be sent.
+
+    Attributes:
+        size: The bytes of the message's body.
+        bound: ``rabbitdelay_max_message_bytes``.
+    """
+
+    def __init__(self, size: int, bound: int) -> None:
+        super().__init__(size, bound)
+        self.size = size
+        self.bound = bound
+
+    def __str__(self) -> str:
+        return (
+            f"a body of {self.size:,} bytes is larger than rabbitdelay_max_message_bytes, "
+            f"{self.bound:,}, and check-in or distribution would refuse it when it is due: send a "
+            "reference instead of the content; or send it to one queue that the application knows "
+            "(task_queues), with a priority of 4 or less and a delay within the levels' capacity; "
+            "or raise the setting on workers and producers"
         )
 
 

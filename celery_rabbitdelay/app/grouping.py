@@ -62,6 +62,7 @@ class Grouper:
         layout: The levels that they wait in.
         write: Returns the bytes of a message as they stand in an envelope.
         now_ns: The time, in nanoseconds since 1970.
+        max_bytes: Bytes of messages that complete a group; :data:`MAX_GROUP_BYTES` do in any case.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Grouper:
         layout: Layout,
         write: Callable[[Any], bytes],
         now_ns: Callable[[], int] = time.time_ns,
+        max_bytes: int = MAX_GROUP_BYTES,
     ) -> None:
+        self._max_bytes = min(max_bytes, MAX_GROUP_BYTES)
         self._layout = layout
         self._tick_ms = layout.tick_ms
         self._write = write
@@ -99,14 +102,14 @@ class Grouper:
         is_instant = due.is_instant or due.tolerance_ms > 0
         self._until_ns = min(self._until_ns, now_ns + self._wait_ms(due, is_instant) * NS_PER_MS)
         ticks = self._shared_ticks(due)
-        if len(item) >= MAX_GROUP_BYTES and ticks in self._groups:
+        if len(item) >= self._max_bytes and ticks in self._groups:
             # A message of this size has a group of its own: an envelope may not hold more.
             ready.append(self._take(ticks))
         group = self._group(ticks, message, is_instant)
         group.rows.append(row)
         group.items += item
         self._total_bytes += len(item) + MESSAGE_OVERHEAD
-        if len(group.rows) >= MAX_GROUP_MESSAGES or len(group.items) >= MAX_GROUP_BYTES:
+        if len(group.rows) >= MAX_GROUP_MESSAGES or len(group.items) >= self._max_bytes:
             ready.append(self._take(ticks))
         return ready
 

@@ -37,6 +37,7 @@ from celery_rabbitdelay.app.written_rows import WrittenRow, WrittenRows
 from celery_rabbitdelay.exceptions import (
     InvalidEnvelope,
     InvalidRow,
+    MessageTooLarge,
     NeedsDistribution,
     PublishError,
     RowsNotConfirmed,
@@ -161,7 +162,7 @@ class RowSender:
             first = given if isinstance(given, Call) else next(self._read(given))[0]
             try:
                 producer = capture(first)
-            except EncodeError as error:
+            except (EncodeError, MessageTooLarge) as error:
                 self._fail([number], error)
             else:
                 break
@@ -252,7 +253,11 @@ class RowSender:
     def _publications(
         self, producer: CapturingProducer, writer: Writer, work: Iterator[tuple[int, Work]]
     ) -> Iterator[Publication]:
-        grouper = Grouper(self._settings.topology.layout, writer.item)
+        grouper = Grouper(
+            self._settings.topology.layout,
+            writer.item,
+            max_bytes=self._settings.max_message_bytes // 2,
+        )
         add = partial(self._call_publications, producer, writer, grouper)
         for number, given in work:
             if isinstance(given, Call):
@@ -268,9 +273,12 @@ class RowSender:
     def _ready_group(self, number: int, written: WrittenRows, writer: Writer) -> Group | None:
         """Return rows that are written already as a group.
 
-        None if they do not stand in an envelope as this application writes them.
+        None if they do not stand in an envelope as this application writes them, or if the bound of
+        a message is lower than the bytes of a group.
         """
         if not self._envelopes or not writer.can_write_again:
+            return None
+        if len(written.items) > self._settings.max_message_bytes:
             return None
         first, row = next(self._read(written))
         if writer.item(first) != row.item:
@@ -307,6 +315,7 @@ class RowSender:
     ) -> Iterator[Publication]:
         try:
             content = writer.content(call)
+            producer.check_size(len(content.body), producer.delayed.destination, call.due)
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self._fail(rows, error)
             return
@@ -324,7 +333,10 @@ class RowSender:
         due = group.due
         try:
             content = writer.envelope(bytes(group.items), due.at_ms)
-        except InvalidEnvelope as too_large:
+            # Of a single message, the bound holds for what is in the envelope.
+            size = len(group.items if len(group.rows) == 1 else content.body)
+            producer.check_size(size, DISTRIBUTION, due)
+        except (InvalidEnvelope, MessageTooLarge) as too_large:
             self._fail(group.rows, too_large)
             return
         self._report.sent += len(group.rows)

@@ -283,6 +283,7 @@ class Settings:
             "may_refuse": self.may_refuse,
             "signing_keys": self.signing_keys,
             "max_delay": self.max_delay,
+            "max_message_bytes": self.max_message_bytes,
         }
 
     @property

@@ -9,7 +9,7 @@ the levels too early), ``allowed``, ``bounds`` (what one message may cost), ``ve
 messages), ``envelope``, ``forwarding`` (the messages to publish) and ``undeliverable``; then
 ``consumer`` (receive, publish, acknowledge) with ``deliveries`` (how much is taken at a time),
 ``attempts`` (what becomes of a message that is not taken), ``destinations`` (which ones do not
-answer) and ``redelivery`` (when to try again); then ``intended`` and ``redriving`` (what is
-published for a message that is taken out of ``undeliverable``); then ``service`` (the thread that
-reconnects) and ``statistics``.
+answer), ``redelivery`` (when to try again) and ``warning_limit`` (what is logged); then
+``intended`` and ``redriving`` (what is published for a message that is taken out of
+``undeliverable``); then ``service`` (the thread that reconnects) and ``statistics``.
 """

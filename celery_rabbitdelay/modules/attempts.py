@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import Final, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import amqp
 from amqp.exceptions import NotFound
@@ -18,7 +18,7 @@ from celery_rabbitdelay.exceptions import (
     UnprocessableMessage,
 )
 from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered
+from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered, no_exchange
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     encoded,
@@ -28,6 +28,7 @@ from celery_rabbitdelay.modules.forwarding import (
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.modules.version import LaterVersionWarning
+from celery_rabbitdelay.modules.warning_limit import WarningLimit
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
@@ -35,9 +36,6 @@ from celery_rabbitdelay.publishing.wire import Content
 __all__ = ["Attempts", "Received"]
 
 logger = logging.getLogger(__name__)
-
-#: Seconds between two warnings about the same destination.
-WARN_EVERY: Final = 60.0
 
 
 class Received:
@@ -135,7 +133,10 @@ class Attempts:
         self._timeout = timeout
         self._frame_max = frame_max
         self._unanswered = Unanswered(silent=silent)
-        self._warned_at: dict[str | None, float] = {}
+        self._not_taken, self._given_up = (
+            WarningLimit(logger, f"{name}: {what}", time.monotonic)
+            for what in ("messages that a destination does not take", "undeliverable messages")
+        )
         self._later_version = LaterVersionWarning(logger)
 
     def note_slow(self, outgoing: Outgoing) -> None:
@@ -147,6 +148,11 @@ class Attempts:
     def stuck(self, broker_silent_for: float) -> list[str]:
         """Return the destinations because of which the broker reads nothing from the connection."""
         return self._unanswered.give_up_if_stuck(broker_silent_for)
+
+    def log_counts(self) -> None:
+        """Log how many warnings were left out; called every few seconds."""
+        for limit in (self._not_taken, self._given_up):
+            limit.log_count()
 
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float
@@ -224,7 +230,8 @@ class Attempts:
             reason: Why it cannot be delivered.
             undeliverable: The message for ``undeliverable``, if it has been made already.
         """
-        logger.warning("%s: a message is undeliverable: %s", self._name, reason)
+        if self._given_up.allows(reason):
+            logger.warning("%s: a message is undeliverable: %s", self._name, reason)
         headers = headers_of(received.message)
         refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason, headers)
         if outgoing.is_vouched and outgoing.message is not received.message:
@@ -289,8 +296,9 @@ class Attempts:
         self, outgoing: Outgoing, destination: str | None, broker_silent_for: float
     ) -> str | None:
         """Return why a message should not be published at the moment; None if it should be."""
-        if self._missing.has(outgoing.address[0]):
-            return _no_exchange(outgoing)
+        missing = self._missing.trouble(outgoing.address[0], destination is not None)
+        if missing is not None:
+            return missing
         if destination is None:
             return None
         silent = self._unanswered.is_silent(destination, broker_silent_for)
@@ -333,16 +341,13 @@ class Attempts:
         return self._publication(received, later, None, content)
 
     def _warn(self, destination: str | None, reason: str) -> None:
-        now = time.monotonic()
-        if now - self._warned_at.get(destination, -WARN_EVERY) < WARN_EVERY:
-            return
-        self._warned_at[destination] = now
-        logger.warning(
-            "%s: %s does not take a message, which waits in the levels and is tried again: %s",
-            self._name,
-            destination,
-            reason,
-        )
+        if self._not_taken.allows(destination):
+            logger.warning(
+                "%s: %s does not take a message, which waits in the levels and is tried again: %s",
+                self._name,
+                destination,
+                reason,
+            )
 
 
 def _reason(error: PublishError, outgoing: Outgoing) -> str:
@@ -354,10 +359,6 @@ def _reason(error: PublishError, outgoing: Outgoing) -> str:
     if isinstance(error, MessageRefused):
         return f"the broker does not take it: {error.reason}"
     if isinstance(error.__cause__, NotFound):
-        return _no_exchange(outgoing)
+        return no_exchange(outgoing.address[0])
     where = f"the exchange {outgoing.exchange!r}" if outgoing.exchange else "there"
     return f"{where} has no queue for the key {outgoing.routing_key!r}"
-
-
-def _no_exchange(outgoing: Outgoing) -> str:
-    return f"there is no exchange {outgoing.address[0]!r}"

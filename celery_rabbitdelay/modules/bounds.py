@@ -15,7 +15,7 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.incoming import seen_of
-from celery_rabbitdelay.publishing.message import shortened
+from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, shortened
 
 __all__ = [
     "DEFAULT_BOUNDS",
@@ -28,9 +28,6 @@ __all__ = [
     "check_depth",
     "cost_of",
 ]
-
-#: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
-DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
 
 #: The longest delay by default, in seconds: 100 years of 365 days.
 DEFAULT_MAX_DELAY: Final = 3_153_600_000.0
@@ -49,6 +46,10 @@ HEADER_EXPANSION: Final = 25
 
 #: Messages over which the largest one is remembered.
 REMEMBERED: Final = 100
+
+#: How much further ahead than ``max_delay`` the due time of a message may be that has left the
+#: levels, in milliseconds: a day. The clock of its sender or of the worker may be wrong.
+DUE_SLACK_MS: Final = 86_400_000
 
 _MS_PER_S: Final = 1000
 
@@ -81,18 +82,23 @@ class Bounds:
             )
 
     def check_due(self, headers: Mapping[str, Any], now_ms: int) -> None:
-        """Refuse a due time that is too far ahead; a value that is none is another's concern.
+        """Refuse the due time of a message that has left the levels, if it is too far ahead.
+
+        Whoever let it in has checked its delay. So this is no delay that somebody has asked for:
+        the due time is forged, and the message would go back into the levels for ever. A value that
+        is no due time is another's concern.
 
         Args:
             headers: The message's headers.
             now_ms: The time, in milliseconds since 1970-01-01 UTC.
 
         Raises:
-            UnprocessableMessage: It is more than ``max_delay`` ahead.
+            UnprocessableMessage: It is more than ``max_delay`` and :data:`DUE_SLACK_MS` ahead.
         """
         due_ms = headers.get(header_names.DUE)
         if isinstance(due_ms, int):
-            self.check_delay(f"{header_names.DUE} is {shortened(due_ms)}", due_ms - now_ms)
+            ahead_ms = due_ms - now_ms - DUE_SLACK_MS
+            self.check_delay(f"{header_names.DUE} is {shortened(due_ms)}", ahead_ms)
 
 
 #: The bounds where nobody has set others.

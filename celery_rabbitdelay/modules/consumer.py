@@ -24,6 +24,7 @@ from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
+from celery_rabbitdelay.modules.warning_limit import WarningLimit
 from celery_rabbitdelay.publishing.amqp_methods import find_exchanges
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.incoming import seen_of
@@ -180,6 +181,9 @@ class ModuleConsumer:
             self._wire.frame_max,
             set() if silent is None else silent,
         )
+        unread = f"{module.name}: messages above rabbitdelay_max_message_bytes"
+        self._unread = WarningLimit(logger, unread)
+        self._unreadable = WarningLimit(logger, f"{module.name}: messages that cannot be read")
         self._growth = 1
         self._sampled_at = 0.0
 
@@ -299,12 +303,13 @@ class ModuleConsumer:
 
     def _reject_unread(self, message: amqp.Message, size: int) -> None:
         """Let the broker put a message into ``undeliverable`` whose body was not kept."""
-        logger.warning(
-            "%s: a message of %s bytes is undeliverable: rabbitdelay_max_message_bytes is %s",
-            self._module.name,
-            f"{size:,}",
-            f"{self._module.max_bytes:,}",
-        )
+        if self._unread.allows(str(size)):
+            logger.warning(
+                "%s: a message of %s bytes is undeliverable: rabbitdelay_max_message_bytes is %s",
+                self._module.name,
+                f"{size:,}",
+                f"{self._module.max_bytes:,}",
+            )
         self._statistics.undeliverable += 1
         self._statistics.finished += 1
         self._deliveries.finish(message, rejected=True)
@@ -385,8 +390,9 @@ class ModuleConsumer:
         if isinstance(error, UnprocessableMessage):
             reason = error.reason
         else:
-            logger.exception("%s: a message cannot be read", self._module.name)
             reason = shortened(error)
+            if self._unreadable.allows(reason):
+                logger.exception("%s: a message cannot be read", self._module.name)
         return self._attempts.give_up(received, as_it_came, reason)
 
     def _exists(self, exchange: str) -> bool:
@@ -415,6 +421,9 @@ class ModuleConsumer:
         if channel.blocked is not None or time.monotonic() - self._sampled_at < SAMPLE_EVERY:
             return
         self._sampled_at = time.monotonic()
+        self._attempts.log_counts()
+        self._unread.log_count()
+        self._unreadable.log_count()
         try:
             with self._answers():
                 ready = self._deliveries.ready()

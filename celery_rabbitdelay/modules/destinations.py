@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
-from typing import Final
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, Final
 
-__all__ = ["SILENCE", "MissingExchanges", "Unanswered"]
+from celery_rabbitdelay.publishing.message import shortened
+
+__all__ = ["SILENCE", "MissingExchanges", "Unanswered", "no_exchange"]
 
 #: Seconds without an answer after which a destination gets no further messages until it answers.
 SILENCE: Final = 1.0
@@ -33,6 +35,13 @@ SLOW_FOR: Final = 10.0
 
 #: Seconds until the broker is asked again for an exchange that did not exist.
 ASK_AGAIN: Final = 1.0
+
+#: Exchanges in a second of which the broker says that they do not exist. Each answer takes a
+#: channel and some milliseconds, in which the module publishes nothing.
+MAX_MISSING: Final = 20
+
+#: Names that are remembered, for each purpose: anybody may send messages for others.
+MAX_REMEMBERED: Final = 1000
 
 
 class Unanswered:
@@ -82,7 +91,7 @@ class Unanswered:
     def timed_out(self, message: Hashable, destination: str | None) -> None:
         """Note that nobody waits for the answer any more."""
         self._remove(message, destination)
-        self._silent.add(destination)
+        self._note_silent(destination)
 
     def is_silent(self, destination: str, broker_silent_for: float) -> bool:
         """Return whether a destination does not answer, so that it should get no more messages.
@@ -106,7 +115,10 @@ class Unanswered:
 
     def note_slow(self, destination: str) -> None:
         """Note that others wait for a destination, which has as many messages as it may have."""
-        self._slow_until[destination] = self._clock() + SLOW_FOR
+        now = self._clock()
+        if len(self._slow_until) >= MAX_REMEMBERED:
+            _keep(self._slow_until, lambda until: now < until)
+        self._slow_until[destination] = now + SLOW_FOR
 
     def _is_slow(self, destination: str) -> bool:
         if self._clock() >= self._slow_until.get(destination, 0.0):
@@ -128,6 +140,8 @@ class Unanswered:
             limit = MAX_UNANSWERED
         if len(in_flight) < limit:
             return False
+        if destination not in self._limits and len(self._limits) >= MAX_REMEMBERED:
+            _keep(self._limits, lambda entry: now - entry[0] < PROMPT)
         self._limits[destination] = now, limit
         return not self.is_silent(destination, broker_silent_for)
 
@@ -144,8 +158,15 @@ class Unanswered:
             for name, in_flight in self._sent.items()
             if name is not None and len(in_flight) > MAX_UNANSWERED
         ]
-        self._silent.update(stuck)
+        for name in stuck:
+            self._note_silent(name)
         return stuck
+
+    def _note_silent(self, destination: str | None) -> None:
+        if destination not in self._silent and len(self._silent) >= MAX_REMEMBERED:
+            # Any other: if it is still silent, that is noted again after its next message.
+            self._silent.pop()
+        self._silent.add(destination)
 
     def _remove(self, message: Hashable, destination: str | None) -> float:
         """Return when the message was sent."""
@@ -163,36 +184,77 @@ class MissingExchanges:
 
     Args:
         ask: Asks the broker whether an exchange exists.
-        known: Exchanges that exist.
+        known: Exchanges that exist, and are never asked for.
         clock: Returns seconds, as :func:`time.monotonic`.
     """
 
     def __init__(
         self,
         ask: Callable[[str], bool],
-        known: set[str],
+        known: Collection[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ask = ask
-        self._known = known
+        self._always = frozenset(known)
+        self._known: set[str] = set()
         self._clock = clock
+        #: Until when exchanges count as missing, the earliest first.
         self._missing: dict[str, float] = {}
 
-    def has(self, exchange: str) -> bool:
-        """Return whether an exchange is missing; asked again after a second."""
-        if exchange in self._known:
-            return False
-        now = self._clock()
-        if now < self._missing.get(exchange, 0.0):
-            return True
-        if self._ask(exchange):
-            self._missing.pop(exchange, None)
-            self._known.add(exchange)
-            return False
-        self._missing[exchange] = now + ASK_AGAIN
-        return True
+    def trouble(self, exchange: str, is_limited: bool = True) -> str | None:
+        """Return why not to publish to an exchange; None if it exists.
+
+        The broker is asked again after a second. If it has said of many others that they do not
+        exist, within a second, it is not asked: it is unknown then whether this one does.
+
+        Args:
+            exchange: Its name.
+            is_limited: Whether a stranger may have chosen the name.
+        """
+        if exchange in self._always or exchange in self._known:
+            return None
+        self._forget()
+        if exchange in self._missing:
+            return no_exchange(exchange)
+        if is_limited and len(self._missing) >= MAX_MISSING:
+            return (
+                f"the broker was not asked for the exchange {shortened(exchange)}: in one second, "
+                f"it was asked for {len(self._missing)} others that do not exist"
+            )
+        if not self._ask(exchange):
+            self._note(exchange)
+            return no_exchange(exchange)
+        if len(self._known) >= MAX_REMEMBERED:
+            self._known.pop()
+        self._known.add(exchange)
+        return None
 
     def add(self, exchange: str) -> None:
         """Note that the broker has just said that an exchange is missing."""
         self._known.discard(exchange)
+        self._forget()
+        if len(self._missing) < MAX_REMEMBERED:
+            self._note(exchange)
+
+    def _note(self, exchange: str) -> None:
+        self._missing.pop(exchange, None)
         self._missing[exchange] = self._clock() + ASK_AGAIN
+
+    def _forget(self) -> None:
+        """Forget the exchanges that may be asked for again."""
+        now = self._clock()
+        while self._missing and now >= next(iter(self._missing.values())):
+            del self._missing[next(iter(self._missing))]
+
+
+def no_exchange(exchange: str) -> str:
+    """Say that an exchange does not exist."""
+    return f"there is no exchange {exchange!r}"
+
+
+def _keep(entries: dict[Any, Any], is_valid: Callable[[Any], bool]) -> None:
+    """Drop the entries that mean nothing any more; if none is left out, the oldest one."""
+    for key in [key for key, entry in entries.items() if not is_valid(entry)]:
+        del entries[key]
+    if len(entries) >= MAX_REMEMBERED:
+        del entries[next(iter(entries))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import amqp
@@ -133,12 +132,7 @@ class Distribution:
         one = None if is_envelope else self._outgoing(message, headers, unrouted, is_signed)
         early = self._put_back(message)
         single = early or one
-        if single is not None:
-            found = iter([single])
-        elif self._look is None:
-            found = self._unpacked(message, headers)
-        else:
-            found = self._asked(message, partial(self._unpacked, message, headers), self._look)
+        found = self._unpacked(message, headers) if single is None else iter([single])
         for outgoing in found:
             yield outgoing._replace(is_vouched=is_signed)
 
@@ -216,7 +210,8 @@ class Distribution:
     def _asked(
         self,
         message: amqp.Message,
-        unpack: Callable[[], Iterator[Outgoing]],
+        unpacked: Iterator[Outgoing],
+        arrivals: Sequence[Arrival],
         look: Callable[[Sequence[Arrival]], Sequence[Decision]],
     ) -> Iterator[Outgoing]:
         """Return what to publish for the messages of an envelope, as the registry says.
@@ -224,18 +219,18 @@ class Distribution:
         The workers that get the tasks ask again, so only two cases end here: the tasks of an
         aborted job do not go on, and if no task may run before its job is committed, the whole
         envelope waits.
+
+        Args:
+            message: The envelope.
+            unpacked: The messages in it.
+            arrivals: The same, as the registry is asked about them.
+            look: Asks it.
         """
-        arrivals = []
-        for each in unpack():
-            own = headers_of(each.message)
-            due_ms = own.get(header_names.DUE)
-            due_ms = due_ms if isinstance(due_ms, int) else 0
-            arrivals.append(Arrival.of(own, due_ms, "", redelivered=True))
         try:
             decisions = look(arrivals)
         except RegistryUnavailable:
             # The workers find out, and do what the settings say.
-            yield from unpack()
+            yield from unpacked
             return
         waits = [each for each in decisions if each.verdict is Verdict.LATER]
         goes_on = any(each.verdict is Verdict.RUN or each.is_new_due for each in decisions)
@@ -245,7 +240,7 @@ class Distribution:
             kept = without_broker_headers(headers_of(message))
             yield into_levels(self._topology, with_headers(message, kept), due)
             return
-        for outgoing, decision in zip(unpack(), decisions, strict=True):
+        for outgoing, decision in zip(unpacked, decisions, strict=True):
             if decision.verdict is not Verdict.EXPIRED:
                 yield outgoing
 
@@ -285,19 +280,39 @@ class Distribution:
         )
 
     def _unpacked(self, message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
+        """Return what to publish for an envelope.
+
+        It is read twice, and never held as a whole. The first time, each message in it is checked:
+        an invalid envelope goes to ``undeliverable``, and nothing in it was published before.
+        """
+        due_ms = headers.get(header_names.DUE)
+        due_ms = due_ms if isinstance(due_ms, int) else 0
+        arrivals = []
         try:
             envelope = Opened(body_of(message), self._bounds.max_message_bytes)
             shared = {**headers, **envelope.headers}
-            # Validate all items first: an invalid envelope goes to undeliverable as a whole, so
-            # none of its messages may be published before.
             for item in envelope.items:
                 effective_headers = {**shared, **item.headers}
                 all_properties = {**envelope.properties, **item.properties}
                 refuse_later_version(effective_headers, all_properties.get("content_type"))
                 refuse_sender_selected(effective_headers)
                 self._reach.names(*_destination(effective_headers))
+                if self._look is not None:
+                    inner_headers = {**envelope.headers, **item.headers}
+                    arrivals.append(Arrival.of(inner_headers, due_ms, "", redelivered=True))
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
+        unpacked = self._messages(message, headers, envelope)
+        if self._look is None:
+            yield from unpacked
+        else:
+            yield from self._asked(message, unpacked, arrivals, self._look)
+
+    def _messages(
+        self, message: amqp.Message, headers: Mapping[str, Any], envelope: Opened
+    ) -> Iterator[Outgoing]:
+        """Return the messages of an envelope that was checked."""
+        shared = {**headers, **envelope.headers}
         own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}
         for item in envelope.items:
             inner = amqp.Message(item.body, **item.properties_with(envelope.properties))

@@ -167,6 +167,9 @@ class Redelivery:
         """Return what to publish for a message that only a later version can read.
 
         Its body, its properties and all its headers stay; those that count the attempts are added.
+        Quorum queues in the levels take no priority above :data:`.MAX_PRIORITY`. The header that
+        keeps a higher one is added if the message is not signed: a signature covers that header,
+        and whoever cannot read a message does not sign it.
         If it is not due yet, which every version tells by the same header, it waits until then,
         and that is no attempt.
 
@@ -182,7 +185,7 @@ class Redelivery:
         now_ms = self._now_ns() // NS_PER_MS
         by_ms = early_ms(headers.get(header_names.DUE), now_ms, 0)
         if by_ms is not None:
-            waiting = with_headers(message, headers, expiration=None)
+            waiting = self._waiting(message, headers)
             due = Due.after(pause_ms(by_ms, self._topology) / _MS_PER_S)
             return into_levels(self._topology, waiting, due, destination)
         failures = Failures.after(headers, reason, now_ms)
@@ -192,9 +195,19 @@ class Redelivery:
             undeliverable = self._topology.module_queues.undeliverable.exchange.name
             key = (message.delivery_info or {}).get("routing_key", "")
             return Outgoing(undeliverable, key, left)
-        waiting = with_headers(message, {**headers, **failures.headers(reason)}, expiration=None)
+        waiting = self._waiting(message, {**headers, **failures.headers(reason)})
         due = Due.after(self._pause(failures.attempts))
         return into_levels(self._topology, waiting, due, destination)
+
+    def _waiting(self, message: amqp.Message, headers: Mapping[str, Any]) -> amqp.Message:
+        """Return a message of a later version with the priority that it may wait with."""
+        given = message.properties.get("priority")
+        if self._topology.queue_type != "quorum":
+            return with_headers(message, headers, expiration=None)
+        priority, kept = split_priority(given)
+        if header_names.SIGNATURE not in headers:
+            headers = {**kept, **headers}
+        return with_headers(message, headers, expiration=None, priority=priority)
 
     def _pause(self, attempts: int) -> float:
         """The seconds until the next attempt."""

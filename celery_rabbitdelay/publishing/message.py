@@ -11,6 +11,7 @@ import amqp
 from celery_rabbitdelay.levels import headers as header_names
 
 __all__ = [
+    "DEFAULT_MAX_MESSAGE_BYTES",
     "ENVELOPES",
     "MAX_PRIORITY",
     "MAX_SHORTSTR_BYTES",
@@ -25,6 +26,9 @@ __all__ = [
 
 #: The ``content_type`` properties of envelopes, messages with many tasks, begin with this.
 ENVELOPES: Final = "application/vnd.rabbitdelay.envelope."
+
+#: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
+DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
 
 #: ``delivery_mode`` of a message that RabbitMQ writes to disk.
 PERSISTENT: Final = 2

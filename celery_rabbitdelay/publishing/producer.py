@@ -10,7 +10,7 @@ import amqp
 from kombu import Connection, Exchange, Producer, Queue
 from kombu.common import Broadcast, maybe_declare
 
-from celery_rabbitdelay.exceptions import NeedsDistribution
+from celery_rabbitdelay.exceptions import MessageTooLarge, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, check_max_delay
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -24,7 +24,13 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import serialized
-from celery_rabbitdelay.publishing.message import MAX_PRIORITY, split_priority, task_id_of
+from celery_rabbitdelay.publishing.message import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    MAX_PRIORITY,
+    body_of,
+    split_priority,
+    task_id_of,
+)
 from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
@@ -70,6 +76,8 @@ class DelayedProducer(Producer):
             and ``reject-publish``.
         max_delay: The longest delay, in seconds; None: any. Workers that serve check-in have one of
             their own, ``rabbitdelay_max_delay``.
+        max_message_bytes: The largest body, in bytes, of a message that has to pass through a
+            module; None: any. Workers refuse a larger one; see ``rabbitdelay_max_message_bytes``.
         serializer: The name of kombu's serializer, where the caller gives none.
         signing_keys: What signs each message; None: messages are not signed.
 
@@ -87,6 +95,7 @@ class DelayedProducer(Producer):
         modules: Collection[str] = (),
         may_refuse: Collection[str] = (),
         max_delay: float | None = None,
+        max_message_bytes: int | None = DEFAULT_MAX_MESSAGE_BYTES,
         serializer: str | None = None,
         signing_keys: SigningKeys | None = None,
     ) -> None:
@@ -99,6 +108,7 @@ class DelayedProducer(Producer):
         self.may_refuse = may_refuse
         self.signing_keys = signing_keys
         self.max_delay = max_delay
+        self.max_message_bytes = max_message_bytes
         self.further_headers: Mapping[str, Any] = {}
 
     def publish_delayed(
@@ -134,6 +144,7 @@ class DelayedProducer(Producer):
 
         Raises:
             DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
+            MessageTooLarge: It has to pass through a module, which refuses its size.
             NeedsDistribution: Not exactly one known queue gets the message, or its priority is
                 above 4 and the queues are quorum queues; and ``modules`` lacks distribution.
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
@@ -213,6 +224,7 @@ class DelayedProducer(Producer):
 
         Raises:
             DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
+            MessageTooLarge: It has to pass through a module, which refuses its size.
             NeedsDistribution: It needs distribution, which ``modules`` lacks.
         """
         if "check-in" not in self.modules:
@@ -266,8 +278,29 @@ class DelayedProducer(Producer):
             application_headers=own_headers,
             **properties,
         )
+        self.check_size(len(body_of(message)), name, due)
         self.sign(message)
         return Delayed(message, name, task_id_of(message), queue)
+
+    def check_size(self, size: int, destination: str, due: Due) -> None:
+        """Refuse a message that a module would refuse, after it has waited.
+
+        Distribution publishes what does not go straight to a queue. A delay above the capacity of
+        the levels passes through meditation, the overflow loop, which check-in serves.
+
+        Args:
+            size: The bytes of its body.
+            destination: As in :class:`Delayed`.
+            due: When it is due.
+
+        Raises:
+            MessageTooLarge: It is too large.
+        """
+        is_straight = destination != DISTRIBUTION
+        if is_straight and due.delay_ms <= self.topology.layout.capacity_ms:
+            return
+        if self.max_message_bytes is not None and size > self.max_message_bytes:
+            raise MessageTooLarge(size, self.max_message_bytes)
 
     def sign(self, message: amqp.Message) -> None:
         """Sign a message anew whose headers have changed, if the producer has a key."""

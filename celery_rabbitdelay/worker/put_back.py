@@ -14,10 +14,16 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
-from celery_rabbitdelay.exceptions import NoPublisherFree
+from celery_rabbitdelay.exceptions import (
+    MessageRefused,
+    NoPublisherFree,
+    PermissionMissing,
+    PublishError,
+)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.modules.early import PutBack, pause_ms
+from celery_rabbitdelay.modules.forwarding import without_headers
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, kept_properties
@@ -66,6 +72,9 @@ class Early:
         later_version: Why only a later version of this package can read it; empty if this one can.
         again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
             failure.
+        unpublishable: Why a task of a later version can never be put into the levels, so that it is
+            for ``undeliverable``; empty if it can.
+        has_place: Whether the prefetch count was raised for it, because it stays unacknowledged.
     """
 
     message: Message
@@ -77,6 +86,8 @@ class Early:
     hold: Action
     later_version: str = ""
     again_at: float | None = None
+    unpublishable: str = ""
+    has_place: bool = False
 
 
 class PutBackThread(BatchThread[Early]):
@@ -99,6 +110,8 @@ class PutBackThread(BatchThread[Early]):
         self._failed: deque[Early] = deque()
         settings = self._delays.settings
         self._redelivery = Redelivery(settings.topology, settings.redelivery)
+        self._undeliverable = settings.topology.module_queues.undeliverable.exchange.name
+        self._has_warned_of_later_version = False
 
     def own_work_in(self) -> float | None:
         """Return the seconds until a failed message is tried again; None if none has failed."""
@@ -139,6 +152,10 @@ class PutBackThread(BatchThread[Early]):
         self, producer: DelayedProducer, early: Early
     ) -> tuple[kombu.Queue | None, Publication]:
         """Return what replaces a message, and the queue that has to exist."""
+        if early.unpublishable:
+            reason = f"{early.later_version}; {early.unpublishable}"
+            bare = without_headers(self._undeliverable, as_received(early.message), reason)
+            return None, Publication.of(bare.message, lambda: bare.address, early)
         if early.later_version:
             queue = early.destination.queue
             assert queue is not None
@@ -179,19 +196,38 @@ class PutBackThread(BatchThread[Early]):
             self.actions.add(partial(self._done, early), is_acknowledgement=True)
             return
         if early.later_version:
-            logger.warning("A task of a later version could not be put into the levels: %s", error)
-            self.actions.add(early.hold)
+            self._try_later_version_again(early, error)
             return
         if not isinstance(error, TEMPORARY_ERRORS) or early.due.remaining_ms() <= 0:
             self._give_up(early, error)
             return
         if early.again_at is None:
             logger.warning("A task that is not due could not be put into the levels: %s", error)
-            # The message stays unacknowledged, so raise the prefetch count, as Celery does for a
-            # task that it holds.
-            self.actions.add(partial(raise_prefetch, self._consumer))
+        self._give_it_a_place(early)
         early.again_at = time.monotonic() + RETRY_INTERVAL
         self._failed.append(early)
+
+    def _try_later_version_again(self, early: Early, error: Exception) -> None:
+        """Put a task that only a later version can read into ``undeliverable``, or try it again.
+
+        Its headers may leave no room in a frame for those that count the attempts, and the broker
+        may refuse it: then it will never wait in the levels.
+        """
+        if _is_permanent(error) and not early.unpublishable:
+            logger.warning("A task of a later version is undeliverable: %s", error)
+            early.unpublishable = getattr(error, "reason", str(error))
+            early.again_at = time.monotonic()
+            self._failed.appendleft(early)
+            return
+        log = logger.debug if self._has_warned_of_later_version else logger.warning
+        self._has_warned_of_later_version = True
+        log(
+            "A task of a later version could not be put into the levels; the worker holds it and "
+            "tries again, without a further warning on this connection: %s",
+            error,
+        )
+        self._give_it_a_place(early)
+        self.actions.add(early.hold)
 
     def _give_up(self, early: Early, error: Exception) -> None:
         logger.warning(
@@ -210,8 +246,18 @@ class PutBackThread(BatchThread[Early]):
         self._give_back_its_place(early)
         early.hold()
 
+    def _give_it_a_place(self, early: Early) -> None:
+        """Raise the prefetch count, as Celery does for a task that it holds.
+
+        The message stays unacknowledged, and others would wait for it.
+        """
+        if not early.has_place:
+            early.has_place = True
+            self.actions.add(partial(raise_prefetch, self._consumer))
+
     def _give_back_its_place(self, early: Early) -> None:
-        if early.again_at is not None:
+        if early.has_place:
+            early.has_place = False
             lower_prefetch(self._consumer)
 
     def _delayed(self, producer: DelayedProducer, early: Early, due: Due) -> Delayed:
@@ -261,3 +307,14 @@ class PutBackThread(BatchThread[Early]):
         """
         is_too_high = self._delays.topology.queue_type == "quorum" and priority > MAX_PRIORITY
         return is_too_high or (early.waited is not None and not early.waited.straight)
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Return whether a message can never be published: AMQP or RabbitMQ does not take it.
+
+    Not if the user lacks a permission, which an operator can give.
+    """
+    if isinstance(error, PermissionMissing):
+        return False
+    # Of the class itself are those that AMQP cannot write.
+    return isinstance(error, MessageRefused) or type(error) is PublishError

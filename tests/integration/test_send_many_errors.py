@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, R
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     InvalidDelay,
+    MessageTooLarge,
     NeedsDistribution,
     RegistryRequired,
     RowsNotConfirmed,
@@ -27,10 +29,12 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.publishing.declaration import declare
 from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import take
+from tests.integration.modules import wait_until_served
 from tests.integration.notes import Notes
 from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.test_send_many import both_ways, notes, numbers
+from tests.integration.worker import Worker
 
 __all__ = ["notes"]
 
@@ -103,6 +107,37 @@ def test_a_row_that_cannot_be_sent_is_an_error_of_its_own_wherever_it_stands(
     assert sum(report.errors.values()) == 4
     assert (report.sent, report.confirmed) == (8, 8)
     assert numbers(notes.wait(8)) == [each for each in range(12) if each not in bad]
+
+
+@both_ways
+@pytest.mark.parametrize("priority", [0, 9])
+def test_a_row_that_distribution_would_refuse_for_its_size_is_an_error_of_its_own(
+    configuration: dict[str, Any], make_shop: Callable[..., Any], envelopes: bool, priority: int
+) -> None:
+    settings = {"rabbitdelay_max_message_bytes": 20_000}
+    shop = make_shop(**settings)
+    notes, bad = Notes(shop), (0, 7)
+    # Together, they are larger than one message may be.
+    rows: list[Any] = [
+        {"args": (number, os.urandom(3000).hex()), "kwargs": {"key": notes.key}, "delay": 0.2}
+        for number in range(12)
+    ]
+    for number in bad:
+        rows[number]["args"] = (number, "x" * 20_000)
+    with Worker({**configuration, **settings}) as worker:
+        wait_until_served(worker)
+        options = {"envelopes": envelopes, "priority": priority}
+        if priority:
+            with pytest.raises(RowsNotConfirmed) as caught:
+                shop.rabbitdelay.send_many("note", rows, **options)
+            assert tuple(sorted(caught.value.errors)) == bad
+            assert set(map(type, caught.value.errors.values())) == {MessageTooLarge}
+        else:
+            # A single message goes straight to its queue.
+            shop.rabbitdelay.send_many("note", rows, **options)
+        sent = [number for number in range(12) if not priority or number not in bad]
+        assert numbers(notes.wait(len(sent))) == sent
+    notes.forget()
 
 
 def test_a_row_that_does_not_fit_the_task_s_signature_is_an_error_of_its_own(

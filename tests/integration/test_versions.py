@@ -17,6 +17,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
+from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.modules import OPEN, check_in, wait_until_served
@@ -179,6 +180,34 @@ def test_where_no_later_version_comes_they_lie_in_undeliverable_with_the_reason(
     task = by_body[body]
     assert task.found.task == "note"
     assert {name: task.headers[name] for name in versioned} == versioned
+
+
+def test_a_task_whose_headers_leave_no_room_for_the_count_is_undeliverable(
+    configuration: dict[str, Any], shop: Any, connection: Connection, notes: Notes
+) -> None:
+    with Worker(configuration) as worker:
+        wait_until_served(worker)
+        body, headers, properties = note_of(shop, notes, 1)
+        long = {**headers, module_headers.VERSION: 2, "x-long": "x" * 130_000}
+        # It arrives, and with what counts its attempts it would exceed a frame.
+        long["x-long"] += "x" * (131_040 - encoded_bytes(long, properties))
+        into_levels(connection, shop, named(shop, "default"), body, long, **properties)
+        name = shop.rabbitdelay.topology.module_queues.undeliverable.name
+        wait_for(lambda: count(connection, name) == 1, "an undeliverable message", 60)
+        assert worker.log.count("A task of a later version is undeliverable") == 1
+    (found,) = undeliverable_messages(connection, shop.rabbitdelay.topology)
+    assert found.body == body
+    assert WARNING in found.found.reason
+    assert "cannot be written in AMQP" in found.found.reason
+    # It was acknowledged.
+    assert count(connection, named(shop, "default")) == 0
+
+
+def encoded_bytes(headers: dict[str, Any], properties: dict[str, Any]) -> int:
+    """Return how many bytes headers and properties take, as :func:`into_levels` sends them."""
+    every = {header_names.DUE: int(time.time() * 1000), **headers}
+    message = amqp.Message(b"", application_headers=every, delivery_mode=2, **properties)
+    return len(Content.of(message).properties)
 
 
 def test_check_in_refuses_them_at_once(

@@ -149,12 +149,11 @@ def test_the_longest_delay_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None
     assert next(module.receive(from_client)).exchange == "t.meditation"
     with pytest.raises(UnprocessableMessage, match=f"x-delay is 100001, {too_long}"):
         next(module.receive(message(application_headers={"x-delay": 100_001})))
-    told = {headers.DUE: NOW + 100_000}
-    meditated = message("t.meditated", "q", application_headers=told)
-    assert next(module.receive(meditated)).exchange == "t.meditation"
-    told[headers.DUE] += 1
-    with pytest.raises(UnprocessableMessage, match=too_long):
-        next(module.receive(message("t.meditated", "q", application_headers=told)))
+    # What waits already was let in by another clock, or by another value of the setting.
+    for ahead in (100_000, 100_001, 400_000_000):
+        told = {headers.DUE: NOW + ahead}
+        meditated = message("t.meditated", "q", application_headers=told)
+        assert next(module.receive(meditated)).exchange == "t.meditation"
 
 
 FORGED: dict[Any, Any] = {

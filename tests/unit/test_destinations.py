@@ -92,21 +92,23 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing() 
         return exchange in there
 
     missing = MissingExchanges(ask, {""}, clock)
-    assert not missing.has("")
-    assert [missing.has(exchange) for exchange in ("news", "gone", "news", "gone")] == [
+    assert missing.trouble("") is None
+    assert [
+        missing.trouble(exchange) is not None for exchange in ("news", "gone", "news", "gone")
+    ] == [
         *(False, True),
         *(False, True),
     ]
     assert asked == ["news", "gone"]
     clock.now += 0.9
-    assert missing.has("gone")
+    assert missing.trouble("gone") is not None
     clock.now += 0.1
     there.add("gone")
-    assert not missing.has("gone")
+    assert missing.trouble("gone") is None
     missing.add("news")
-    assert missing.has("news")
+    assert missing.trouble("news") is not None
     clock.now += 1.0
-    assert not missing.has("news")
+    assert missing.trouble("news") is None
     assert asked == ["news", "gone", "gone", "news"]
 
 
@@ -229,3 +231,49 @@ def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_lon
     on_another_connection = Unanswered(clock, silent)
     on_another_connection.sent("first", "lost")
     assert on_another_connection.is_silent("lost", 0.0)
+
+
+def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions() -> None:
+    clock, asked = Clock(), []
+
+    def ask(exchange: str) -> bool:
+        asked.append(exchange)
+        return not exchange.startswith("forged")
+
+    missing = MissingExchanges(ask, {""}, clock)
+    for number in range(200):
+        assert missing.trouble(f"office.{number}") is None
+    for number in range(5000):
+        assert missing.trouble(f"forged.{number}") is not None
+    assert len(asked) == 200 + 20
+    trouble = missing.trouble("late")
+    assert trouble is not None
+    assert "was not asked for the exchange 'late'" in trouble
+    # What is known, and what no sender names, is not affected.
+    assert missing.trouble("office.7") is None
+    assert missing.trouble("levels", is_limited=False) is None
+    clock.now += 1.0
+    assert missing.trouble("late") is None
+    for number in range(5000):
+        missing.add(f"gone.{number}")
+    assert len(missing._missing) <= 1000
+    clock.now += 1.0
+    assert missing.trouble("gone.1") is None
+    assert missing._missing == {}
+
+
+def test_what_is_known_of_destinations_does_not_grow_with_their_number() -> None:
+    clock = Clock()
+    unanswered = Unanswered(clock)
+    for number in range(1100):
+        name = f"forged.{number}"
+        for message in range(ROOM):
+            unanswered.sent(message, name)
+        assert unanswered.is_full(name, 0.0)
+        unanswered.note_slow(name)
+        for message in range(ROOM):
+            unanswered.timed_out(message, name)
+        clock.now += 0.01
+    assert len(unanswered._silent) <= 1000
+    assert len(unanswered._limits) <= 1000
+    assert len(unanswered._slow_until) <= 1000

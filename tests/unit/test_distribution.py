@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import amqp
@@ -14,8 +14,10 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.early import EarlyMessages
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, _Items
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import task_id_of
 from celery_rabbitdelay.registry.decision import COPY, JOB, ONCE, Arrival, Decision, Verdict
@@ -232,6 +234,24 @@ def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope() -> None:
     ]
 
 
+@pytest.mark.parametrize("registry", [None, Registry(RUN, RUN, RUN), Registry()])
+def test_an_envelope_is_read_twice_with_and_without_a_registry(
+    monkeypatch: pytest.MonkeyPatch, registry: Registry | None
+) -> None:
+    read = 0
+    items_of = _Items.__iter__
+
+    def counted(items: _Items) -> Iterator[Item]:
+        nonlocal read
+        read += 1
+        return items_of(items)
+
+    monkeypatch.setattr(_Items, "__iter__", counted)
+    look = None if registry is None else registry.look
+    assert ids(list(Distribution(TOPOLOGY, look=look).receive(tasks(3)))) == ["0", "1", "2"]
+    assert read == 2
+
+
 def test_a_due_time_that_is_no_number_is_none_for_the_registry() -> None:
     registry = Registry(RUN)
     message = tasks(1)
@@ -313,3 +333,23 @@ def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() ->
     (outgoing,) = distribution.receive(tasks(1))
     assert outgoing.message is back.message
     assert registry.asked == []
+
+
+def test_a_clock_that_is_wrong_makes_no_message_undeliverable_and_a_forged_due_time_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_ms, day_ms = 1_900_000_000_000, 86_400_000
+    monkeypatch.setattr("time.time_ns", lambda: now_ms * 1_000_000)
+    bounds = Bounds(max_delay=3600)
+    distribution = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 0).put_back, bounds=bounds)
+
+    def receive(ahead_ms: int) -> Outgoing:
+        own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "q"}
+        (outgoing,) = distribution.receive(waited({**own, header_names.DUE: now_ms + ahead_ms}))
+        return outgoing
+
+    # It was due at once when it was sent, by a clock that is two hours ahead of this one.
+    assert receive(2 * 3_600_000).reroute is not None
+    assert receive(3_600_000 + day_ms).reroute is not None
+    with pytest.raises(UnprocessableMessage, match="rabbitdelay_max_delay"):
+        receive(3_600_001 + day_ms)

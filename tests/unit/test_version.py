@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
@@ -107,6 +108,25 @@ def test_it_goes_back_into_the_levels_as_it_is_with_growing_pauses(
     found = examine(outgoing.message.properties["application_headers"], TOPOLOGY)
     assert "later version" in found.reason
     assert "145 attempts" in found.reason
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("destination", [DISTRIBUTION, "mine"])
+def test_a_high_priority_never_waits_in_quorum_levels(destination: str, is_early: bool) -> None:
+    now_ms = NOW_MS - 3_600_000 * is_early
+
+    def waiting(topology: Topology, **headers: Any) -> tuple[Any, Any]:
+        message = later_message(LATER[0], **headers)
+        message.properties["priority"] = 9
+        redelivery = Redelivery(topology, 86_400, now_ns=lambda: now_ms * 1_000_000)
+        found = redelivery.until_upgraded(message, "later", destination).message.properties
+        return found["priority"], found["application_headers"].get(header_names.PRIORITY)
+
+    assert waiting(TOPOLOGY) == (4, 9)
+    assert waiting(TOPOLOGY, **{header_names.PRIORITY: 7}) == (4, 7)
+    # A signature covers the header.
+    assert waiting(TOPOLOGY, **{header_names.SIGNATURE: "1:ab"}) == (4, None)
+    assert waiting(Topology(queue_type="classic")) == (9, None)
 
 
 def test_one_that_is_early_waits_until_it_is_due_and_that_is_no_attempt() -> None:

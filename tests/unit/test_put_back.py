@@ -1,0 +1,54 @@
+"""Tasks of a later version that the levels do not take at the moment."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kombu import Message, Queue
+from kombu.common import QoS
+
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.exceptions import ConfirmTimeout
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.worker.put_back import Early, PutBackThread
+
+
+def test_one_that_waits_for_the_levels_takes_no_place_of_others_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app: Any = Celery("later", broker="amqp://", set_as_current=False)
+    # Without an event loop, the thread runs its actions itself.
+    consumer: Any = SimpleNamespace(
+        app=app, hub=None, qos=QoS(lambda prefetch_count: None, 4), perform_pending_operations=int
+    )
+    thread, held, acknowledged = PutBackThread(consumer), [], []
+    now, destination = Due.after(0), Destination(Queue("q"), "", "q")
+
+    def early(number: int) -> Early:
+        return Early(
+            Message(""),
+            destination,
+            now,
+            now.at_ms,
+            None,
+            lambda: acknowledged.append(number),
+            lambda: held.append(number),
+            "it is of a later version",
+        )
+
+    tasks = [early(0), early(1)]
+    error = ConfirmTimeout("levels", "key", "no confirm in time")
+    with caplog.at_level(logging.WARNING):
+        for each in [*tasks, *tasks]:
+            thread._settled(each, error)
+    assert held == [0, 1, 0, 1]
+    assert consumer.qos.value == 6
+    assert len(caplog.records) == 1
+    for each in tasks:
+        thread._settled(each, None)
+    assert acknowledged == [0, 1]
+    assert consumer.qos.value == 4
