@@ -204,7 +204,9 @@ def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
     prefix: str,
 ) -> None:
     """As a task is that was early, and that the distribution of another application returns."""
-    here, name = {"broadcast_queue": True}, f"{prefix}.one"
+    # Its own distribution would know the queue.
+    here: dict[str, Any] = {"broadcast_queue": True, "rabbitdelay_modules": []}
+    name = f"{prefix}.one"
     shop = make_shop()
     with Worker({**configuration, **here}):
         publish_by_hand(shop, broker_url, name, prefix)
