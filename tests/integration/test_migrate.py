@@ -398,7 +398,7 @@ def test_after_ctrl_c_nothing_exists_twice_and_the_rest_is_where_it_was(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--from-tick 0.01 --from-layout clock --from-shards 1", "another layout"),
+        ("--from-tick 0.01 --from-layout clock --from-shards 1", "differ in rabbitdelay_layout"),
         ("--from-prefix nobodys", "nobodys"),
     ],
 )
