@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 from hypothesis import Phase, settings
@@ -31,6 +32,22 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate],
 )
 settings.load_profile("no-deadline")
+
+#: Characters of the session's RabbitMQ log that the report of a failed test shows.
+LOG_TAIL: Final = 3000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the end of RabbitMQ's log to the report of a failed test that uses a broker."""
+    report = yield
+    if report.failed:
+        fixtures = getattr(item, "funcargs", {}).values()
+        for server in {each for each in fixtures if isinstance(each, RabbitMQServer)}:
+            report.sections.append(("RabbitMQ's log", server.log[-LOG_TAIL:]))
+    return report
 
 
 @pytest.fixture(scope="session")

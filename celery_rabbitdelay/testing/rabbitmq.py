@@ -236,9 +236,15 @@ class RabbitMQServer(Server):
         """Run ``rabbitmqctl`` against this node and return what it printed.
 
         Raises:
-            subprocess.CalledProcessError: The command failed.
+            subprocess.CalledProcessError: The command failed; a note says what it printed.
         """
         command = self._inside(["/usr/lib/rabbitmq/bin/rabbitmqctl", "--silent", *arguments])
-        return subprocess.run(
-            command, env=self._environment(), capture_output=True, text=True, check=True
-        ).stdout
+        done = subprocess.run(
+            command, env=self._environment(), capture_output=True, text=True, check=False
+        )
+        try:
+            done.check_returncode()
+        except subprocess.CalledProcessError as failed:
+            failed.add_note(done.stderr)
+            raise
+        return done.stdout
