@@ -82,9 +82,10 @@ def test_the_reasons_of_undeliverable_messages_are_counted_and_the_messages_stay
     declare(connection, topology)
     channel: Any
     with connection.channel() as channel:
-        (queue,) = [each for each in topology.digit_queues if each.name.endswith(".ms.500")]
-        queue(channel).delete()
-    for delay in (0.5, 0.5, 1.5):
+        # Of all tenths of a second: a busy machine sends with less than the whole delay left.
+        for queue in topology.level_queues["ms.x100"]:
+            queue(channel).delete()
+    for delay in (0.9, 0.9, 1.9):
         shop.tasks["look"].apply_async(delay=delay)
     name = topology.module_queues.undeliverable.name
     wait_for(lambda: count(connection, name) == 3, "undeliverable messages", PATIENCE)
@@ -95,7 +96,7 @@ def test_the_reasons_of_undeliverable_messages_are_counted_and_the_messages_stay
     found = checked("status", answer.stdout)["undeliverable"]
     assert found["read"] == 3
     assert sum(found["counts"].values()) == 3
-    assert any("had no binding for digit 5" in reason for reason in found["counts"])
+    assert any("had no binding for digit" in reason for reason in found["counts"])
     assert "undeliverable, 1 messages read:" in limited.stdout
     wait_for(lambda: count(connection, name) == 3, "the messages stay", PATIENCE)
 
