@@ -6,7 +6,7 @@ message beyond a bound is refused at once, with a reason, and lies in ``undelive
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,6 +53,9 @@ DUE_SLACK_MS: Final = 86_400_000
 
 _MS_PER_S: Final = 1000
 
+#: What AMQP's tables and arrays are in Python.
+_CONTAINERS: Final = (dict, list, tuple)
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -66,11 +69,12 @@ class Bounds:
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     max_delay: float = DEFAULT_MAX_DELAY
 
-    def check_delay(self, what: str, delay_ms: int) -> None:
+    def check_delay(self, what: str, value: object, delay_ms: int) -> None:
         """Refuse a delay that is too long.
 
         Args:
-            what: The header that says it, and its value.
+            what: What says it: a header, for example.
+            value: The value of that.
             delay_ms: The delay, in milliseconds.
 
         Raises:
@@ -78,7 +82,8 @@ class Bounds:
         """
         if delay_ms > self.max_delay * _MS_PER_S:
             raise UnprocessableMessage(
-                f"{what}, which is more than rabbitdelay_max_delay ahead, {self.max_delay:,.0f} s"
+                f"{what} is {shortened(value)}, which is more than rabbitdelay_max_delay ahead, "
+                f"{self.max_delay:,.0f} s"
             )
 
     def check_due(self, headers: Mapping[str, Any], now_ms: int) -> None:
@@ -98,7 +103,7 @@ class Bounds:
         due_ms = headers.get(header_names.DUE)
         if isinstance(due_ms, int):
             ahead_ms = due_ms - now_ms - DUE_SLACK_MS
-            self.check_delay(f"{header_names.DUE} is {shortened(due_ms)}", ahead_ms)
+            self.check_delay(header_names.DUE, due_ms, ahead_ms)
 
 
 #: The bounds where nobody has set others.
@@ -111,23 +116,19 @@ def check_depth(headers: Mapping[str, Any]) -> None:
     Raises:
         UnprocessableMessage: More than :data:`MAX_DEPTH` tables or arrays are within each other.
     """
-    layer = list(_containers(headers.values()))
-    for _ in range(MAX_DEPTH):
+    layer: list[Any] = [headers]
+    for _ in range(MAX_DEPTH + 1):
+        layer = [
+            inner
+            for each in layer
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, _CONTAINERS)
+        ]
         if not layer:
             return
-        layer = [inner for each in layer for inner in _containers(_values(each))]
-    if layer:
-        raise UnprocessableMessage(
-            f"its headers have more than {MAX_DEPTH} tables and arrays within each other"
-        )
-
-
-def _containers(values: Any) -> Iterator[Any]:
-    return (value for value in values if isinstance(value, dict | list | tuple))
-
-
-def _values(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
+    raise UnprocessableMessage(
+        f"its headers have more than {MAX_DEPTH} tables and arrays within each other"
+    )
 
 
 def cost_of(message: amqp.Message) -> int:

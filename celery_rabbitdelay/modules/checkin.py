@@ -126,7 +126,7 @@ class CheckIn:
         headers = header_names.strip(headers)
         if not delay_ms:
             return Outgoing(exchange, routing_key, with_headers(message, headers))
-        self._bounds.check_delay(f"{module_headers.X_DELAY} is {shortened(delay_ms)}", delay_ms)
+        self._bounds.check_delay(module_headers.X_DELAY, delay_ms, delay_ms)
         due = Due(time.time_ns() + delay_ms * NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
@@ -198,18 +198,24 @@ def client_delay_ms(delay: Any) -> int:
     Raises:
         UnprocessableMessage: It is not a number of milliseconds, or negative.
     """
-    reason = f"{module_headers.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
-    if isinstance(delay, bool) or not isinstance(delay, int | float | str):
-        raise UnprocessableMessage(reason)
-    if isinstance(delay, str) and _INTEGER.fullmatch(delay) is None:
-        # int() also accepts blanks, underscores, and digits of any script.
-        raise UnprocessableMessage(reason)
     try:
-        number = math.ceil(delay) if isinstance(delay, float) else int(delay)
-    except (ValueError, OverflowError) as error:
-        raise UnprocessableMessage(reason) from error
+        number = _milliseconds(delay)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UnprocessableMessage(
+            f"{module_headers.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
+        ) from error
     if number < 0:
         raise UnprocessableMessage(
             f"{module_headers.X_DELAY} is {shortened(number)}, must not be negative"
         )
     return number
+
+
+def _milliseconds(delay: Any) -> int:
+    if isinstance(delay, float):
+        return math.ceil(delay)
+    # int() also accepts blanks, underscores, and digits of any script.
+    is_number = isinstance(delay, int) and not isinstance(delay, bool)
+    if not is_number and not (isinstance(delay, str) and _INTEGER.fullmatch(delay)):
+        raise TypeError(type(delay))
+    return int(delay)

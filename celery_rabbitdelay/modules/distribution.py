@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import amqp
 
@@ -31,7 +31,7 @@ from celery_rabbitdelay.modules.allowed import (
 )
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.early import PutBack
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Opened
+from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Item, Opened
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     into_levels,
@@ -58,6 +58,19 @@ RESTORED_BY_WORKERS = (
     header_names.EXCHANGE,
     header_names.ROUTING_KEY,
     header_names.QUEUE,
+)
+
+#: The last word of the routing keys of messages for distribution.
+DISTRIBUTION_WORD: Final = encode_destination(DISTRIBUTION)
+
+#: The headers that decide whether a message of an envelope is published.
+DECISIVE: Final = frozenset(
+    (
+        module_headers.VERSION,
+        header_names.EXCHANGE,
+        header_names.ROUTING_KEY,
+        *header_names.SENDER_SELECTED,
+    )
 )
 
 
@@ -125,35 +138,34 @@ class Distribution:
             queue = unrouted or str(headers.get(header_names.QUEUE))
             yield self._returned(message, queue)._replace(is_vouched=False)
             return
-        is_signed = self._is_signed(message)
+        is_vouched = self._is_vouched(message)
         is_envelope = message.properties.get("content_type") == CONTENT_TYPE
         if unrouted is not None:
             self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
-        one = None if is_envelope else self._outgoing(message, headers, unrouted, is_signed)
+        one = None if is_envelope else self._outgoing(message, headers, unrouted, is_vouched)
         early = self._put_back(message)
         single = early or one
         found = self._unpacked(message, headers) if single is None else iter([single])
         for outgoing in found:
-            yield outgoing._replace(is_vouched=is_signed)
+            yield outgoing if is_vouched else outgoing._replace(is_vouched=False)
 
-    def _is_signed(self, message: amqp.Message) -> bool:
-        """Return whether the sender of a message has shown that it has a key.
+    def _is_vouched(self, message: amqp.Message) -> bool:
+        """Return whether the sender of a message has shown that it has a key, if there is one.
 
         Raises:
             UnprocessableMessage: It has not, and a signature is required.
         """
-        keys = self._signing_keys
-        is_signed = keys is not None and keys.verify(message)
-        if keys is not None and self._is_signing_required and not is_signed:
+        is_vouched = self._signing_keys is None or self._signing_keys.verify(message)
+        if self._is_signing_required and not is_vouched:
             raise UnprocessableMessage(NOT_SIGNED)
-        return is_signed
+        return is_vouched
 
     def _outgoing(
         self,
         message: amqp.Message,
         headers: dict[str, Any],
         unrouted: str | None,
-        is_signed: bool,
+        is_vouched: bool,
     ) -> Outgoing:
         """Return what to publish for a message that is no envelope.
 
@@ -161,8 +173,9 @@ class Distribution:
             message: The message.
             headers: Its headers.
             unrouted: The queue in its routing key, if it has not found this one.
-            is_signed: Whether it has a valid signature. Of any other message, nothing is signed: in
-                the phase without required signatures, a stranger would get valid ones.
+            is_vouched: Whether its signature is valid, if there is a key. Of any other message,
+                nothing is signed: in the phase without required signatures, a stranger would get
+                valid ones.
         """
         if header_names.EXCHANGE not in headers and unrouted:
             headers = {**headers, header_names.EXCHANGE: "", header_names.ROUTING_KEY: unrouted}
@@ -171,7 +184,7 @@ class Distribution:
             outgoing = _restored(message, headers, headers)
         else:
             outgoing = _for_queue(message, headers, queue)
-        if self._signing_keys is not None and is_signed and _names_origin(outgoing.message):
+        if self._signing_keys is not None and is_vouched and _names_origin(outgoing.message):
             # Its worker verifies where the task came from.
             self._signing_keys.sign(outgoing.message)
         return self._reached(outgoing, message, is_unrouted=unrouted is not None)
@@ -250,8 +263,8 @@ class Distribution:
         None if its routing key is that of messages for distribution, and empty if the key holds
         only a hash of the queue's name.
         """
-        word = key.split(".")[-1]
-        if self._keys.digits(key) is None or word == encode_destination(DISTRIBUTION):
+        word = key.rpartition(".")[2]
+        if word == DISTRIBUTION_WORD or self._keys.digits(key) is None:
             return None
         return decode_destination(word) or ""
 
@@ -268,7 +281,7 @@ class Distribution:
         Raises:
             UnprocessableMessage: The headers name something else.
         """
-        word = key.split(".")[-1]
+        word = key.rpartition(".")[2]
         queue = decode_destination(word)
         if named is None or (isinstance(named, str) and named == queue):
             return
@@ -291,12 +304,14 @@ class Distribution:
         try:
             envelope = Opened(body_of(message), self._bounds.max_message_bytes)
             shared = {**headers, **envelope.headers}
+            is_shared_checked = False
             for item in envelope.items:
-                effective_headers = {**shared, **item.headers}
-                all_properties = {**envelope.properties, **item.properties}
-                refuse_later_version(effective_headers, all_properties.get("content_type"))
-                refuse_sender_selected(effective_headers)
-                self._reach.names(*_destination(effective_headers))
+                is_own = _says_otherwise(item)
+                if is_own or not is_shared_checked:
+                    self._check(
+                        {**shared, **item.headers}, {**envelope.properties, **item.properties}
+                    )
+                    is_shared_checked |= not is_own
                 if self._look is not None:
                     inner_headers = {**envelope.headers, **item.headers}
                     arrivals.append(Arrival.of(inner_headers, due_ms, "", redelivered=True))
@@ -307,6 +322,12 @@ class Distribution:
             yield from unpacked
         else:
             yield from self._asked(message, unpacked, arrivals, self._look)
+
+    def _check(self, effective_headers: Mapping[str, Any], properties: Mapping[str, Any]) -> None:
+        """Refuse a message of an envelope that distribution may not publish, or not read."""
+        refuse_later_version(effective_headers, properties.get("content_type"))
+        refuse_sender_selected(effective_headers)
+        self._reach.names(*_destination(effective_headers))
 
     def _messages(
         self, message: amqp.Message, headers: Mapping[str, Any], envelope: Opened
@@ -319,6 +340,11 @@ class Distribution:
             effective_headers = {**shared, **item.headers}
             inner_headers = {**envelope.headers, **item.headers, **own}
             yield self._reached(_restored(inner, effective_headers, inner_headers), message)
+
+
+def _says_otherwise(item: Item) -> bool:
+    """Return whether an item has something of its own that decides whether it is published."""
+    return not DECISIVE.isdisjoint(item.headers) or "content_type" in item.properties
 
 
 def _named_by(headers: Mapping[str, Any]) -> Any:

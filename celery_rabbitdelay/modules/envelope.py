@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
-from celery_rabbitdelay.modules.bounds import check_depth
+from celery_rabbitdelay.modules.bounds import MAX_DEPTH, check_depth
 from celery_rabbitdelay.publishing.message import ENVELOPES, shortened
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES
 
@@ -174,9 +174,10 @@ class Opened:
         shared = _Blocks(body).next_block(MAX_HEADER_BLOCK_BYTES, "header")
         if shared is None:
             raise InvalidEnvelope("it is empty")
-        parts = _from_json(shared)
-        self.headers, self.properties = _parts(parts)
-        self.items = _Items(body, _parts(parts.get("copies", {})), max_body_bytes)
+        read = _from_json(shared)
+        _check_nesting(shared, read)
+        self.headers, self.properties = _parts(read)
+        self.items = _Items(body, _parts(read.get("copies", {})), max_body_bytes)
 
 
 class _Items:
@@ -195,7 +196,7 @@ class _Items:
         max_body_bytes: int,
     ) -> None:
         self._body = body
-        self._copies = copies
+        self._copied_headers, self._copied_properties = copies
         self._max_body_bytes = max_body_bytes
 
     def __iter__(self) -> Iterator[Item]:
@@ -208,9 +209,13 @@ class _Items:
             content = blocks.next_block(self._max_body_bytes, "message")
             if content is None:
                 raise InvalidEnvelope("it ends in the middle of a message")
-            headers, properties = _parts(_from_json(own))
-            headers |= _copied(self._copies[0], headers)
-            properties |= _copied(self._copies[1], headers)
+            read = _from_json(own)
+            _check_nesting(own, read)
+            headers, properties = _parts(read)
+            if self._copied_headers:
+                headers |= _copied(self._copied_headers, headers)
+            if self._copied_properties:
+                properties |= _copied(self._copied_properties, headers)
             yield Item(content, headers, properties)
 
 
@@ -232,9 +237,9 @@ class _Blocks:
         Raises:
             InvalidEnvelope: It is larger, or the stream ends within it or cannot be read.
         """
-        if not self._fill(1):
-            return None
         if not self._fill(_LENGTH.size):
+            if len(self._buffer) == self._at:
+                return None
             raise InvalidEnvelope("it ends in the middle of a length")
         (size,) = _LENGTH.unpack_from(self._buffer, self._at)
         if size > MAX_ENVELOPE_BYTES:
@@ -355,13 +360,6 @@ def _to_json(headers: Mapping[str, Any], properties: Mapping[str, Any], **more: 
         raise InvalidEnvelope(f"{written!r} cannot be written as JSON: {error}") from error
 
 
-def _from_json(block: bytes) -> Any:
-    try:
-        return json.loads(block, parse_constant=_finite, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise InvalidEnvelope(f"a block is not JSON: {error}") from error
-
-
 def _finite(literal: str) -> float:
     """Return a number that RabbitMQ reads: at any other one, it closes the connection."""
     number = float(literal)
@@ -370,17 +368,39 @@ def _finite(literal: str) -> float:
     return number
 
 
-def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    headers, properties = (
-        (read.get(name, {}) if isinstance(read, dict) else None)
-        for name in ("headers", "properties")
-    )
-    if not isinstance(headers, dict) or not isinstance(properties, dict):
-        raise InvalidEnvelope("a block is not a JSON object of headers and properties")
+#: Made once: an envelope has as many blocks as messages, and a decoder takes longer to make than to
+#: read one of them.
+_JSON: Final = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+
+
+def _from_json(block: bytes) -> Any:
     try:
-        check_depth({"headers": headers, "properties": properties})
+        return _JSON.decode(block.decode())
+    except (ValueError, RecursionError) as error:
+        raise InvalidEnvelope(f"a block is not JSON: {error}") from error
+
+
+def _check_nesting(block: bytes, read: Any) -> None:
+    """Refuse a block that is nested too deep.
+
+    Args:
+        block: The block. Nearly all have so few brackets that nothing has to be looked at.
+        read: What was read from it.
+    """
+    if block.count(b"{") + block.count(b"[") <= MAX_DEPTH or not isinstance(read, dict):
+        return
+    try:
+        check_depth(read)
     except UnprocessableMessage as too_deep:
         raise InvalidEnvelope(f"in a block, {too_deep.reason}") from too_deep
+
+
+def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    is_object = isinstance(read, dict)
+    headers = read.get("headers", {}) if is_object else None
+    properties = read.get("properties", {}) if is_object else None
+    if not isinstance(headers, dict) or not isinstance(properties, dict):
+        raise InvalidEnvelope("a block is not a JSON object of headers and properties")
     if properties.get("content_type") == CONTENT_TYPE:
         raise InvalidEnvelope("there is an envelope in it")
     return headers, properties

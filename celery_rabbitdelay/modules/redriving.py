@@ -182,7 +182,7 @@ class Redriving:
         if is_new:
             delay_ms = max(delay_ms, self._delay_of_client(headers))
         until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
-        self._bounds.check_delay(f"its due time is {until_ms}", until_ms - now_ms)
+        self._bounds.check_delay("its due time", until_ms, until_ms - now_ms)
         due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
         return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
 

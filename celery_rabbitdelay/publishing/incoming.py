@@ -111,24 +111,25 @@ def _frame_handler(
 
     def on_header(channel: int, payload: Any) -> bool:
         class_id, _, size = _BEFORE_PROPERTIES.unpack_from(payload)
-        properties = payload[BEFORE_PROPERTIES:]
-        own = Seen(len(properties))
+        own = Seen(len(payload) - BEFORE_PROPERTIES)
         if max_bytes is not None and size > max_bytes:
             own = own._replace(skipped_bytes=size)
-            to_drop[channel], size = size, len(_NO_BODY)
-        before = _BEFORE_PROPERTIES.pack(class_id, 0, size)
+            to_drop[channel] = size
+            before = _BEFORE_PROPERTIES.pack(class_id, 0, len(_NO_BODY))
+            payload = before + bytes(payload[BEFORE_PROPERTIES:])
         seen[channel] = own
         try:
-            return handle((HEADER_FRAME, channel, before + bytes(properties)))
+            return handle((HEADER_FRAME, channel, payload))
         except Exception:
             reason = _why_unreadable(payload)
             if reason is None:
                 raise  # by a callback
+            before, properties = payload[:BEFORE_PROPERTIES], payload[BEFORE_PROPERTIES:]
             marks = {UNREADABLE: reason, UNREADABLE_PROPERTIES: bytes(properties)}
             why = f"its properties cannot be read: {reason}"
             seen[channel] = own._replace(unreadable=why, marks=marks)
             marked: Any = amqp.Message(application_headers=marks)
-            return handle((HEADER_FRAME, channel, before + marked._serialize_properties()))
+            return handle((HEADER_FRAME, channel, bytes(before) + marked._serialize_properties()))
 
     def on_frame(frame: Frame) -> bool:
         kind, channel, payload = frame
