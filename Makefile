@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-security test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz bench bench-sends bench-levels bench-lateness \
-        bench-burst bench-pending bench-growth bench-memory bench-migration bench-metrics bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
+        bench-burst bench-pending bench-growth bench-memory bench-migration bench-beside bench-metrics bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
@@ -98,6 +98,10 @@ bench-migration: $(VENV)/test.done  ## Migrate a million waiting messages: rate,
 
 bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing
 	$(BIN)/python -m tests.benchmarks.modules
+
+bench-beside: $(VENV)/test.done  ## bench-modules and bench-sends of the version before and of this one, with a key too
+	$(BIN)/python -m tests.benchmarks.beside --signing modules
+	$(BIN)/python -m tests.benchmarks.beside --signing --turns 1 sends
 
 bench-metrics: $(VENV)/test.done  ## What metrics cost: sends and arrivals, with and without them
 	$(BIN)/python -m tests.benchmarks.metrics

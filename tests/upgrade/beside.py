@@ -16,13 +16,11 @@ one. The exit status is 1 where a task is lost or early.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -39,11 +37,7 @@ from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import Server
-
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
-
-#: The commit of the version before.
-FORMER: Final = "744a52b"
+from tests.former_version import REPOSITORY, extract
 
 #: As :mod:`tests.upgrade.beside_shop` has them, which needs a broker to be imported.
 PREFIX: Final = "beside"
@@ -53,9 +47,8 @@ NOTES_KEY: Final = f"{PREFIX}-notes"
 #: Seconds until all tasks have run.
 PATIENCE: Final = 600.0
 
-#: The exit statuses.
+#: The exit status where something is wrong.
 FAILED: Final = 1
-NO_FORMER_VERSION: Final = 2
 
 
 class Version(Server):
@@ -114,28 +107,6 @@ class Version(Server):
         return " ready." in self.log
 
 
-def former_version(into: Path) -> None:
-    """Put the package of the version before into a folder.
-
-    Raises:
-        SystemExit: The git history does not have it.
-    """
-    command = ["git", "-C", str(REPOSITORY), "archive", FORMER, "celery_rabbitdelay"]
-    try:
-        archive = subprocess.run(command, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        why = getattr(error, "stderr", b"").decode().strip() or str(error)
-        print(
-            f"The version before, commit {FORMER}, is not in the git history here ({why}). Fetch "
-            "the whole history with `git fetch --unshallow`, or name a folder that has it with "
-            "--former.",
-            file=sys.stderr,
-        )
-        raise SystemExit(NO_FORMER_VERSION) from error
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(into, filter="data")
-
-
 def main() -> None:
     """Run both versions and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -148,7 +119,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         former = options.former or folder / "former"
         if options.former is None:
-            former_version(former)
+            extract(former, "celery_rabbitdelay")
         broker = stack.enter_context(RabbitMQServer(Path(broker_root) if broker_root else None))
         redis_server = stack.enter_context(RedisServer())
         servers = {"BESIDE_BROKER": broker.url, "BESIDE_REDIS": redis_server.url}

@@ -1,0 +1,47 @@
+"""The version before this one, from the git history."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Final
+
+__all__ = ["FORMER", "NO_FORMER_VERSION", "REPOSITORY", "extract"]
+
+REPOSITORY: Final = Path(__file__).resolve().parents[1]
+
+#: The commit of the version before.
+FORMER: Final = "744a52b"
+
+#: The exit status where the git history lacks it.
+NO_FORMER_VERSION: Final = 2
+
+
+def extract(into: Path, *paths: str, commit: str = FORMER) -> None:
+    """Put files of a commit into a folder.
+
+    Args:
+        into: The folder; it is made.
+        *paths: Files and folders of the repository; all of them if none is named.
+        commit: The commit.
+
+    Raises:
+        SystemExit: The git history does not have it, as in a shallow clone or an unpacked archive.
+    """
+    command = ["git", "-C", str(REPOSITORY), "archive", commit, *paths]
+    try:
+        archive = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", b"").decode().strip() or str(error)
+        print(  # noqa: T201 - of a program at the terminal
+            f"Commit {commit} is not in the git history here ({why}). Fetch the whole history with "
+            "`git fetch --unshallow`, or name a folder that has that version with --former.",
+            file=sys.stderr,
+        )
+        raise SystemExit(NO_FORMER_VERSION) from error
+    into.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(into, filter="data")
