@@ -160,6 +160,7 @@ class ModuleConsumer:
         self._loop.write_timeout = module.timeout
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
+        self._wire.receive_ahead()
         self._deliveries = Deliveries(
             connection, module.queue.name, module.timeout, self._on_message
         )

@@ -52,6 +52,7 @@ class ConsumerConnection:
             *self.connection.channel_errors,
         )
         self._wire = Wire(self.connection)
+        self._wire.receive_ahead()
         version = str(self.connection.connection.server_properties.get("version", "0"))
         self.is_4 = int(version.partition(".")[0]) >= 4
 

@@ -56,6 +56,13 @@ BODY_FRAME: Final = 3
 #: The bytes of a frame besides its payload: type, channel, size, and the byte at its end.
 FRAME_OVERHEAD: Final = 8
 
+#: The bytes of a frame before the length of its payload: type and channel.
+BEFORE_LENGTH: Final = 3
+
+#: Bytes that are received ahead, if there are as many. More would cost time: with each part of a
+#: frame, py-amqp copies what is left of them.
+RECEIVED_AT_ONCE: Final = 4096
+
 #: The bytes of a header frame before the properties: class, weight and size of the body.
 BEFORE_PROPERTIES: Final = 12
 
@@ -210,7 +217,17 @@ class Wire:
         self._amqp: Any = connection.connection
         transport = self._amqp.transport
         if not isinstance(transport._quick_recv, partial):
-            transport._quick_recv = partial(_receive, transport._quick_recv)
+            transport._quick_recv = partial(_receive, transport._quick_recv, 0)
+
+    def receive_ahead(self) -> None:
+        """Receive more than py-amqp asks for, from now on.
+
+        It asks for each frame in three parts, and small frames arrive by the hundred. Only for a
+        connection of which nobody else looks whether its socket has something to read.
+        """
+        transport = self._amqp.transport
+        receive, _ = transport._quick_recv.args
+        transport._quick_recv = partial(_receive, receive, RECEIVED_AT_ONCE)
 
     @property
     def frame_max(self) -> int:
@@ -245,8 +262,13 @@ class Wire:
         Raises:
             TimeoutError: No frame arrived.
         """
-        with self._amqp.transport.having_timeout(timeout):
-            frame: Frame = self._amqp.transport.read_frame()
+        transport = self._amqp.transport
+        frame: Frame
+        if _holds_frame(transport._read_buffer):
+            frame = transport.read_frame()
+        else:
+            with transport.having_timeout(timeout):
+                frame = transport.read_frame()
         kind, number, payload = frame
         if kind != METHOD_FRAME or number != channel or payload[:4] != _ACK_BYTES:
             self._amqp.on_inbound_frame(frame)
@@ -299,16 +321,24 @@ class Wire:
         return former
 
 
-def _receive(receive: Callable[[int], bytes], size: int) -> bytes:
-    """Receive at most so many bytes, for py-amqp.
+def _receive(receive: Callable[[int], bytes], at_once: int, size: int) -> bytes:
+    """Receive bytes, for py-amqp: at most ``size``, or ``at_once`` if that is more.
 
     Where a socket does not block, py-amqp itself asks again and again for the rest of a frame,
     without end if the broker is frozen. After a TimeoutError it keeps what it has, over TLS too.
     """
     try:
-        return receive(size)
+        return receive(max(size, at_once))
     except (BlockingIOError, ssl.SSLWantReadError) as nothing:
         raise TimeoutError from nothing
+
+
+def _holds_frame(received: bytes) -> bool:
+    """Return whether received bytes begin with a whole frame."""
+    if len(received) < FRAME_OVERHEAD:
+        return False
+    (size,) = _LENGTH.unpack_from(received, BEFORE_LENGTH)
+    return len(received) >= FRAME_OVERHEAD + int(size)
 
 
 class PropertiesEncoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -98,4 +99,25 @@ def test_frames_that_a_tls_record_holds_together_are_read_one_after_the_other(
     for _ in range(99):
         assert read_now(wire)
     assert len(frames) == 100
+    assert not read_now(wire)
+
+
+def test_small_frames_are_received_many_at_a_time(
+    pair: tuple[Any, socket.socket], wire: Wire, frames: list[Any]
+) -> None:
+    received: list[int] = []
+    receive = pair[0]._quick_recv.args[0]
+
+    def counted(size: int) -> bytes:
+        received.append(size)
+        part: bytes = receive(size)
+        return part
+
+    pair[0]._quick_recv = partial(pair[0]._quick_recv.func, counted, 0)
+    wire.receive_ahead()
+    pair[1].sendall(b"\x08\x00\x00\x00\x00\x00\x00\xce" * 100 + FRAME)
+    for _ in range(101):
+        wire.read(10, channel=1)
+    assert frames == [(8, 0, b"")] * 100 + [(3, 1, PAYLOAD)]
+    assert len(received) < 50  # py-amqp alone receives 203 parts
     assert not read_now(wire)
