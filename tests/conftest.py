@@ -80,9 +80,16 @@ def private_rabbitmq(session_rabbitmq: RabbitMQServer) -> Iterator[RabbitMQServe
     """A RabbitMQ node that a test may kill, as long as the next test finds it in working order."""
     if not session_rabbitmq.running:
         session_rabbitmq.start()
+    process = session_rabbitmq.pid
     yield session_rabbitmq
     # kombu keeps connections for whoever uses the same URL next; these may be to a killed node.
     pools.reset()
+    if not session_rabbitmq.running or session_rabbitmq.pid != process:
+        # The test has restarted the node, and deleted its levels maybe at once. RabbitMQ 3.10.8
+        # then loses the supervisor of dead-lettering, and all quorum queues with it, until it is
+        # started again.
+        session_rabbitmq.kill()
+        session_rabbitmq.start()
 
 
 @pytest.fixture
