@@ -13,7 +13,7 @@ from kombu.common import Broadcast
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
-from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -281,3 +281,39 @@ def test_a_forged_queue_does_not_make_a_destination_allowed(exchange: str) -> No
     message = waiting(exchange, "known", **{header_names.QUEUE: "x.celery.pidbox"})
     with pytest.raises(UnprocessableMessage, match=r"the queue 'x\.celery\.pidbox'"):
         list(distributed(message))
+
+
+#: What one message in an envelope says, by which none of the envelope's messages is published.
+REFUSED = {
+    "a forbidden exchange": {"headers": to("celery.pidbox", "known")},
+    "a forbidden exchange, with the envelope's key": {
+        "headers": {header_names.EXCHANGE: "celery.pidbox"}
+    },
+    "a forbidden queue, by the envelope's exchange": {
+        "headers": {header_names.ROUTING_KEY: "x.celery.pidbox"}
+    },
+    "no exchange": {"headers": {header_names.EXCHANGE: 5}},
+    "a further key": {"headers": {"CC": ["secret"]}},
+    "a hidden further key": {"headers": {"BCC": ["secret"]}},
+    "a later version": {"headers": {module_headers.VERSION: 2}},
+    "a later content type": {
+        "properties": {"content_type": "application/vnd.rabbitdelay.envelope.2"}
+    },
+}
+
+
+@pytest.mark.parametrize("where", ["in the last message", "in what all share"])
+@pytest.mark.parametrize("said", REFUSED.values(), ids=REFUSED)
+def test_of_an_envelope_with_something_forbidden_nothing_is_published(
+    said: dict[str, Any], where: str
+) -> None:
+    sound = Item(b"x", {"id": "1"})
+    shared = Envelope((), to("", "known"))
+    if where == "in the last message":
+        envelope = shared._replace(items=(sound, sound, Item(b"x", **said)))
+    else:
+        headers = {**shared.headers, **said.get("headers", {})}
+        envelope = Envelope((sound,), headers, said.get("properties", {}))
+    message = amqp.Message(envelope.pack(), content_type=CONTENT_TYPE, application_headers={})
+    with pytest.raises((UnprocessableMessage, LaterVersion)):
+        next(distributed(message))
