@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import io
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FORMER", "NO_FORMER_VERSION", "REPOSITORY", "extract"]
+__all__ = ["FORMER", "REPOSITORY", "FormerVersionMissing", "extract"]
 
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 
 #: The commit of the version before.
 FORMER: Final = "744a52b"
 
-#: The exit status where the git history lacks it.
-NO_FORMER_VERSION: Final = 2
+
+class FormerVersionMissing(LookupError):
+    """The git history lacks the version, as in a shallow clone or an unpacked archive."""
 
 
 def extract(into: Path, *paths: str, commit: str = FORMER) -> None:
@@ -29,19 +29,17 @@ def extract(into: Path, *paths: str, commit: str = FORMER) -> None:
         commit: The commit.
 
     Raises:
-        SystemExit: The git history does not have it, as in a shallow clone or an unpacked archive.
+        FormerVersionMissing: The git history does not have it.
     """
     command = ["git", "-C", str(REPOSITORY), "archive", commit, *paths]
     try:
         archive = subprocess.run(command, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         why = getattr(error, "stderr", b"").decode().strip() or str(error)
-        print(  # noqa: T201 - of a program at the terminal
-            f"Commit {commit} is not in the git history here ({why}). Fetch the whole history with "
-            "`git fetch --unshallow`, or name a folder that has that version with --former.",
-            file=sys.stderr,
-        )
-        raise SystemExit(NO_FORMER_VERSION) from error
+        raise FormerVersionMissing(
+            f"commit {commit} is not in the git history here ({why}): fetch the whole history with "
+            "`git fetch --unshallow`, or name a folder that has that version with --former"
+        ) from error
     into.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(into, filter="data")

@@ -73,8 +73,8 @@ class Bounds:
         """Refuse a delay that is too long.
 
         Args:
-            what: What says it: a header, for example.
-            value: The value of that.
+            what: Where the delay comes from, such as the name of a header.
+            value: What stands there, for the error.
             delay_ms: The delay, in milliseconds.
 
         Raises:

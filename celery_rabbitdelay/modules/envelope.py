@@ -175,7 +175,6 @@ class Opened:
         if shared is None:
             raise InvalidEnvelope("it is empty")
         read = _from_json(shared)
-        _check_nesting(shared, read)
         self.headers, self.properties = _parts(read)
         self.items = _Items(body, _parts(read.get("copies", {})), max_body_bytes)
 
@@ -209,9 +208,7 @@ class _Items:
             content = blocks.next_block(self._max_body_bytes, "message")
             if content is None:
                 raise InvalidEnvelope("it ends in the middle of a message")
-            read = _from_json(own)
-            _check_nesting(own, read)
-            headers, properties = _parts(read)
+            headers, properties = _parts(_from_json(own))
             if self._copied_headers:
                 headers |= _copied(self._copied_headers, headers)
             if self._copied_properties:
@@ -375,24 +372,16 @@ _JSON: Final = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 def _from_json(block: bytes) -> Any:
     try:
-        return _JSON.decode(block.decode())
+        read = _JSON.decode(block.decode())
     except (ValueError, RecursionError) as error:
         raise InvalidEnvelope(f"a block is not JSON: {error}") from error
-
-
-def _check_nesting(block: bytes, read: Any) -> None:
-    """Refuse a block that is nested too deep.
-
-    Args:
-        block: The block. Nearly all have so few brackets that nothing has to be looked at.
-        read: What was read from it.
-    """
-    if block.count(b"{") + block.count(b"[") <= MAX_DEPTH or not isinstance(read, dict):
-        return
-    try:
-        check_depth(read)
-    except UnprocessableMessage as too_deep:
-        raise InvalidEnvelope(f"in a block, {too_deep.reason}") from too_deep
+    # Nearly all blocks have so few brackets that they cannot be nested too deep.
+    if block.count(b"{") + block.count(b"[") > MAX_DEPTH and isinstance(read, dict):
+        try:
+            check_depth(read)
+        except UnprocessableMessage as too_deep:
+            raise InvalidEnvelope(f"in a block, {too_deep.reason}") from too_deep
+    return read
 
 
 def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,10 +1,10 @@
 # ruff: noqa: T201  # a program at the terminal prints
 """A benchmark of the version before and of this one, in turns, on one machine.
 
-``python -m tests.benchmarks.beside modules`` runs ``python -m tests.benchmarks.modules`` of both,
-one after the other, and prints each line of theirs below its counterparts. What is behind the name
-goes to the benchmark. The version before comes from the git history, its benchmark too; ``--former
-FOLDER`` names a folder that holds another one.
+``python -m tests.benchmarks.beside modules`` runs ``python -m tests.benchmarks.modules`` of both
+versions in turns, and prints lines with the same label below each other. Options after the name are
+passed to the benchmark. The version before comes from the git history, and its benchmark with it;
+``--former FOLDER`` names a folder that holds another one.
 
 With ``--signing`` there is a third contestant: this version with a key.
 """
@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.former_version import REPOSITORY, extract
+from tests.former_version import REPOSITORY, FormerVersionMissing, extract
 
 #: A line of a benchmark: a label; behind two blanks, or from the first digit on, figures.
 LINE: Final = re.compile(r"\s*(?P<label>\S.*?)(?=\s{2,}|\s\d)(?P<figures>.*)")
@@ -65,7 +65,10 @@ def main() -> None:
         former = given.former
         if former is None:
             former = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            extract(former)
+            try:
+                extract(former)
+            except FormerVersionMissing as missing:
+                parser.error(str(missing))
         contestants = [Contestant("before", former), Contestant("today", REPOSITORY)]
         if given.signing:
             contestants.append(Contestant("today, signing", REPOSITORY, ("--signing",)))

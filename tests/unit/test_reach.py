@@ -283,7 +283,7 @@ def test_a_forged_queue_does_not_make_a_destination_allowed(exchange: str) -> No
         list(distributed(message))
 
 
-#: What one message in an envelope says, by which none of the envelope's messages is published.
+#: Headers and properties of one message for which distribution refuses the whole envelope.
 REFUSED = {
     "a forbidden exchange": {"headers": to("celery.pidbox", "known")},
     "a forbidden exchange, with the envelope's key": {

@@ -37,7 +37,7 @@ from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import Server
-from tests.former_version import REPOSITORY, extract
+from tests.former_version import REPOSITORY, FormerVersionMissing, extract
 
 #: As :mod:`tests.upgrade.beside_shop` has them, which needs a broker to be imported.
 PREFIX: Final = "beside"
@@ -119,7 +119,10 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         former = options.former or folder / "former"
         if options.former is None:
-            extract(former, "celery_rabbitdelay")
+            try:
+                extract(former, "celery_rabbitdelay")
+            except FormerVersionMissing as missing:
+                parser.error(str(missing))
         broker = stack.enter_context(RabbitMQServer(Path(broker_root) if broker_root else None))
         redis_server = stack.enter_context(RedisServer())
         servers = {"BESIDE_BROKER": broker.url, "BESIDE_REDIS": redis_server.url}
