@@ -6,12 +6,16 @@ worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, Final, TypeVar
 
 import celery
+from amqp.exceptions import AMQPError
 from celery.app import amqp as celery_amqp
 from celery.app.control import Control
 from celery.app.defaults import SETTING_KEYS
@@ -21,6 +25,7 @@ from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.saferepr import saferepr
 from celery.utils.time import make_aware
 from kombu import Connection, Producer, Queue
+from kombu.exceptions import OperationalError
 
 __all__ = [
     "DelayingAMQP",
@@ -32,9 +37,11 @@ __all__ = [
     "combined_class",
     "copied_as",
     "forget_classes",
+    "former_of_replacement",
     "has_quorum_queue",
     "imported_class",
     "installed_on",
+    "is_sent_by_celery",
     "make_delaying",
     "registered_task",
     "repr_depth",
@@ -46,6 +53,8 @@ __all__ = [
     "task_class",
 ]
 
+logger = logging.getLogger(__name__)
+
 SignatureT = TypeVar("SignatureT", bound=Signature[Any])
 
 
@@ -53,8 +62,15 @@ SignatureT = TypeVar("SignatureT", bound=Signature[Any])
 
 
 def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
-    """Tell all workers not to start tasks that they have received, as Celery alone does."""
-    Control.revoke(app.control, task_ids)
+    """Tell all workers not to start tasks that they have received, as Celery alone does.
+
+    It is of use for the tasks that a worker holds at the moment. That workers cannot be told, or
+    that the broker's user may not tell them, is no error: the registry knows.
+    """
+    try:
+        Control.revoke(app.control, task_ids)
+    except (AMQPError, OperationalError, OSError) as error:
+        logger.warning("Workers were not told that tasks they hold are cancelled: %s", error)
 
 
 def registered_task(app: celery.Celery, name: str) -> Any:
@@ -269,6 +285,46 @@ def sends_a_callback() -> bool:
     """
     is_on: ContextVar[bool] | None = getattr(celery_amqp, "_callback_publish_retry", None)
     return is_on is not None and is_on.get()
+
+
+#: The modules of Celery whose functions a worker calls around a task's own one.
+_AROUND_TASKS: Final = ("celery.app.autoretry", "celery.app.task")
+
+
+def is_sent_by_celery() -> bool:
+    """Return whether a worker sends what follows a task, and not the task itself does.
+
+    That is a callback, the next task of a chain, or the body of a chord. Celery sends them in the
+    function that has called the task's own one, or in a task of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    called = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module == "celery.app.trace" and frame.f_code.co_name == "trace_task":
+            return called.startswith("celery.")
+        if module not in _AROUND_TASKS:
+            called = module
+        frame = frame.f_back
+    return False
+
+
+def former_of_replacement(
+    app: celery.Celery, task_id: str | None, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the headers of the task that ``Task.replace`` replaces by one that is sent.
+
+    Args:
+        app: The application.
+        task_id: The id of the task that is sent.
+        options: Its options.
+    """
+    if not options.get("replaced_task_nesting"):
+        return {}
+    task: Any = app.current_worker_task
+    if task is None or task.request.id != task_id:
+        return {}
+    return task.request.headers or {}
 
 
 def celerys_repr(value: Any, size: int, depth: int | None) -> str:

@@ -41,13 +41,9 @@ __all__ = ["RabbitDelay"]
 
 logger = logging.getLogger(__name__)
 
-#: For how many milliseconds the registry remembers a cancel of a task of which it knows nothing:
-#: ten years.
-LONGEST_MS: Final = 315_360_000_000
-
-#: For how many milliseconds the registry remembers a task that has arrived, or could have. A task
-#: that its queue does not take is tried again for ``rabbitdelay_redelivery`` before that.
-REGISTRY_MARGIN_MS: Final = 3_600_000
+#: For how many seconds after its last task is due the name of a job is taken. A task that its queue
+#: does not take is tried again for ``rabbitdelay_redelivery`` before that.
+REGISTRY_MARGIN: Final = 3600.0
 
 
 class RabbitDelay(WaitingTasks):
@@ -96,9 +92,10 @@ class RabbitDelay(WaitingTasks):
             settings.registry_url, settings.registry_timeout, settings.registry_options
         )
         store.on_call = self._note_call
-        margin_ms = milliseconds(settings.redelivery) + REGISTRY_MARGIN_MS
+        margin = settings.redelivery + REGISTRY_MARGIN
+        keep_ms = milliseconds(max(settings.registry_keep, margin))
         prefix = settings.registry_prefix or settings.prefix
-        registry = Registry(store, prefix, margin_ms, LONGEST_MS)
+        registry = Registry(store, prefix, keep_ms, milliseconds(margin))
         registry.jobs.on_expired = self._note_expired_job
         return registry
 

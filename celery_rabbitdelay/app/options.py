@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Self
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
 from celery_rabbitdelay.levels.delay import Delay
-from celery_rabbitdelay.registry.decision import COPY, JOB, KEY, ONCE
+from celery_rabbitdelay.registry.decision import COPY, JOB, JOB_ID, KEY, ONCE, Ticket
 
 __all__ = ["RegistryOptions", "refuse_two_times", "refuse_without_registry"]
 
@@ -17,6 +17,9 @@ __all__ = ["RegistryOptions", "refuse_two_times", "refuse_without_registry"]
 #: it does not know in silence. A user who gives one of these relies on it, so it is an error where
 #: there is no registry, with a delay and without one.
 REGISTRY_OPTIONS: Final[Mapping[str, type]] = {"key": str, "job": str, "once": bool, "track": bool}
+
+
+NO_TICKET: Final = Ticket()
 
 
 class RegistryOptions(NamedTuple):
@@ -70,14 +73,16 @@ class RegistryOptions(NamedTuple):
         """Whether the task is noted in the registry when it is sent."""
         return bool(self.key) or self.track
 
-    def headers(self, copy: str) -> dict[str, Any]:
+    def headers(self, copy: str, ticket: Ticket = NO_TICKET, job_id: str = "") -> dict[str, Any]:
         """Return the headers that the message gets.
 
         Args:
             copy: Its name, if it is registered.
+            ticket: What the registry has said of the task.
+            job_id: The id of its job.
         """
-        headers = {COPY: copy, KEY: self.key, JOB: self.job, ONCE: self.once}
-        return {name: value for name, value in headers.items() if value}
+        headers = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id, ONCE: self.once}
+        return {name: value for name, value in headers.items() if value} | ticket.headers
 
 
 def given_registry_options(options: Mapping[str, Any]) -> list[str]:

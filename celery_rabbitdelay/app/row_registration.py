@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.stored_message import stored
 from celery_rabbitdelay.app.task_messages import Call
-from celery_rabbitdelay.app.task_sending import sent_already
-from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.app.task_sending import register_sent
+from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.wire import Content
-from celery_rabbitdelay.registry.decision import COPY, KEY
+from celery_rabbitdelay.registry.decision import COPY, KEY, Ticket, new_copy
+from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Registration, Registry
 
 __all__ = ["RowRegistration"]
 
 #: Rows that are registered in one round trip.
 BATCH: Final = 500
+
+#: Rows that are asked about in one round trip, and the seconds after which the next row that is
+#: taken lets those before it be asked about.
+ASKED: Final = 200
+ASK_AFTER: Final = 0.05
 
 #: A job is told that it has tasks which are due that much later than those it has, in milliseconds:
 #: otherwise it would be told of each row of a list in the order of their due times.
@@ -33,7 +40,7 @@ class RowRegistration:
         registry: The registry; asked for where a row needs it.
         wanted: The options of the registry that all rows have.
         task_name: The task's name.
-        fail: Called with the numbers of rows that could not be registered, and the error.
+        fail: Called with the numbers of rows that cannot be sent, and the error.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class RowRegistration:
         self._task_name = task_name
         self._fail = fail
         self._joined_until_ms = 0
+        self._job_id = ""
         #: The rows that are not registered yet, by their numbers, in their order.
         self._sent: dict[int, Registration] = {}
         #: The rows that the broker has answered, and whether it has confirmed them.
@@ -56,7 +64,12 @@ class RowRegistration:
     @property
     def shared_headers(self) -> dict[str, Any]:
         """The headers that the messages of all rows have."""
-        return self._wanted._replace(key="", track=False).headers("")
+        return self._wanted._replace(key="", track=False).headers("", job_id=self._job_id)
+
+    @property
+    def tracks(self) -> bool:
+        """Whether all rows are tracked."""
+        return self._wanted.track
 
     def join_job(self, due: Due) -> None:
         """Note that a task of the rows' job, if they have one, is due at a time.
@@ -65,16 +78,54 @@ class RowRegistration:
             JobClosed: The job is not open.
             RegistryUnavailable: Redis does not answer.
         """
-        if self._wanted.job and due.at_ms > self._joined_until_ms:
-            self._registry().jobs.join(self._wanted.job, due.at_ms + MORE_MS)
+        job = self._wanted.job
+        if job and due.at_ms > self._joined_until_ms:
+            state, self._job_id = self._registry().jobs.join(job, due.at_ms + MORE_MS)
+            if state is not JobState.OPEN:
+                raise JobClosed(job, "unknown" if state is None else state.value)
             self._joined_until_ms = due.at_ms + MORE_MS
 
-    def headers(self, key: str | None) -> Mapping[str, str]:
-        """Return the headers of one row's message, besides the shared ones."""
-        if not key and not self._wanted.track:
-            return {}
-        headers = {COPY: self._registry().new_copy()}
-        return {**headers, KEY: key} if key else headers
+    def asked(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yield the calls of rows with the headers that each of them has for the registry.
+
+        Calls that need them are asked about some at a time, before any of them is sent.
+
+        Args:
+            work: The number of each row, and its call; anything else stays as it is.
+        """
+        batch: list[tuple[int, Call]] = []
+        began = 0.0
+        for number, each in work:
+            needs = isinstance(each, Call) and (self._wanted.track or KEY in each.headers)
+            if needs:
+                began = began if batch else time.monotonic()
+                batch.append((number, each))
+                if len(batch) < ASKED and time.monotonic() - began < ASK_AFTER:
+                    continue
+            yield from self._with_tickets(batch)
+            batch = []
+            if not needs:
+                yield number, each
+        yield from self._with_tickets(batch)
+
+    def _with_tickets(self, batch: list[tuple[int, Call]]) -> Iterator[tuple[int, Call]]:
+        if not batch:
+            return
+        calls = [call for _, call in batch]
+        once = self._wanted.once
+        try:
+            tickets = self._registry().ask(
+                [
+                    (call.task_id if call.has_id and not once else "", call.headers.get(KEY, ""))
+                    for call in calls
+                ]
+            )
+        except RegistryUnavailable as error:
+            self._fail([number for number, _ in batch], error)
+            return
+        for (number, call), ticket in zip(batch, tickets, strict=True):
+            headers = {COPY: new_copy(), **call.headers, **ticket.headers}
+            yield number, call._replace(headers=headers)
 
     def sent(
         self,
@@ -95,7 +146,8 @@ class RowRegistration:
         copy = call.headers.get(COPY)
         if copy is None:
             return
-        registration = Registration(call.task_id, copy, call.due.at_ms, call.headers.get(KEY, ""))
+        ticket, key = Ticket.of(call.headers), call.headers.get(KEY, "")
+        registration = Registration(call.task_id, copy, call.due.at_ms, ticket=ticket, key=key)
         if self._wanted.track:
             message = ""
             if content is not None:
@@ -126,8 +178,4 @@ class RowRegistration:
                 batch[row] = registration
         if not batch:
             return
-        try:
-            with sent_already():
-                self._registry().register(list(batch.values()))
-        except RegistryUnavailable as error:
-            self._fail(list(batch), error)
+        register_sent(self._registry(), list(batch.values()))

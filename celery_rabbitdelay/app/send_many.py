@@ -17,6 +17,7 @@ from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.grouping import Group, Grouper
+from celery_rabbitdelay.app.message_template import NO_HEADERS
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
@@ -47,6 +48,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.decision import KEY
 
 __all__ = ["RowSender"]
 
@@ -133,7 +135,7 @@ class RowSender:
             RowsNotConfirmed: At least one row is not confirmed.
         """
         try:
-            self._send(self._calls(rows))
+            self._send(self._registration.asked(self._calls(rows)))
         finally:
             if self._counts is not None:
                 self._counts.end()
@@ -149,15 +151,17 @@ class RowSender:
         return self._report
 
     def _send(self, work: Iterator[tuple[int, Work]]) -> None:
-        capture = partial(
-            capture_message,
-            self._app,
-            self._settings,
-            self._publisher,
-            self._task,
-            options=self._options,
-            headers=self._registration.shared_headers,
-        )
+        def capture(call: Call) -> CapturingProducer:
+            return capture_message(
+                self._app,
+                self._settings,
+                self._publisher,
+                self._task,
+                call,
+                self._options,
+                self._registration.shared_headers,
+            )
+
         for number, given in work:
             first = given if isinstance(given, Call) else next(self._read(given))[0]
             try:
@@ -229,8 +233,7 @@ class RowSender:
         """Yield the calls of rows that are written already."""
         due = written.due
         for each in written.read():
-            headers = self._registration.headers(None)
-            yield Call(each.task_id, each.args, each.kwargs, due, headers), each
+            yield Call(each.task_id, each.args, each.kwargs, due), each
 
     def _call(self, row: Row) -> Call:
         due = self._due_of(row)
@@ -247,8 +250,9 @@ class RowSender:
         if row.key is not None:
             refuse_without_registry({"key": row.key}, self._settings)
         self._registration.join_job(due)
-        headers = self._registration.headers(row.key)
-        return Call(row.task_id or next(self._ids), args, kwargs, due, headers)
+        headers = NO_HEADERS if row.key is None else {KEY: row.key}
+        has_id = row.task_id is not None
+        return Call(row.task_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _publications(
         self, producer: CapturingProducer, writer: Writer, work: Iterator[tuple[int, Work]]
@@ -265,7 +269,8 @@ class RowSender:
             elif (group := self._ready_group(number, given, writer)) is not None:
                 yield from self._group_publication(producer, writer, group)
             else:
-                for each, (call, _) in enumerate(self._read(given), number):
+                calls = (call for call, _ in self._read(given))
+                for each, call in self._registration.asked(enumerate(calls, number)):
                     yield from add(each, call)
         for group in grouper.flush():
             yield from self._group_publication(producer, writer, group)
@@ -273,10 +278,10 @@ class RowSender:
     def _ready_group(self, number: int, written: WrittenRows, writer: Writer) -> Group | None:
         """Return rows that are written already as a group.
 
-        None if they do not stand in an envelope as this application writes them, or if the bound of
-        a message is lower than the bytes of a group.
+        None if they do not stand in an envelope as this application writes them, which tracked ones
+        never do, or if the bound of a message is lower than the bytes of a group.
         """
-        if not self._envelopes or not writer.can_write_again:
+        if not self._envelopes or not writer.can_write_again or self._registration.tracks:
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None

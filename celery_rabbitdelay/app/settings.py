@@ -96,6 +96,7 @@ _KINDS: Final = {
     "registry_prefix": optional(NAME_PREFIX),
     "registry_timeout": SECONDS,
     "registry_down": one_of(RegistryDown),
+    "registry_keep": LONG_SECONDS,
     "track": one_of(Track),
     "once": FLAG,
     "metrics_port": _PORT,
@@ -159,8 +160,11 @@ class Settings:
         registry_prefix: The first part of the registry's keys; None for ``prefix``. Set it to the
             former prefix before tasks are migrated to another one.
         registry_timeout: Seconds for connecting to Redis, and for each of its answers.
-        registry_down: What becomes of a task that is due while Redis does not answer: "hold", it
-            goes back into the levels for some seconds; "run", it runs.
+        registry_down: What becomes of a task with a key or a job, or that is tracked or runs once,
+            if Redis does not answer when it is due: "hold", it goes back into the levels for some
+            seconds; "run", it runs. All other tasks run.
+        registry_keep: Seconds for which the registry remembers what was decided about a task after
+            the task is due. A task with such an option that arrives later is undeliverable.
         track: "all": every delayed task is listed in the registry while it waits; "none": those
             that are sent with ``track=True``, or whose task has ``track = True``.
         once: Whether only the first message with a task's id runs; see the option ``once``.
@@ -196,6 +200,7 @@ class Settings:
     registry_prefix: str | None = None
     registry_timeout: float = 0.5
     registry_down: RegistryDown = "hold"
+    registry_keep: float = 2_592_000.0
     track: Track = "none"
     once: bool = False
     metrics_port: int | None = None

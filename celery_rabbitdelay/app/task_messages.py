@@ -25,7 +25,7 @@ from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content
-from celery_rabbitdelay.registry.decision import COPY, KEY
+from celery_rabbitdelay.registry.decision import COPY, KEY, LIFE, ORDER
 
 __all__ = [
     "Call",
@@ -44,7 +44,7 @@ ENVELOPE_HEADERS: Final = frozenset(
 
 
 #: The headers for the registry in which calls differ; all others are the same for all.
-OWN_HEADERS: Final = (COPY, KEY)
+OWN_HEADERS: Final = (COPY, LIFE, KEY, ORDER)
 
 
 class Call(NamedTuple):
@@ -56,6 +56,7 @@ class Call(NamedTuple):
         kwargs: Its keyword arguments.
         due: When it may start.
         headers: Those of :data:`OWN_HEADERS` that its message has, for the registry.
+        has_id: Whether the caller has given the id; otherwise no task had it before.
     """
 
     task_id: str
@@ -63,6 +64,7 @@ class Call(NamedTuple):
     kwargs: Any
     due: Due
     headers: Mapping[str, str] = NO_HEADERS
+    has_id: bool = True
 
 
 class Writer(Protocol):

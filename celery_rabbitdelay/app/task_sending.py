@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from celery.result import AsyncResult
 from kombu import Connection, Producer
@@ -15,22 +15,38 @@ from kombu.utils.uuid import uuid
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.celery_internals import (
+    former_of_replacement,
     has_quorum_queue,
+    is_sent_by_celery,
     registered_task,
     send_task_by_celery,
 )
-from celery_rabbitdelay.app.options import RegistryOptions, given_registry_options
+from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions, given_registry_options
 from celery_rabbitdelay.app.resending import Resending
 from celery_rabbitdelay.app.send_counts import counted_send
 from celery_rabbitdelay.app.settings import checked_seconds
 from celery_rabbitdelay.app.stored_message import stored
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
-from celery_rabbitdelay.exceptions import RegistryUnavailable, UnknownOption
+from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
-from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.registry.decision import (
+    JOB,
+    JOB_ID,
+    KEY,
+    UNKNOWN_LIFE,
+    Ticket,
+    attempt_of,
+    new_copy,
+)
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.registry import Registration, Registry
 
-__all__ = ["TaskSending", "sent_already"]
+__all__ = ["TaskSending", "register_sent"]
+
+logger = logging.getLogger(__name__)
+
+NS_PER_US: Final = 1000
 
 
 @dataclass
@@ -90,7 +106,7 @@ class TaskSending:
         has_delay = self.delay is not None or self.countdown or self.eta
         if not has_delay and not any(self._given.values()):
             return self._send_by_celery(self.countdown, self.eta)
-        self.task_id = self.task_id or uuid()
+        self._has_id, self.task_id = self.task_id is not None, self.task_id or uuid()
         if not self.app.rabbitdelay.is_available(self._callers_connection):
             self._refuse_registry_options("the broker is not RabbitMQ")
             return self._send_to_other_broker()
@@ -154,14 +170,12 @@ class TaskSending:
     def _send_into_levels(self, due: Due, wanted: RegistryOptions) -> AsyncResult[Any]:
         delays = self.app.rabbitdelay
         is_retry = bool(self.options.get("retries"))
-        if wanted.job and not is_retry:
-            # Before it is sent: the job has to outlive it.
-            delays.registry.jobs.join(wanted.job, due.at_ms)
-        copy = delays.registry.new_copy() if wanted.is_registered else ""
         delays.settings.check_delay(due)
         timeout = self.options.get("confirm_timeout")
         if timeout is not None:
             timeout = checked_seconds("confirm_timeout", timeout)
+        copy = new_copy() if wanted.is_registered else ""
+        ticket, job_id = self._ask(due, wanted)
         began = time.monotonic()
         with delays.publisher(self._callers_connection, timeout) as publisher:
             producer = DelayedTaskProducer(
@@ -174,7 +188,7 @@ class TaskSending:
                 waited=time.monotonic() - began,
                 resending=Resending.of(self.app, self.options),
             )
-            producer.further_headers = wanted.headers(copy)
+            producer.further_headers = wanted.headers(copy, ticket, job_id)
             metrics = delays.active_metrics
             if metrics is None:
                 result = self._send_through(producer)
@@ -182,15 +196,56 @@ class TaskSending:
                 with counted_send(metrics, self.name, producer):
                     result = self._send_through(producer)
         if copy:
-            registration = Registration(result.id, copy, due.at_ms, wanted.key, is_retry)
+            registration = Registration(
+                result.id, copy, due.at_ms, self._attempt, ticket, wanted.key
+            )
             if wanted.track:
                 registration = registration._replace(
                     name=self.name, job=wanted.job, message=stored(producer.delayed)
                 )
-            with sent_already():
-                delays.registry.register([registration])
+            register_sent(delays.registry, [registration])
         signals.send(signals.delayed, self.app, result.id, due.at_ms)
         return result
+
+    @property
+    def _attempt(self) -> str:
+        return attempt_of(self.options.get("retries"), self.options.get("replaced_task_nesting"))
+
+    def _ask(self, due: Due, wanted: RegistryOptions) -> tuple[Ticket, str]:
+        """Ask the registry what the message has to carry: its ticket, and the id of its job.
+
+        A retry, or a task that replaces another one, is of the same life as that one, and has its
+        order and its job.
+
+        Raises:
+            JobClosed: The job is not open, and it is not Celery that sends what follows a task.
+            RegistryUnavailable: Redis does not answer, likewise.
+        """
+        former = self.former or former_of_replacement(self.app, self.task_id, self.options)
+        life, order = Ticket.of(former)
+        if former.get(KEY, "") != wanted.key:
+            order = 0
+        job_id = former.get(JOB_ID, "") if former.get(JOB) == wanted.job else ""
+        if not wanted.job and not wanted.is_registered:
+            return NO_TICKET, ""
+        registry = self.app.rabbitdelay.registry
+        try:
+            if wanted.job and not job_id:
+                state, job_id = registry.jobs.join(wanted.job, due.at_ms)
+                if state is not JobState.OPEN and not is_sent_by_celery():
+                    raise JobClosed(wanted.job, "unknown" if state is None else state.value)
+            if wanted.is_registered and (not former or (wanted.key and not order)):
+                known = "" if former or not self._has_id else self.task_id
+                (ticket,) = registry.ask([(known, wanted.key)])
+                life, order = life if former else ticket.life, ticket.order
+        except RegistryUnavailable as error:
+            if not former and not is_sent_by_celery():
+                raise
+            logger.warning("Task %s is sent although %s.", self.task_id, error)
+            life = life if former else UNKNOWN_LIFE
+            order = order or time.time_ns() // NS_PER_US
+        # Of a task that runs once, there is one life.
+        return Ticket(0 if wanted.once else life, order if wanted.key else 0), job_id
 
     def _send_by_celery(
         self, countdown: float | None = None, eta: datetime | str | None = None
@@ -221,11 +276,22 @@ class TaskSending:
         return result
 
 
-@contextmanager
-def sent_already() -> Iterator[None]:
-    """Let an error of the registry say that the broker has the message."""
+def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:
+    """Register messages that the broker has confirmed; what Redis does not note is no error.
+
+    The messages carry all that the registry has to know, and are registered when they arrive.
+
+    Returns:
+        As :meth:`.Registry.register`; empty if Redis does not answer.
+    """
     try:
-        yield
+        return registry.register(registrations)
     except RegistryUnavailable as error:
-        reason = f"the task was sent, but {error.reason}"
-        raise RegistryUnavailable(reason, may_have_arrived=True) from error
+        logger.warning(
+            "%d tasks were sent, beginning with %s, and are neither listed nor supersede older "
+            "ones before they arrive: %s",
+            len(registrations),
+            registrations[0].task_id,
+            error,
+        )
+        return []

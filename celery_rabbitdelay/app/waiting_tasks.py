@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+from uuid import UUID
 
 import celery
 from celery.result import AsyncResult, ResultBase
@@ -20,24 +21,35 @@ from celery_rabbitdelay.app.celery_internals import revoke_by_celery
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.stored_message import restored
+from celery_rabbitdelay.app.task_sending import register_sent
 from celery_rabbitdelay.exceptions import JobClosed, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.breaker import Breaker
-from celery_rabbitdelay.registry.decision import COPY, Outcome
+from celery_rabbitdelay.registry.decision import COPY, Arrival, Outcome, new_copy
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.registry import Earlier, Registry
+from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry
 
 __all__ = ["WaitingTasks"]
 
 #: The outcomes from the least to the most certain. Several tasks have the least certain of theirs.
 LEAST_CERTAIN: Final = (Outcome.RELEASED, Outcome.UNKNOWN, Outcome.CANCELLED, Outcome.DONE)
 
+#: What a second message of a task was too late for, by what the registry says of it.
+_FOUND: Final = {
+    "cancelled": Outcome.CANCELLED,
+    "superseded": Outcome.CANCELLED,
+    "released": Outcome.RELEASED,
+}
+
 #: How many tasks are looked at, or cancelled, at once.
 CHUNK: Final = 500
+
+#: A task, or several: ids and results of sends.
+Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
 
 #: The reason in the result of a task that was cancelled while it waited.
 REASON: Final = "cancelled"
@@ -77,7 +89,7 @@ class WaitingTasks(ABC):
 
     def cancel(
         self,
-        task: str | ResultBase | None = None,
+        task: Meant | None = None,
         *,
         key: str | None = None,
         job: str | None = None,
@@ -90,7 +102,7 @@ class WaitingTasks(ABC):
 
         Args:
             task: Its id; or the result of a send: of one task, of a chain, or of a group, whose
-                tasks are all cancelled.
+                tasks are all cancelled; or several of these.
             key: Instead of a task: the key that it was sent with.
             job: Instead of a task: the job that tasks were sent with. An open job is aborted; of
                 a job that is committed, the tracked tasks are cancelled.
@@ -183,7 +195,7 @@ class WaitingTasks(ABC):
 
     def postpone(
         self,
-        task: str | ResultBase | None = None,
+        task: Meant | None = None,
         *,
         key: str | None = None,
         delay: Delay | None = None,
@@ -214,7 +226,7 @@ class WaitingTasks(ABC):
         outcomes = [self._postpone(task_id, due) for task_id in self._meant(task, key)]
         return min(outcomes, key=LEAST_CERTAIN.index, default=Outcome.UNKNOWN)
 
-    def _meant(self, task: str | ResultBase | None, key: str | None) -> list[str]:
+    def _meant(self, task: Meant | None, key: str | None) -> list[str]:
         """Return the ids of the tasks that a task or a key stands for."""
         if (task is None) == (key is None):
             raise TypeError("takes a task, or a key")
@@ -230,21 +242,34 @@ class WaitingTasks(ABC):
             signals.send(signals.postponed, self.app, task_id, due.at_ms)
         return outcome
 
-    def _send_earlier(self, task_id: str, first: Earlier, due: Due) -> Outcome:
-        """Send a second message, then let it replace the first one."""
-        registry, delayed = self.registry, restored(first.message)
-        second = registry.new_copy()
-        outcome = registry.announce(task_id, first.copy, second, due.at_ms)
-        if outcome is not Outcome.DONE:
-            return outcome
+    def _send_earlier(self, task_id: str, waiting: Earlier, due: Due) -> Outcome:
+        """Send a second message of a task: the one that arrives first runs."""
+        delayed, copy = restored(waiting.message), new_copy()
         headers = delayed.message.properties["application_headers"]
-        headers.update({COPY: second, header_names.DUE: due.at_ms})
+        headers.update({COPY: copy, header_names.DUE: due.at_ms})
         queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
         with self.publisher() as publisher:
             producer = DelayedProducer(publisher, **self.settings.for_producer)
             producer.sign(delayed.message)
             producer.publish_message(delayed._replace(queue=queue or delayed.queue), due)
-        return registry.replace(task_id, first.copy, second, due.at_ms)
+        arrival = Arrival.of({**headers, "id": task_id}, due.at_ms, "", redelivered=False)
+        states = register_sent(
+            self.registry,
+            [
+                Registration(
+                    task_id,
+                    copy,
+                    due.at_ms,
+                    arrival.attempt,
+                    arrival.ticket,
+                    arrival.key,
+                    waiting.name,
+                    arrival.job,
+                    waiting.message,
+                )
+            ],
+        )
+        return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
 
     def open_job(self, job: str, *, expires: Delay) -> None:
         """Open a job: the tasks that are sent with ``job=`` wait until it is committed.
@@ -358,9 +383,17 @@ class WaitingTasks(ABC):
 
 
 def _ids(task: Any) -> list[str]:
-    """Return the ids of the tasks that a result stands for, those of a chain from its start."""
-    if isinstance(task, str):
-        return [task]
+    """Return the ids that are meant: of a result, those of a chain from its start.
+
+    Raises:
+        TypeError: It is neither an id nor a result, nor several of them.
+    """
+    if isinstance(task, str | UUID):
+        return [str(task)]
+    if isinstance(task, Iterable) and not isinstance(task, ResultBase | bytes | Mapping):
+        return [task_id for each in task for task_id in _ids(each)]
+    if not isinstance(task, ResultBase):
+        raise TypeError(f"takes the id or the result of a task, or several of them, not {task!r}")
     ids = []
     if isinstance(task, AsyncResult):
         ids.append(str(task.id))

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import amqp
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.forwarding import (
@@ -43,11 +43,14 @@ class PutBack(NamedTuple):
 
     Attributes:
         times: How often the message was put back.
+        until_ms: Until when it was put back last, in milliseconds since 1970-01-01 UTC; 0 if that
+            is its due time. It may have to wait for longer than the levels take at once.
         exchange: The exchange that the task's consumer is to see; None for that of the message.
         routing_key: The routing key that it is to see, likewise.
     """
 
     times: int = 0
+    until_ms: int = 0
     exchange: str | None = None
     routing_key: str | None = None
 
@@ -57,16 +60,29 @@ class PutBack(NamedTuple):
         table = headers.get(module_headers.EARLY)
         if not isinstance(table, Mapping):
             return cls()
-        times, exchange, routing_key = map(table.get, ("times", "exchange", "routing-key"))
+        times, until_ms, exchange, routing_key = map(
+            table.get, ("times", "until", "exchange", "routing-key")
+        )
         if not isinstance(times, int) or not 0 <= times <= MAX_TIMES:
             times = 0
+        if not isinstance(until_ms, int) or not 0 <= until_ms <= MAX_DUE_MS:
+            until_ms = 0
         if not isinstance(exchange, str) or not isinstance(routing_key, str):
-            return cls(times)
-        return cls(times, exchange, routing_key)
+            return cls(times, until_ms)
+        return cls(times, until_ms, exchange, routing_key)
+
+    def expects(self, now_ms: int, tolerated_ms: int) -> bool:
+        """Return whether the message is early because it could not wait for longer at once."""
+        return 0 < self.until_ms <= now_ms + tolerated_ms
 
     def header(self) -> dict[str, dict[str, Any]]:
         """Return the header."""
-        table = {"times": self.times, "exchange": self.exchange, "routing-key": self.routing_key}
+        table = {
+            "times": self.times,
+            "until": self.until_ms or None,
+            "exchange": self.exchange,
+            "routing-key": self.routing_key,
+        }
         return {module_headers.EARLY: {k: value for k, value in table.items() if value is not None}}
 
 
@@ -138,19 +154,19 @@ class EarlyMessages:
         the message again, when it is due.
         """
         headers = headers_of(message)
-        by_ms = early_ms(headers.get(header_names.DUE), self._now_ms(), self._tolerated_ms)
+        now_ms, earlier = self._now_ms(), PutBack.of(headers)
+        by_ms = early_ms(headers.get(header_names.DUE), now_ms, self._tolerated_ms)
         if by_ms is None:
             return None
-        task_id = task_id_of(message)
-        self.warning.warn(f"Distribution: message {task_id}", by_ms)
-        if self._on_early is not None:
-            self._on_early()
-        earlier = PutBack.of(headers)
-        kept = {
-            **without_broker_headers(headers),
-            **earlier._replace(times=earlier.times + 1).header(),
-        }
-        due = Due.after(pause_ms(by_ms, self._topology) / 1000)
+        if not earlier.expects(now_ms, self._tolerated_ms):
+            self.warning.warn(f"Distribution: message {task_id_of(message)}", by_ms)
+            if self._on_early is not None:
+                self._on_early()
+        pause = pause_ms(by_ms, self._topology)
+        until_ms = now_ms + pause if pause < by_ms else 0
+        again = earlier._replace(times=earlier.times + 1, until_ms=until_ms)
+        kept = {**without_broker_headers(headers), **again.header()}
+        due = Due.after(pause / 1000)
         return into_levels(self._topology, with_headers(message, kept), due)
 
 

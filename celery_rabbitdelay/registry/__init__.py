@@ -5,6 +5,7 @@ cancels, postpones or supersedes it writes that beside it, and the worker reads 
 may run. Code belongs here if it writes or reads Redis; it knows nothing of Celery and of AMQP.
 
 Read ``decision`` (what is asked and answered, pure), ``names`` (the keys), the scripts in ``lua``
-(each is one atomic step; ``task.lua`` describes the record of a task), ``registry`` (calls them),
-``jobs``, ``index`` (what waits), ``breaker`` (while Redis is away) and ``connection``.
+(each is one atomic step; ``arrive.lua`` is the rule that decides, and ``shared.lua`` describes the
+record of a task), ``registry`` (calls them), ``jobs``, ``index`` (what waits), ``breaker`` (while
+Redis is away) and ``connection``.
 """

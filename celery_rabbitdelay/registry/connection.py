@@ -29,7 +29,15 @@ SCHEMES: Final = (
 )
 
 #: The functions that all scripts share.
-SHARED: Final = "task"
+SHARED: Final = "shared"
+
+#: The scripts that Redis refuses when it is full. All others are run: a decision takes less memory
+#: than what it frees.
+GROWING: Final = ("register", "reserve")
+
+#: The first line of a script that Redis is to run when it is full
+#: (https://redis.io/docs/latest/develop/programmability/eval-intro/#eval-flags).
+ALLOW_OOM: Final = "#!lua flags=allow-oom"
 
 SETTING: Final = "rabbitdelay_registry_url"
 
@@ -186,8 +194,12 @@ def connect(url: str, timeout: float, options: Mapping[str, Any] | None = None) 
         takes = "takes rabbitdelay_registry_options = {'master_name': ...} beside it"
         raise InvalidSetting(SETTING, without_password(url), takes)
     errors = (redis.RedisError, RedisClusterException, OSError)
-    with suppress(ValueError):
-        return Store(_client(scheme, url, given), scheme.endswith("+cluster"), errors)
+    try:
+        with suppress(ValueError):
+            return Store(_client(scheme, url, given), scheme.endswith("+cluster"), errors)
+    except TypeError as wrong:
+        shown = ", ".join(options or ())
+        raise InvalidSetting("rabbitdelay_registry_options", shown, f"{wrong}") from wrong
     # Without the cause: what urllib says of a port or a host may quote the password.
     takes = "takes a URL of Redis: its host, port, database or a parameter is invalid"
     raise InvalidSetting(SETTING, without_password(url), takes)
@@ -197,13 +209,19 @@ def _client(scheme: str, url: str, given: dict[str, Any]) -> Any:
     from redis import Redis  # an extra
 
     if scheme.startswith("sentinel"):
-        return _behind_sentinel(url, given)
+        return _checked(_behind_sentinel(url, given))
     if scheme.endswith("+cluster"):
         return _of_cluster(url.replace("+cluster", "", 1), given)
     if scheme == "redis+socket":
         # Celery spells the database as kombu does.
         url = url.replace("redis+socket", "unix", 1).replace("virtual_host=", "db=")
-    return Redis.from_url(url, **given)
+    return _checked(Redis.from_url(url, **given))
+
+
+def _checked(client: Any) -> Any:
+    """Raise :class:`TypeError` if a client cannot connect with its options, but do not connect."""
+    client.connection_pool.make_connection()
+    return client
 
 
 def _of_cluster(url: str, given: Mapping[str, Any]) -> Any:
@@ -282,7 +300,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _text(name: str) -> str:
     folder = files(__package__).joinpath("lua")
     shared, own = (folder.joinpath(f"{each}.lua").read_text() for each in (SHARED, name))
-    return f"{shared}\n{own}"
+    text = f"{shared}\n{own}"
+    return text if name in GROWING else f"{ALLOW_OOM}\n{text}"
 
 
 def _run_by_text(pipeline: Any, calls: Sequence[Call]) -> None:

@@ -4,31 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
+from uuid import uuid4
 
 __all__ = [
     "COPY",
     "JOB",
+    "JOB_ID",
     "KEY",
+    "LIFE",
     "ONCE",
+    "ORDER",
+    "REDELIVERED",
+    "UNKNOWN_LIFE",
     "Arrival",
     "Decision",
     "Outcome",
+    "Ticket",
     "Verdict",
+    "attempt_of",
+    "new_copy",
     "registry_headers",
 ]
 
-#: The headers of a message that the registry knows of. The name of the sent message, different for
-#: each send of a task that has a key or is tracked: str.
+#: The name of the message, different for each message of a task that has a key or is tracked: str.
 COPY: Final = "rabbitdelay-copy"
 
-#: The key, and the job, that the task was sent with: str.
-KEY: Final = "rabbitdelay-key"
-JOB: Final = "rabbitdelay-job"
+#: How often the task had been sent anew under its id, after it had run, when this message was sent:
+#: str, digits. Absent: never; "-1" if Redis could not be asked.
+LIFE: Final = "rabbitdelay-life"
 
-#: Set if only the first message with the task's id may run: True; or the mark that this message has
-#: left already, str.
+#: The key that the task was sent with: str.
+KEY: Final = "rabbitdelay-key"
+
+#: When it was sent, in microseconds since 1970-01-01 UTC by the clock of Redis: str, digits. The
+#: task with the largest one is the newest under its key.
+ORDER: Final = "rabbitdelay-key-order"
+
+#: The job that the task was sent with: str. Several jobs may have had the name, one after another;
+#: :data:`JOB_ID` tells them apart: str.
+JOB: Final = "rabbitdelay-job"
+JOB_ID: Final = "rabbitdelay-job-id"
+
+#: Set if only one message of each attempt runs, and that one once: True; or the mark that this
+#: message has left already, str.
 ONCE: Final = "rabbitdelay-once"
+
+#: Set by a worker that puts a message back which RabbitMQ had redelivered to it: True.
+REDELIVERED: Final = "rabbitdelay-redelivered"
+
+#: The headers of a message that the registry knows of.
+HEADERS: Final = (COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED)
+
+#: The life of a message whose sender could not ask Redis: no other message is of the same one.
+UNKNOWN_LIFE: Final = -1
+
+#: Lua reads larger integers inexactly.
+_MAX_EXACT: Final = 2**53
 
 
 class Verdict(Enum):
@@ -46,15 +78,20 @@ class Verdict(Enum):
     #: It does not run: a newer task was sent under its key.
     SUPERSEDED = "superseded"
 
-    #: It does not run, because another message of the same task does: the task was sent anew to run
-    #: earlier, or twice under its key.
+    #: It does not run, because another message of the same task does.
     REPLACED = "replaced"
 
-    #: It does not run: a message with its id has arrived before, and it was sent with ``once``.
+    #: It does not run: it has run, was sent with ``once``, and RabbitMQ has not redelivered it.
     DUPLICATE = "duplicate"
 
     #: It goes back into the levels, until a later due time or because its job is still open.
     LATER = "later"
+
+    #: It is undeliverable: decisions about it, if there were any, are forgotten by now.
+    FORGOTTEN = "forgotten"
+
+    #: What Redis holds about this task, its key or its job cannot be read.
+    UNREADABLE = "unreadable"
 
 
 class Outcome(Enum):
@@ -63,15 +100,43 @@ class Outcome(Enum):
     #: The task was waiting, and will not run, or not before.
     DONE = "done"
 
-    #: The task has arrived at a worker already; the registry changed nothing. A worker that has not
-    #: started it may still revoke it, as Celery does.
+    #: The task has arrived at a worker already. A cancel stops its retries, and a worker that has
+    #: not started it may still revoke it, as Celery does; a postponement changes nothing.
     RELEASED = "released"
 
-    #: The task is not tracked. It will not run, or not before, unless it has arrived already.
+    #: The task is not registered. It will not run, or not before, unless it has arrived already.
     UNKNOWN = "unknown"
 
     #: The task was cancelled or superseded before; nothing was changed.
     CANCELLED = "cancelled"
+
+
+class Ticket(NamedTuple):
+    """What the registry says of a task before it is sent, for its message to carry.
+
+    Attributes:
+        life: How often the task was sent anew under its id after it had run.
+        order: Its order among the tasks under its key; 0 without one.
+    """
+
+    life: int = 0
+    order: int = 0
+
+    @classmethod
+    def of(cls, headers: Mapping[str, Any]) -> Self:
+        """Read it from a message's headers, which any sender may have written."""
+        life = headers.get(LIFE)
+        return cls(
+            UNKNOWN_LIFE if life == str(UNKNOWN_LIFE) else _digits(life),
+            _digits(headers.get(ORDER)),
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers in which a message carries it."""
+        return {
+            name: str(value) for name, value in ((LIFE, self.life), (ORDER, self.order)) if value
+        }
 
 
 class Arrival(NamedTuple):
@@ -80,32 +145,51 @@ class Arrival(NamedTuple):
     Attributes:
         task_id: Its id.
         due_ms: When it was due, in milliseconds since 1970-01-01 UTC.
+        attempt: Which attempt it is, as :func:`attempt_of` writes it.
         copy: Its header :data:`COPY`; empty if it has none.
+        ticket: Its headers :data:`LIFE` and :data:`ORDER`.
+        key: Its header :data:`KEY`; empty if it has none.
         job: Its header :data:`JOB`; empty if it has none.
-        once: A word for where, and at which attempt, it arrives, if only the first arrival there
-            may run; empty if each may.
-        redelivered: Whether the broker has delivered this message before.
+        job_id: Its header :data:`JOB_ID`; empty for the latest job of that name.
+        once: The queue that it arrives at, if only one message of the attempt may run there; empty
+            if each may.
+        mark: The mark that the message leaves if it is that one.
+        redelivered: Whether RabbitMQ has delivered this message before.
     """
 
     task_id: str
     due_ms: int
+    attempt: str = "0.0"
     copy: str = ""
+    ticket: Ticket = Ticket()
+    key: str = ""
     job: str = ""
+    job_id: str = ""
     once: str = ""
+    mark: str = ""
     redelivered: bool = False
+
+    @property
+    def has_options(self) -> bool:
+        """Whether the task was sent with an option of the registry."""
+        return bool(self.copy or self.job or self.once or self.key)
 
     @classmethod
     def of(cls, headers: Mapping[str, Any], due_ms: int, queue: str, redelivered: bool) -> Arrival:
         """Read it from the headers of a task's message, which any sender may have written."""
-        retries = headers.get("retries")
-        attempt = int(retries) if isinstance(retries, int) else 0
-        task_id = _text(headers.get("id"))
+        task_id, once = _text(headers.get("id")), headers.get(ONCE)
+        is_once = bool(task_id) and (once is True or _text(once) != "")
         return cls(
             task_id,
             due_ms,
+            attempt_of(headers.get("retries"), headers.get("replaced_task_nesting")),
             _text(headers.get(COPY)),
+            Ticket.of(headers),
+            _text(headers.get(KEY)),
             _text(headers.get(JOB)),
-            f"{queue}:{attempt}" if task_id and _is_once(headers.get(ONCE)) else "",
+            _text(headers.get(JOB_ID)),
+            (queue or "-") if is_once else "",
+            (_text(once) or new_copy()) if is_once else "",
             redelivered,
         )
 
@@ -118,20 +202,45 @@ class Decision(NamedTuple):
         until_ms: With ``LATER``: until when, in milliseconds since 1970-01-01 UTC.
         is_new_due: With ``LATER``: whether ``until_ms`` is its new due time, because it was
             postponed; otherwise the task only asks again then.
+        why: With ``UNREADABLE``: what Redis says.
     """
 
     verdict: Verdict
     until_ms: int = 0
     is_new_due: bool = False
+    why: str = ""
+
+
+def new_copy() -> str:
+    """Return a name for a message: 48 random bits tell the messages of one task apart."""
+    return uuid4().hex[:12]
+
+
+def attempt_of(retries: object, nesting: object) -> str:
+    """Return which attempt of its task a message is.
+
+    A retry and a replacement (``Task.replace``) keep the task's id.
+
+    Args:
+        retries: How often the task was retried: Celery's header ``retries``.
+        nesting: How often it was replaced: Celery's header ``replaced_task_nesting``.
+    """
+    return f"{_number(retries)}.{_number(nesting)}"
 
 
 def registry_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a message's headers that the registry knows of."""
-    return {name: headers[name] for name in (COPY, KEY, JOB, ONCE) if name in headers}
+    return {name: headers[name] for name in HEADERS if name in headers}
 
 
-def _is_once(value: object) -> bool:
-    return value is True or _text(value) != ""
+def _number(value: object) -> int:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number and 0 <= value < _MAX_EXACT else 0  # type: ignore[operator,return-value]
+
+
+def _digits(value: object) -> int:
+    text = _text(value)
+    return _number(int(text)) if text.isascii() and text.isdigit() and len(text) < 17 else 0
 
 
 def _text(value: object) -> str:

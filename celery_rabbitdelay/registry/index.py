@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from math import inf
 from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
@@ -35,12 +34,14 @@ class Filter(NamedTuple):
     due_after_ms: int | None = None
     due_before_ms: int | None = None
 
-    @property
-    def scores(self) -> tuple[str | int, str | int]:
-        """The lowest and the highest score, as Redis takes them."""
-        lowest = "-inf" if self.due_after_ms is None else self.due_after_ms
+    def scores(self, least_ms: int) -> tuple[int, str]:
+        """Return the lowest and the highest score, as Redis takes them.
+
+        Args:
+            least_ms: The due time of the oldest task whose record still lives.
+        """
         highest = "+inf" if self.due_before_ms is None else f"({self.due_before_ms}"
-        return lowest, highest
+        return max(self.due_after_ms or least_ms, least_ms), highest
 
     @property
     def needs_records(self) -> bool:
@@ -72,11 +73,14 @@ class Index:
     Args:
         store: Where they are kept.
         names: The names of all keys.
+        keep_ms: For how many milliseconds a record outlives its task. What has not arrived by then,
+            because its queue was purged for example, does not count as waiting.
     """
 
-    def __init__(self, store: Store, names: Names) -> None:
+    def __init__(self, store: Store, names: Names, keep_ms: int) -> None:
         self._store = store
         self._names = names
+        self._keep_ms = keep_ms
 
     def complete_since(self) -> datetime:
         """Return since when the index is complete: older tasks may have been lost with Redis."""
@@ -105,7 +109,8 @@ class Index:
 
         def ask(pipeline: Any) -> None:
             for task_id in task_ids:
-                pipeline.hmget(self._names.task(task_id), "name", "key", "job", "due", "later")
+                fields = ("name", "key", "job", "due", "not_before")
+                pipeline.hmget(self._names.task(task_id), *fields)
 
         found = []
         for task_id, (name, key, job, due, later) in zip(
@@ -132,11 +137,11 @@ class Index:
         """Return how many tasks wait."""
         if wanted.needs_records:
             return sum(1 for _ in self.pending(wanted))
-        names = list(self._names.all_due(wanted.task, wanted.job))
+        scores = wanted.scores(self._least_ms())
 
         def ask(pipeline: Any) -> None:
-            for name in names:
-                pipeline.zcount(name, *wanted.scores)
+            for name in self._names.all_due(wanted.task, wanted.job):
+                pipeline.zcount(name, *scores)
 
         return sum(self._store.commands(ask))
 
@@ -159,6 +164,9 @@ class Index:
         if count:
             yield begin, count
 
+    def _least_ms(self) -> int:
+        return milliseconds_of(datetime.now(UTC)) - self._keep_ms
+
     def _due_times(self, wanted: Filter) -> Iterator[int]:
         if wanted.needs_records:
             return (milliseconds_of(each.due) for each in self.pending(wanted))
@@ -171,13 +179,11 @@ class Index:
         return heapq.merge(*shards)
 
     def _shard(self, name: str, wanted: Filter) -> Iterator[tuple[int, str]]:
-        rank = 0
-        if wanted.due_after_ms is not None:
-            (rank,) = self._store.commands(
-                lambda pipeline: pipeline.zcount(name, "-inf", f"({wanted.due_after_ms}")
-            )
-        after = -inf if wanted.due_after_ms is None else wanted.due_after_ms - 0.5
-        last: tuple[float, str] = (after, "")
+        least_ms, _ = wanted.scores(self._least_ms())
+        (rank,) = self._store.commands(
+            lambda pipeline: pipeline.zcount(name, "-inf", f"({least_ms}")
+        )
+        last: tuple[float, str] = (least_ms - 0.5, "")
         overlap = 1
         while True:
             # Tasks that have arrived meanwhile shift the ranks of those behind them: so each page

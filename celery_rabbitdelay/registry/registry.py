@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
-from uuid import uuid4
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.registry.connection import Call, Store
-from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.names import Names, shard_of
@@ -19,12 +18,21 @@ __all__ = ["Earlier", "Registration", "Registry"]
 #: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
 TASKS_PER_CALL: Final = 500
 
-#: Milliseconds after which a task of an open job asks again.
-JOB_PAUSE_MS: Final = 5000
+#: A task of an open job asks again after this part of the time for which it has been due, so that
+#: many such tasks cost little; and the bounds of that pause, in milliseconds.
+JOB_PAUSE: Final = 0.25
+MIN_JOB_PAUSE_MS: Final = 5_000
+MAX_JOB_PAUSE_MS: Final = 600_000
+
+#: For how many milliseconds a cancel of a task of which nothing is known is remembered: ten years.
+UNKNOWN_MS: Final = 315_360_000_000
 
 #: The latest instant until which a record lives, from now on, in milliseconds: a hundred years. Any
 #: sender may have written the due time of an arrival.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
+
+#: What a script answers about a record that it cannot read begins with this.
+_UNREADABLE: Final = "!"
 
 
 class Registration(NamedTuple):
@@ -34,8 +42,9 @@ class Registration(NamedTuple):
         task_id: The task's id.
         copy: The message's name; see :data:`~celery_rabbitdelay.registry.decision.COPY`.
         due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
+        attempt: Which attempt it is; see :func:`.attempt_of`.
+        ticket: What was asked before it was sent.
         key: The key that it was sent with; empty if it has none.
-        is_retry: Whether it is a retry, which never supersedes a newer task.
         name: The task's name, if the task is tracked; otherwise empty.
         job: The job that it was sent with, likewise.
         message: What it takes to send the task anew, likewise.
@@ -44,41 +53,23 @@ class Registration(NamedTuple):
     task_id: str
     copy: str
     due_ms: int
+    attempt: str = "0.0"
+    ticket: Ticket = Ticket()
     key: str = ""
-    is_retry: bool = False
     name: str = ""
     job: str = ""
     message: str = ""
-
-
-class _Superseded(NamedTuple):
-    """A message that must not run, because a newer one has its key.
-
-    Attributes:
-        key: The key.
-        record: The key in Redis of its task's record.
-        copy: Its name.
-        lives: Until when the record lives, in milliseconds since 1970-01-01 UTC.
-        instead: The name of the message of the same task that runs instead; empty if it is another
-            task.
-    """
-
-    key: str
-    record: str
-    copy: str
-    lives: str
-    instead: str = ""
 
 
 class Earlier(NamedTuple):
     """What it takes to let a task run earlier than it was sent for.
 
     Attributes:
-        copy: The name of the message that waits.
+        name: The task's name.
         message: What it takes to send the task anew; empty if it is not tracked.
     """
 
-    copy: str
+    name: str
     message: str
 
 
@@ -90,8 +81,8 @@ class Registry:
     Args:
         store: Where the notes are kept.
         prefix: The prefix of all keys; the same as that of the levels.
-        margin_ms: For how many milliseconds after it is due a task may still arrive.
-        longest_ms: The longest delay of a task of which nothing is known, in milliseconds.
+        keep_ms: For how many milliseconds a decision outlives the task that it is about.
+        margin_ms: For how many milliseconds after its last task is due the name of a job is taken.
 
     Attributes:
         index: The tracked tasks under the prefix.
@@ -100,18 +91,12 @@ class Registry:
         store: Where the notes are kept.
     """
 
-    def __init__(self, store: Store, prefix: str, margin_ms: int, longest_ms: int) -> None:
+    def __init__(self, store: Store, prefix: str, keep_ms: int, margin_ms: int) -> None:
         self.store = store
         self.names = Names(prefix)
-        self.index = Index(store, self.names)
-        self.jobs = Jobs(store, self.names, margin_ms)
-        self._margin_ms = margin_ms
-        self._longest_ms = longest_ms
-
-    @staticmethod
-    def new_copy() -> str:
-        """Return a name for a message."""
-        return uuid4().hex[:16]
+        self.index = Index(store, self.names, keep_ms)
+        self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
+        self._keep_ms = keep_ms
 
     def reserve(self, name: str, number: int, per_second: float) -> float:
         """Reserve room for tasks at a rate that several senders share.
@@ -127,157 +112,169 @@ class Registry:
         wait_ms: int = self.store.call("reserve", [self.names.rate(name)], number, str(per_second))
         return wait_ms / 1000
 
-    def look(self, arrivals: Sequence[Arrival]) -> list[Decision]:
-        """Return what :meth:`decide` would decide, and note nothing: the tasks go on waiting."""
-        return self._decide(arrivals, [""] * len(arrivals), False)
-
-    def decide(self, arrivals: Sequence[Arrival], marks: Sequence[str]) -> list[Decision]:
-        """Decide what becomes of tasks that have arrived.
-
-        One round trip to each server, and another one for jobs that are not known to be committed
-        or aborted. A call whose answer is lost can be repeated with the same marks.
+    def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
+        """Return what the messages of tasks carry that are about to be sent; change nothing.
 
         Args:
-            arrivals: The arrivals.
-            marks: For each, the mark that it leaves if only the first arrival may run.
+            tasks: For each its id, empty if no task had it before, and its key, empty for none.
         """
-        return self._decide(arrivals, marks, True)
-
-    def _decide(
-        self, arrivals: Sequence[Arrival], marks: Sequence[str], is_release: bool
-    ) -> list[Decision]:
-        states = self.jobs.states({each.job for each in arrivals if each.job})
-        latest = _now_ms() + MAX_LIFE_MS
-        groups = self._grouped([arrival.task_id for arrival in arrivals])
+        named = [(task_id, self.names.task(task_id), "task") for task_id, _ in tasks if task_id]
+        named += [(key, self.names.key(key), "key") for _, key in tasks if key]
+        found: dict[str, str] = {}
+        now = 0
         calls = []
-        for numbers in groups:
-            arguments: list[str | int] = [self._margin_ms]
-            for number in numbers:
-                each = arrivals[number]
-                word = _WORDS[states.get(each.job)]
-                if word == "run" and not is_release:
-                    word = "later"
-                arguments += (
-                    each.copy,
-                    min(each.due_ms, latest),
-                    each.once,
-                    marks[number],
-                    int(each.redelivered),
-                    word,
-                )
-            keys = [self.names.task(arrivals[number].task_id) for number in numbers]
-            calls.append(Call("decide", keys, arguments))
-        words: dict[int, str] = {}
-        for numbers, answer in zip(groups, self.store.call_each(calls), strict=True):
-            words.update(zip(numbers, answer, strict=True))
-        decisions = [
-            _decision(words[number], states.get(each.job)) for number, each in enumerate(arrivals)
-        ]
-        self._extend_jobs(arrivals, decisions, states)
-        return decisions
+        for group in self._grouped([name for name, _, _ in named] or [""]):
+            asked = [named[number][1:] for number in group if named]
+            keys = [key for key, _ in asked] or [self.names.task("")]
+            calls.append((keys, Call("ask", keys, [kind for _, kind in asked] or [""])))
+        answers = self.store.call_each([call for _, call in calls])
+        for (keys, _), (time_us, *answer) in zip(calls, answers, strict=True):
+            now = max(now, int(time_us))
+            found.update(zip(keys, answer, strict=True))
+        tickets = []
+        for task_id, key in tasks:
+            ran = found[self.names.task(task_id)] if task_id else ""
+            order = 0
+            if key:
+                name = self.names.key(key)
+                newest = found[name].partition(" ")[0]
+                order = max(now, int(newest) + 1) if newest.isdigit() else now
+                found[name] = str(order)
+            tickets.append(Ticket(int(ran) + 1 if ran.isdigit() else 0, order))
+        return tickets
 
-    def _extend_jobs(
-        self,
-        arrivals: Sequence[Arrival],
-        decisions: Sequence[Decision],
-        states: Mapping[str, JobState],
-    ) -> None:
-        # A task that was postponed arrives later than the open job was told when it was sent.
-        latest: dict[str, int] = defaultdict(int)
-        for each, decision in zip(arrivals, decisions, strict=True):
-            if decision.is_new_due and states.get(each.job) is JobState.OPEN:
-                latest[each.job] = max(latest[each.job], decision.until_ms)
-        self.jobs.extend({job: self._lives(due_ms) for job, due_ms in latest.items()})
+    def look(self, arrivals: Sequence[Arrival]) -> list[Decision]:
+        """Return what the records and jobs of tasks say, and note nothing: they go on waiting."""
+        return self._decide(arrivals, notes=False)
+
+    def decide(self, arrivals: Sequence[Arrival]) -> list[Decision]:
+        """Decide what becomes of tasks that have arrived, by the rule in ``arrive.lua``.
+
+        One round trip to each server, and another one before it if one of them has a key, or a job
+        that is not known to be committed or aborted. A call whose answer is lost can be repeated.
+        """
+        return self._decide(arrivals, notes=True)
+
+    def _decide(self, arrivals: Sequence[Arrival], notes: bool) -> list[Decision]:
+        latest = _now_ms() + MAX_LIFE_MS
+        words = self._said_of_jobs(arrivals)
+        if notes:
+            words.update(self._said_of_keys(arrivals, words))
+        fields = [
+            (
+                *(each.copy, each.ticket.life, each.attempt, min(each.due_ms, latest), each.once),
+                *(each.mark, int(each.redelivered), int(each.has_options)),
+                words.get(number, "run"),
+            )
+            for number, each in enumerate(arrivals)
+        ]
+        records = [each.task_id for each in arrivals]
+        answers = self._each("arrive", records, self.names.task, fields, int(notes))
+        return [
+            self._decision(words[number] if _is_unreadable(words.get(number)) else answer, each)
+            for number, (answer, each) in enumerate(zip(answers, arrivals, strict=True))
+        ]
+
+    def _decision(self, word: str, arrival: Arrival) -> Decision:
+        if word.isdigit():
+            return Decision(Verdict.LATER, int(word), is_new_due=True)
+        if word == Verdict.LATER.value:
+            now_ms = _now_ms()
+            pause = int((now_ms - arrival.due_ms) * JOB_PAUSE)
+            return Decision(
+                Verdict.LATER, now_ms + min(max(pause, MIN_JOB_PAUSE_MS), MAX_JOB_PAUSE_MS)
+            )
+        if _is_unreadable(word):
+            return Decision(Verdict.UNREADABLE, why=word.removeprefix(_UNREADABLE))
+        return Decision(Verdict(word))
+
+    def _said_of_jobs(self, arrivals: Sequence[Arrival]) -> dict[int, str]:
+        """Return what the jobs of arrivals say, by their positions."""
+        asked = {(each.job, each.job_id) for each in arrivals if each.job}
+        states = self.jobs.states(asked) if asked else {}
+        return {
+            number: _WORDS[states.get((each.job, each.job_id))]
+            for number, each in enumerate(arrivals)
+            if each.job
+        }
+
+    def _said_of_keys(
+        self, arrivals: Sequence[Arrival], words: Mapping[int, str]
+    ) -> Iterator[tuple[int, str]]:
+        """Yield what the keys of arrivals say if they let them not run, by their positions.
+
+        An arrival claims its key: its sender may not have got round to it.
+        """
+        keyed = [number for number, each in enumerate(arrivals) if each.key and each.ticket.order]
+        if not keyed:
+            return
+        claims = [arrivals[number] for number in keyed]
+        for number, (word, _) in zip(keyed, self._claim(claims), strict=True):
+            if word != "newest":
+                yield number, word
+
+    def _claim(self, claims: Sequence[Arrival | Registration]) -> list[tuple[str, str]]:
+        """Say which tasks are the newest under their keys."""
+        fields = [(each.ticket.order, each.task_id, self._bounded(each.due_ms)) for each in claims]
+        return self._each("claim", [each.key for each in claims], self.names.key, fields)
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
         """Note messages that the broker has confirmed; those with a key supersede older ones.
 
-        Two calls for messages under one key: the one that Redis gets last wins. One round trip, if
-        all keys are on one server. On a cluster, messages with a key take up to two more: a message
-        is registered once its key is claimed, and a superseded one is forgotten under its key once
-        it is noted as superseded. Whoever dies in between leaves tasks that run, and that the next
-        message under the key supersedes.
+        To do so again changes nothing. One round trip to each server, and another one if tasks are
+        superseded, which takes them from the lists.
 
         Returns:
-            The state of each: ``waiting``, ``released`` (it has arrived already), ``cancelled``, or
-            ``superseded`` (a newer task has its key, which one is if it is a retry, was registered
-            before, or stands further down).
+            The state of each: ``waiting``, ``arrived`` (it was let run already), ``released``
+            (another message of the attempt was), ``cancelled``, or ``superseded`` (a newer task has
+            its key).
         """
         keyed = [number for number, each in enumerate(registrations) if each.key]
-        claims = [self._claim(registrations[number]) for number in keyed]
-        calls = [self._register(each) for each in registrations]
-        if not self.store.is_cluster:
-            return list(self.store.call_each(claims + calls)[len(claims) :])
-        answers = dict(zip(keyed, self.store.call_each(claims), strict=True))
-        states: list[str] = self.store.call_each(calls)
-        superseded: list[_Superseded] = []
-        for number, answer in answers.items():
+        fields = [
+            (
+                *(each.copy, each.ticket.life, each.attempt, self._bounded(each.due_ms), each.key),
+                *(each.ticket.order, each.name, each.job, each.message),
+            )
+            for each in registrations
+        ]
+        ids = [each.task_id for each in registrations]
+        states = self._each("register", ids, self.names.task, fields)
+        older: dict[str, int] = {}
+        claims = [registrations[number] for number in keyed]
+        for number, (word, before) in zip(keyed, self._claim(claims), strict=True):
             each = registrations[number]
-            if answer == ["superseded"]:
-                own = (self.names.task(each.task_id), each.copy, str(self._lives(each.due_ms)))
-                superseded.append(_Superseded(each.key, *own))
-            elif states[number] != "superseded":
-                superseded += _superseded(each, self.names.task(each.task_id), answer)
-        self._void(superseded)
-        positions = {registrations[number].copy: number for number in keyed}
-        for older in superseded:
-            if older.copy in positions:
-                states[positions[older.copy]] = "superseded"
+            if word == "superseded":
+                states[number], before = word, each.task_id
+            if before and (word == "superseded" or before != each.task_id):
+                order = each.ticket.order + (word == "superseded")
+                older[before] = max(order, older.get(before, 0))
+        if older:
+            self._each("unlist", list(older), self.names.task, [(each,) for each in older.values()])
         return states
 
-    def _register(self, each: Registration) -> Call:
-        arguments = (each.copy, each.due_ms, self._lives(each.due_ms), each.key)
-        more = (each.name, each.job, each.message)
-        return Call("register", [self.names.task(each.task_id)], (*arguments, *more))
-
-    def supersede(self, key: str) -> None:
-        """Note that a task was sent under a key, without a delay: no older one may run."""
-        newest = Registration("", self.new_copy(), _now_ms(), key)
-        (answer,) = self.store.call_each([self._claim(newest)])
-        self._void(_superseded(newest, "", answer))
-
-    def _claim(self, each: Registration) -> Call:
-        lives, here = self._lives(each.due_ms), int(not self.store.is_cluster)
-        record = self.names.task(each.task_id)
-        arguments = (each.task_id, each.copy, lives, record, int(each.is_retry), here)
-        return Call("claim", [self.names.key(each.key)], arguments)
-
-    def _void(self, superseded: Sequence[_Superseded]) -> None:
-        """Take the further steps that a cluster needs; see ``claim.lua``."""
-        self.store.call_each([Call("void", [each.record], each[2:]) for each in superseded])
-        copies: dict[str, list[str]] = defaultdict(list)
-        for each in superseded:
-            copies[each.key].append(each.copy)
-        self.store.call_each(
-            [Call("disclaim", [self.names.key(key)], each) for key, each in copies.items()]
-        )
-
     def cancel(self, task_ids: Sequence[str]) -> list[Outcome]:
-        """Cancel tasks: from now on, none of them is let run when it arrives.
+        """Cancel tasks: from now on, none of their messages is let run when it arrives.
 
         Args:
             task_ids: Their ids. Of a task that is neither tracked nor under a key, nothing is
-                known; then the note lives for the longest delay.
+                known; then the note lives for ten years.
         """
         ids = list(dict.fromkeys(task_ids))
-        groups = self._grouped(ids)
-        lifes = (self._margin_ms, min(self._longest_ms + self._margin_ms, MAX_LIFE_MS))
-        records = [self.names.task(task_id) for task_id in ids]
-        calls = [Call("cancel", [records[number] for number in each], lifes) for each in groups]
-        found: dict[str, str] = {}
-        for numbers, answer in zip(groups, self.store.call_each(calls), strict=True):
-            found.update(zip((ids[number] for number in numbers), answer, strict=True))
+        unknown_ms = min(UNKNOWN_MS + self._keep_ms, MAX_LIFE_MS)
+        answers = self._each("cancel", ids, self.names.task, [()] * len(ids), unknown_ms)
+        found = dict(zip(ids, answers, strict=True))
         return [Outcome(found[task_id]) for task_id in task_ids]
 
     def waiting_under(self, key: str) -> list[str]:
-        """Return the ids of the tasks that were sent under a key and are not superseded."""
-        (found,) = self.store.commands(lambda pipeline: pipeline.hgetall(self.names.key(key)))
-        ids = (
-            self.names.id_of(value.partition(" ")[2])
-            for field, value in found.items()
-            if field.startswith("copy:")
-        )
-        return list(dict.fromkeys(ids))
+        """Return the id of the newest task that was sent under a key, in a list; empty if none."""
+        order, task_id = self._newest(key)
+        return [task_id] if order else []
+
+    def _newest(self, key: str) -> tuple[str, str]:
+        name = self.names.key(key)
+        found: list[str | None] = self.store.commands(lambda pipeline: pipeline.get(name))
+        order, _, task_id = (found[0] or "").partition(" ")
+        return order, task_id
 
     def postpone(self, task_id: str, due_ms: int) -> Outcome | Earlier:
         """Let a task run at another time.
@@ -288,60 +285,68 @@ class Registry:
 
         Returns:
             What was found; or if it is to run earlier than it was sent for, what it takes to send
-            it anew.
+            a second message of it, which is then registered.
         """
-        key = self.names.task(task_id)
-        word, *more = self.store.call("postpone", [key], due_ms, self._lives(due_ms))
-        if word == "earlier":
-            return Earlier(*more)
-        if more and more[0]:
-            # Otherwise a message that is sent under the key later on would not supersede it.
-            self.store.call("extend", [self.names.key(more[0])], self._lives(due_ms))
-        return Outcome(word)
+        record, key, newest = self.names.task(task_id), "", ""
+        while True:
+            due, arguments = self._bounded(due_ms), (self._keep_ms, newest, key)
+            word, *more = self.store.call("postpone", [record], due, *arguments)
+            if word == "earlier":
+                return Earlier(*more)
+            if word != "key":
+                return Outcome(word)
+            (key,) = more
+            (found,) = self.store.commands(
+                lambda pipeline, of=key: pipeline.get(self.names.key(of))
+            )
+            newest = (found or "").partition(" ")[0]
 
-    def announce(self, task_id: str, first: str, second: str, due_ms: int) -> Outcome:
-        """Note that a second message of a task is about to be sent; only one of them may run.
-
-        The one that arrives first runs, even if :meth:`replace` is never called.
+    def _each(
+        self,
+        script: str,
+        names: Sequence[str],
+        key_of: Callable[[str], str],
+        fields: Sequence[Iterable[str | int]],
+        *shared: str | int,
+    ) -> list[Any]:
+        """Run a script that takes many keys, in as few calls as possible; return what it says.
 
         Args:
-            task_id: The task's id.
-            first: The name of the first message.
-            second: The name of the second message.
-            due_ms: When the second one is due, in milliseconds since 1970-01-01 UTC.
+            script: Its name.
+            names: The tasks' ids, or the keys that they were sent with.
+            key_of: Returns the key in Redis for each.
+            fields: The arguments for each.
+            *shared: The arguments for all, behind the time that a decision is kept.
         """
-        arguments = (first, second, self._lives(due_ms))
-        return Outcome(self.store.call("announce", [self.names.task(task_id)], *arguments))
+        groups = self._grouped(names)
+        calls = []
+        for group in groups:
+            arguments: list[str | int] = [self._keep_ms, *shared]
+            for number in group:
+                arguments += fields[number]
+            calls.append(Call(script, [key_of(names[number]) for number in group], arguments))
+        answers: list[Any] = [None] * len(names)
+        for group, answer in zip(groups, self.store.call_each(calls), strict=True):
+            for number, each in zip(group, answer, strict=True):
+                answers[number] = each
+        return answers
 
-    def replace(self, task_id: str, first: str, second: str, due_ms: int) -> Outcome:
-        """Let the second message of a task replace the first, once the broker has confirmed it.
-
-        Args:
-            task_id: The task's id.
-            first: The name of the first message.
-            second: The name of the second message.
-            due_ms: When the second one is due, in milliseconds since 1970-01-01 UTC.
-        """
-        arguments = (first, second, due_ms, self._lives(due_ms))
-        return Outcome(self.store.call("replace", [self.names.task(task_id)], *arguments))
-
-    def _grouped(self, task_ids: Sequence[str]) -> list[list[int]]:
-        """Return the positions of the tasks whose records may be changed in one call."""
+    def _grouped(self, names: Sequence[str]) -> list[list[int]]:
+        """Return the positions of the names whose keys one call may have."""
         groups: dict[int, list[int]] = defaultdict(list)
-        for number, task_id in enumerate(task_ids):
-            groups[shard_of(task_id) if self.store.is_cluster else 0].append(number)
+        for number, name in enumerate(names):
+            groups[shard_of(name) if self.store.is_cluster else 0].append(number)
         return [
             group[start : start + TASKS_PER_CALL]
             for group in groups.values()
             for start in range(0, len(group), TASKS_PER_CALL)
         ]
 
-    def _lives(self, due_ms: int) -> int:
-        """Return until when a record lives whose task is due then."""
-        return min(due_ms, _now_ms() + MAX_LIFE_MS) + self._margin_ms
+    def _bounded(self, due_ms: int) -> int:
+        return min(due_ms, _now_ms() + MAX_LIFE_MS)
 
 
-#: What a job's state means for its tasks; None for no job, or one that Redis has lost.
+#: What a job's state means for its tasks; None for a job that Redis has lost.
 _WORDS: Final = {
     None: "run",
     JobState.COMMITTED: "run",
@@ -350,20 +355,8 @@ _WORDS: Final = {
 }
 
 
-def _superseded(newest: Registration, own_record: str, answer: Sequence[str]) -> list[_Superseded]:
-    """Read what the script ``claim`` returns for a message."""
-    return [
-        _Superseded(newest.key, record, copy, lives, newest.copy if record == own_record else "")
-        for record, copy, lives in zip(*[iter(answer)] * 3, strict=True)
-    ]
-
-
-def _decision(word: str, job: JobState | None) -> Decision:
-    if word.isdigit():
-        return Decision(Verdict.LATER, int(word), is_new_due=True)
-    if word == "run" and job is JobState.OPEN:
-        return Decision(Verdict.LATER, _now_ms() + JOB_PAUSE_MS)
-    return Decision(Verdict(word))
+def _is_unreadable(word: str | None) -> bool:
+    return word is not None and word.startswith(_UNREADABLE)
 
 
 def _now_ms() -> int:

@@ -8,9 +8,13 @@ from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
+from celery.utils.log import get_logger
+
 from celery_rabbitdelay.worker.loop_actions import LoopActions
 
 __all__ = ["BatchThread"]
+
+logger = get_logger(__name__)
 
 #: Items of one batch, at most.
 MAX_BATCH: Final = 200
@@ -63,7 +67,7 @@ class BatchThread(ABC, Generic[ItemT]):
         self.actions.stop()
 
     def begin(self) -> None:
-        """Do what comes before the first batch; called in the thread, must not raise."""
+        """Do what comes before the first batch; called in the thread."""
 
     @abstractmethod
     def work(self, batch: list[ItemT]) -> None:
@@ -78,7 +82,10 @@ class BatchThread(ABC, Generic[ItemT]):
         return 0.0
 
     def _run(self) -> None:
-        self.begin()
+        try:
+            self.begin()
+        except Exception:  # the thread has to live on
+            logger.exception("%s", self.name)
         while not self._stopping.is_set():
             batch = self._next_batch()
             if not self._stopping.is_set():

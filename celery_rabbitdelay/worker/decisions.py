@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
-from uuid import uuid4
 
 from celery.utils.log import get_logger
 from kombu import Message
@@ -73,6 +72,8 @@ COUNTED: Final = {
     Verdict.REPLACED: DUPLICATES,
     Verdict.DUPLICATE: DUPLICATES,
     Verdict.LATER: RETURNED,
+    Verdict.UNREADABLE: RETURNED,
+    Verdict.FORGOTTEN: EXPIRED,
 }
 
 
@@ -86,7 +87,6 @@ class _Due(NamedTuple):
         go_on: Passes the task to Celery.
         waited: Its delay in the levels.
         arrival: What the registry is asked.
-        mark: The mark that the message leaves if only the first arrival may run.
         task: The task's name.
         queue: The queue that the message came from.
     """
@@ -97,7 +97,6 @@ class _Due(NamedTuple):
     go_on: Callable[[], Any]
     waited: Waited
     arrival: Arrival
-    mark: str
     task: str
     queue: str
 
@@ -154,11 +153,11 @@ class Decisions(BatchThread[_Due]):
         queue = name_of_queue(self._consumer, message) or ""
         redelivered = bool(message.delivery_info.get("redelivered"))
         due_ms = waited.due_ms if isinstance(waited.due_ms, int) else 0
-        headers = {**message.headers, "id": id_of(message)}
+        headers: dict[str, Any] = {**message.headers, "id": id_of(message)}
+        if isinstance(body, Mapping):
+            headers["retries"] = body.get("retries")  # Celery's message protocol 1
         arrival = Arrival.of(headers, due_ms, queue, redelivered)
-        mark = message.headers.get(ONCE) if arrival.once else ""
-        mark = mark if isinstance(mark, str) else uuid4().hex[:16]
-        self.give(_Due(message, body, ack, go_on, waited, arrival, mark, task, queue))
+        self.give(_Due(message, body, ack, go_on, waited, arrival, task, queue))
 
     def begin(self) -> None:
         """Say at the start whether Redis answers, and note since when all is tracked."""
@@ -190,16 +189,17 @@ class Decisions(BatchThread[_Due]):
             call_after(self._consumer, ASK_AGAIN, partial(self.give, due))
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
-        arrivals, marks = [each.arrival for each in batch], [each.mark for each in batch]
+        arrivals = [each.arrival for each in batch]
         try:
-            decisions: list[Decision] = self._breaker.call(
-                lambda: self._registry.decide(arrivals, marks)
-            )
+            decisions: list[Decision] = self._breaker.call(lambda: self._registry.decide(arrivals))
         except RegistryUnavailable as error:
             self._failed(error)
-            if self._runs_without:
-                return [Decision(Verdict.RUN)] * len(batch)
-            return [self._later() for _ in batch]
+            return [
+                Decision(Verdict.RUN)
+                if self._runs_without or not each.has_options
+                else self._later()
+                for each in arrivals
+            ]
         self._succeeded()
         return decisions
 
@@ -210,7 +210,12 @@ class Decisions(BatchThread[_Due]):
             return
         self._warned_at = now
         what = "run" if self._runs_without else "go back into the levels until it answers"
-        logger.warning("Delayed tasks %s (rabbitdelay_registry_down): %s.", what, error)
+        logger.warning(
+            "Delayed tasks with an option of the registry %s (rabbitdelay_registry_down), and all "
+            "others run: %s.",
+            what,
+            error,
+        )
 
     def _succeeded(self) -> None:
         if self._down_since is not None:
@@ -243,6 +248,16 @@ class Decisions(BatchThread[_Due]):
                 acknowledge_message(self._consumer, due.ack)
             case Verdict.LATER:
                 self._put_back(due, decision)
+            case Verdict.FORGOTTEN:
+                self._give_up(due)
+            case Verdict.UNREADABLE:
+                logger.error(
+                    "Task %s asks the registry again later: its record, key or job cannot be read: "
+                    "%s",
+                    due.arrival.task_id,
+                    decision.why,
+                )
+                self._put_back(due, self._later())
             case _:
                 run = partial(run_strategy, self._consumer, due.message, due.body, due.go_on)
                 discard_as_revoked(self._consumer, due.arrival.task_id, run)
@@ -263,11 +278,20 @@ class Decisions(BatchThread[_Due]):
     def _put_back(self, due: _Due, decision: Decision) -> None:
         if due.arrival.once:
             # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
-            due.message.headers[ONCE] = due.mark
+            due.message.headers[ONCE] = due.arrival.mark
         until_ms = decision.until_ms
         due_ms = until_ms if decision.is_new_due else due.arrival.due_ms
         otherwise = partial(self._ask_again, [due])
         if not self._early_tasks.put_back(
             due.message, due.ack, due.waited, until_ms, due_ms, otherwise
         ):
+            otherwise()
+
+    def _give_up(self, due: _Due) -> None:
+        otherwise = partial(self._ask_again, [due])
+        reason = (
+            "it is older than the registry's memory (rabbitdelay_registry_keep): whether it was "
+            "cancelled, or has run, is not known any more"
+        )
+        if not self._early_tasks.give_up(due.message, due.ack, due.waited, reason, otherwise):
             otherwise()

@@ -19,7 +19,7 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
-from celery_rabbitdelay.modules.early import EarlyWarning, early_ms
+from celery_rabbitdelay.modules.early import EarlyWarning, PutBack, early_ms
 from celery_rabbitdelay.modules.version import LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.worker.celery_internals import (
@@ -27,7 +27,9 @@ from celery_rabbitdelay.worker.celery_internals import (
     eta_of,
     give_eta,
     is_revoked,
+    lower_prefetch,
     name_of_queue,
+    raise_prefetch,
     run_strategy,
     write_pending_acknowledgements,
 )
@@ -69,11 +71,13 @@ class EarlyTasks:
         go_on: Callable[[], Any],
         waited: Waited | None = None,
         takes_eta: bool = True,
+        ask: Action | None = None,
     ) -> bool:
         """Take a task that is not due yet; return whether it was taken.
 
         A task with an ``eta`` is early by a tick, one that has left the levels by the setting
-        ``rabbitdelay_early``. If the latter cannot be taken, it gets an ``eta``, so that Celery
+        ``rabbitdelay_early``. If the levels do not take the latter, the worker holds it until it
+        is due, and then asks the registry; without a registry it gets an ``eta``, so that Celery
         holds it and does not start it.
 
         Args:
@@ -83,6 +87,7 @@ class EarlyTasks:
             go_on: Passes the task to Celery, which holds it until its ``eta``.
             waited: Its delay in the levels; None if it was not in the levels.
             takes_eta: Whether to take a task for its ``eta``.
+            ask: Asks the registry about a task that has left the levels; None without one.
         """
         due = self._due_after_levels(waited)
         if due is None:
@@ -91,22 +96,65 @@ class EarlyTasks:
             due = self._due_by_eta(message, body) if takes_eta else None
         if due is None or is_revoked(self._consumer, message.headers.get("id")):
             return False
-        destination = self._destination(message, waited)
-        if destination is None:
-            if waited is not None:
-                give_eta(message, body, due.at_ms)
-            return False
 
         def hold() -> None:
+            if waited is not None and ask is not None:
+                self._ask_at(due, ask)
+                return
             if waited is not None:
                 give_eta(message, body, due.at_ms)
             run_strategy(self._consumer, message, body, go_on)
 
+        destination = self._destination(message, waited)
+        if destination is None:
+            if waited is None:
+                return False
+            hold()
+            return True
         if waited is not None:
-            self._warning.warn(f"Task {message.headers.get('id')}", due.delay_ms)
+            expected = PutBack(until_ms=waited.until_ms)
+            if not expected.expects(due.at_ms - due.delay_ms, self._tolerated_ms):
+                self._warning.warn(f"Task {message.headers.get('id')}", due.delay_ms)
             waited = waited._replace(times=waited.times + 1)
         acknowledge = partial(acknowledge_message, self._consumer, ack)
         self.thread.give(Early(message, destination, due, due.at_ms, waited, acknowledge, hold))
+        return True
+
+    def _ask_at(self, due: Due, ask: Action) -> None:
+        """Hold a task until it is due, beside those that the prefetch count allows."""
+
+        def ask_now() -> None:
+            lower_prefetch(self._consumer)
+            ask()
+
+        raise_prefetch(self._consumer)
+        call_after(self._consumer, due.remaining_ms() / 1000, ask_now)
+
+    def give_up(
+        self,
+        message: Message,
+        ack: Callable[..., Any],
+        waited: Waited,
+        reason: str,
+        otherwise: Action,
+    ) -> bool:
+        """Put a task into ``undeliverable``; return whether that is tried.
+
+        Args:
+            message: The task's message.
+            ack: As for :meth:`try_enqueue`.
+            waited: Its delay in the levels.
+            reason: Why.
+            otherwise: What the event loop runs if the broker does not take it.
+        """
+        destination = self._destination(message, waited)
+        if destination is None:
+            return False
+        acknowledge = partial(acknowledge_message, self._consumer, ack)
+        now = Due.after(0)
+        early = Early(message, destination, now, now.at_ms, waited, acknowledge, otherwise)
+        early.forgotten = reason
+        self.thread.give(early)
         return True
 
     def put_back(

@@ -23,14 +23,14 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.modules.early import PutBack, pause_ms
-from celery_rabbitdelay.modules.forwarding import without_headers
+from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable, without_headers
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_PRIORITY, kept_properties
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.registry.decision import registry_headers
+from celery_rabbitdelay.registry.decision import ONCE, REDELIVERED, registry_headers
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import as_received, lower_prefetch, raise_prefetch
 from celery_rabbitdelay.worker.loop_actions import Action
@@ -50,11 +50,13 @@ class Waited(NamedTuple):
         due_ms: Its header ``rabbitdelay-due``.
         times: How often it was put back into the levels already.
         straight: Whether it came straight from the levels, and not through distribution.
+        until_ms: Until when it was put back last, if that is not its due time; otherwise 0.
     """
 
     due_ms: object
     times: int
     straight: bool
+    until_ms: int = 0
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Early:
         waited: Its delay in the levels; None if it has an ``eta`` and was never in the levels.
         acknowledge: Acknowledges it.
         hold: Called if the levels do not take it: passes the task to Celery, which holds it.
+        forgotten: Why it is for ``undeliverable``; empty if it waits.
         later_version: Why only a later version of this package can read it; empty if this one can.
         again_at: When to try again, on the clock of :func:`time.monotonic`; None before the first
             failure.
@@ -85,6 +88,7 @@ class Early:
     acknowledge: Action
     hold: Action
     later_version: str = ""
+    forgotten: str = ""
     again_at: float | None = None
     unpublishable: str = ""
     has_place: bool = False
@@ -156,6 +160,11 @@ class PutBackThread(BatchThread[Early]):
             reason = f"{early.later_version}; {early.unpublishable}"
             bare = without_headers(self._undeliverable, as_received(early.message), reason)
             return None, Publication.of(bare.message, lambda: bare.address, early)
+        if early.forgotten:
+            origin, received = early.destination, as_received(early.message)
+            outgoing = Outgoing(origin.exchange, origin.routing_key, received)
+            bare = to_undeliverable(self._undeliverable, outgoing, early.forgotten)
+            return None, Publication.of(bare.message, lambda: bare.address, early)
         if early.later_version:
             queue = early.destination.queue
             assert queue is not None
@@ -198,7 +207,8 @@ class PutBackThread(BatchThread[Early]):
         if early.later_version:
             self._try_later_version_again(early, error)
             return
-        if not isinstance(error, TEMPORARY_ERRORS) or early.due.remaining_ms() <= 0:
+        is_over = early.due.remaining_ms() <= 0 and not early.forgotten
+        if not isinstance(error, TEMPORARY_ERRORS) or is_over:
             self._give_up(early, error)
             return
         if early.again_at is None:
@@ -269,12 +279,16 @@ class PutBackThread(BatchThread[Early]):
         properties = kept_properties(message.properties)
         destination = early.destination
         own = PutBack() if early.waited is None else PutBack(early.waited.times)
+        if due.at_ms < early.due.at_ms:
+            own = own._replace(until_ms=due.at_ms)
         if self._needs_distribution(early, properties["priority"] or 0):
             # Distribution publishes by exchange and key: to this queue, and to no other.
             assert destination.queue is not None
             own = own._replace(exchange=destination.exchange, routing_key=destination.routing_key)
             destination = Destination(None, "", destination.queue.name)
         producer.further_headers = registry_headers(message.headers)
+        if ONCE in message.headers and message.delivery_info.get("redelivered"):
+            producer.further_headers[REDELIVERED] = True
         delayed = producer.delayed_message(
             message.body,
             destination,

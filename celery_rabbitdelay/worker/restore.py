@@ -14,7 +14,7 @@ from celery_rabbitdelay.app.instruments import EARLY, TAKEN_OVER
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.modules.version import later_version
-from celery_rabbitdelay.registry.decision import registry_headers
+from celery_rabbitdelay.registry.decision import REDELIVERED, registry_headers
 from celery_rabbitdelay.worker.arrivals import Arrivals, record_lateness
 from celery_rabbitdelay.worker.celery_internals import id_of, name_of_queue
 from celery_rabbitdelay.worker.decisions import Decisions
@@ -109,13 +109,16 @@ class RestoringStrategies(dict[str, Strategy]):
             self.arrivals.note(waited.due_ms)
         if self.early_tasks is None or (waited is None and not takes_eta):
             return False
-        if self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta):
+        ask = None
+        if self.decisions is not None and waited is not None and id_of(message):
+            ask = partial(self.decisions.ask, message, body, ack, go_on, waited, task_name)
+        if self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta, ask):
             if metrics is not None:
                 what = TAKEN_OVER if waited is None else EARLY
                 metrics.record(what, 1, task_name, self._queue_of(message))
             return True
-        if self.decisions is not None and waited is not None and id_of(message):
-            self.decisions.ask(message, body, ack, go_on, waited, task_name)
+        if ask is not None:
+            ask()
             return True
         if waited is not None:
             if metrics is not None:
@@ -154,7 +157,7 @@ def restore(message: Message, origin: Origin = as_it_says) -> Waited | None:
     Returns:
         What the levels knew of the message; None if it was not delayed.
     """
-    headers = message.headers
+    headers: dict[str, Any] = message.headers
     if not headers or header_names.DUE not in headers:
         return None
     kept = {header_names.DUE: headers[header_names.DUE], **registry_headers(headers)}
@@ -179,4 +182,6 @@ def restore(message: Message, origin: Origin = as_it_says) -> Waited | None:
             shown[SENTRY_ENQUEUED] = kept[header_names.DUE] / 1000
     headers.clear()
     headers.update(restored)
-    return Waited(kept[header_names.DUE], put_back.times, straight)
+    if headers.get(REDELIVERED) is True:
+        message.delivery_info["redelivered"] = True
+    return Waited(kept[header_names.DUE], put_back.times, straight, put_back.until_ms)

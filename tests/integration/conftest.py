@@ -23,7 +23,7 @@ from tests.integration.notes import Notes
 from tests.integration.publishing import posting
 from tests.integration.registering import (
     KINDS,
-    LONGEST_MS,
+    KEEP_MS,
     MARGIN_MS,
     RedisSetup,
     assert_all_expire,
@@ -235,7 +235,7 @@ def redis_setup(request: pytest.FixtureRequest) -> Iterator[RedisSetup]:
 def registry(redis_setup: RedisSetup, prefix: str) -> Iterator[Registry]:
     """A registry of this test's own; at the end, all that it has written must expire."""
     store = redis_setup.connect()
-    yield Registry(store, prefix, MARGIN_MS, LONGEST_MS)
+    yield Registry(store, prefix, KEEP_MS, MARGIN_MS)
     assert_all_expire(redis_setup, prefix)
     store.close()
 

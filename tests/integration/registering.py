@@ -11,14 +11,14 @@ from redis import Redis
 from redis import RedisCluster as ClusterClient
 
 from celery_rabbitdelay.registry.connection import Store, connect
-from celery_rabbitdelay.registry.decision import Arrival, Verdict
+from celery_rabbitdelay.registry.decision import Arrival, Verdict, new_copy
 from celery_rabbitdelay.registry.registry import Registration, Registry
 from celery_rabbitdelay.testing import RedisServer
 from tests.redis_servers import RedisCluster, SentinelSetup
 
-#: Milliseconds that a record outlives its task's due time, and the longest delay.
+#: Milliseconds that a decision outlives its task, and that the name of a job does.
+KEEP_MS: Final = 86_400_000
 MARGIN_MS: Final = 3_600_000
-LONGEST_MS: Final = 86_400_000
 
 #: Seconds that Redis may take to answer: these tests measure no speed.
 TIMEOUT: Final = 20.0
@@ -80,7 +80,7 @@ def now_ms() -> int:
 
 def sent(task_id: str = "task", after_ms: int = MINUTE_MS, **more: Any) -> Registration:
     """Return a message that was sent, with a name of its own, and is due after so long."""
-    return Registration(task_id, Registry.new_copy(), now_ms() + after_ms, **more)
+    return Registration(task_id, new_copy(), now_ms() + after_ms, **more)
 
 
 def tracked(task_id: str = "task", after_ms: int = MINUTE_MS, **more: Any) -> Registration:
@@ -90,14 +90,23 @@ def tracked(task_id: str = "task", after_ms: int = MINUTE_MS, **more: Any) -> Re
 
 def arrival(message: Registration, **more: Any) -> Arrival:
     """Return the arrival of a message."""
-    return Arrival(message.task_id, message.due_ms, message.copy, message.job)._replace(**more)
+    return Arrival(
+        message.task_id,
+        message.due_ms,
+        message.attempt,
+        message.copy,
+        message.ticket,
+        message.key,
+        message.job,
+    )._replace(**more)
 
 
-def verdict(registry: Registry, arrived: Registration | Arrival, mark: str = "mark") -> Verdict:
+def verdict(registry: Registry, arrived: Registration | Arrival) -> Verdict:
     """Return what becomes of one arrival."""
     if isinstance(arrived, Registration):
         arrived = arrival(arrived)
-    (decision,) = registry.decide([arrived], [mark])
+    (decision,) = registry.decide([arrived])
+    assert decision.verdict is not Verdict.UNREADABLE, decision.why
     return decision.verdict
 
 

@@ -17,7 +17,7 @@ from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.registering import (
-    LONGEST_MS,
+    KEEP_MS,
     MARGIN_MS,
     MINUTE_MS,
     TIMEOUT,
@@ -65,7 +65,7 @@ def registry_in(
     """A registry whose connections are closed at the end."""
     options = {"master_name": master_name} if url.startswith("sentinel") else {}
     store = connect(url, timeout, options)
-    yield Registry(store, "test", MARGIN_MS, LONGEST_MS)
+    yield Registry(store, "test", KEEP_MS, MARGIN_MS)
     store.close()
 
 
@@ -235,5 +235,5 @@ def test_a_fail_over_behind_sentinels_keeps_what_the_replica_has() -> None:
         assert registry.waiting_under("order") == ["waits"]
         assert registry.cancel(["waits"]) == [Outcome.DONE]
         # A process that connects only now, and runs several scripts at once.
-        late = Registry(other, "test", MARGIN_MS, LONGEST_MS)
+        late = Registry(other, "test", KEEP_MS, MARGIN_MS)
         assert late.register([sent("new", key="order")]) == ["waiting"]

@@ -1,33 +1,26 @@
 -- Cancel tasks.
 --
 -- KEYS  the record of each task
--- ARGV  the margin in milliseconds; for how many milliseconds the record of a task lives whose due
---       time is unknown
+-- ARGV  for how many milliseconds a decision outlives what it is about; for how many milliseconds that
+--       is if nothing is known of the task
 -- Returns for each task what was found: "done", "released", "cancelled" or "unknown".
 
-local margin, long, now_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), clock()
+local keep_ms, unknown_ms, now_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), clock()
 local outcomes = {}
 for number, record in ipairs(KEYS) do
-  local state, copy, due, later = unpack(redis.call('HMGET', record, 'state', 'copy', 'due', 'later'))
-  local outcome = outcome_of(state)
-  -- A task whose message was dropped with its job may have been sent again.
-  if not state or state == 'expired' then
-    outcome = outcome or 'unknown'
-    if copy and not state then
-      outcome = 'done'
-      if redis.call('HEXISTS', record, 'void:' .. copy) == 1 then
-        outcome = 'cancelled'
-      end
-    end
-    redis.call('HSET', record, 'state', 'cancelled')
-    forget(record)
-    if due then
-      -- A task that is due already may be waiting for its job, or for a worker.
-      keep(record, math.max(tonumber(later) or tonumber(due), now_ms) + margin)
-    else
-      keep(record, now_ms + long)
+  local cancelled, not_before, ran, waits, due =
+    unpack(redis.call('HMGET', record, 'cancelled', 'not_before', 'ran', 'waits', 'due'))
+  local life = latest(ran, waits)
+  if is_cancelled(cancelled, life) then
+    outcomes[number] = 'cancelled'
+  else
+    outcomes[number] = waits and 'done' or ran and 'released' or 'unknown'
+    redis.call('HSET', record, 'cancelled', life)
+    local last = math.max(tonumber(due or '0'), tonumber(not_before or '0'), now_ms)
+    keep(record, last + ((waits or ran) and keep_ms or unknown_ms), now_ms)
+    if waits then
+      settle(record)
     end
   end
-  outcomes[number] = outcome
 end
 return outcomes

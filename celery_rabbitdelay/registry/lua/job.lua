@@ -1,33 +1,60 @@
--- Open, join, commit, abort or look at a job: a hash with its state ("open", "committed" or
--- "aborted") and with the instant at which it turns from open to aborted ("expires").
+-- Open, join, commit, abort or look at a job. Its record is a hash:
+--
+--   id             tells it from other jobs of the same name
+--   state          "open", "committed" or "aborted"
+--   expires        when it turns from open to aborted
+--   expired        set if it was not committed in time
+--   free           until when no other job can have its name
+--   was:ID         the state of a former job of that name
 --
 -- KEYS  the job
--- ARGV  what to do: "open", "join", "commit", "abort" or "look"; for how many milliseconds it stays
---       open ("open"); until when it lives ("open", "join")
--- Returns {state, milliseconds that it still lives}, with "expired" as a third word if it was not
--- committed in time, and "now" as a fourth one if nobody had found that out before; an empty state
--- if there is no such job, and for "open" the state that it had before.
+-- ARGV  what to do: "open", "join", "commit", "abort" or "look"; for how many milliseconds the record
+--       outlives what it is about; the job's id ("open"; "look", where it may be empty); for how many
+--       milliseconds it stays open ("open"), or when its task is due ("join"); for how many
+--       milliseconds its name is not free after that
+-- Returns {state, id, milliseconds that it still lives}, and "expired" if it was not committed in time,
+-- and "now" if nobody had found that out before; an empty state if there is no such job; for "open"
+-- "opened" if it is open now, otherwise the state of the job that has the name.
 
-local job, verb, now_ms = KEYS[1], ARGV[1], clock()
-local state, expires, expired = unpack(redis.call('HMGET', job, 'state', 'expires', 'expired'))
+local job, verb, keep_ms, given, instant, margin_ms =
+  KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+local now_ms = clock()
+local state, id, expires, expired, free =
+  unpack(redis.call('HMGET', job, 'state', 'id', 'expires', 'expired', 'free'))
+
+local function number(value)
+  return string.format('%.0f', value)
+end
+
 local is_new = state == 'open' and now_ms >= tonumber(expires)
 if is_new then
   state, expired = 'aborted', '1'
   redis.call('HSET', job, 'state', state, 'expired', expired)
 end
-if verb == 'open' and not state then
-  redis.call('HSET', job, 'state', 'open', 'expires', string.format('%.0f', now_ms + ARGV[2]))
-  keep(job, tonumber(ARGV[3]))
+if verb == 'open' then
+  if state and (state ~= 'open' or id ~= given) then
+    if state == 'open' or now_ms < tonumber(free) then
+      return {state, id, redis.call('PTTL', job)}
+    end
+    redis.call('HSET', job, 'was:' .. id, state)
+    redis.call('HDEL', job, 'expired')
+  end
+  if id ~= given then
+    redis.call('HSET', job, 'state', 'open', 'id', given, 'expires', number(now_ms + instant),
+      'free', number(now_ms + instant + margin_ms))
+  end
+  keep(job, now_ms + instant + margin_ms + keep_ms, now_ms)
+  return {'opened', given, redis.call('PTTL', job)}
 elseif verb == 'join' and state then
-  keep(job, tonumber(ARGV[3]))
-elseif state == 'open' and verb == 'commit' then
-  state = 'committed'
+  redis.call('HSET', job, 'free', number(math.max(tonumber(free), instant + margin_ms)))
+  keep(job, instant + margin_ms + keep_ms, now_ms)
+elseif state == 'open' and (verb == 'commit' or verb == 'abort') then
+  state = verb == 'commit' and 'committed' or 'aborted'
   redis.call('HSET', job, 'state', state)
-elseif state == 'open' and verb == 'abort' then
-  state = 'aborted'
-  redis.call('HSET', job, 'state', state)
+elseif verb == 'look' and given ~= '' and given ~= id then
+  state, expired, is_new = redis.call('HGET', job, 'was:' .. given), nil, false
 end
-local answer = {state or '', redis.call('PTTL', job)}
+local answer = {state or '', id or '', redis.call('PTTL', job)}
 if expired then
   table.insert(answer, 'expired')
 end

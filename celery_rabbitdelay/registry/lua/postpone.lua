@@ -1,30 +1,41 @@
--- Postpone a task.
+-- Postpone a task, to later or to earlier.
 --
 -- KEYS  the task's record
--- ARGV  the new due time, until when the record lives
--- Returns {"done", key}, where the key is empty if the task has none; {"released"}, {"cancelled"} or
--- {"unknown"} (done, but nothing is known about the task); or if it is to run earlier, what it takes
--- to send the task anew: {"earlier", copy, message}, where the message is empty if the task is not
--- tracked.
+-- ARGV  the new due time; for how many milliseconds a record outlives its task; the order of the newest
+--       task under the key of this one, and that key; both empty if it is not known whether it has one
+-- Returns {outcome}; or {"key", key} if that has to be known; or if it is to run earlier than its first
+-- message is due, {"earlier", name, message}, where the message is empty, and nothing was changed, if the
+-- task is not tracked.
 
-local record, due, lives = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
-local state, copy, known, name, job, message, key =
-  unpack(redis.call('HMGET', record, 'state', 'copy', 'due', 'name', 'job', 'message', 'key'))
-if state then
-  return {outcome_of(state)}
-end
-if copy and redis.call('HEXISTS', record, 'void:' .. copy) == 1 then
+local record, due, keep_ms, newest, of_key = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local cancelled, ran, waits, known, name, job, message, key, order = unpack(redis.call('HMGET', record,
+  'cancelled', 'ran', 'waits', 'due', 'name', 'job', 'message', 'key', 'order'))
+if is_cancelled(cancelled, latest(ran, waits)) then
   return {'cancelled'}
 end
-if known and due < tonumber(known) then
-  return {'earlier', copy, message or ''}
+if key and key ~= of_key then
+  return {'key', key}
 end
-redis.call('HSET', record, 'later', ARGV[1])
+if key and newest ~= '' and tonumber(order) < tonumber(newest) then
+  return {'cancelled'}
+end
+if ran and not waits then
+  return {'released'}
+end
+local is_earlier = known and tonumber(due) < tonumber(known)
+if is_earlier and not message then
+  return {'earlier', '', ''}
+end
+redis.call('HSET', record, 'not_before', due)
+local now_ms, last = clock(), tonumber(due) + keep_ms
+keep(record, last, now_ms)
+if is_earlier then
+  return {'earlier', name, message}
+end
 if name then
-  index(record, name, job, due, lives)
+  for _, each in ipairs(indexes(record, name, job)) do
+    redis.call('ZADD', each, due, id_of(record))
+    keep(each, last, now_ms)
+  end
 end
-keep(record, lives)
-if not copy then
-  return {'unknown'}
-end
-return {'done', key or ''}
+return {waits and 'done' or 'unknown'}

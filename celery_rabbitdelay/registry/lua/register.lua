@@ -1,44 +1,75 @@
--- Note a message that was sent, once the broker has confirmed it.
+-- Note messages that were sent, once RabbitMQ has confirmed them.
 --
--- KEYS  the task's record
--- ARGV  copy, due, until when the record lives, key, name, job, message; name is empty if the task
---       is not tracked
--- Returns the state of the task: "waiting", "released" (it has arrived already), "cancelled", or
--- "superseded" (a newer one has the key already).
+-- KEYS  the record of each task
+-- ARGV  for how many milliseconds a record outlives its task; then for each message: copy, life,
+--       attempt, due, key, order, name, job, message; name is empty if the task is not tracked
+-- Returns for each message the state of its task: "waiting", "arrived" (this message was let run
+-- already), "released" (another message of the attempt was) or "cancelled".
 
-local record = KEYS[1]
-local copy, due, lives, key, name, job, message = unpack(ARGV)
-local state, arrived, is_void, known, later =
-  unpack(redis.call('HMGET', record, 'state', 'arrived:' .. copy, 'void:' .. copy, 'copy', 'later'))
-if arrived then
-  if state == 'expired' and known ~= copy then
-    -- An earlier message was dropped with its job, and this one has run already.
-    redis.call('HSET', record, 'state', 'released', 'copy', copy)
+local keep_ms, now_ms = tonumber(ARGV[1]), clock()
+local states, listed = {}, {}
+
+local function list(record, name, job, score)
+  local id = id_of(record)
+  for _, key in ipairs(indexes(record, name, job)) do
+    local entries = listed[key] or {}
+    listed[key] = entries
+    table.insert(entries, score)
+    table.insert(entries, id)
   end
-  return 'released'
 end
-if state == 'cancelled' then
-  return 'cancelled'
+
+local function register(record, copy, life, attempt, due, key, order, name, job, message)
+  local full = attempt_in(life, copy, attempt)
+  local cancelled, not_before, winner, waits, first_due, listed_name =
+    unpack(redis.call('HMGET', record, 'cancelled', 'not_before', 'won:' .. full, 'waits', 'due', 'name'))
+  keep(record, tonumber(due) + keep_ms, now_ms)
+  if is_cancelled(cancelled, life) then
+    return 'cancelled'
+  end
+  if winner then
+    return winner == copy and 'arrived' or 'released'
+  end
+  if waits and life_in(full) < life_in(waits) then
+    return 'waiting'
+  end
+  if waits == full and tonumber(first_due) < tonumber(due) then
+    due = first_due
+  end
+  if listed_name then
+    unlist(record)
+  end
+  local fields = {'waits', full, 'due', due}
+  if key ~= '' then
+    fields[5], fields[6], fields[7], fields[8] = 'key', key, 'order', order
+  elseif waits then
+    redis.call('HDEL', record, 'key', 'order')
+  end
+  if name ~= '' then
+    local at = #fields
+    fields[at + 1], fields[at + 2], fields[at + 3], fields[at + 4] = 'name', name, 'message', message
+    if job ~= '' then
+      fields[at + 5], fields[at + 6] = 'job', job
+    end
+    list(record, name, job, math.max(tonumber(due), tonumber(not_before or '0')))
+  end
+  redis.call('HSET', record, unpack(fields))
+  return 'waiting'
 end
-if is_void then
-  return 'superseded'
+
+for number, record in ipairs(KEYS) do
+  local at = 2 + (number - 1) * 9
+  states[number] = register(record, unpack(ARGV, at, at + 8))
 end
-if state or known then
-  -- A retry of a task that has run, for example: it was an earlier message that was postponed.
-  redis.call('HDEL', record, 'state', 'later')
-  later = false
+for key, entries in pairs(listed) do
+  local last = 0
+  for at = 1, #entries, 2 do
+    last = math.max(last, entries[at])
+    entries[at] = string.format('%.0f', entries[at])
+  end
+  -- Tasks that never arrived, because their queue was purged for example, leave in the end.
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', string.format('(%.0f', now_ms - keep_ms))
+  redis.call('ZADD', key, unpack(entries))
+  keep(key, last + keep_ms, now_ms)
 end
-redis.call('HSET', record, 'copy', copy, 'due', due)
-if key ~= '' then
-  redis.call('HSET', record, 'key', key)
-else
-  redis.call('HDEL', record, 'key')
-end
-if name ~= '' then
-  local last = math.max(tonumber(due), tonumber(later or due))
-  forget(record)
-  redis.call('HSET', record, 'name', name, 'job', job, 'message', message)
-  index(record, name, job, last, tonumber(lives) + last - tonumber(due))
-end
-keep(record, tonumber(lives))
-return 'waiting'
+return states

@@ -1,0 +1,77 @@
+-- Decide what becomes of tasks that have arrived: the rule of the registry.
+--
+-- KEYS  the record of each task
+-- ARGV  for how many milliseconds a decision outlives what it is about; whether to note it ("1"); then
+--       for each task: copy, life, attempt, due, the queue if only one message of the attempt may run
+--       there, the mark that this one leaves, whether RabbitMQ has delivered it before ("1"), whether
+--       it has an option of the registry ("1"), and what its key and its job say: "run", "later",
+--       "expired", "superseded" or "replaced"
+-- Returns for each task the verdict, or the instant until which it was postponed.
+
+local keep_ms, notes, now_ms = tonumber(ARGV[1]), ARGV[2] == '1', clock()
+
+local function arrive(record, copy, life, attempt, due, queue, mark, redelivered, has_options, word)
+  local full = attempt_in(life, copy, attempt)
+  local won, once = 'won:' .. full, 'once:' .. attempt .. '@' .. queue
+  local cancelled, not_before, winner, first, waits, first_due, ran =
+    unpack(redis.call('HMGET', record, 'cancelled', 'not_before', won, once, 'waits', 'due', 'ran'))
+  if is_cancelled(cancelled, life) then
+    return 'cancelled'
+  end
+  if copy ~= '' and winner and winner ~= copy then
+    return 'replaced'
+  end
+  if queue ~= '' and first then
+    return (first == mark or redelivered) and 'run' or 'duplicate'
+  end
+  if copy == '' or not winner then
+    if word == 'superseded' or word == 'replaced' or word == 'expired' then
+      if notes and waits == full then
+        settle(record)
+      end
+      return word
+    end
+    local is_known = waits == full and tonumber(first_due) <= due
+    if has_options and not is_known and due + keep_ms < now_ms then
+      return 'forgotten'
+    end
+    if word == 'later' then
+      if notes and waits then
+        keep(record, now_ms + keep_ms, now_ms)
+      end
+      return word
+    end
+    if not_before and tonumber(not_before) > due then
+      if notes and waits == full then
+        -- It waits in the levels until then, so that "earlier" means earlier than that.
+        redis.call('HSET', record, 'due', not_before)
+      end
+      return not_before
+    end
+  end
+  if notes and (copy ~= '' or queue ~= '') then
+    if copy ~= '' and not winner then
+      redis.call('HSET', record, won, copy, 'ran', math.max(tonumber(ran or '0'), tonumber(life), 0))
+      if waits == full then
+        settle(record)
+      end
+    end
+    if queue ~= '' then
+      redis.call('HSET', record, once, mark)
+    end
+    keep(record, math.max(due, now_ms) + keep_ms, now_ms)
+  end
+  return 'run'
+end
+
+local verdicts = {}
+for number, record in ipairs(KEYS) do
+  local at = 3 + (number - 1) * 9
+  local readable, verdict = pcall(
+    arrive, record, ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3]), ARGV[at + 4],
+    ARGV[at + 5], ARGV[at + 6] == '1', ARGV[at + 7] == '1', ARGV[at + 8])
+  -- What Redis refuses is a table, and what Lua refuses is a text.
+  verdicts[number] = readable and verdict
+    or '!' .. tostring(type(verdict) == 'table' and verdict.err or verdict)
+end
+return verdicts

@@ -1,0 +1,78 @@
+-- Functions that all scripts share. The record of a task is a hash:
+--
+--   cancelled      the life (see below) up to which the task is cancelled
+--   not_before     until when it was postponed
+--   won:ATTEMPT    the name of the message that was let run
+--   once:ATTEMPT   with "@" and a queue: the mark of the message that was let run there; see "once"
+--   ran            the latest life that a message was let run of
+--
+-- and of the attempt that waits, if it is registered:
+--
+--   waits          which one
+--   due            when the first of its messages is due
+--   key, order     its key, and its order among the tasks of that key
+--   name, job      of a tracked task: what it is indexed by
+--   message        of a tracked task: what it takes to send it anew
+--
+-- All instants are milliseconds since 1970. An attempt is "LIFE.RETRIES.REPLACEMENTS". A task that
+-- is sent anew under its id, after it has run, begins a new life: 1, 2, and so on. A message whose
+-- sender could not ask for its life has one of its own: -1, or "?" and its name.
+
+local function clock()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+-- Let a key live until then at least.
+local function keep(key, until_ms, now_ms)
+  local left = redis.call('PTTL', key)
+  if left < until_ms - now_ms then
+    redis.call('PEXPIREAT', key, string.format('%.0f', math.max(until_ms, now_ms + 1000)))
+  end
+end
+
+local function indexes(record, name, job)
+  local index = string.match(record, '^(.-}):') .. ':due'
+  if job and job ~= '' then
+    return {index, index .. ':task:' .. name, index .. ':job:' .. job}
+  end
+  return {index, index .. ':task:' .. name}
+end
+
+local function id_of(record)
+  return string.sub(record, string.len(string.match(record, '^.-}:task:')) + 1)
+end
+
+-- Take a task from the lists of those that wait.
+local function unlist(record)
+  local name, job = unpack(redis.call('HMGET', record, 'name', 'job'))
+  if name then
+    for _, key in ipairs(indexes(record, name, job)) do
+      redis.call('ZREM', key, id_of(record))
+    end
+  end
+  redis.call('HDEL', record, 'name', 'job', 'message')
+end
+
+-- Forget all that was noted about the attempt that waits.
+local function settle(record)
+  unlist(record)
+  redis.call('HDEL', record, 'waits', 'due', 'key', 'order')
+end
+
+local function attempt_in(life, copy, attempt)
+  return (life == '-1' and '?' .. copy or life) .. '.' .. attempt
+end
+
+local function life_in(attempt)
+  return tonumber(string.match(attempt, '^(%d+)%.') or '-1')
+end
+
+-- The latest life of which anything is known.
+local function latest(ran, waits)
+  return math.max(tonumber(ran or '0'), waits and life_in(waits) or 0)
+end
+
+local function is_cancelled(cancelled, life)
+  return cancelled and tonumber(life) <= tonumber(cancelled)
+end

@@ -1,0 +1,174 @@
+"""The registry's rule in Python: what is noted about a task, and what becomes of its messages.
+
+``arrive.lua`` and its neighbours do the same in Redis; ``tests/integration/test_registry_rule.py``
+compares the two. ``tests/unit/test_registry_rule.py`` explores what can happen to the messages.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Message(NamedTuple):
+    """A message of a task that waits or has arrived.
+
+    Attributes:
+        copy: Its name; empty if the task is neither tracked nor has a key.
+        life: How often the task had been sent anew when this message was sent; -1 for not known.
+        attempt: Which retry or replacement.
+        due: When it is due.
+        order: Its order under the key; 0 without a key.
+        once: Whether one message of the attempt runs, and that one once.
+        mark: The mark that it leaves with ``once``.
+        redelivered: Whether RabbitMQ has delivered it before.
+        in_job: Whether it belongs to the job.
+        is_old: Whether it is due for so long that decisions about it may be forgotten.
+    """
+
+    copy: str
+    life: int = 0
+    attempt: str = "0.0"
+    due: int = 0
+    order: int = 0
+    once: bool = False
+    mark: str = ""
+    redelivered: bool = False
+    in_job: bool = False
+    is_old: bool = False
+
+    @property
+    def full(self) -> tuple[str, str]:
+        """The attempt, with the life that it belongs to."""
+        return (f"?{self.copy}" if self.life < 0 else str(self.life)), self.attempt
+
+
+class Record(NamedTuple):
+    """What is noted about a task.
+
+    Attributes:
+        cancelled: The life up to which it is cancelled; None if it is not.
+        not_before: Until when it was postponed; None if it was not.
+        won: For each attempt the name of the message that was let run.
+        marks: With ``once``, for each attempt the mark of the message that was let run.
+        ran: The latest life that a message was let run of; None if none was.
+        waits: The attempt that is registered and waits; None if none does.
+        due: When the first of its messages is due.
+        order: Its order under its key.
+    """
+
+    cancelled: int | None = None
+    not_before: int | None = None
+    won: frozenset[tuple[tuple[str, str], str]] = frozenset()
+    marks: frozenset[tuple[str, str]] = frozenset()
+    ran: int | None = None
+    waits: tuple[str, str] | None = None
+    due: int = 0
+    order: int = 0
+
+    @property
+    def life(self) -> int:
+        """The latest life of which anything is known."""
+        waiting = int(self.waits[0]) if self.waits and self.waits[0].isdigit() else 0
+        return max(self.ran or 0, waiting)
+
+    def is_cancelled(self, life: int) -> bool:
+        """Return whether messages of a life do not run."""
+        return self.cancelled is not None and life <= self.cancelled
+
+    def settled(self) -> Record:
+        """Return it without the attempt that waits."""
+        return self._replace(waits=None, due=0, order=0)
+
+
+EMPTY = Record()
+
+
+def arrive(record: Record, message: Message, word: str) -> tuple[Record, str]:
+    """Return what is noted when a message arrives, and what becomes of it.
+
+    Args:
+        record: What was noted.
+        message: The message.
+        word: What its key and its job say: ``run``, ``later``, ``expired``, ``superseded`` or
+            ``replaced``.
+    """
+    full = message.full
+    winner = dict(record.won).get(full) if message.copy else None
+    first = dict(record.marks).get(message.attempt) if message.once else None
+    if record.is_cancelled(message.life):
+        return record, "cancelled"
+    if winner not in (None, message.copy):
+        return record, "replaced"
+    if first is not None:
+        runs = first == message.mark or message.redelivered
+        return record, "run" if runs else "duplicate"
+    waits = record.waits == full
+    if winner is None:
+        if word in ("superseded", "replaced", "expired"):
+            return (record.settled() if waits else record), word
+        has_options = message.copy or message.once or message.in_job
+        if message.is_old and has_options and not (waits and record.due <= message.due):
+            return record, "forgotten"
+        if word == "later":
+            return record, word
+        if record.not_before is not None and record.not_before > message.due:
+            changed = record._replace(due=record.not_before) if waits else record
+            return changed, str(record.not_before)
+    if message.copy and winner is None:
+        won = record.won | {(full, message.copy)}
+        record = record._replace(won=won, ran=max(record.ran or 0, message.life, 0))
+        record = record.settled() if waits else record
+    if message.once:
+        record = record._replace(marks=record.marks | {(message.attempt, message.mark)})
+    return record, "run"
+
+
+def register(record: Record, message: Message) -> tuple[Record, str]:
+    """Return what is noted when a message was sent, and what that finds."""
+    winner = dict(record.won).get(message.full)
+    if record.is_cancelled(message.life):
+        return record, "cancelled"
+    if winner is not None:
+        return record, "arrived" if winner == message.copy else "released"
+    waits, due = record.waits, message.due
+    if waits is not None and _number(message.full) < _number(waits):
+        return record, "waiting"
+    if waits == message.full:
+        due = min(due, record.due)
+    return record._replace(waits=message.full, due=due, order=message.order), "waiting"
+
+
+def cancel(record: Record) -> tuple[Record, str]:
+    """Return what is noted when a task is cancelled, and what that finds."""
+    life = record.life
+    if record.is_cancelled(life):
+        return record, "cancelled"
+    found = "done" if record.waits else "unknown" if record.ran is None else "released"
+    return record._replace(cancelled=life).settled(), found
+
+
+def postpone(record: Record, due: int, newest: int) -> tuple[Record, str]:
+    """Return what is noted when a task is postponed, and what that finds.
+
+    Args:
+        record: What was noted.
+        due: The new due time; with ``earlier``, a second message has to be sent.
+        newest: The order of the newest task under the key of this one.
+    """
+    if record.is_cancelled(record.life) or (record.order and record.order < newest):
+        return record, "cancelled"
+    if record.waits is None and record.ran is not None:
+        return record, "released"
+    changed = record._replace(not_before=due)
+    if record.waits is None:
+        return changed, "unknown"
+    return changed, "earlier" if due < record.due else "done"
+
+
+def next_life(record: Record) -> int:
+    """Return the life of what is sent under a task's id."""
+    return 0 if record.ran is None else record.ran + 1
+
+
+def _number(full: tuple[str, str]) -> int:
+    return int(full[0]) if full[0].isdigit() else -1

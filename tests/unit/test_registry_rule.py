@@ -1,0 +1,290 @@
+"""All that can happen to the messages of a task, one after the other, against the registry's rule.
+
+A world is what is noted about one task, its messages in RabbitMQ and at workers, a newer task under
+its key, and its job. From each world, every step that is possible is taken, up to a depth. In each
+world: nothing is lost, nothing runs twice but by redelivery, and nothing runs after a decision.
+``RABBITDELAY_DEPTH`` says how deep.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.registry_model import (
+    EMPTY,
+    Message,
+    Record,
+    arrive,
+    cancel,
+    next_life,
+    postpone,
+    register,
+)
+
+DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "6"))
+
+#: How many messages a task has at most.
+MESSAGES = 4
+
+#: When a message was due that arrives after Redis has forgotten.
+LONG_AGO = -100
+
+#: The orders of the task, and of the newer one under its key.
+OWN, NEWER = 1, 9
+
+
+class World(NamedTuple):
+    """What there is.
+
+    Attributes:
+        record: What is noted about the task.
+        waiting: Its messages in RabbitMQ.
+        running: Those that a worker runs.
+        newest: The order of the newest message under the key.
+        holder: The attempt that this message is of; empty if it is of another task.
+        job: ``open``, ``committed`` or ``aborted``.
+        runs: What has run: the attempt, the message's name, and whether by redelivery.
+        excused: The attempts that need not run.
+        stopped: The life up to which no message may run any more; None for none.
+        sent: How many messages were sent.
+    """
+
+    record: Record
+    waiting: tuple[Message, ...]
+    running: tuple[Message, ...] = ()
+    newest: int = 0
+    holder: tuple[str, ...] = ()
+    job: str = "open"
+    runs: tuple[tuple[tuple[str, str], str, bool], ...] = ()
+    excused: frozenset[tuple[str, str]] = frozenset()
+    stopped: int | None = None
+    sent: int = 1
+
+    def word(self, message: Message) -> str:
+        """Return what key and job say when a message arrives."""
+        if message.order and message.order < self.newest:
+            return "replaced" if self.holder else "superseded"
+        if not message.in_job:
+            return "run"
+        return {"open": "later", "committed": "run", "aborted": "expired"}[self.job]
+
+    def arrived(self, message: Message, *, answer: bool = True) -> World:
+        """Return the world after a message has arrived, and perhaps the answer was lost."""
+        word, before = self.word(message), self.record
+        record, verdict = arrive(before, message, word)
+        world = self.claimed(message)._replace(
+            record=record, waiting=without(self.waiting, message)
+        )
+        if not answer:
+            # The worker puts it back, to ask again with the same mark.
+            return world._replace(waiting=added(world.waiting, message))
+        if verdict == "run":
+            world.check_run(message, before)
+            done = (message.full, message.copy, message.redelivered)
+            runs = tuple(sorted({*self.runs, done}))
+            return world._replace(running=added(self.running, message), runs=runs)
+        if verdict == "later":
+            return world._replace(waiting=added(world.waiting, message))
+        if verdict.isdigit():
+            later = message._replace(due=int(verdict), is_old=False)
+            return world._replace(waiting=added(world.waiting, later))
+        if verdict in ("cancelled", "superseded", "expired", "forgotten"):
+            return world._replace(excused=self.excused | {message.full})
+        if verdict == word == "replaced" and self.holder != message.full:
+            # The newest message of the task under its key is of another life.
+            return world._replace(excused=self.excused | {message.full})
+        return world
+
+    def claimed(self, message: Message) -> World:
+        """Return the world in which the key knows of a message."""
+        if message.order <= self.newest:
+            return self
+        return self._replace(newest=message.order, holder=message.full)
+
+    def check_run(self, message: Message, before: Record) -> None:
+        """Raise if a message must not run."""
+        assert not (self.stopped is not None and message.life <= self.stopped), "after a cancel"
+        has_won = dict(before.won).get(message.full) == message.copy if message.copy else bool(
+            dict(before.marks).get(message.attempt)
+        )
+        if has_won:
+            return  # a decision came after it had been let run
+        assert not (message.order and message.order < self.newest), "after a newer one"
+        assert not (message.in_job and self.job != "committed"), "without a commit"
+        assert not message.is_old or before.waits, "although decisions are forgotten"
+        assert (before.not_before or LONG_AGO) <= message.due, "before it may"
+
+    def steps(self) -> Iterator[tuple[str, World]]:
+        """Yield every world that may come next."""
+        for each in set(self.waiting):
+            yield "arrive", self.arrived(each)
+            yield "lose the answer", self.arrived(each, answer=False)
+            if len(self.waiting) < MESSAGES and not each.redelivered:
+                again = each._replace(redelivered=True)
+                yield "put back, and redeliver", self._replace(waiting=added(self.waiting, again))
+        for each in set(self.running):
+            gone = self._replace(running=without(self.running, each))
+            yield "finish", gone
+            again = each._replace(redelivered=True)
+            yield "redeliver", gone._replace(waiting=added(self.waiting, again))
+            if self.sent < MESSAGES:
+                retries, nesting = map(int, each.attempt.split("."))
+                for attempt in (f"{retries + 1}.{nesting}", f"{retries}.{nesting + 1}"):
+                    further = self.message(each, life=each.life, attempt=attempt)
+                    yield "retry, not noted", gone.with_message(further)
+                    yield "retry", gone.with_message(further).noting(further)
+        yield "cancel", self.cancelled()
+        for due in (1, 9):
+            yield from self.postponed(due)
+        if self.first.order:
+            is_newer = self.newest < NEWER
+            yield "supersede", self._replace(newest=NEWER, holder=()) if is_newer else self
+        if self.job == "open" and self.first.in_job:
+            yield "commit", self._replace(job="committed")
+            yield "abort", self._replace(job="aborted")
+        if self.sent < MESSAGES:
+            life = 0 if self.first.once else next_life(self.record)
+            order = (self.newest // NEWER * NEWER + OWN + self.sent) * bool(self.first.order)
+            for each_life in (life,) if self.first.once else (life, -1):
+                new = self.message(self.first, life=each_life, attempt="0.0", order=order)
+                yield "send again, not noted", self.with_message(new)
+                yield "send again", self.with_message(new).noting(new)
+        if not self.running:
+            yield "expire", self.forgetful()
+
+    @property
+    def first(self) -> Message:
+        """A message like the first one."""
+        return KIND
+
+    def message(self, like: Message, **changed: Any) -> Message:
+        """Return a further message."""
+        name = f"m{self.sent}" if like.copy else ""
+        fresh = {"due": 5, "redelivered": False, "is_old": False, "mark": f"k{self.sent}"}
+        return like._replace(**{"copy": name, **fresh, **changed})
+
+    def with_message(self, message: Message) -> World:
+        """Return the world with one more message."""
+        return self._replace(waiting=added(self.waiting, message), sent=self.sent + 1)
+
+    def noting(self, message: Message) -> World:
+        """Return the world in which a message is registered, and its key claimed."""
+        if not message.copy:
+            return self
+        record, _ = register(self.record, message)
+        return self.claimed(message)._replace(record=record)
+
+    def cancelled(self) -> World:
+        record, found = cancel(self.record)
+        stopped = self.stopped
+        if found in ("done", "unknown"):
+            stopped = max(self.record.life, stopped or 0)
+        return self._replace(record=record, stopped=stopped)
+
+    def postponed(self, due: int) -> Iterator[tuple[str, World]]:
+        newest = self.newest
+        record, found = postpone(self.record, due, newest)
+        world = self._replace(record=record)
+        if found != "earlier":
+            yield "postpone", world
+            return
+        yield "postpone to earlier, and die", world
+        if self.sent < MESSAGES:
+            assert record.waits is not None
+            life, attempt = record.waits
+            changed = {"life": int(life) if life.isdigit() else -1, "attempt": attempt}
+            second = self.message(self.first, **changed, order=record.order, due=due)
+            yield "postpone to earlier, not noted", world.with_message(second)
+            yield "postpone to earlier", world.with_message(second).noting(second)
+
+    def forgetful(self) -> World:
+        """Return the world long after all is due: Redis has forgotten."""
+        return World(
+            EMPTY,
+            tuple(sorted(each._replace(is_old=True, due=LONG_AGO) for each in self.waiting)),
+            excused=frozenset(each.full for each in self.waiting),
+            sent=self.sent,
+            newest=0,
+            job=self.job,
+        )
+
+    def check(self) -> None:
+        """Raise if something has run twice, or will be lost."""
+        runs: dict[tuple[str, str], set[str]] = {}
+        for full, copy, _ in self.runs:
+            runs.setdefault(full, set()).add(copy)
+        assert all(len(copies) == 1 for copies in runs.values()), "two messages of an attempt"
+        end = self._replace(job="committed" if self.job == "open" else self.job)
+        for _ in range(3 * MESSAGES):
+            for each in end.waiting:
+                end = end.arrived(each)
+        assert not end.waiting, "waits for ever"
+        lost = {each.full for each in self.waiting} - {full for full, *_ in end.runs} - end.excused
+        assert not lost, f"lost: {lost}"
+
+
+KIND = Message("m0")
+
+
+def without(messages: tuple[Message, ...], message: Message) -> tuple[Message, ...]:
+    at = messages.index(message)
+    return messages[:at] + messages[at + 1 :]
+
+
+def added(messages: tuple[Message, ...], message: Message) -> tuple[Message, ...]:
+    return tuple(sorted((*messages, message)))
+
+
+def explore(start: World, depth: int) -> int:
+    """Take every step from every world, up to a depth; return how many worlds there are."""
+    seen = {start}
+    edge: list[tuple[World, tuple[str, ...]]] = [(start, ())]
+    for _ in range(depth):
+        following = []
+        for world, way in edge:
+            for step, other in _steps(world, way):
+                if other not in seen:
+                    seen.add(other)
+                    _checked(other, (*way, step))
+                    following.append((other, (*way, step)))
+        edge = following
+    return len(seen)
+
+
+def _steps(world: World, way: tuple[str, ...]) -> Iterator[tuple[str, World]]:
+    try:
+        yield from world.steps()
+    except AssertionError as broken:
+        raise AssertionError(f"{broken}; after {way}, in {world}") from broken
+
+
+def _checked(world: World, way: tuple[str, ...]) -> None:
+    try:
+        world.check()
+    except AssertionError as broken:
+        raise AssertionError(f"{broken}; after {way}, in {world}") from broken
+
+
+KINDS = {
+    "tracked": Message("m0", due=5),
+    "under a key": Message("m0", due=5, order=OWN),
+    "once": Message("", due=5, once=True, mark="k0"),
+    "tracked, once": Message("m0", due=5, once=True, mark="k0"),
+    "in a job, under a key": Message("m0", due=5, order=OWN, in_job=True),
+}
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["registered", "not registered"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.timeout(600)
+def test_whatever_happens_nothing_is_lost_or_runs_twice_or_after_a_decision(
+    kind: str, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.KIND", KINDS[kind])
+    start = World(EMPTY, (KINDS[kind],))
+    worlds = explore(start.noting(KINDS[kind]) if noted else start, DEPTH)
+    assert worlds > 1000
