@@ -52,6 +52,7 @@ class Record(NamedTuple):
         marks: With ``once``, for each attempt the mark of the message that was let run.
         ran: The latest life that a message was let run of; None if none was.
         waits: The attempt that is registered and waits; None if none does.
+        copy: The name of its message that was registered last.
         due: When the first of its messages is due.
         order: Its order under its key.
     """
@@ -62,6 +63,7 @@ class Record(NamedTuple):
     marks: frozenset[tuple[str, str]] = frozenset()
     ran: int | None = None
     waits: tuple[str, str] | None = None
+    copy: str = ""
     due: int = 0
     order: int = 0
 
@@ -77,7 +79,7 @@ class Record(NamedTuple):
 
     def settled(self) -> Record:
         """Return it without the attempt that waits."""
-        return self._replace(waits=None, due=0, order=0)
+        return self._replace(waits=None, copy="", due=0, order=0)
 
 
 EMPTY = Record()
@@ -105,7 +107,8 @@ def arrive(record: Record, message: Message, word: str) -> tuple[Record, str]:
     waits = record.waits == full
     if winner is None:
         if word in ("superseded", "replaced", "expired"):
-            return (record.settled() if waits else record), word
+            is_latest = waits and record.copy == message.copy
+            return (record.settled() if is_latest else record), word
         has_options = message.copy or message.once or message.in_job
         if message.is_old and has_options and not (waits and record.due <= message.due):
             return record, "forgotten"
@@ -135,7 +138,8 @@ def register(record: Record, message: Message) -> tuple[Record, str]:
         return record, "waiting"
     if waits == message.full:
         due = min(due, record.due)
-    return record._replace(waits=message.full, due=due, order=message.order), "waiting"
+    noted = {"copy": message.copy, "due": due, "order": message.order}
+    return record._replace(waits=message.full, **noted), "waiting"
 
 
 def cancel(record: Record) -> tuple[Record, str]:

@@ -41,8 +41,8 @@ __all__ = ["RabbitDelay"]
 
 logger = logging.getLogger(__name__)
 
-#: For how many seconds after its last task is due the name of a job is taken. A task that its queue
-#: does not take is tried again for ``rabbitdelay_redelivery`` before that.
+#: For how many seconds a task may be late, and is listed, besides ``rabbitdelay_redelivery``, for
+#: which it is tried again if its queue does not take it.
 REGISTRY_MARGIN: Final = 3600.0
 
 

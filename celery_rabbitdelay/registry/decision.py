@@ -153,7 +153,7 @@ class Arrival(NamedTuple):
         job_id: Its header :data:`JOB_ID`; empty for the latest job of that name.
         once: The queue that it arrives at, if only one message of the attempt may run there; empty
             if each may.
-        mark: The mark that the message leaves if it is that one.
+        mark: The mark that the message leaves if it is that one; empty if it has none yet.
         redelivered: Whether RabbitMQ has delivered this message before.
     """
 
@@ -189,7 +189,7 @@ class Arrival(NamedTuple):
             _text(headers.get(JOB)),
             _text(headers.get(JOB_ID)),
             (queue or "-") if is_once else "",
-            (_text(once) or new_copy()) if is_once else "",
+            _text(once) if is_once else "",
             redelivered,
         )
 

@@ -38,7 +38,7 @@ class Filter(NamedTuple):
         """Return the lowest and the highest score, as Redis takes them.
 
         Args:
-            least_ms: The due time of the oldest task whose record still lives.
+            least_ms: The due time of the oldest task that still counts as waiting.
         """
         highest = "+inf" if self.due_before_ms is None else f"({self.due_before_ms}"
         return max(self.due_after_ms or least_ms, least_ms), highest
@@ -73,14 +73,14 @@ class Index:
     Args:
         store: Where they are kept.
         names: The names of all keys.
-        keep_ms: For how many milliseconds a record outlives its task. What has not arrived by then,
+        margin_ms: For how many milliseconds a task may be late. What has not arrived by then,
             because its queue was purged for example, does not count as waiting.
     """
 
-    def __init__(self, store: Store, names: Names, keep_ms: int) -> None:
+    def __init__(self, store: Store, names: Names, margin_ms: int) -> None:
         self._store = store
         self._names = names
-        self._keep_ms = keep_ms
+        self._margin_ms = margin_ms
 
     def complete_since(self) -> datetime:
         """Return since when the index is complete: older tasks may have been lost with Redis."""
@@ -165,7 +165,7 @@ class Index:
             yield begin, count
 
     def _least_ms(self) -> int:
-        return milliseconds_of(datetime.now(UTC)) - self._keep_ms
+        return milliseconds_of(datetime.now(UTC)) - self._margin_ms
 
     def _due_times(self, wanted: Filter) -> Iterator[int]:
         if wanted.needs_records:

@@ -73,6 +73,18 @@ class Earlier(NamedTuple):
     message: str
 
 
+class _Batch(NamedTuple):
+    """The calls of a script about many names.
+
+    Attributes:
+        groups: For each call, the positions of the names that it is about.
+        calls: The calls.
+    """
+
+    groups: list[list[int]]
+    calls: list[Call]
+
+
 class Registry:
     """What is noted about the tasks under one prefix.
 
@@ -82,7 +94,8 @@ class Registry:
         store: Where the notes are kept.
         prefix: The prefix of all keys; the same as that of the levels.
         keep_ms: For how many milliseconds a decision outlives the task that it is about.
-        margin_ms: For how many milliseconds after its last task is due the name of a job is taken.
+        margin_ms: For how many milliseconds a task may be late. Then it is not listed any more, and
+            the name of its job is free.
 
     Attributes:
         index: The tracked tasks under the prefix.
@@ -94,7 +107,7 @@ class Registry:
     def __init__(self, store: Store, prefix: str, keep_ms: int, margin_ms: int) -> None:
         self.store = store
         self.names = Names(prefix)
-        self.index = Index(store, self.names, keep_ms)
+        self.index = Index(store, self.names, margin_ms)
         self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
         self._keep_ms = keep_ms
 
@@ -169,7 +182,7 @@ class Registry:
             for number, each in enumerate(arrivals)
         ]
         records = [each.task_id for each in arrivals]
-        answers = self._each("arrive", records, self.names.task, fields, int(notes))
+        (answers,) = self._run(self._batch("arrive", records, self.names.task, fields, int(notes)))
         return [
             self._decision(words[number] if _is_unreadable(words.get(number)) else answer, each)
             for number, (answer, each) in enumerate(zip(answers, arrivals, strict=True))
@@ -208,15 +221,15 @@ class Registry:
         keyed = [number for number, each in enumerate(arrivals) if each.key and each.ticket.order]
         if not keyed:
             return
-        claims = [arrivals[number] for number in keyed]
-        for number, (word, _) in zip(keyed, self._claim(claims), strict=True):
+        (claimed,) = self._run(self._claims([arrivals[number] for number in keyed]))
+        for number, (word, _) in zip(keyed, claimed, strict=True):
             if word != "newest":
                 yield number, word
 
-    def _claim(self, claims: Sequence[Arrival | Registration]) -> list[tuple[str, str]]:
-        """Say which tasks are the newest under their keys."""
+    def _claims(self, claims: Sequence[Arrival | Registration]) -> _Batch:
+        """Return what says which tasks are the newest under their keys."""
         fields = [(each.ticket.order, each.task_id, self._bounded(each.due_ms)) for each in claims]
-        return self._each("claim", [each.key for each in claims], self.names.key, fields)
+        return self._batch("claim", [each.key for each in claims], self.names.key, fields)
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
         """Note messages that the broker has confirmed; those with a key supersede older ones.
@@ -229,7 +242,6 @@ class Registry:
             (another message of the attempt was), ``cancelled``, or ``superseded`` (a newer task has
             its key).
         """
-        keyed = [number for number, each in enumerate(registrations) if each.key]
         fields = [
             (
                 *(each.copy, each.ticket.life, each.attempt, self._bounded(each.due_ms), each.key),
@@ -238,10 +250,13 @@ class Registry:
             for each in registrations
         ]
         ids = [each.task_id for each in registrations]
-        states = self._each("register", ids, self.names.task, fields)
-        older: dict[str, int] = {}
+        keyed = [number for number, each in enumerate(registrations) if each.key]
         claims = [registrations[number] for number in keyed]
-        for number, (word, before) in zip(keyed, self._claim(claims), strict=True):
+        states, claimed = self._run(
+            self._batch("register", ids, self.names.task, fields), self._claims(claims)
+        )
+        older: dict[str, int] = {}
+        for number, (word, before) in zip(keyed, claimed, strict=True):
             each = registrations[number]
             if word == "superseded":
                 states[number], before = word, each.task_id
@@ -249,7 +264,8 @@ class Registry:
                 order = each.ticket.order + (word == "superseded")
                 older[before] = max(order, older.get(before, 0))
         if older:
-            self._each("unlist", list(older), self.names.task, [(each,) for each in older.values()])
+            orders = [(order,) for order in older.values()]
+            self._run(self._batch("unlist", list(older), self.names.task, orders))
         return states
 
     def cancel(self, task_ids: Sequence[str]) -> list[Outcome]:
@@ -261,7 +277,9 @@ class Registry:
         """
         ids = list(dict.fromkeys(task_ids))
         unknown_ms = min(UNKNOWN_MS + self._keep_ms, MAX_LIFE_MS)
-        answers = self._each("cancel", ids, self.names.task, [()] * len(ids), unknown_ms)
+        (answers,) = self._run(
+            self._batch("cancel", ids, self.names.task, [()] * len(ids), unknown_ms)
+        )
         found = dict(zip(ids, answers, strict=True))
         return [Outcome(found[task_id]) for task_id in task_ids]
 
@@ -301,15 +319,15 @@ class Registry:
             )
             newest = (found or "").partition(" ")[0]
 
-    def _each(
+    def _batch(
         self,
         script: str,
         names: Sequence[str],
         key_of: Callable[[str], str],
         fields: Sequence[Iterable[str | int]],
         *shared: str | int,
-    ) -> list[Any]:
-        """Run a script that takes many keys, in as few calls as possible; return what it says.
+    ) -> _Batch:
+        """Return the calls of a script that takes many keys, as few as possible.
 
         Args:
             script: Its name.
@@ -325,11 +343,18 @@ class Registry:
             for number in group:
                 arguments += fields[number]
             calls.append(Call(script, [key_of(names[number]) for number in group], arguments))
-        answers: list[Any] = [None] * len(names)
-        for group, answer in zip(groups, self.store.call_each(calls), strict=True):
-            for number, each in zip(group, answer, strict=True):
-                answers[number] = each
-        return answers
+        return _Batch(groups, calls)
+
+    def _run(self, *batches: _Batch) -> list[list[Any]]:
+        """Run scripts in one round trip; return what each of them says of each name."""
+        answers = iter(self.store.call_each([call for batch in batches for call in batch.calls]))
+        said = []
+        for groups, _ in batches:
+            found: dict[int, Any] = {}
+            for group in groups:
+                found.update(zip(group, next(answers), strict=True))
+            said.append([found[number] for number in range(len(found))])
+        return said
 
     def _grouped(self, names: Sequence[str]) -> list[list[int]]:
         """Return the positions of the names whose keys one call may have."""

@@ -22,7 +22,7 @@ from celery_rabbitdelay.app.instruments import (
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.registry.breaker import Breaker
-from celery_rabbitdelay.registry.decision import ONCE, Arrival, Decision, Verdict
+from celery_rabbitdelay.registry.decision import ONCE, Arrival, Decision, Verdict, new_copy
 from celery_rabbitdelay.worker.arrivals import record_lateness
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (
@@ -157,6 +157,8 @@ class Decisions(BatchThread[_Due]):
         if isinstance(body, Mapping):
             headers["retries"] = body.get("retries")  # Celery's message protocol 1
         arrival = Arrival.of(headers, due_ms, queue, redelivered)
+        if arrival.once and not arrival.mark:
+            arrival = arrival._replace(mark=new_copy())
         self.give(_Due(message, body, ack, go_on, waited, arrival, task, queue))
 
     def begin(self) -> None:

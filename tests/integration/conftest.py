@@ -22,8 +22,8 @@ from tests.integration.modules import OPEN
 from tests.integration.notes import Notes
 from tests.integration.publishing import posting
 from tests.integration.registering import (
-    KINDS,
     KEEP_MS,
+    KINDS,
     MARGIN_MS,
     RedisSetup,
     assert_all_expire,

@@ -88,6 +88,12 @@ def tracked(task_id: str = "task", after_ms: int = MINUTE_MS, **more: Any) -> Re
     return sent(task_id, after_ms, **{"name": "shop.remind", "message": "to send", **more})
 
 
+def keyed(registry: Registry, task_id: str, key: str, **more: Any) -> Registration:
+    """Return a tracked task that is sent under a key, and is newer than all before it."""
+    (ticket,) = registry.ask([(task_id, key)])
+    return tracked(task_id, key=key, ticket=ticket, **more)
+
+
 def arrival(message: Registration, **more: Any) -> Arrival:
     """Return the arrival of a message."""
     return Arrival(

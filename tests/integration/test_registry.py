@@ -1,29 +1,37 @@
-"""What becomes of tasks that arrive, after they were cancelled or postponed, or come twice."""
+"""What the registry says and keeps; test_registry_rule.py compares it with the rule."""
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict
+from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry.decision import Arrival, Outcome, Ticket, Verdict, new_copy
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.registry import TASKS_PER_CALL, Earlier, Registration, Registry
+from celery_rabbitdelay.registry.registry import (
+    TASKS_PER_CALL,
+    UNKNOWN_MS,
+    Earlier,
+    Registration,
+    Registry,
+)
 from tests.integration.registering import (
     KEEP_MS,
-    MARGIN_MS,
     MINUTE_MS,
     RedisSetup,
     arrival,
     expiry_ms,
+    keyed,
+    keys,
     now_ms,
     sent,
     tracked,
     verdict,
 )
 
-#: Where a task with ``once`` arrives.
-HERE = "queue:0"
+KEY = "order 7"
 
 
 def unknown(task_id: str = "task", **more: object) -> Arrival:
@@ -31,15 +39,23 @@ def unknown(task_id: str = "task", **more: object) -> Arrival:
     return Arrival(task_id, now_ms())._replace(**more)  # type: ignore[arg-type]
 
 
+def verdicts(registry: Registry, messages: list[Registration]) -> list[Verdict]:
+    """Return what becomes of arrivals, all of which arrive at once."""
+    return [each.verdict for each in registry.decide([arrival(each) for each in messages])]
+
+
+# What arrives.
+
+
 def test_a_task_of_which_nothing_is_known_runs_and_leaves_nothing(
-    registry: Registry, redis_setup: RedisSetup
+    registry: Registry, redis_setup: RedisSetup, prefix: str
 ) -> None:
     assert verdict(registry, unknown()) is Verdict.RUN
-    assert not redis_setup.client.exists(registry.names.task("task"))
+    assert keys(redis_setup, prefix) == []
 
 
-def test_no_arrivals_ask_nothing(registry: Registry) -> None:
-    assert registry.decide([], []) == []
+def test_no_tasks_ask_nothing(registry: Registry) -> None:
+    assert registry.decide([]) == []
     assert registry.cancel([]) == []
     assert registry.register([]) == []
 
@@ -47,409 +63,332 @@ def test_no_arrivals_ask_nothing(registry: Registry) -> None:
 def test_many_arrivals_are_decided_each_by_itself(registry: Registry) -> None:
     ids = [f"task-{number}" for number in range(100)]
     registry.cancel(ids[::3])
-    decisions = registry.decide([unknown(each) for each in ids], [""] * len(ids))
+    decisions = registry.decide([unknown(each) for each in ids])
     expected = [Verdict.RUN if number % 3 else Verdict.CANCELLED for number in range(100)]
     assert [decision.verdict for decision in decisions] == expected
 
 
-def test_an_untracked_task_that_is_cancelled_does_not_run_nor_do_its_retries(
+@pytest.mark.parametrize("task_id", ["", "a b", "größer", "\ud800", "{1}", "a:task:b", "\n%s"])
+def test_ids_keys_and_jobs_may_be_any_text(registry: Registry, task_id: str) -> None:
+    registry.jobs.open(task_id, MINUTE_MS)
+    message = keyed(registry, task_id, task_id or "key", job=task_id, name=task_id or "name")
+    registry.register([message])
+    assert [each.task_id for each in registry.index.pending(Filter())] == [task_id]
+    assert registry.waiting_under(message.key) == [task_id]
+    assert registry.cancel([task_id]) == [Outcome.DONE]
+    assert verdict(registry, message) is Verdict.CANCELLED
+    assert registry.index.count(Filter()) == 0
+
+
+@pytest.mark.parametrize("due_ms", [0, -1, 2**62])
+def test_a_due_time_of_any_size_can_be_decided_about(registry: Registry, due_ms: int) -> None:
+    known = Arrival("task", due_ms)
+    assert verdict(registry, known) is Verdict.RUN
+    assert verdict(registry, known._replace(copy="a")) in (Verdict.RUN, Verdict.FORGOTTEN)
+
+
+def test_what_cannot_be_read_fails_by_itself(
+    registry: Registry, redis_setup: RedisSetup, prefix: str
+) -> None:
+    names, client = registry.names, redis_setup.client
+    client.set(names.task("bad record"), "garbage")
+    client.hset(names.task("bad number"), mapping={"waits": "0.0.0", "due": "soon"})
+    client.hset(names.key("bad key"), "field", "garbage")
+    bad = [
+        arrival(sent("bad record")),
+        arrival(sent("bad number", after_ms=-2 * KEEP_MS)),
+        arrival(sent("bad key", key="bad key", ticket=Ticket(order=1))),
+    ]
+    decisions = registry.decide([*bad, arrival(sent("good")), unknown("plain")])
+    expected = [*[Verdict.UNREADABLE] * 3, *[Verdict.RUN] * 2]
+    assert [each.verdict for each in decisions] == expected
+    assert all(each.why for each in decisions[:3])
+    for key in keys(redis_setup, prefix):
+        client.expire(key, 60)
+
+
+def test_many_tasks_are_cancelled_and_registered_in_few_calls(registry: Registry) -> None:
+    ids = [f"task-{number}" for number in range(TASKS_PER_CALL + 7)]
+    assert registry.register([tracked(each) for each in ids]) == ["waiting"] * len(ids)
+    outcomes = registry.cancel([*ids, ids[0]])
+    assert outcomes == [Outcome.DONE] * (len(ids) + 1)
+    assert registry.index.count(Filter()) == 0
+
+
+# How long it is remembered.
+
+
+def test_a_record_lives_as_long_as_its_task_may_arrive_and_the_time_that_is_set(
+    registry: Registry, redis_setup: RedisSetup, prefix: str
+) -> None:
+    message = keyed(registry, "task", KEY, job="job")
+    assert registry.register([message]) == ["waiting"]
+    written = keys(redis_setup, prefix)
+    assert len(written) == 5  # the record, the key, and three indexes
+    for each in written:
+        assert expiry_ms(redis_setup, each) == message.due_ms + KEEP_MS
+
+
+def test_a_shorter_delay_shortens_no_life(registry: Registry, redis_setup: RedisSetup) -> None:
+    first = keyed(registry, "task", KEY, after_ms=2 * MINUTE_MS)
+    second = keyed(registry, "task", KEY)
+    registry.register([first])
+    registry.register([second])
+    assert verdict(registry, second) is Verdict.RUN
+    for each in (registry.names.key(KEY), registry.names.task("task")):
+        assert expiry_ms(redis_setup, each) == first.due_ms + KEEP_MS
+
+
+@pytest.mark.parametrize("decision", ["cancelled", "run", "once", "postponed"])
+def test_a_decision_lives_on_after_it(
+    registry: Registry, redis_setup: RedisSetup, decision: str
+) -> None:
+    message, last = tracked(after_ms=-MINUTE_MS), now_ms()
+    if decision == "cancelled":
+        registry.register([message])
+        assert registry.cancel(["task"]) == [Outcome.DONE]
+    elif decision == "run":
+        assert verdict(registry, message) is Verdict.RUN
+    elif decision == "once":
+        assert verdict(registry, unknown(once="queue", mark="a")) is Verdict.RUN
+    else:
+        last += 5 * MINUTE_MS
+        registry.postpone("task", last)
+    lives = expiry_ms(redis_setup, registry.names.task("task"))
+    assert last <= lives - KEEP_MS <= max(now_ms(), last)
+
+
+def test_a_cancel_of_a_task_of_which_nothing_is_known_lives_for_ten_years(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
     before = now_ms()
     assert registry.cancel(["task"]) == [Outcome.UNKNOWN]
-    assert verdict(registry, unknown()) is Verdict.CANCELLED
-    assert verdict(registry, unknown()) is Verdict.CANCELLED
     lives = expiry_ms(redis_setup, registry.names.task("task"))
-    assert before <= lives - KEEP_MS - MARGIN_MS <= now_ms()
+    assert before <= lives - UNKNOWN_MS - KEEP_MS <= now_ms()
 
 
-def test_cancelling_a_tracked_task_tells_that_it_was_waiting(
-    registry: Registry, redis_setup: RedisSetup
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_a_task_that_arrives_after_decisions_about_it_may_be_forgotten_does_not_run_silently(
+    registry: Registry, forgotten: bool
 ) -> None:
-    message = tracked()
-    assert registry.register([message]) == ["waiting"]
-    assert registry.cancel(["task"]) == [Outcome.DONE]
-    assert registry.cancel(["task"]) == [Outcome.CANCELLED]
-    assert verdict(registry, message) is Verdict.CANCELLED
-    lives = expiry_ms(redis_setup, registry.names.task("task"))
-    assert lives == message.due_ms + MARGIN_MS
+    message = tracked(after_ms=-KEEP_MS - MINUTE_MS if forgotten else -KEEP_MS + MINUTE_MS)
+    expected = Verdict.FORGOTTEN if forgotten else Verdict.RUN
+    assert verdict(registry, message) is expected
+    assert verdict(registry, arrival(message, copy="", once="queue", mark="a")) is expected
+    # Without an option of the registry, nothing can have been decided but a cancel, which lives on.
+    assert verdict(registry, arrival(message, task_id="other", copy="")) is Verdict.RUN
 
 
-def test_a_task_that_has_arrived_cannot_be_cancelled(registry: Registry) -> None:
-    message = tracked()
-    registry.register([message])
-    assert verdict(registry, message) is Verdict.RUN
-    assert registry.cancel(["task"]) == [Outcome.RELEASED]
-    assert verdict(registry, arrival(message, redelivered=True)) is Verdict.RUN
+# Which message runs.
 
 
-def test_cancelling_a_superseded_task_changes_nothing(registry: Registry) -> None:
-    message = sent(key="order")
-    registry.register([message])
-    registry.supersede("order")
-    assert registry.cancel(["task"]) == [Outcome.CANCELLED]
-
-
-def test_many_tasks_are_cancelled_in_one_call_also_if_an_id_comes_twice(
-    registry: Registry,
-) -> None:
-    message = tracked("task-7")
-    registry.register([message])
-    ids = [f"task-{number}" for number in range(2 * TASKS_PER_CALL + 1)]
-    found = registry.cancel([*ids, "task-7"])
-    expected = [Outcome.DONE if each == "task-7" else Outcome.UNKNOWN for each in [*ids, "task-7"]]
-    assert found == expected
-    decisions = registry.decide([unknown(each) for each in ids], [""] * len(ids))
-    assert {decision.verdict for decision in decisions} == {Verdict.CANCELLED}
-
-
-def test_a_cancelled_task_that_is_overdue_stays_cancelled_for_the_margin(
-    registry: Registry, redis_setup: RedisSetup
-) -> None:
-    registry.register([tracked(after_ms=-MINUTE_MS)])
-    before = now_ms()
-    assert registry.cancel(["task"]) == [Outcome.DONE]
-    lives = expiry_ms(redis_setup, registry.names.task("task"))
-    assert before <= lives - MARGIN_MS <= now_ms()
-
-
-def test_an_untracked_task_that_was_postponed_stays_cancelled_for_the_longest_delay(
-    registry: Registry, redis_setup: RedisSetup
-) -> None:
-    registry.postpone("task", now_ms() + MINUTE_MS)
-    before = now_ms()
-    registry.cancel(["task"])
-    lives = expiry_ms(redis_setup, registry.names.task("task"))
-    assert before <= lives - KEEP_MS - MARGIN_MS <= now_ms()
-
-
-@pytest.mark.parametrize("task_id", ["half a pair \ud800", "}:task:{1}", "\x00 \n ünïcode"])
-def test_a_task_id_may_be_any_text(registry: Registry, task_id: str) -> None:
-    message = tracked(task_id, key=task_id, job=task_id)
-    assert registry.register([message]) == ["waiting"]
-    assert registry.waiting_under(task_id) == [task_id]
-    assert registry.cancel([task_id]) == [Outcome.DONE]
-    assert verdict(registry, message) is Verdict.CANCELLED
-
-
-def test_only_the_first_arrival_runs_once(registry: Registry) -> None:
-    first = unknown(once=HERE)
-    assert verdict(registry, first, "a") is Verdict.RUN
-    assert verdict(registry, first, "b") is Verdict.DUPLICATE
-
-
-def test_a_decision_whose_answer_was_lost_can_be_asked_for_again(registry: Registry) -> None:
-    first = unknown(once=HERE)
-    assert verdict(registry, first, "a") is Verdict.RUN
-    assert verdict(registry, first, "a") is Verdict.RUN
-    assert verdict(registry, first, "b") is Verdict.DUPLICATE
-
-
-def test_a_task_that_the_broker_redelivers_runs_although_it_is_to_run_once(
-    registry: Registry,
-) -> None:
-    first = unknown(once=HERE)
-    assert verdict(registry, first, "a") is Verdict.RUN
-    assert verdict(registry, first._replace(redelivered=True), "b") is Verdict.RUN
-    assert verdict(registry, first, "a") is Verdict.DUPLICATE
-
-
-def test_a_retry_is_no_duplicate_of_the_attempt_before_it(registry: Registry) -> None:
-    assert verdict(registry, unknown(once="queue:0"), "a") is Verdict.RUN
-    assert verdict(registry, unknown(once="queue:1"), "b") is Verdict.RUN
-
-
-def test_the_same_task_twice_in_one_call_runs_once(registry: Registry) -> None:
-    first = unknown(once=HERE)
-    decisions = registry.decide([first, first], ["a", "b"])
-    assert [decision.verdict for decision in decisions] == [Verdict.RUN, Verdict.DUPLICATE]
-
-
-@pytest.mark.parametrize("after_ms", [0, MINUTE_MS, -MARGIN_MS - MINUTE_MS])
-def test_a_mark_lives_for_the_margin_after_the_task_is_due_or_arrives(
-    registry: Registry, redis_setup: RedisSetup, after_ms: int
-) -> None:
-    before = now_ms()
-    due = before + after_ms
-    assert verdict(registry, Arrival("task", due, once=HERE)) is Verdict.RUN
-    lives = expiry_ms(redis_setup, registry.names.task("task"))
-    assert max(due, before) <= lives - MARGIN_MS <= max(due, now_ms())
-
-
-def test_a_due_time_of_any_size_can_be_decided_about(registry: Registry) -> None:
-    for due_ms in (0, -1, 2**62):
-        assert verdict(registry, Arrival(str(due_ms), due_ms, once=HERE)) is Verdict.RUN
-
-
-def test_a_postponed_task_goes_back_once_and_then_runs(registry: Registry) -> None:
-    message = tracked()
-    registry.register([message])
-    later = message.due_ms + MINUTE_MS
-    assert registry.postpone("task", later) is Outcome.DONE
-    back = Decision(Verdict.LATER, later, is_new_due=True)
-    assert registry.decide([arrival(message)], [""]) == [back]
-    # As if the answer had been lost.
-    assert registry.decide([arrival(message)], [""]) == [back]
-    assert verdict(registry, arrival(message, due_ms=later)) is Verdict.RUN
-
-
-def test_an_untracked_task_can_be_postponed_to_later(
-    registry: Registry, redis_setup: RedisSetup
-) -> None:
-    first = unknown()
-    later = now_ms() + MINUTE_MS
-    assert registry.postpone("task", later) is Outcome.UNKNOWN
-    assert registry.decide([first], [""]) == [Decision(Verdict.LATER, later, is_new_due=True)]
-    lives = expiry_ms(redis_setup, registry.names.task("task"))
-    assert lives == later + MARGIN_MS
-    assert verdict(registry, first._replace(due_ms=later)) is Verdict.RUN
-
-
-def test_a_task_that_waits_can_be_postponed_again_and_cancelled(registry: Registry) -> None:
-    message = tracked()
-    registry.register([message])
-    registry.postpone("task", message.due_ms + 2 * MINUTE_MS)
-    sooner = message.due_ms + MINUTE_MS
-    assert registry.postpone("task", sooner) is Outcome.DONE
-    assert registry.decide([arrival(message)], [""])[0].until_ms == sooner
-    assert registry.cancel(["task"]) == [Outcome.DONE]
-    assert verdict(registry, arrival(message, due_ms=sooner)) is Verdict.CANCELLED
-
-
-def test_a_postponed_task_that_went_back_cannot_be_had_earlier_without_sending_it_anew(
-    registry: Registry,
-) -> None:
-    message = tracked()
-    registry.register([message])
-    registry.postpone("task", message.due_ms + 2 * MINUTE_MS)
-    assert verdict(registry, message) is Verdict.LATER
-    sooner = message.due_ms + MINUTE_MS
-    assert registry.postpone("task", sooner) == Earlier(message.copy, "to send")
-
-
-def test_a_task_that_has_arrived_was_cancelled_or_superseded_cannot_be_postponed(
-    registry: Registry,
-) -> None:
-    released, cancelled = tracked("released"), tracked("cancelled")
-    superseded = tracked("superseded", key="order")
-    registry.register([released, cancelled, superseded])
-    verdict(registry, released)
-    registry.cancel(["cancelled"])
-    registry.supersede("order")
-    later = now_ms() + 2 * MINUTE_MS
-    assert registry.postpone("released", later) is Outcome.RELEASED
-    assert registry.postpone("cancelled", later) is Outcome.CANCELLED
-    assert registry.postpone("superseded", later) is Outcome.CANCELLED
-    assert verdict(registry, superseded) is Verdict.SUPERSEDED
-
-
-def test_to_run_earlier_a_task_is_sent_anew_if_its_message_is_known(registry: Registry) -> None:
-    known, unnamed = tracked("known"), sent("unnamed", key="order")
-    registry.register([known, unnamed])
-    assert registry.postpone("known", known.due_ms - 1) == Earlier(known.copy, "to send")
-    assert registry.postpone("unnamed", unnamed.due_ms - 1) == Earlier(unnamed.copy, "")
-    assert verdict(registry, known) is Verdict.RUN
-
-
-def test_a_message_replaces_the_one_before_it(registry: Registry) -> None:
-    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
+def test_moved_to_earlier_twice_it_runs_once_by_the_first_that_arrives(registry: Registry) -> None:
+    first, second, third = (tracked(after_ms=after * MINUTE_MS) for after in (60, 5, 1))
     registry.register([first])
-    outcome = registry.replace("task", first.copy, second.copy, second.due_ms)
-    assert outcome is Outcome.DONE
-    # As if the answer had been lost.
-    assert registry.replace("task", first.copy, second.copy, second.due_ms) is Outcome.DONE
-    assert verdict(registry, second) is Verdict.RUN
-    assert verdict(registry, first) is Verdict.REPLACED
-    assert registry.cancel(["task"]) == [Outcome.RELEASED]
-
-
-def test_a_message_that_arrives_before_it_is_said_to_replace_another_runs(
-    registry: Registry,
-) -> None:
-    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
-    registry.register([first])
-    assert verdict(registry, second) is Verdict.RUN
-    outcome = registry.replace("task", first.copy, second.copy, second.due_ms)
-    assert outcome is Outcome.DONE
-    assert verdict(registry, first) is Verdict.REPLACED
-    assert registry.cancel(["task"]) == [Outcome.RELEASED]
-
-
-@pytest.mark.parametrize("earlier_comes_first", [True, False], ids=["second", "first"])
-def test_of_two_messages_of_a_task_the_one_that_arrives_first_runs_alone(
-    registry: Registry, earlier_comes_first: bool
-) -> None:
-    """The process that moves a task to earlier may die before it says which message counts."""
-    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
-    registry.register([first])
-    outcome = registry.announce("task", first.copy, second.copy, second.due_ms)
-    assert outcome is Outcome.DONE
-    one, other = (second, first) if earlier_comes_first else (first, second)
-    assert verdict(registry, one) is Verdict.RUN
-    assert verdict(registry, other) is Verdict.REPLACED
-    assert registry.cancel(["task"]) == [Outcome.RELEASED]
-    assert list(registry.index.pending(Filter())) == []
-    # RabbitMQ delivers it again.
-    assert verdict(registry, arrival(one, redelivered=True)) is Verdict.RUN
-
-
-def test_of_three_messages_of_a_task_the_one_that_arrives_first_runs_alone(
-    registry: Registry,
-) -> None:
-    first, second, third = tracked(after_ms=2 * MINUTE_MS), tracked(), tracked()
-    registry.register([first])
-    # Two processes move the task to earlier at once.
     for each in (second, third):
-        registry.announce("task", first.copy, each.copy, each.due_ms)
-    registry.replace("task", first.copy, third.copy, third.due_ms)
-    assert verdict(registry, second) is Verdict.RUN
-    assert registry.replace("task", first.copy, second.copy, second.due_ms) is Outcome.DONE
-    assert verdict(registry, third) is Verdict.REPLACED
-    assert verdict(registry, first) is Verdict.REPLACED
-
-
-@pytest.mark.parametrize("verb", ["released", "cancelled"])
-def test_a_second_message_is_not_announced_for_a_task_that_does_not_wait(
-    registry: Registry, verb: str
-) -> None:
-    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
-    registry.register([first])
-    if verb == "cancelled":
-        registry.cancel(["task"])
-    else:
-        verdict(registry, first)
-    outcome = registry.announce("task", first.copy, second.copy, second.due_ms)
-    assert outcome is Outcome(verb)
-
-
-def test_a_retry_is_none_of_the_messages_before_it(registry: Registry) -> None:
-    first, second, retry = tracked(after_ms=2 * MINUTE_MS), tracked(), tracked(is_retry=True)
-    registry.register([first])
-    registry.announce("task", first.copy, second.copy, second.due_ms)
-    assert verdict(registry, second) is Verdict.RUN
-    registry.register([retry])
-    # RabbitMQ delivers the one before it again: the retry waits nevertheless.
-    assert verdict(registry, arrival(second, redelivered=True)) is Verdict.RUN
-    assert [each.task_id for each in registry.index.pending(Filter())] == ["task"]
-    assert verdict(registry, retry) is Verdict.RUN
-
-
-def test_a_superseded_task_runs_by_none_of_its_messages(registry: Registry) -> None:
-    first, second = tracked(after_ms=2 * MINUTE_MS, key="order"), tracked(key="order")
-    registry.register([first])
-    registry.announce("task", first.copy, second.copy, second.due_ms)
-    registry.supersede("order")
-    assert verdict(registry, second) is Verdict.SUPERSEDED
-    assert verdict(registry, first) is Verdict.SUPERSEDED
-
-
-def test_a_task_that_is_cancelled_while_the_message_in_its_place_runs_stays_cancelled(
-    registry: Registry,
-) -> None:
-    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
-    registry.register([first])
-    verdict(registry, second)
-    assert registry.cancel(["task"]) == [Outcome.DONE]
-    registry.replace("task", first.copy, second.copy, second.due_ms)
-    assert registry.cancel(["task"]) == [Outcome.CANCELLED]
-    assert verdict(registry, first) is Verdict.CANCELLED
-
-
-@pytest.mark.parametrize("message", [sent(key="order"), None], ids=["untracked", "unknown"])
-def test_a_message_of_which_little_is_known_can_be_replaced(
-    registry: Registry, message: Registration | None
-) -> None:
-    second = sent()
-    if message:
-        registry.register([message])
-    first = message.copy if message else "long forgotten"
-    assert registry.replace("task", first, second.copy, second.due_ms) is Outcome.DONE
-    assert verdict(registry, second._replace(copy=first)) is Verdict.REPLACED
-    assert verdict(registry, second) is Verdict.RUN
-
-
-def test_a_message_is_not_replaced_once_the_one_in_its_place_has_arrived(
-    registry: Registry,
-) -> None:
-    first, second, third = tracked(after_ms=2 * MINUTE_MS), tracked(), tracked()
-    registry.register([first])
-    registry.replace("task", first.copy, second.copy, second.due_ms)
-    assert verdict(registry, second) is Verdict.RUN
-    outcome = registry.replace("task", first.copy, third.copy, third.due_ms)
-    assert outcome is Outcome.RELEASED
-    assert verdict(registry, third) is Verdict.REPLACED
-
-
-@pytest.mark.parametrize("retried", [False, True], ids=["it runs", "its retry waits"])
-def test_a_message_that_has_arrived_is_not_replaced(registry: Registry, retried: bool) -> None:
-    first, second, retry = tracked(after_ms=2 * MINUTE_MS), tracked(), tracked(is_retry=True)
-    registry.register([first])
-    assert verdict(registry, first) is Verdict.RUN
-    if retried:
-        registry.register([retry])
-    outcome = registry.replace("task", first.copy, second.copy, second.due_ms)
-    assert outcome is Outcome.RELEASED
-    assert verdict(registry, second) is Verdict.REPLACED
-    assert not retried or verdict(registry, retry) is Verdict.RUN
-
-
-def test_a_cancelled_task_is_not_replaced(registry: Registry) -> None:
-    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
-    registry.register([first])
-    registry.cancel(["task"])
-    outcome = registry.replace("task", first.copy, second.copy, second.due_ms)
-    assert outcome is Outcome.CANCELLED
-    assert verdict(registry, second) is Verdict.CANCELLED
-
-
-def test_a_task_that_is_superseded_while_it_is_sent_anew_does_not_run(registry: Registry) -> None:
-    first, second = tracked(after_ms=2 * MINUTE_MS, key="order"), tracked(key="order")
-    registry.register([first])
-    registry.supersede("order")
-    outcome = registry.replace("task", first.copy, second.copy, second.due_ms)
-    assert outcome is Outcome.CANCELLED
-    assert verdict(registry, first) is Verdict.SUPERSEDED
-    assert verdict(registry, second) is Verdict.SUPERSEDED
-
-
-def test_a_task_that_was_sent_anew_is_superseded_under_its_key(registry: Registry) -> None:
-    first, second = tracked(after_ms=2 * MINUTE_MS, key="order"), tracked(key="order")
-    registry.register([first])
-    registry.replace("task", first.copy, second.copy, second.due_ms)
-    registry.supersede("order")
-    assert verdict(registry, first) is Verdict.SUPERSEDED
-    assert verdict(registry, second) is Verdict.SUPERSEDED
-
-
-def test_of_two_messages_that_replace_one_the_last_one_runs(registry: Registry) -> None:
-    first, second, third = tracked(after_ms=2 * MINUTE_MS), tracked(), tracked()
-    registry.register([first])
-    registry.replace("task", first.copy, second.copy, second.due_ms)
-    outcome = registry.replace("task", first.copy, third.copy, third.due_ms)
-    assert outcome is Outcome.DONE
-    assert verdict(registry, first) is Verdict.REPLACED
-    assert verdict(registry, second) is Verdict.REPLACED
+        assert registry.postpone("task", each.due_ms) == Earlier("shop.remind", "to send")
+        assert registry.register([each]) == ["waiting"]
+    assert verdicts(registry, [third, second, first]) == [
+        Verdict.RUN,
+        Verdict.REPLACED,
+        Verdict.REPLACED,
+    ]
+    # Its worker is killed, or the answer was lost.
+    assert verdict(registry, arrival(third, redelivered=True)) is Verdict.RUN
     assert verdict(registry, third) is Verdict.RUN
 
 
-def test_a_task_that_was_sent_anew_is_no_longer_postponed(registry: Registry) -> None:
-    first, second = tracked(after_ms=2 * MINUTE_MS), tracked()
-    registry.register([first])
-    registry.postpone("task", first.due_ms + MINUTE_MS)
-    registry.replace("task", first.copy, second.copy, second.due_ms)
-    assert verdict(registry, second) is Verdict.RUN
+def test_a_task_that_replaces_one_which_runs_once_is_no_duplicate(registry: Registry) -> None:
+    once = unknown(once="queue", mark="a")
+    assert verdict(registry, once) is Verdict.RUN
+    assert verdict(registry, once._replace(attempt="0.1", mark="b")) is Verdict.RUN
+    assert verdict(registry, once._replace(attempt="1.0", mark="c")) is Verdict.RUN
+    assert verdict(registry, once._replace(mark="d")) is Verdict.DUPLICATE
 
 
-def test_what_arrives_again_while_its_retry_waits_leaves_the_retry_to_be_cancelled(
+def test_a_task_that_is_to_run_once_runs_once_at_each_queue(registry: Registry) -> None:
+    message = tracked()
+    here, there = (arrival(message, once=queue, mark=queue) for queue in ("here", "there"))
+    assert [each.verdict for each in registry.decide([here, there])] == [Verdict.RUN] * 2
+    assert verdict(registry, here._replace(mark="again")) is Verdict.DUPLICATE
+
+
+def test_a_cancel_while_a_task_runs_stops_its_retry_and_not_what_is_sent_anew(
     registry: Registry,
 ) -> None:
-    first, retry = tracked(), tracked(is_retry=True)
+    first, retry = tracked(), tracked(attempt="1.0")
     registry.register([first])
     assert verdict(registry, first) is Verdict.RUN
-    registry.register([retry])
-    assert verdict(registry, arrival(first, redelivered=True)) is Verdict.RUN
-    assert registry.cancel(["task"]) == [Outcome.DONE]
+    assert registry.cancel(["task"]) == [Outcome.RELEASED]
+    assert registry.register([retry]) == ["cancelled"]
     assert verdict(registry, retry) is Verdict.CANCELLED
+    (ticket,) = registry.ask([("task", "")])
+    assert ticket == Ticket(life=1)
+    anew = tracked(ticket=ticket)
+    registry.register([anew])
+    assert verdict(registry, anew) is Verdict.RUN
+    assert verdict(registry, first) is Verdict.CANCELLED
+
+
+def test_a_task_that_is_moved_to_earlier_is_superseded_by_a_newer_one(registry: Registry) -> None:
+    first = keyed(registry, "task", KEY, after_ms=5 * MINUTE_MS)
+    registry.register([first])
+    assert isinstance(registry.postpone("task", now_ms() + MINUTE_MS), Earlier)
+    moved = first._replace(copy=new_copy(), due_ms=now_ms() + MINUTE_MS)
+    newer = keyed(registry, "newer", KEY)
+    registry.register([newer])
+    # In whatever order they are registered.
+    assert registry.register([moved]) == ["superseded"]
+    assert verdicts(registry, [moved, first, newer]) == [
+        Verdict.SUPERSEDED,
+        Verdict.SUPERSEDED,
+        Verdict.RUN,
+    ]
+
+
+def test_only_the_newest_of_many_tasks_under_one_key_runs_and_is_listed(registry: Registry) -> None:
+    rows = [keyed(registry, f"task-{number}", KEY) for number in range(5)]
+    tickets = registry.ask([("", KEY)] * 5)
+    rows += [tracked(f"row-{n}", key=KEY, ticket=tickets[n]) for n in range(5)]
+    # Whoever is registered last.
+    states = registry.register([*rows[1:], rows[0], tracked("other")])
+    assert states[-3:] == ["waiting", "superseded", "waiting"]
+    assert registry.waiting_under(KEY) == ["row-4"]
+    assert {each.task_id for each in registry.index.pending(Filter())} == {"row-4", "other"}
+    assert verdicts(registry, rows) == [*[Verdict.SUPERSEDED] * 9, Verdict.RUN]
+
+
+def test_a_task_that_arrives_before_it_is_registered_supersedes_older_ones(
+    registry: Registry,
+) -> None:
+    older, newer = keyed(registry, "older", KEY), keyed(registry, "newer", KEY)
+    registry.register([older])
+    assert verdict(registry, newer) is Verdict.RUN
+    assert registry.register([newer]) == ["arrived"]
+    assert registry.postpone("older", now_ms() + 5 * MINUTE_MS) is Outcome.CANCELLED
+    assert verdict(registry, older) is Verdict.SUPERSEDED
+
+
+def test_of_a_task_that_is_sent_twice_under_its_key_the_newer_message_runs(
+    registry: Registry,
+) -> None:
+    first, second = keyed(registry, "task", KEY), keyed(registry, "task", KEY)
+    registry.register([first])
+    registry.register([second])
+    assert registry.index.count(Filter()) == 1
+    assert verdicts(registry, [first, second]) == [Verdict.REPLACED, Verdict.RUN]
+
+
+def test_a_retry_never_supersedes_a_newer_task(registry: Registry) -> None:
+    first, newer = keyed(registry, "task", KEY), keyed(registry, "newer", KEY)
+    retry = first._replace(copy=new_copy(), attempt="1.0")
+    registry.register([first])
+    assert verdict(registry, first) is Verdict.RUN
+    registry.register([newer])
+    assert registry.register([retry]) == ["superseded"]
+    assert verdicts(registry, [retry, newer]) == [Verdict.SUPERSEDED, Verdict.RUN]
+
+
+def test_a_hundred_messages_from_two_threads_leave_exactly_the_newest_one(
+    registry: Registry,
+) -> None:
+    sends: list[Registration] = []
+
+    def send_all(half: str) -> None:
+        for number in range(50):
+            message = keyed(registry, f"{half}-{number}", KEY)
+            registry.register([message])
+            sends.append(message)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(send_all, "ab"))
+    newest = max(sends, key=lambda each: (each.ticket.order, each.task_id))
+    assert registry.waiting_under(KEY) == [newest.task_id]
+    found = zip(sends, verdicts(registry, sends), strict=True)
+    assert [each for each, what in found if what is not Verdict.SUPERSEDED] == [newest]
+
+
+def test_an_order_never_falls_behind_that_of_the_newest_task(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    # The clock of a server that takes over may be behind.
+    ahead = (now_ms() + MINUTE_MS) * 1000
+    redis_setup.client.set(registry.names.key(KEY), f"{ahead} task", px=MINUTE_MS)
+    assert [each.order for each in registry.ask([("", KEY)] * 2)] == [ahead + 1, ahead + 2]
+
+
+# When it runs.
+
+
+def test_an_untracked_task_can_be_postponed_to_later(registry: Registry) -> None:
+    first, later = unknown(), now_ms() + MINUTE_MS
+    assert registry.postpone("task", later) is Outcome.UNKNOWN
+    (decision,) = registry.decide([first])
+    assert (decision.verdict, decision.until_ms) == (Verdict.LATER, later)
+    assert verdict(registry, first._replace(due_ms=later)) is Verdict.RUN
+
+
+def test_a_task_that_is_not_tracked_cannot_run_earlier(registry: Registry) -> None:
+    message = keyed(registry, "task", KEY, name="")
+    registry.register([message])
+    assert registry.postpone("task", message.due_ms - 1) == Earlier("", "")
+    assert verdict(registry, message) is Verdict.RUN
+
+
+def test_what_went_back_into_the_levels_can_be_had_earlier_than_that(registry: Registry) -> None:
+    message = tracked()
+    registry.register([message])
+    assert registry.postpone("task", message.due_ms + 2 * MINUTE_MS) is Outcome.DONE
+    assert verdict(registry, message) is Verdict.LATER
+    sooner = message.due_ms + MINUTE_MS
+    assert registry.postpone("task", sooner) == Earlier("shop.remind", "to send")
+
+
+# Redis itself.
+
+
+def test_a_full_redis_decides_and_notes_what_frees_memory(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    message, cancelled = tracked(), tracked("cancelled")
+    registry.register([message, cancelled])
+    set_memory(redis_setup, "maxmemory", 1)
+    try:
+        assert registry.cancel(["cancelled"]) == [Outcome.DONE]
+        assert verdicts(registry, [message, cancelled]) == [Verdict.RUN, Verdict.CANCELLED]
+        assert verdict(registry, arrival(message, redelivered=True)) is Verdict.RUN
+        assert verdict(registry, unknown("plain")) is Verdict.RUN
+    finally:
+        set_memory(redis_setup, "maxmemory", 0)
+    assert registry.index.count(Filter()) == 0
+
+
+def set_memory(redis_setup: RedisSetup, name: str, value: int) -> None:
+    """Set a value of every server's configuration."""
+    client = redis_setup.client
+    if hasattr(client, "get_primaries"):
+        client.config_set(name, value, target_nodes=type(client).PRIMARIES)
+    else:
+        client.config_set(name, value)
+
+
+def test_no_script_needs_more_than_one_server_of_a_cluster(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots: list[set[str]] = []
+    call_each = Store.call_each
+
+    def watched(store: Store, calls: list[object]) -> list[object]:
+        slots.extend({key.split("}")[0] for key in call.keys} for call in calls)  # type: ignore[attr-defined]
+        return call_each(store, calls)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "call_each", watched)
+    messages = [keyed(registry, f"task-{number}", f"key-{number}") for number in range(20)]
+    registry.register(messages)
+    registry.decide([arrival(each) for each in messages])
+    registry.cancel([each.task_id for each in messages])
+    most = 1 if registry.store.is_cluster else 32
+    assert max(map(len, slots)) <= most
 
 
 def test_senders_share_a_rate(registry: Registry) -> None:

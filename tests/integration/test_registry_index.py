@@ -15,10 +15,12 @@ from celery_rabbitdelay.registry.names import shard_of
 from celery_rabbitdelay.registry.registry import Registration, Registry
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.registering import (
+    KEEP_MS,
     MARGIN_MS,
     MINUTE_MS,
     RedisSetup,
     arrival,
+    keyed,
     keys,
     now_ms,
     sent,
@@ -33,7 +35,7 @@ START_MS = (now_ms() // MINUTE_MS + 60) * MINUTE_MS
 @pytest.fixture
 def index(registry: Registry) -> Index:
     """The index of this test's registry."""
-    return Index(registry.store, registry.names)
+    return registry.index
 
 
 @pytest.fixture
@@ -139,11 +141,12 @@ def test_what_has_arrived_or_will_not_run_leaves_the_index(
     registry.register([arrived, cancelled, superseded, waits])
     assert verdict(registry, arrived) is Verdict.RUN
     registry.cancel(["cancelled"])
-    registry.supersede("superseded")
+    registry.register([keyed(registry, "newer", "superseded", name="")])
     for wanted in (Filter(), Filter(task="shop.remind"), Filter(job="job")):
         assert [each.task_id for each in index.pending(wanted)] == ["waits"]
         assert index.count(wanted) == 1
     verdict(registry, waits)
+    verdict(registry, superseded)
     for each in (arrived, cancelled, superseded, waits):
         assert not redis_setup.client.hexists(registry.names.task(each.task_id), "message")
     assert not [each for each in keys(redis_setup, prefix) if ":due" in each]
@@ -153,17 +156,16 @@ def test_a_retry_is_in_the_index_again(registry: Registry, index: Index) -> None
     first = due_at(0, "task")
     registry.register([first])
     verdict(registry, first)
-    registry.register([due_at(1, "task", is_retry=True)])
+    registry.register([due_at(1, "task", attempt="1.0")])
     assert ids(index) == ["task"]
 
 
 def test_a_superseded_message_that_is_registered_late_is_not_in_the_index(
     registry: Registry, index: Index
 ) -> None:
-    late, newer = due_at(0, "late", key="order"), due_at(1, "newer", key="order")
-    registry.store.call_each([registry._claim(late)])
+    late, newer = (keyed(registry, name, "order") for name in ("late", "newer"))
     registry.register([newer])
-    registry.store.call_each([registry._register(late)])
+    assert registry.register([late]) == ["superseded"]
     assert ids(index) == ["newer"]
 
 
@@ -173,7 +175,8 @@ def test_a_postponed_task_is_in_the_index_at_its_new_time(registry: Registry, in
     registry.postpone("first", START_MS + 2 * MINUTE_MS)
     assert ids(index) == ids(index, job="job") == ["second", "first"]
     verdict(registry, first)
-    assert registry.replace("first", first.copy, "sent anew", START_MS)
+    registry.postpone("first", START_MS)
+    registry.register([first._replace(copy="sent anew")])
     assert ids(index) == ids(index, job="job") == ["first", "second"]
 
 
@@ -188,15 +191,19 @@ def test_a_task_that_is_registered_under_another_name_is_in_one_index(
 
 
 def test_tasks_that_never_arrive_leave_the_index_when_they_expire(
-    registry: Registry, index: Index
+    registry: Registry, index: Index, redis_setup: RedisSetup
 ) -> None:
     lost, other = in_one_shard(2)
-    expired = tracked(lost)._replace(due_ms=now_ms() - MARGIN_MS - MINUTE_MS)
-    registry.register([expired])
-    assert index.count(Filter()) == 1
+    expired = tracked(lost)._replace(due_ms=now_ms() - KEEP_MS - MINUTE_MS)
+    late = tracked("late")._replace(due_ms=now_ms() - MARGIN_MS + MINUTE_MS)
+    registry.register([expired, late])
+    for each in (Filter(), Filter(task="shop.remind")):
+        assert [found.task_id for found in index.pending(each)] == ["late"]
+        assert index.count(each) == 1
+        assert sum(count for _, count in index.forecast(each, now_ms(), MINUTE_MS)) == 1
     registry.register([due_at(0, other)])
-    assert index.count(Filter()) == 1
-    assert ids(index) == [other]
+    everything = redis_setup.client.zrange(registry.names.due(shard_of(lost)), 0, -1)
+    assert everything == [other]
 
 
 def test_an_indexed_task_whose_record_is_gone_is_left_out(
@@ -267,4 +274,4 @@ def test_a_task_that_is_in_no_index_can_be_decided_about(registry: Registry, ind
     message = sent()
     registry.register([message])
     assert ids(index) == []
-    assert registry.decide([arrival(message)], [""])[0].verdict is Verdict.RUN
+    assert registry.decide([arrival(message)])[0].verdict is Verdict.RUN

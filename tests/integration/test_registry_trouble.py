@@ -22,6 +22,7 @@ from tests.integration.registering import (
     MINUTE_MS,
     TIMEOUT,
     RedisSetup,
+    keyed,
     now_ms,
     sent,
     tracked,
@@ -38,12 +39,10 @@ PASSWORD = "opensesame"
 CALLS: dict[str, Callable[[Registry], object]] = {
     "decide": lambda registry: verdict(registry, sent()),
     "register": lambda registry: registry.register([tracked(), tracked("other", key="order")]),
-    "supersede": lambda registry: registry.supersede("order"),
     "cancel": lambda registry: registry.cancel(["task"]),
     "waiting_under": lambda registry: registry.waiting_under("order"),
     "postpone": lambda registry: registry.postpone("task", now_ms() + MINUTE_MS),
-    "announce": lambda registry: registry.announce("task", "first", "second", now_ms()),
-    "replace": lambda registry: registry.replace("task", "first", "second", now_ms()),
+    "ask": lambda registry: registry.ask([("task", "order")]),
     "open": lambda registry: registry.jobs.open("job", MINUTE_MS),
     "join": lambda registry: registry.jobs.join("job", now_ms()),
     "end": lambda registry: registry.jobs.end("job", JobState.ABORTED),
@@ -55,7 +54,7 @@ CALLS: dict[str, Callable[[Registry], object]] = {
 
 
 def _index(registry: Registry) -> Index:
-    return Index(registry.store, registry.names)
+    return registry.index
 
 
 @contextmanager
@@ -173,7 +172,7 @@ def test_the_keys_of_many_tasks_are_spread_over_all_servers_of_a_cluster(
 ) -> None:
     with registry_in(cluster.url) as registry:
         numbers = range(200)
-        registry.register([tracked(f"task-{each}", key=f"key-{each}") for each in numbers])
+        registry.register([keyed(registry, f"task-{each}", f"key-{each}") for each in numbers])
         for kind in ("task", "key", "due"):
             pattern = f"test:*:{kind}*"
             found = [node.ask("--scan", "--pattern", pattern).split() for node in cluster.nodes]
@@ -224,7 +223,7 @@ def test_a_fail_over_behind_sentinels_keeps_what_the_replica_has() -> None:
         registry = stack.enter_context(registry_in(servers.url))
         other: Store = connect(servers.url, TIMEOUT, {"master_name": servers.master_name})
         stack.callback(other.close)
-        cancelled, waits = tracked("cancelled"), tracked("waits", key="order")
+        cancelled, waits = tracked("cancelled"), keyed(registry, "waits", "order")
         registry.register([cancelled, waits])
         registry.cancel(["cancelled"])
         servers.wait_until_copied()
@@ -236,4 +235,4 @@ def test_a_fail_over_behind_sentinels_keeps_what_the_replica_has() -> None:
         assert registry.cancel(["waits"]) == [Outcome.DONE]
         # A process that connects only now, and runs several scripts at once.
         late = Registry(other, "test", KEEP_MS, MARGIN_MS)
-        assert late.register([sent("new", key="order")]) == ["waiting"]
+        assert late.register([keyed(late, "new", "order")]) == ["waiting"]

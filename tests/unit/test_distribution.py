@@ -229,7 +229,7 @@ def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope() -> None:
     assert registry.asked == [
         [
             Arrival("0", DUE, redelivered=True),
-            Arrival("1", DUE, copy="c", job="june", once=":2", redelivered=True),
+            Arrival("1", DUE, "2.0", copy="c", job="june", once="-", redelivered=True),
         ]
     ]
 

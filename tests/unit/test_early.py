@@ -166,7 +166,7 @@ def test_with_levels_that_keep_a_message_too_short_it_goes_around_until_it_is_du
 
 @pytest.mark.parametrize(
     "put_back",
-    [PutBack(), PutBack(3), PutBack(1, "office", "paper"), PutBack(0, "", "queue")],
+    [PutBack(), PutBack(3, NOW), PutBack(1, 0, "office", "paper"), PutBack(0, 0, "", "queue")],
 )
 def test_the_header_is_read_as_it_was_written(put_back: PutBack) -> None:
     assert PutBack.of(put_back.header()) == put_back
@@ -179,6 +179,7 @@ def test_the_header_is_read_as_it_was_written(put_back: PutBack) -> None:
         (3, PutBack()),
         ({}, PutBack()),
         ({"times": "often"}, PutBack()),
+        ({"times": 1, "until": "soon"}, PutBack(1)),
         ({"times": 2, "exchange": "office"}, PutBack(2)),
         ({"times": 2, "exchange": "office", "routing-key": 7}, PutBack(2)),
     ],
@@ -188,7 +189,7 @@ def test_a_header_of_a_stranger_s_does_no_harm(value: Any, expected: PutBack) ->
 
 
 def test_distribution_passes_on_what_a_worker_needs_to_restore_a_task() -> None:
-    own = PutBack(2, "office", "paper").header()
+    own = PutBack(2, 0, "office", "paper").header()
     message = due_in(0, **{header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}, **own)
     (outgoing,) = Distribution(TOPOLOGY, early_messages().put_back).receive(message)
     headers = outgoing.message.properties["application_headers"]
@@ -199,7 +200,7 @@ def test_distribution_passes_on_what_a_worker_needs_to_restore_a_task() -> None:
         headers=dict(headers), delivery_info={"exchange": "", "routing_key": "queue"}
     )
     waited = restore(arrived)
-    assert waited == (NOW, 2, False)
+    assert waited == (NOW, 2, False, 0)
     assert arrived.delivery_info == {"exchange": "office", "routing_key": "paper"}
     # The task sees what it sees of any delayed task.
     assert arrived.headers == {header_names.DUE: NOW}
@@ -209,7 +210,7 @@ def test_what_was_put_back_and_came_straight_is_restored_as_any_other() -> None:
     headers: dict[str, Any] = {**due_in(0).properties["application_headers"], **PutBack(1).header()}
     headers[header_names.QUEUE] = "queue"
     arrived = Message(headers=headers, delivery_info={"exchange": "rabbitdelay.delivery"})
-    assert restore(arrived) == (NOW, 1, True)
+    assert restore(arrived) == (NOW, 1, True, 0)
     assert arrived.delivery_info == {"exchange": "office", "routing_key": "paper"}
     assert arrived.headers == {header_names.DUE: NOW, header_names.QUEUE: "queue"}
 

@@ -25,7 +25,7 @@ from tests.registry_model import (
     register,
 )
 
-DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "6"))
+DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "5"))
 
 #: How many messages a task has at most.
 MESSAGES = 4
@@ -108,8 +108,10 @@ class World(NamedTuple):
     def check_run(self, message: Message, before: Record) -> None:
         """Raise if a message must not run."""
         assert not (self.stopped is not None and message.life <= self.stopped), "after a cancel"
-        has_won = dict(before.won).get(message.full) == message.copy if message.copy else bool(
-            dict(before.marks).get(message.attempt)
+        has_won = (
+            dict(before.won).get(message.full) == message.copy
+            if message.copy
+            else bool(dict(before.marks).get(message.attempt))
         )
         if has_won:
             return  # a decision came after it had been let run

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from celery_rabbitdelay.registry.decision import COPY, JOB, ONCE, Arrival
+from celery_rabbitdelay.registry.decision import (
+    COPY,
+    JOB,
+    LIFE,
+    ONCE,
+    ORDER,
+    Arrival,
+    Ticket,
+)
 from celery_rabbitdelay.registry.names import SHARDS, Names, shard_of
 
 scalars = st.one_of(
@@ -25,7 +33,7 @@ anything = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.text(), inner)),
     max_leaves=3,
 )
-known = st.sampled_from(["id", "retries", COPY, JOB, ONCE])
+known = st.sampled_from(["id", "retries", COPY, JOB, ONCE, LIFE, ORDER])
 names = st.text(st.characters())  # half of a surrogate pair as well
 
 
@@ -45,10 +53,21 @@ def test_an_arrival_is_read_from_any_headers(
 
 
 def test_an_arrival_says_where_and_at_which_attempt() -> None:
-    headers = {"id": "7", ONCE: True, COPY: "copy", JOB: "job"}
-    assert Arrival.of(headers, 5, "pay", True) == ("7", 5, "copy", "job", "pay:0", True)
-    assert Arrival.of({**headers, "retries": 3}, 5, "pay", True).once == "pay:3"
-    assert Arrival.of({**headers, "retries": "3"}, 5, "pay", True).once == "pay:0"
+    headers = {"id": "7", ONCE: True, COPY: "copy", JOB: "job", LIFE: "2", ORDER: "3"}
+    arrival = Arrival.of(headers, 5, "pay", True)
+    ticket = Ticket(2, 3)
+    expected = Arrival("7", 5, "0.0", "copy", ticket, job="job", once="pay", redelivered=True)
+    assert arrival == expected
+    of = {**headers, "retries": 3, "replaced_task_nesting": 1}
+    assert Arrival.of(of, 5, "pay", True).attempt == "3.1"
+    assert Arrival.of({**headers, "retries": "3"}, 5, "pay", True).attempt == "0.0"
+    assert Arrival.of({**headers, ONCE: "mark"}, 5, "", True)[-3:] == ("-", "mark", True)
+
+
+@given(st.integers(-1, 2**53 - 1), st.integers(0, 2**53 - 1))
+def test_a_ticket_is_read_as_it_was_written(life: int, order: int) -> None:
+    ticket = Ticket(life, order)
+    assert Ticket.of(ticket.headers) == ticket
 
 
 @given(names, names, names)

@@ -26,7 +26,7 @@ local function arrive(record, copy, life, attempt, due, queue, mark, redelivered
   end
   if copy == '' or not winner then
     if word == 'superseded' or word == 'replaced' or word == 'expired' then
-      if notes and waits == full then
+      if notes and waits == full and redis.call('HGET', record, 'copy') == copy then
         settle(record)
       end
       return word

@@ -23,7 +23,6 @@ local function register(record, copy, life, attempt, due, key, order, name, job,
   local full = attempt_in(life, copy, attempt)
   local cancelled, not_before, winner, waits, first_due, listed_name =
     unpack(redis.call('HMGET', record, 'cancelled', 'not_before', 'won:' .. full, 'waits', 'due', 'name'))
-  keep(record, tonumber(due) + keep_ms, now_ms)
   if is_cancelled(cancelled, life) then
     return 'cancelled'
   end
@@ -39,9 +38,9 @@ local function register(record, copy, life, attempt, due, key, order, name, job,
   if listed_name then
     unlist(record)
   end
-  local fields = {'waits', full, 'due', due}
+  local fields = {'waits', full, 'copy', copy, 'due', due}
   if key ~= '' then
-    fields[5], fields[6], fields[7], fields[8] = 'key', key, 'order', order
+    fields[7], fields[8], fields[9], fields[10] = 'key', key, 'order', order
   elseif waits then
     redis.call('HDEL', record, 'key', 'order')
   end
@@ -60,6 +59,7 @@ end
 for number, record in ipairs(KEYS) do
   local at = 2 + (number - 1) * 9
   states[number] = register(record, unpack(ARGV, at, at + 8))
+  keep(record, tonumber(ARGV[at + 3]) + keep_ms, now_ms)
 end
 for key, entries in pairs(listed) do
   local last = 0

@@ -9,6 +9,7 @@
 -- and of the attempt that waits, if it is registered:
 --
 --   waits          which one
+--   copy           the name of the message that was registered last
 --   due            when the first of its messages is due
 --   key, order     its key, and its order among the tasks of that key
 --   name, job      of a tracked task: what it is indexed by
@@ -26,7 +27,7 @@ end
 -- Let a key live until then at least.
 local function keep(key, until_ms, now_ms)
   local left = redis.call('PTTL', key)
-  if left < until_ms - now_ms then
+  if left < 0 or left < until_ms - now_ms then
     redis.call('PEXPIREAT', key, string.format('%.0f', math.max(until_ms, now_ms + 1000)))
   end
 end
@@ -57,7 +58,7 @@ end
 -- Forget all that was noted about the attempt that waits.
 local function settle(record)
   unlist(record)
-  redis.call('HDEL', record, 'waits', 'due', 'key', 'order')
+  redis.call('HDEL', record, 'waits', 'copy', 'due', 'key', 'order')
 end
 
 local function attempt_in(life, copy, attempt)
