@@ -138,8 +138,8 @@ def register(record: Record, message: Message) -> tuple[Record, str]:
         return record, "waiting"
     if waits == message.full:
         due = min(due, record.due)
-    noted = {"copy": message.copy, "due": due, "order": message.order}
-    return record._replace(waits=message.full, **noted), "waiting"
+    noted = record._replace(waits=message.full, copy=message.copy, due=due, order=message.order)
+    return noted, "waiting"
 
 
 def cancel(record: Record) -> tuple[Record, str]:

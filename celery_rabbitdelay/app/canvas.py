@@ -15,6 +15,7 @@ from typing import Any, Final
 from celery.canvas import Signature
 
 from celery_rabbitdelay.app.celery_internals import copied_as
+from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds
 
 __all__ = [
@@ -40,6 +41,12 @@ PARTS: Final[Mapping[str | None, tuple[str, ...]]] = {
     "chain": ("tasks",),
     "chord": ("header", "body"),
 }
+
+#: Why a ``key`` is refused: of the tasks under it, only the newest would run.
+OF_ONE_TASK: Final = (
+    "it names one task, and not a group, a chain or a chord: give it to one of their tasks, as in "
+    "task.s(...).set(key=...)"
+)
 
 #: An option by which a signature tells ``send_task`` that it has called
 #: :func:`restore_body_delay` already.
@@ -74,9 +81,16 @@ class DelayingSignature(Signature):
     def apply_async(
         self, args: Any = None, kwargs: Any = None, route_name: str | None = None, **options: Any
     ) -> Any:
-        """Send the task, as in Celery; a time that is given here replaces the signature's own."""
+        """Send the task, as in Celery; a time that is given here replaces the signature's own.
+
+        Raises:
+            UnknownOption: A ``key`` that was given to a group, chain or chord as a whole.
+        """
         # Only a chord or a chain that contains this signature gives these options here.
-        if options.get("chord") is not None or options.get("chain"):
+        is_part = options.get("chord") is not None or bool(options.get("chain"))
+        if options.get("key") is not None and (is_part or "group_id" in self.options):
+            raise UnknownOption("key", options["key"], OF_ONE_TASK)
+        if is_part:
             options = restore_body_delay(options, options.get("delay"))
             options[BODY_DELAY_IS_RESTORED] = True
         sent = self

@@ -51,6 +51,9 @@ MAX_MESSAGE_BYTES: Final = 512 * 2**20
 #: With 32, the clock exceeds the 5,000 queues above which RabbitMQ's documentation advises caution.
 MAX_SHARDS: Final = 32
 
+#: The most copies of a decision that a call can wait for.
+MAX_COPIES: Final = 100
+
 Declare: TypeAlias = Literal["auto", "never"]
 RegistryDown: TypeAlias = Literal["hold", "run"]
 Track: TypeAlias = Literal["none", "all"]
@@ -97,6 +100,7 @@ _KINDS: Final = {
     "registry_timeout": SECONDS,
     "registry_down": one_of(RegistryDown),
     "registry_keep": LONG_SECONDS,
+    "registry_durability": optional(whole_number(MAX_COPIES)),
     "track": one_of(Track),
     "once": FLAG,
     "metrics_port": _PORT,
@@ -165,6 +169,9 @@ class Settings:
             seconds; "run", it runs. All other tasks run.
         registry_keep: Seconds for which the registry remembers what was decided about a task after
             the task is due. A task with such an option that arrives later is undeliverable.
+        registry_durability: How many copies a cancel, a commit or an abort has to have before the
+            call returns: the server's append-only file (Redis 7.2, Valkey) is one, and so is each
+            of its replicas. None: Redis has it in memory, and a fail-over may lose it.
         track: "all": every delayed task is listed in the registry while it waits; "none": those
             that are sent with ``track=True``, or whose task has ``track = True``.
         once: Whether only the first message with a task's id runs; see the option ``once``.
@@ -201,6 +208,7 @@ class Settings:
     registry_timeout: float = 0.5
     registry_down: RegistryDown = "hold"
     registry_keep: float = 2_592_000.0
+    registry_durability: int | None = None
     track: Track = "none"
     once: bool = False
     metrics_port: int | None = None

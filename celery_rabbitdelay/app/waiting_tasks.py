@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from itertools import islice
 from typing import Any, Final, TypeAlias
 from uuid import UUID
 
+import amqp
 import celery
 from celery.result import AsyncResult, ResultBase
 from kombu.utils.functional import maybe_list
@@ -22,18 +24,35 @@ from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.stored_message import restored
 from celery_rabbitdelay.app.task_sending import register_sent
-from celery_rabbitdelay.exceptions import JobClosed, NotTracked, RegistryUnavailable
+from celery_rabbitdelay.exceptions import (
+    JobClosed,
+    NotTracked,
+    PublishError,
+    RegistryUnavailable,
+)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
-from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.publishing.message import PERSISTENT
+from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.breaker import Breaker
-from celery_rabbitdelay.registry.decision import COPY, Arrival, Outcome, new_copy
+from celery_rabbitdelay.registry.decision import (
+    COMMITTED,
+    COPY,
+    JOB,
+    JOB_ID,
+    Arrival,
+    Outcome,
+    new_copy,
+)
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry
 
 __all__ = ["WaitingTasks"]
+
+logger = logging.getLogger(__name__)
 
 #: The outcomes from the least to the most certain. Several tasks have the least certain of theirs.
 LEAST_CERTAIN: Final = (Outcome.RELEASED, Outcome.UNKNOWN, Outcome.CANCELLED, Outcome.DONE)
@@ -50,6 +69,11 @@ CHUNK: Final = 500
 
 #: A task, or several: ids and results of sends.
 Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
+
+#: How long before a job expires its note comes due: this share of the time, at most so many
+#: milliseconds.
+NOTE_SHARE: Final = 0.25
+NOTE_MS: Final = 60_000
 
 #: The reason in the result of a task that was cancelled while it waited.
 REASON: Final = "cancelled"
@@ -287,10 +311,33 @@ class WaitingTasks(ABC):
     def commit_job(self, job: str) -> None:
         """Let all tasks of a job run, when they are due. To do so again changes nothing.
 
+        A note of it waits in the levels until shortly before the job expires: if Redis has lost the
+        commit by then, distribution commits the job again.
+
         Raises:
             JobClosed: The job was aborted, has expired, or does not exist.
         """
-        self.registry.jobs.end(job, JobState.COMMITTED)
+        job_id, expires_ms = self.registry.jobs.end(job, JobState.COMMITTED)
+        left_ms = expires_ms - time.time_ns() // NS_PER_MS
+        if left_ms <= 0 or "distribution" not in self.settings.modules:
+            return
+        due = Due.after((left_ms - min(left_ms * NOTE_SHARE, NOTE_MS)) / 1000)
+        headers = {COMMITTED: True, JOB: job, JOB_ID: job_id, header_names.DUE: due.at_ms}
+        message = amqp.Message(
+            b"", application_headers=headers, delivery_mode=PERSISTENT, message_id=job_id
+        )
+        try:
+            with self.publisher() as publisher:
+                producer = DelayedProducer(publisher, **self.settings.for_producer)
+                producer.sign(message)
+                producer.publish_message(Delayed(message, DISTRIBUTION, job_id, None), due)
+        except PublishError as error:
+            logger.warning(
+                "Job %r is committed. If Redis loses that before it would have expired, its tasks "
+                "do not run: RabbitMQ has no note of it, because %s",
+                job,
+                error,
+            )
 
     def abort_job(self, job: str) -> None:
         """Let no task of a job run. To do so again changes nothing.

@@ -43,6 +43,9 @@ from celery_rabbitdelay.modules.version import refuse_later_version
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.registry.decision import (
+    COMMITTED,
+    JOB,
+    JOB_ID,
     Arrival,
     Decision,
     Verdict,
@@ -59,6 +62,9 @@ RESTORED_BY_WORKERS = (
     header_names.ROUTING_KEY,
     header_names.QUEUE,
 )
+
+#: Seconds after which a job is confirmed again, if Redis was away.
+CONFIRM_AGAIN: Final = 5.0
 
 #: The last word of the routing keys of messages for distribution.
 DISTRIBUTION_WORD: Final = encode_destination(DISTRIBUTION)
@@ -82,6 +88,8 @@ class Distribution:
         put_back: Returns what to publish instead if a message is not due yet; see
             :class:`.EarlyMessages`.
         look: Returns what the registry says about the messages of an envelope; None without one.
+        confirm: Tells the registry the name and the id of a job that was committed, in case that it
+            has lost that; None without one.
         reach: Where they may go.
         signing_keys: What verifies their signatures; None: signatures do not matter.
         is_signing_required: Whether a message without a valid signature is refused, if there are
@@ -98,8 +106,10 @@ class Distribution:
         signing_keys: SigningKeys | None = None,
         is_signing_required: bool = True,
         bounds: Bounds = DEFAULT_BOUNDS,
+        confirm: Callable[[str, str], None] | None = None,
     ) -> None:
         self._topology = topology
+        self._confirm = confirm
         self._keys = topology.keys
         self._put_back = put_back
         self._look = look
@@ -142,12 +152,28 @@ class Distribution:
         is_envelope = message.properties.get("content_type") == CONTENT_TYPE
         if unrouted is not None:
             self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
+        if headers.get(COMMITTED) is True:
+            yield from self._confirmed(message, headers)
+            return
         one = None if is_envelope else self._outgoing(message, headers, unrouted, is_vouched)
         early = self._put_back(message)
         single = early or one
         found = self._unpacked(message, headers) if single is None else iter([single])
         for outgoing in found:
             yield outgoing if is_vouched else outgoing._replace(is_vouched=False)
+
+    def _confirmed(self, message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
+        """Tell the registry that a job was committed; while Redis is away, the note waits again."""
+        job, job_id = headers.get(JOB), headers.get(JOB_ID)
+        is_note = isinstance(job_id, str) and message.properties.get("message_id") == job_id
+        if self._confirm is None or not isinstance(job, str) or not is_note:
+            what = "there is no registry" if self._confirm is None else "it names no job"
+            raise UnprocessableMessage(f"it says that a job was committed, and {what}")
+        try:
+            self._confirm(job, str(job_id))
+        except RegistryUnavailable:
+            kept = with_headers(message, without_broker_headers(headers))
+            yield into_levels(self._topology, kept, Due.after(CONFIRM_AGAIN))
 
     def _is_vouched(self, message: amqp.Message) -> bool:
         """Return whether the sender of a message has shown that it has a key, if there is one.

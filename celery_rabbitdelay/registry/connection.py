@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from threading import Lock
 from typing import Any, Final, NamedTuple, TypeVar
@@ -41,6 +41,9 @@ ALLOW_OOM: Final = "#!lua flags=allow-oom"
 
 SETTING: Final = "rabbitdelay_registry_url"
 
+#: The share of the time for an answer in which a server waits for copies: it has to answer then.
+WAIT_SHARE: Final = 0.8
+
 #: What stands before the arguments that an error of Redis repeats.
 ARGUMENTS: Final = ", with args beginning with"
 
@@ -68,6 +71,8 @@ class Store:
         client: A client of redis-py.
         is_cluster: Whether it is one of Redis Cluster.
         errors: The errors of redis-py.
+        copies: How many servers must have a decision before it counts: see :meth:`call_durably`.
+        timeout: Seconds that these have to take it.
 
     Attributes:
         is_cluster: Whether only keys with the same hash tag are on the same server.
@@ -75,10 +80,20 @@ class Store:
             whether it succeeded.
     """
 
-    def __init__(self, client: Any, is_cluster: bool, errors: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self,
+        client: Any,
+        is_cluster: bool,
+        errors: tuple[type[Exception], ...],
+        copies: int = 0,
+        timeout: float = 0.0,
+    ) -> None:
         self.is_cluster = is_cluster
+        self._copies = copies
+        self._timeout_ms = int(timeout * 1000 * WAIT_SHARE)
         self._client = client
         self._errors = errors
+        self._refusals = errors[:1]
         self._scripts: dict[str, Any] = {}
         self.on_call: Callable[[float, bool], None] | None = None
 
@@ -101,6 +116,38 @@ class Store:
             [call] = calls
             return [self._try(lambda: self._script(call.script)(call.keys, call.arguments))]
         return self._pipelined(lambda pipeline: self._run_by_hash(pipeline, calls))
+
+    def call_durably(self, calls: Sequence[Call]) -> list[Any]:
+        """Run scripts as :meth:`call_each`; return once what they wrote has its copies.
+
+        The append-only file of the server counts as one copy, if it has one and is Redis 7.2 or
+        Valkey (https://redis.io/docs/latest/commands/waitaof/), and each of its replicas as one.
+
+        Raises:
+            RegistryUnavailable: As there; or there are fewer copies, and ``may_have_arrived`` is
+                True: a fail-over may lose what the scripts wrote.
+        """
+        if not self._copies:
+            return self.call_each(calls)
+        return [self._try(partial(self._with_copies, call)) for call in calls]
+
+    def _with_copies(self, call: Call) -> Any:
+        client = self._client
+        if self.is_cluster:
+            client = client.get_redis_connection(client.get_node_from_key(call.keys[0]))
+        # WAIT counts what its own connection has written.
+        with client.client() as connection:
+            text = _text(call.script)
+            answer = connection.eval(text, len(call.keys), *call.keys, *call.arguments)
+            found = 0
+            with suppress(*self._refusals):  # it has no such file, or does not know the command
+                found = connection.execute_command("WAITAOF", 1, 0, self._timeout_ms)[0]
+            if found < self._copies:
+                found += connection.execute_command("WAIT", self._copies - found, self._timeout_ms)
+        if found < self._copies:
+            reason = f"{found} of {self._copies} copies have it: a fail-over may lose what was done"
+            raise RegistryUnavailable(reason, may_have_arrived=True)
+        return answer
 
     def commands(self, add: Callable[[Any], object]) -> list[Any]:
         """Run commands in one round trip to each server.
@@ -152,7 +199,9 @@ class Store:
         return self._scripts[name]
 
 
-def connect(url: str, timeout: float, options: Mapping[str, Any] | None = None) -> Store:
+def connect(
+    url: str, timeout: float, options: Mapping[str, Any] | None = None, copies: int = 0
+) -> Store:
     """Return a store that connects when it is first used.
 
     Args:
@@ -162,6 +211,7 @@ def connect(url: str, timeout: float, options: Mapping[str, Any] | None = None) 
         timeout: Seconds for connecting, and for each answer.
         options: Further arguments of the client of redis-py; for Sentinel also ``master_name`` and
             ``sentinel_kwargs``, as in ``result_backend_transport_options``.
+        copies: How many servers must have a decision before it counts; 0 for the one alone.
 
     Raises:
         InvalidSetting: No such URL, or the package ``redis`` is missing.
@@ -196,7 +246,8 @@ def connect(url: str, timeout: float, options: Mapping[str, Any] | None = None) 
     errors = (redis.RedisError, RedisClusterException, OSError)
     try:
         with suppress(ValueError):
-            return Store(_client(scheme, url, given), scheme.endswith("+cluster"), errors)
+            is_cluster = scheme.endswith("+cluster")
+            return Store(_client(scheme, url, given), is_cluster, errors, copies, timeout)
     except TypeError as wrong:
         shown = ", ".join(options or ())
         raise InvalidSetting("rabbitdelay_registry_options", shown, f"{wrong}") from wrong

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, Self
 from uuid import uuid4
 
 __all__ = [
+    "COMMITTED",
     "COPY",
     "JOB",
     "JOB_ID",
@@ -45,6 +46,10 @@ ORDER: Final = "rabbitdelay-key-order"
 #: :data:`JOB_ID` tells them apart: str.
 JOB: Final = "rabbitdelay-job"
 JOB_ID: Final = "rabbitdelay-job-id"
+
+#: A message with this header is no task, but says that the job named by the two headers above was
+#: committed: True.
+COMMITTED: Final = "rabbitdelay-committed"
 
 #: Set if only one message of each attempt runs, and that one once: True; or the mark that this
 #: message has left already, str.

@@ -91,16 +91,28 @@ class Jobs:
         state, job_id = self._call(job, "join", "", due_ms)
         return JobState(state) if state else None, job_id
 
-    def end(self, job: str, state: JobState) -> None:
+    def end(self, job: str, state: JobState) -> tuple[str, int]:
         """Commit or abort a job, by one write. To do so again changes nothing.
+
+        Returns:
+            The job's id, and when it would have expired, in milliseconds since 1970-01-01 UTC.
 
         Raises:
             JobClosed: It was ended otherwise, or there is no such job.
         """
         verb = "commit" if state is JobState.COMMITTED else "abort"
-        found, _ = self._call(job, verb)
+        (answer,) = self._store.call_durably([self._script(job, verb)])
+        found, job_id, _, expires_ms, *words = answer
+        self._note(words)
         if found != state.value:
             raise JobClosed(job, found or "unknown")
+        return str(job_id), int(expires_ms)
+
+    def confirm(self, job: str, job_id: str) -> None:
+        """Say that a job was committed, in case that Redis has lost it; see :meth:`end`."""
+        self._call(job, "confirm", job_id)
+        with self._lock:
+            self._ended.pop((job, job_id), None)
 
     def state(self, job: str) -> JobState | None:
         """Return the state of the latest job of a name; None if there is none."""
@@ -118,7 +130,7 @@ class Jobs:
         found = {job: state for job, (state, until) in ended.items() if now < until}
         asked = [job for job in jobs if job not in found]
         calls = [self._script(job, "look", job_id) for job, job_id in asked]
-        for job, (word, _, left_ms, *expired) in zip(
+        for job, (word, _, left_ms, _, *expired) in zip(
             asked, self._store.call_each(calls), strict=True
         ):
             if not word:
@@ -142,7 +154,7 @@ class Jobs:
 
     def _call(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> tuple[str, str]:
         (answer,) = self._store.call_each([self._script(job, verb, job_id, instant)])
-        self._note(answer[3:])
+        self._note(answer[4:])
         return str(answer[0]), str(answer[1])
 
     def _script(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> Call:

@@ -277,9 +277,8 @@ class Registry:
         """
         ids = list(dict.fromkeys(task_ids))
         unknown_ms = min(UNKNOWN_MS + self._keep_ms, MAX_LIFE_MS)
-        (answers,) = self._run(
-            self._batch("cancel", ids, self.names.task, [()] * len(ids), unknown_ms)
-        )
+        batch = self._batch("cancel", ids, self.names.task, [()] * len(ids), unknown_ms)
+        (answers,) = self._run(batch, call=self.store.call_durably)
         found = dict(zip(ids, answers, strict=True))
         return [Outcome(found[task_id]) for task_id in task_ids]
 
@@ -289,9 +288,11 @@ class Registry:
         return [task_id] if order else []
 
     def _newest(self, key: str) -> tuple[str, str]:
-        name = self.names.key(key)
-        found: list[str | None] = self.store.commands(lambda pipeline: pipeline.get(name))
-        order, _, task_id = (found[0] or "").partition(" ")
+        def ask(pipeline: Any) -> None:
+            pipeline.get(self.names.key(key))
+
+        (found,) = self.store.commands(ask)
+        order, _, task_id = (found or "").partition(" ")
         return order, task_id
 
     def postpone(self, task_id: str, due_ms: int) -> Outcome | Earlier:
@@ -314,10 +315,7 @@ class Registry:
             if word != "key":
                 return Outcome(word)
             (key,) = more
-            (found,) = self.store.commands(
-                lambda pipeline, of=key: pipeline.get(self.names.key(of))
-            )
-            newest = (found or "").partition(" ")[0]
+            newest, _ = self._newest(key)
 
     def _batch(
         self,
@@ -345,9 +343,12 @@ class Registry:
             calls.append(Call(script, [key_of(names[number]) for number in group], arguments))
         return _Batch(groups, calls)
 
-    def _run(self, *batches: _Batch) -> list[list[Any]]:
+    def _run(
+        self, *batches: _Batch, call: Callable[[list[Call]], list[Any]] | None = None
+    ) -> list[list[Any]]:
         """Run scripts in one round trip; return what each of them says of each name."""
-        answers = iter(self.store.call_each([call for batch in batches for call in batch.calls]))
+        run = call or self.store.call_each
+        answers = iter(run([call for batch in batches for call in batch.calls]))
         said = []
         for groups, _ in batches:
             found: dict[int, Any] = {}

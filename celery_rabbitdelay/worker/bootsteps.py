@@ -344,7 +344,9 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
                 metrics.record(EARLY, 1, "", queue.name)
 
         early = EarlyMessages(topology, milliseconds(settings.early), on_early=on_early)
-        look = _look(app) if settings.registry_url is not None else None
+        look = confirm = None
+        if settings.registry_url is not None:
+            look, confirm = _look(app), app.rabbitdelay.registry.jobs.confirm
         distribution = Distribution(
             topology,
             early.put_back,
@@ -353,6 +355,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
             settings.signing_keys,
             settings.signing_required,
             settings.bounds,
+            confirm,
         )
         receive, admit = distribution.receive, admit_any
 

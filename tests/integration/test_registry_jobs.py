@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,7 +120,7 @@ def test_an_expired_job_is_closed_whoever_asks_first(registry: Registry, call: s
     registry.jobs.open(JOB, 1)
     opened = now_ms()
     wait_for(lambda: now_ms() > opened + 1, "the expiry")
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "open": lambda: registry.jobs.open(JOB, MINUTE_MS),
         "end": lambda: registry.jobs.end(JOB, JobState.COMMITTED),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -221,8 +221,12 @@ class Sequence:
         if self.chance.random() < 0.7:
             return
         names = self.registry.names
-        for key in (names.task(self.task_id), names.key(self.key)):
-            self.registry.store.commands(lambda pipeline, key=key: pipeline.delete(key))
+
+        def forget(pipeline: Any) -> None:
+            pipeline.delete(names.task(self.task_id))
+            pipeline.delete(names.key(self.key))
+
+        self.registry.store.commands(forget)
         self.record, self.newest, self.holder = EMPTY, 0, ""
         self.messages = [each._replace(is_old=True, due=LONG_AGO) for each in self.messages]
 

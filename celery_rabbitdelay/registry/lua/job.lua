@@ -8,13 +8,14 @@
 --   was:ID         the state of a former job of that name
 --
 -- KEYS  the job
--- ARGV  what to do: "open", "join", "commit", "abort" or "look"; for how many milliseconds the record
---       outlives what it is about; the job's id ("open"; "look", where it may be empty); for how many
---       milliseconds it stays open ("open"), or when its task is due ("join"); for how many
---       milliseconds its name is not free after that
--- Returns {state, id, milliseconds that it still lives}, and "expired" if it was not committed in time,
--- and "now" if nobody had found that out before; an empty state if there is no such job; for "open"
--- "opened" if it is open now, otherwise the state of the job that has the name.
+-- ARGV  what to do: "open", "join", "commit", "abort", "look", or "confirm" that it was committed, which
+--       Redis may have lost; for how many milliseconds the record outlives what it is about; the job's
+--       id ("open"; "confirm"; "look", where it may be empty); for how many milliseconds it stays open
+--       ("open"), or when its task is due ("join"); for how many milliseconds its name is not free
+--       after that
+-- Returns {state, id, milliseconds that it still lives, expires}, and "expired" if it was not committed
+-- in time, and "now" if nobody had found that out before; an empty state if there is no such job; for
+-- "open" "opened" if it is open now, otherwise the state of the job that has the name.
 
 local job, verb, keep_ms, given, instant, margin_ms =
   KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -34,7 +35,7 @@ end
 if verb == 'open' then
   if state and (state ~= 'open' or id ~= given) then
     if state == 'open' or now_ms < tonumber(free) then
-      return {state, id, redis.call('PTTL', job)}
+      return {state, id, redis.call('PTTL', job), expires}
     end
     redis.call('HSET', job, 'was:' .. id, state)
     redis.call('HDEL', job, 'expired')
@@ -44,17 +45,23 @@ if verb == 'open' then
       'free', number(now_ms + instant + margin_ms))
   end
   keep(job, now_ms + instant + margin_ms + keep_ms, now_ms)
-  return {'opened', given, redis.call('PTTL', job)}
+  return {'opened', given, redis.call('PTTL', job), ''}
 elseif verb == 'join' and state then
   redis.call('HSET', job, 'free', number(math.max(tonumber(free), instant + margin_ms)))
   keep(job, instant + margin_ms + keep_ms, now_ms)
 elseif state == 'open' and (verb == 'commit' or verb == 'abort') then
   state = verb == 'commit' and 'committed' or 'aborted'
   redis.call('HSET', job, 'state', state)
+elseif verb == 'confirm' and given == id and (state == 'open' or expired) then
+  state, expired, is_new = 'committed', nil, false
+  redis.call('HSET', job, 'state', state)
+  redis.call('HDEL', job, 'expired')
+elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. given) == 'aborted' then
+  redis.call('HSET', job, 'was:' .. given, 'committed')
 elseif verb == 'look' and given ~= '' and given ~= id then
   state, expired, is_new = redis.call('HGET', job, 'was:' .. given), nil, false
 end
-local answer = {state or '', id or '', redis.call('PTTL', job)}
+local answer = {state or '', id or '', redis.call('PTTL', job), expires or ''}
 if expired then
   table.insert(answer, 'expired')
 end
