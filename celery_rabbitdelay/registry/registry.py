@@ -31,6 +31,8 @@ UNKNOWN_MS: Final = 315_360_000_000
 #: sender may have written the due time of an arrival.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 
+RUNS: Final = Decision(Verdict.RUN)
+
 #: What a script answers about a record that it cannot read begins with this.
 _UNREADABLE: Final = "!"
 
@@ -169,6 +171,8 @@ class Registry:
         return self._decide(arrivals, notes=True)
 
     def _decide(self, arrivals: Sequence[Arrival], notes: bool) -> list[Decision]:
+        if not any(each.has_options for each in arrivals):
+            return self._decide_plain(arrivals)
         latest = _now_ms() + MAX_LIFE_MS
         words = self._said_of_jobs(arrivals)
         if notes:
@@ -187,6 +191,30 @@ class Registry:
             self._decision(words[number] if _is_unreadable(words.get(number)) else answer, each)
             for number, (answer, each) in enumerate(zip(answers, arrivals, strict=True))
         ]
+
+    def _decide_plain(self, arrivals: Sequence[Arrival]) -> list[Decision]:
+        """Decide about tasks without an option of the registry, which leave nothing: see the rule.
+
+        A task that was cancelled does not run, and one that was postponed does later.
+        """
+        records = [self.names.task(each.task_id) for each in arrivals]
+        if not records or not self.store.exists(records):
+            return [RUNS] * len(arrivals)
+        decisions = []
+        for each, found in zip(
+            arrivals, self.store.hashes(records, "cancelled", "not_before"), strict=True
+        ):
+            if isinstance(found, str):
+                decisions.append(Decision(Verdict.UNREADABLE, why=found))
+                continue
+            cancelled, not_before = found
+            if cancelled is not None:
+                decisions.append(Decision(Verdict.CANCELLED))
+            elif not_before is not None and int(not_before) > each.due_ms:
+                decisions.append(Decision(Verdict.LATER, int(not_before), is_new_due=True))
+            else:
+                decisions.append(RUNS)
+        return decisions
 
     def _decision(self, word: str, arrival: Arrival) -> Decision:
         if word.isdigit():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from queue import Empty, Queue
+from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
@@ -43,7 +43,7 @@ class BatchThread(ABC, Generic[ItemT]):
 
     def __init__(self, consumer: Any) -> None:
         self.actions = LoopActions(consumer)
-        self._given: Queue[ItemT | None] = Queue()
+        self._given: SimpleQueue[ItemT | None] = SimpleQueue()
         self._stopping = Event()
         self._thread = Thread(target=self._run, name=self.name, daemon=True)
 
