@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from celery_rabbitdelay.app.options import RegistryOptions
@@ -25,7 +26,7 @@ BATCH: Final = 500
 
 #: Rows that are asked about in one round trip, and the seconds after which the next row that is
 #: taken lets those before it be asked about.
-ASKED: Final = 200
+ASKED: Final = 500
 ASK_AFTER: Final = 0.05
 
 #: A job is told that it has tasks which are due that much later than those it has, in milliseconds:
@@ -56,6 +57,8 @@ class RowRegistration:
         self._fail = fail
         self._joined_until_ms = 0
         self._job_id = ""
+        self._thread: ThreadPoolExecutor | None = None
+        self._registering: Future[list[str]] | None = None
         #: The rows that are not registered yet, by their numbers, in their order.
         self._sent: dict[int, Registration] = {}
         #: The rows that the broker has answered, and whether it has confirmed them.
@@ -146,15 +149,15 @@ class RowRegistration:
         copy = call.headers.get(COPY)
         if copy is None:
             return
-        ticket, key = Ticket.of(call.headers), call.headers.get(KEY, "")
-        registration = Registration(call.task_id, copy, call.due.at_ms, ticket=ticket, key=key)
+        name = job = message = ""
         if self._wanted.track:
-            message = ""
+            name, job = self._task_name, self._wanted.job
             if content is not None:
-                message = stored(delayed._replace(task_id=call.task_id), content())
-            registration = registration._replace(
-                name=self._task_name, job=self._wanted.job, message=message
-            )
+                message = stored(delayed, content())
+        ticket, key = Ticket.of(call.headers), call.headers.get(KEY, "")
+        registration = Registration(
+            call.task_id, copy, call.due.at_ms, "0.0", ticket, key, name, job, message
+        )
         for row in rows:
             self._sent[row] = registration
 
@@ -167,9 +170,10 @@ class RowRegistration:
             self.flush()
 
     def flush(self) -> None:
-        """Register the rows that are confirmed, up to the first one that has not ended.
+        """Begin to register the rows that are confirmed, up to the first one that has not ended.
 
-        The newest row under a key is to win, whatever the order in which they were confirmed.
+        Another thread does it while this one sends more rows. The newest row under a key is to win,
+        whatever the order in which they were confirmed.
         """
         batch: dict[int, Registration] = {}
         while self._sent and (row := next(iter(self._sent))) in self._ended:
@@ -178,4 +182,22 @@ class RowRegistration:
                 batch[row] = registration
         if not batch:
             return
-        register_sent(self._registry(), list(batch.values()))
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "rabbitdelay-register")
+        self.wait()
+        self._registering = self._thread.submit(
+            register_sent, self._registry(), list(batch.values())
+        )
+
+    def wait(self) -> None:
+        """Wait until what :meth:`flush` has begun to register is registered."""
+        if self._registering is not None:
+            self._registering.result()
+            self._registering = None
+
+    def close(self) -> None:
+        """Register what is confirmed, and end."""
+        self.flush()
+        self.wait()
+        if self._thread is not None:
+            self._thread.shutdown()

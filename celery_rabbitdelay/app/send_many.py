@@ -137,9 +137,9 @@ class RowSender:
         try:
             self._send(self._registration.asked(self._calls(rows)))
         finally:
+            self._registration.close()
             if self._counts is not None:
                 self._counts.end()
-        self._registration.flush()
         self._report_progress()
         not_confirmed = None
         if self._errors:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import b64decode, b64encode
-from typing import Any
+from functools import lru_cache
+from typing import Final
 
 from kombu import Queue
 
+from celery_rabbitdelay.modules.envelope import DICTIONARY
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.wire import Content
 
 __all__ = ["restored", "stored"]
+
+#: A deflate stream without a header (RFC 1951); the dictionary is that of envelopes.
+RAW: Final = -15
 
 
 def stored(delayed: Delayed, content: Content | None = None) -> str:
@@ -24,19 +29,29 @@ def stored(delayed: Delayed, content: Content | None = None) -> str:
     """
     properties, body = content or Content.of(delayed.message)
     queue = delayed.queue.name if delayed.queue is not None else None
-    about = json.dumps([delayed.destination, delayed.task_id, queue, len(properties)])
-    return b64encode(zlib.compress(about.encode() + b"\n" + properties + body)).decode()
+    where = _where(delayed.destination, queue)
+    encoder = zlib.compressobj(1, zlib.DEFLATED, RAW, zdict=DICTIONARY)
+    compressed = encoder.compress(b"%s%d\n%s%s" % (where, len(properties), properties, body))
+    return b64encode(compressed + encoder.flush()).decode()
 
 
-def restored(text: str) -> Delayed:
+def restored(text: str, task_id: str) -> Delayed:
     """Return the message of a text that :func:`stored` has returned.
 
     Its queue is the name alone: nothing is known about its arguments.
+
+    Args:
+        text: The text.
+        task_id: The id of its task.
     """
-    about, _, content = zlib.decompress(b64decode(text)).partition(b"\n")
-    fields: Any = json.loads(about)
-    destination, task_id, queue, size = fields
-    message = Content(content[:size], content[size:]).message()
-    return Delayed(
-        message, destination, task_id, None if queue is None else Queue(queue, no_declare=True)
-    )
+    decoder = zlib.decompressobj(RAW, zdict=DICTIONARY)
+    where, size, content = (decoder.decompress(b64decode(text)) + decoder.flush()).split(b"\n", 2)
+    destination, queue = json.loads(where)
+    message = Content(content[: int(size)], content[int(size) :]).message()
+    known = None if queue is None else Queue(queue, no_declare=True)
+    return Delayed(message, destination, task_id, known)
+
+
+@lru_cache(maxsize=256)
+def _where(destination: str, queue: str | None) -> bytes:
+    return json.dumps([destination, queue]).encode() + b"\n"

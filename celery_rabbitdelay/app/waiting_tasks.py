@@ -268,7 +268,7 @@ class WaitingTasks(ABC):
 
     def _send_earlier(self, task_id: str, waiting: Earlier, due: Due) -> Outcome:
         """Send a second message of a task: the one that arrives first runs."""
-        delayed, copy = restored(waiting.message), new_copy()
+        delayed, copy = restored(waiting.message, task_id), new_copy()
         headers = delayed.message.properties["application_headers"]
         headers.update({COPY: copy, header_names.DUE: due.at_ms})
         queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
@@ -452,7 +452,7 @@ def _ids(task: Any) -> list[str]:
 
 def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
     """Return whether a stored message has one of these stamps, as Celery's workers see it."""
-    stamps = restored(message).message.properties["application_headers"].get("stamps") or {}
+    stamps = restored(message, "").message.properties["application_headers"].get("stamps") or {}
     return any(
         not values.isdisjoint(maybe_list(stamps.get(name)) or ()) for name, values in wanted.items()
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib.resources import files
+from json import JSONEncoder
 from threading import Lock
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -44,6 +45,9 @@ SETTING: Final = "rabbitdelay_registry_url"
 #: The share of the time for an answer in which a server waits for copies: it has to answer then.
 WAIT_SHARE: Final = 0.8
 
+#: Not ASCII: an id may hold half of a surrogate pair, for which JSON in Redis has no escape.
+_json: Final = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 #: What stands before the arguments that an error of Redis repeats.
 ARGUMENTS: Final = ", with args beginning with"
 
@@ -56,12 +60,21 @@ class Call(NamedTuple):
     Attributes:
         script: Its name, that of a file in ``lua``.
         keys: The keys that it changes, all on one server.
-        arguments: Further arguments.
+        arguments: Further arguments, for each key.
+        keep_ms: For how many milliseconds what it notes is kept.
+        shared: Further arguments, for all keys.
     """
 
     script: str
     keys: Sequence[str]
-    arguments: Sequence[str | int] = ()
+    arguments: Sequence[Sequence[str | float]]
+    keep_ms: int = 0
+    shared: Sequence[str | int] = ()
+
+    @property
+    def packed(self) -> Sequence[str | int]:
+        """The arguments as Redis takes them; redis-py takes a microsecond for each of them."""
+        return (self.keep_ms, _json(self.arguments), *self.shared)
 
 
 class Store:
@@ -99,11 +112,6 @@ class Store:
         self._lock = Lock()
         self.on_call: Callable[[float, bool], None] | None = None
 
-    def call(self, script: str, keys: Sequence[str], *arguments: str | int) -> Any:
-        """Run a script; return what it returns."""
-        (result,) = self.call_each([Call(script, keys, arguments)])
-        return result
-
     def call_each(self, calls: Sequence[Call]) -> list[Any]:
         """Run scripts in one round trip to each server; return what each of them returns.
 
@@ -116,7 +124,7 @@ class Store:
             return self._pipelined(lambda pipeline: _run_by_text(pipeline, calls))
         if len(calls) == 1:
             [call] = calls
-            return [self._try(lambda: self._script(call.script)(call.keys, call.arguments))]
+            return [self._try(lambda: self._script(call.script)(call.keys, call.packed))]
         return self._pipelined(lambda pipeline: self._run_by_hash(pipeline, calls))
 
     def call_durably(self, calls: Sequence[Call]) -> list[Any]:
@@ -140,7 +148,7 @@ class Store:
         # WAIT counts what its own connection has written.
         with client.client() as connection:
             text = _text(call.script)
-            answer = connection.eval(text, len(call.keys), *call.keys, *call.arguments)
+            answer = connection.eval(text, len(call.keys), *call.keys, *call.packed)
             found = 0
             with suppress(*self._refusals):  # it has no such file, or does not know the command
                 found = connection.execute_command("WAITAOF", 1, 0, self._timeout_ms)[0]
@@ -167,11 +175,11 @@ class Store:
         """
         if self.is_cluster:
             return any(self.commands(lambda pipeline: [pipeline.exists(key) for key in keys]))
-        return self._try(lambda: self._ask_alone("EXISTS", *keys) > 0)
+        return bool(self._try(lambda: self._ask_alone("EXISTS", *keys)))
 
     def _ask_alone(self, *command: str) -> Any:
         with self._lock:
-            self._own = connection = self._own or self._client.connection_pool.make_connection()
+            self._own = connection = self._own or self._client.connection_pool.get_connection()
             try:
                 connection.send_packed_command(connection.pack_command(*command))
                 return connection.read_response()
@@ -233,7 +241,7 @@ class Store:
 
     def _run_by_hash(self, pipeline: Any, calls: Sequence[Call]) -> None:
         for call in calls:
-            self._script(call.script)(call.keys, call.arguments, client=pipeline)
+            self._script(call.script)(call.keys, call.packed, client=pipeline)
 
     def _script(self, name: str) -> Any:
         if name not in self._scripts:
@@ -408,5 +416,6 @@ def _or_text(response: Any) -> Any:
 
 def _run_by_text(pipeline: Any, calls: Sequence[Call]) -> None:
     # The pipelines of a cluster take no EVALSHA.
-    for script, keys, arguments in calls:
-        pipeline.execute_command("EVAL", _text(script), len(keys), *keys, *arguments)
+    for call in calls:
+        count, text = len(call.keys), _text(call.script)
+        pipeline.execute_command("EVAL", text, count, *call.keys, *call.packed)

@@ -124,12 +124,12 @@ class Index:
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
         """Return what it takes to send tasks anew.
 
-        None for those that do not wait any more, empty if it is not known.
+        None for those that do not wait any more or are not tracked, empty if it is not known.
         """
 
         def ask(pipeline: Any) -> None:
             for task_id in task_ids:
-                pipeline.hget(self._names.task(task_id), "message")
+                pipeline.get(self._names.message(task_id))
 
         return self._store.commands(ask)
 

@@ -158,8 +158,8 @@ class Jobs:
         return str(answer[0]), str(answer[1])
 
     def _script(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> Call:
-        arguments = (verb, self._keep_ms, job_id, instant, self._margin_ms)
-        return Call("job", [self._names.job(job)], arguments)
+        arguments = [(verb, job_id, instant, self._margin_ms)]
+        return Call("job", [self._names.job(job)], arguments, self._keep_ms)
 
     def _note(self, words: Sequence[str]) -> None:
         if "now" in words and self.on_expired is not None:

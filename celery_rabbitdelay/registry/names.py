@@ -30,6 +30,10 @@ class Names(NamedTuple):
         """Return the key of a task's record."""
         return f"{self._tagged(task_id)}:task:{task_id}"
 
+    def message(self, task_id: str) -> str:
+        """Return the key of what it takes to send a tracked task anew; ``shared.lua`` writes it."""
+        return f"{self._tagged(task_id)}:message:{task_id}"
+
     def id_of(self, record: str) -> str:
         """Return the id of the task whose record has a key."""
         return record.partition("}:task:")[2]
@@ -49,7 +53,7 @@ class Names(NamedTuple):
     def due(self, shard: int, task: str | None = None, job: str | None = None) -> str:
         """Return the key of one shard's index by due time: of all tasks, of a task's, of a job's.
 
-        The scripts write the same names, in ``task.lua``.
+        The scripts write the same names, in ``shared.lua``.
         """
         index = f"{self.prefix}:{{{shard}}}:due"
         if task is not None:

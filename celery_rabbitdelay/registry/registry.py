@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.registry.connection import Call, Store
@@ -16,7 +16,7 @@ from celery_rabbitdelay.registry.names import Names, shard_of
 __all__ = ["Earlier", "Registration", "Registry"]
 
 #: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
-TASKS_PER_CALL: Final = 500
+TASKS_PER_CALL: Final = 100
 
 #: A task of an open job asks again after this part of the time for which it has been due, so that
 #: many such tasks cost little; and the bounds of that pause, in milliseconds.
@@ -124,8 +124,9 @@ class Registry:
         Returns:
             After how many seconds the tasks may be sent.
         """
-        wait_ms: int = self.store.call("reserve", [self.names.rate(name)], number, str(per_second))
-        return wait_ms / 1000
+        call = Call("reserve", [self.names.rate(name)], [(number, per_second)])
+        (wait_ms,) = self.store.call_each([call])
+        return float(wait_ms) / 1000
 
     def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
         """Return what the messages of tasks carry that are about to be sent; change nothing.
@@ -141,7 +142,7 @@ class Registry:
         for group in self._grouped([name for name, _, _ in named] or [""]):
             asked = [named[number][1:] for number in group if named]
             keys = [key for key, _ in asked] or [self.names.task("")]
-            calls.append((keys, Call("ask", keys, [kind for _, kind in asked] or [""])))
+            calls.append((keys, Call("ask", keys, [(kind,) for _, kind in asked] or [("",)])))
         answers = self.store.call_each([call for _, call in calls])
         for (keys, _), (time_us, *answer) in zip(calls, answers, strict=True):
             now = max(now, int(time_us))
@@ -179,8 +180,8 @@ class Registry:
             words.update(self._said_of_keys(arrivals, words))
         fields = [
             (
-                *(each.copy, each.ticket.life, each.attempt, min(each.due_ms, latest), each.once),
-                *(each.mark, int(each.redelivered), int(each.has_options)),
+                *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
+                *(each.once, each.mark, each.redelivered, each.has_options),
                 words.get(number, "run"),
             )
             for number, each in enumerate(arrivals)
@@ -256,7 +257,10 @@ class Registry:
 
     def _claims(self, claims: Sequence[Arrival | Registration]) -> _Batch:
         """Return what says which tasks are the newest under their keys."""
-        fields = [(each.ticket.order, each.task_id, self._bounded(each.due_ms)) for each in claims]
+        latest = _now_ms() + MAX_LIFE_MS
+        fields = [
+            (str(each.ticket.order), each.task_id, str(min(each.due_ms, latest))) for each in claims
+        ]
         return self._batch("claim", [each.key for each in claims], self.names.key, fields)
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
@@ -270,10 +274,11 @@ class Registry:
             (another message of the attempt was), ``cancelled``, or ``superseded`` (a newer task has
             its key).
         """
+        latest = _now_ms() + MAX_LIFE_MS
         fields = [
             (
-                *(each.copy, each.ticket.life, each.attempt, self._bounded(each.due_ms), each.key),
-                *(each.ticket.order, each.name, each.job, each.message),
+                *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
+                *(each.key, str(each.ticket.order), each.name, each.job, each.message),
             )
             for each in registrations
         ]
@@ -336,8 +341,9 @@ class Registry:
         """
         record, key, newest = self.names.task(task_id), "", ""
         while True:
-            due, arguments = self._bounded(due_ms), (self._keep_ms, newest, key)
-            word, *more = self.store.call("postpone", [record], due, *arguments)
+            arguments = [(str(min(due_ms, _now_ms() + MAX_LIFE_MS)), newest, key)]
+            call = Call("postpone", [record], arguments, self._keep_ms)
+            ((word, *more),) = self.store.call_each([call])
             if word == "earlier":
                 return Earlier(*more)
             if word != "key":
@@ -350,7 +356,7 @@ class Registry:
         script: str,
         names: Sequence[str],
         key_of: Callable[[str], str],
-        fields: Sequence[Iterable[str | int]],
+        fields: Sequence[Sequence[str | int | bool]],
         *shared: str | int,
     ) -> _Batch:
         """Return the calls of a script that takes many keys, as few as possible.
@@ -360,15 +366,14 @@ class Registry:
             names: The tasks' ids, or the keys that they were sent with.
             key_of: Returns the key in Redis for each.
             fields: The arguments for each.
-            *shared: The arguments for all, behind the time that a decision is kept.
+            *shared: Further arguments for all.
         """
         groups = self._grouped(names)
         calls = []
         for group in groups:
-            arguments: list[str | int] = [self._keep_ms, *shared]
-            for number in group:
-                arguments += fields[number]
-            calls.append(Call(script, [key_of(names[number]) for number in group], arguments))
+            keys = [key_of(names[number]) for number in group]
+            own = [fields[number] for number in group]
+            calls.append(Call(script, keys, own, self._keep_ms, shared))
         return _Batch(groups, calls)
 
     def _run(
@@ -395,9 +400,6 @@ class Registry:
             for group in groups.values()
             for start in range(0, len(group), TASKS_PER_CALL)
         ]
-
-    def _bounded(self, due_ms: int) -> int:
-        return min(due_ms, _now_ms() + MAX_LIFE_MS)
 
 
 #: What a job's state means for its tasks; None for a job that Redis has lost.

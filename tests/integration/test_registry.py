@@ -124,7 +124,7 @@ def test_a_record_lives_as_long_as_its_task_may_arrive_and_the_time_that_is_set(
     message = keyed(registry, "task", KEY, job="job")
     assert registry.register([message]) == ["waiting"]
     written = keys(redis_setup, prefix)
-    assert len(written) == 5  # the record, the key, and three indexes
+    assert len(written) == 6  # the record, the message, the key, and three indexes
     for each in written:
         assert expiry_ms(redis_setup, each) == message.due_ms + KEEP_MS
 

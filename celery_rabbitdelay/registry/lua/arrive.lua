@@ -1,16 +1,16 @@
 -- Decide what becomes of tasks that have arrived: the rule of the registry.
 --
 -- KEYS  the record of each task
--- ARGV  for how many milliseconds a decision outlives what it is about; whether to note it ("1"); then
---       for each task: copy, life, attempt, due, the queue if only one message of the attempt may run
---       there, the mark that this one leaves, whether RabbitMQ has delivered it before ("1"), whether
---       it has an option of the registry ("1"), and what its key and its job say: "run", "later",
---       "expired", "superseded" or "replaced"
+-- ARGV  for each: copy, life, attempt, due, the queue if only one message of the attempt may run there,
+--       the mark that this one leaves, whether RabbitMQ has delivered it before, whether it has an
+--       option of the registry, and what its key and its job say: "run", "later", "expired",
+--       "superseded" or "replaced"; then whether to note it ("1")
 -- Returns for each task the verdict, or the instant until which it was postponed.
 
-local keep_ms, notes, now_ms = tonumber(ARGV[1]), ARGV[2] == '1', clock()
+local notes, now_ms = ARGV[3] == '1', clock()
 
 local function arrive(record, copy, life, attempt, due, queue, mark, redelivered, has_options, word)
+  due = tonumber(due)
   local full = attempt_in(life, copy, attempt)
   local won, once = 'won:' .. full, 'once:' .. attempt .. '@' .. queue
   local cancelled, not_before, winner, first, waits, first_due, ran =
@@ -66,10 +66,7 @@ end
 
 local verdicts = {}
 for number, record in ipairs(KEYS) do
-  local at = 3 + (number - 1) * 9
-  local readable, verdict = pcall(
-    arrive, record, ARGV[at], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 3]), ARGV[at + 4],
-    ARGV[at + 5], ARGV[at + 6] == '1', ARGV[at + 7] == '1', ARGV[at + 8])
+  local readable, verdict = pcall(arrive, record, unpack(given[number]))
   -- What Redis refuses is a table, and what Lua refuses is a text.
   verdicts[number] = readable and verdict
     or '!' .. tostring(type(verdict) == 'table' and verdict.err or verdict)

@@ -1,11 +1,10 @@
 -- Cancel tasks.
 --
 -- KEYS  the record of each task
--- ARGV  for how many milliseconds a decision outlives what it is about; for how many milliseconds that
---       is if nothing is known of the task
+-- ARGV  nothing for each; then for how many milliseconds a cancel is kept if nothing is known of the task
 -- Returns for each task what was found: "done", "released", "cancelled" or "unknown".
 
-local keep_ms, unknown_ms, now_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), clock()
+local unknown_ms, now_ms = tonumber(ARGV[3]), clock()
 local outcomes = {}
 for number, record in ipairs(KEYS) do
   local cancelled, not_before, ran, waits, due =

@@ -9,16 +9,14 @@
 --
 -- KEYS  the job
 -- ARGV  what to do: "open", "join", "commit", "abort", "look", or "confirm" that it was committed, which
---       Redis may have lost; for how many milliseconds the record outlives what it is about; the job's
---       id ("open"; "confirm"; "look", where it may be empty); for how many milliseconds it stays open
---       ("open"), or when its task is due ("join"); for how many milliseconds its name is not free
---       after that
+--       Redis may have lost; the job's id ("open"; "confirm"; "look", where it may be empty); for how
+--       many milliseconds it stays open ("open"), or when its task is due ("join"); for how many
+--       milliseconds its name is not free after that
 -- Returns {state, id, milliseconds that it still lives, expires}, and "expired" if it was not committed
 -- in time, and "now" if nobody had found that out before; an empty state if there is no such job; for
 -- "open" "opened" if it is open now, otherwise the state of the job that has the name.
 
-local job, verb, keep_ms, given, instant, margin_ms =
-  KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+local job, verb, own, instant, margin_ms = KEYS[1], unpack(given[1])
 local now_ms = clock()
 local state, id, expires, expired, free =
   unpack(redis.call('HMGET', job, 'state', 'id', 'expires', 'expired', 'free'))
@@ -33,33 +31,33 @@ if is_new then
   redis.call('HSET', job, 'state', state, 'expired', expired)
 end
 if verb == 'open' then
-  if state and (state ~= 'open' or id ~= given) then
+  if state and (state ~= 'open' or id ~= own) then
     if state == 'open' or now_ms < tonumber(free) then
       return {state, id, redis.call('PTTL', job), expires}
     end
     redis.call('HSET', job, 'was:' .. id, state)
     redis.call('HDEL', job, 'expired')
   end
-  if id ~= given then
-    redis.call('HSET', job, 'state', 'open', 'id', given, 'expires', number(now_ms + instant),
+  if id ~= own then
+    redis.call('HSET', job, 'state', 'open', 'id', own, 'expires', number(now_ms + instant),
       'free', number(now_ms + instant + margin_ms))
   end
   keep(job, now_ms + instant + margin_ms + keep_ms, now_ms)
-  return {'opened', given, redis.call('PTTL', job), ''}
+  return {'opened', own, redis.call('PTTL', job), ''}
 elseif verb == 'join' and state then
   redis.call('HSET', job, 'free', number(math.max(tonumber(free), instant + margin_ms)))
   keep(job, instant + margin_ms + keep_ms, now_ms)
 elseif state == 'open' and (verb == 'commit' or verb == 'abort') then
   state = verb == 'commit' and 'committed' or 'aborted'
   redis.call('HSET', job, 'state', state)
-elseif verb == 'confirm' and given == id and (state == 'open' or expired) then
+elseif verb == 'confirm' and own == id and (state == 'open' or expired) then
   state, expired, is_new = 'committed', nil, false
   redis.call('HSET', job, 'state', state)
   redis.call('HDEL', job, 'expired')
-elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. given) == 'aborted' then
-  redis.call('HSET', job, 'was:' .. given, 'committed')
-elseif verb == 'look' and given ~= '' and given ~= id then
-  state, expired, is_new = redis.call('HGET', job, 'was:' .. given), nil, false
+elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. own) == 'aborted' then
+  redis.call('HSET', job, 'was:' .. own, 'committed')
+elseif verb == 'look' and own ~= '' and own ~= id then
+  state, expired, is_new = redis.call('HGET', job, 'was:' .. own), nil, false
 end
 local answer = {state or '', id or '', redis.call('PTTL', job), expires or ''}
 if expired then

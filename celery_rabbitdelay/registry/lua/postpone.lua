@@ -1,15 +1,15 @@
 -- Postpone a task, to later or to earlier.
 --
 -- KEYS  the task's record
--- ARGV  the new due time; for how many milliseconds a record outlives its task; the order of the newest
---       task under the key of this one, and that key; both empty if it is not known whether it has one
+-- ARGV  the new due time; the order of the newest task under the key of this one, and that key; both
+--       empty if it is not known whether it has one
 -- Returns {outcome}; or {"key", key} if that has to be known; or if it is to run earlier than its first
 -- message is due, {"earlier", name, message}, where the message is empty, and nothing was changed, if the
 -- task is not tracked.
 
-local record, due, keep_ms, newest, of_key = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
-local cancelled, ran, waits, known, name, job, message, key, order = unpack(redis.call('HMGET', record,
-  'cancelled', 'ran', 'waits', 'due', 'name', 'job', 'message', 'key', 'order'))
+local record, due, newest, of_key = KEYS[1], unpack(given[1])
+local cancelled, ran, waits, known, name, job, key, order = unpack(redis.call(
+  'HMGET', record, 'cancelled', 'ran', 'waits', 'due', 'name', 'job', 'key', 'order'))
 if is_cancelled(cancelled, latest(ran, waits)) then
   return {'cancelled'}
 end
@@ -23,6 +23,7 @@ if ran and not waits then
   return {'released'}
 end
 local is_earlier = known and tonumber(due) < tonumber(known)
+local message = is_earlier and name and redis.call('GET', message_of(record))
 if is_earlier and not message then
   return {'earlier', '', ''}
 end
@@ -33,6 +34,7 @@ if is_earlier then
   return {'earlier', name, message}
 end
 if name then
+  keep(message_of(record), last, now_ms)
   for _, each in ipairs(indexes(record, name, job)) do
     redis.call('ZADD', each, due, id_of(record))
     keep(each, last, now_ms)

@@ -1,12 +1,12 @@
 -- Note messages that were sent, once RabbitMQ has confirmed them.
 --
 -- KEYS  the record of each task
--- ARGV  for how many milliseconds a record outlives its task; then for each message: copy, life,
---       attempt, due, key, order, name, job, message; name is empty if the task is not tracked
+-- ARGV  for each message: copy, life, attempt, due, key, order, name, job, message; name is empty if the
+--       task is not tracked
 -- Returns for each message the state of its task: "waiting", "arrived" (this message was let run
 -- already), "released" (another message of the attempt was) or "cancelled".
 
-local keep_ms, now_ms = tonumber(ARGV[1]), clock()
+local now_ms = clock()
 local states, listed = {}, {}
 
 local function list(record, name, job, score)
@@ -46,10 +46,12 @@ local function register(record, copy, life, attempt, due, key, order, name, job,
   end
   if name ~= '' then
     local at = #fields
-    fields[at + 1], fields[at + 2], fields[at + 3], fields[at + 4] = 'name', name, 'message', message
+    fields[at + 1], fields[at + 2] = 'name', name
     if job ~= '' then
-      fields[at + 5], fields[at + 6] = 'job', job
+      fields[at + 3], fields[at + 4] = 'job', job
     end
+    local lives = math.max(tonumber(due) + keep_ms, now_ms + 1000)
+    redis.call('SET', message_of(record), message, 'PXAT', string.format('%.0f', lives))
     list(record, name, job, math.max(tonumber(due), tonumber(not_before or '0')))
   end
   redis.call('HSET', record, unpack(fields))
@@ -57,9 +59,8 @@ local function register(record, copy, life, attempt, due, key, order, name, job,
 end
 
 for number, record in ipairs(KEYS) do
-  local at = 2 + (number - 1) * 9
-  states[number] = register(record, unpack(ARGV, at, at + 8))
-  keep(record, tonumber(ARGV[at + 3]) + keep_ms, now_ms)
+  states[number] = register(record, unpack(given[number]))
+  keep(record, tonumber(given[number][4]) + keep_ms, now_ms)
 end
 for key, entries in pairs(listed) do
   local last = 0

@@ -13,11 +13,17 @@
 --   due            when the first of its messages is due
 --   key, order     its key, and its order among the tasks of that key
 --   name, job      of a tracked task: what it is indexed by
---   message        of a tracked task: what it takes to send it anew
+--
+-- What it takes to send a tracked task anew is a text beside its record, which stays small that way.
+--
+-- All scripts take a list of keys, for how many milliseconds a decision outlives what it is about, and
+-- a list in JSON with the arguments for each key.
 --
 -- All instants are milliseconds since 1970. An attempt is "LIFE.RETRIES.REPLACEMENTS". A task that
 -- is sent anew under its id, after it has run, begins a new life: 1, 2, and so on. A message whose
 -- sender could not ask for its life has one of its own: -1, or "?" and its name.
+
+local keep_ms, given = tonumber(ARGV[1]), ARGV[2] and cjson.decode(ARGV[2])
 
 local function clock()
   local now = redis.call('TIME')
@@ -44,6 +50,10 @@ local function id_of(record)
   return string.sub(record, string.len(string.match(record, '^.-}:task:')) + 1)
 end
 
+local function message_of(record)
+  return (string.gsub(record, '}:task:', '}:message:', 1))
+end
+
 -- Take a task from the lists of those that wait.
 local function unlist(record)
   local name, job = unpack(redis.call('HMGET', record, 'name', 'job'))
@@ -51,8 +61,9 @@ local function unlist(record)
     for _, key in ipairs(indexes(record, name, job)) do
       redis.call('ZREM', key, id_of(record))
     end
+    redis.call('HDEL', record, 'name', 'job')
+    redis.call('DEL', message_of(record))
   end
-  redis.call('HDEL', record, 'name', 'job', 'message')
 end
 
 -- Forget all that was noted about the attempt that waits.
