@@ -171,8 +171,8 @@ class Registry(RuleBasedStateMachine):
             expected.not_before = min(expected.not_before, time.time() - 3600)
             if expected.runs is False:
                 expected.runs = None
-            # Nothing is known of it any more: a newer task does not supersede it.
-            expected.key, expected.tracked = None, False
+            # Nothing is known of it any more, but its message says when it was sent under its key.
+            expected.tracked = False
 
     def teardown(self) -> None:
         last = max([each.due for each in self.tasks.values()], default=0.0)

@@ -1,0 +1,119 @@
+# ruff: noqa: T201  # a program at the terminal prints
+"""Break each line of the registry's scripts once; the registry's tests have to notice.
+
+``python -m tests.mutation.scripts`` copies the package and the tests, breaks one line of one script
+at a time (leaves it out, or turns its condition around), and runs the tests of the registry on one
+Redis until one fails. Names of scripts as arguments choose some of them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, NamedTuple
+
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
+SCRIPTS: Final = Path("celery_rabbitdelay", "registry", "lua")
+
+#: The tests that have to notice, the fastest ones first.
+TESTS: Final = [
+    f"tests/integration/test_registry{each}.py" for each in ("", "_jobs", "_index", "_rule")
+]
+
+#: What can be left out: a line that is a statement of its own.
+STATEMENT: Final = re.compile(
+    r"^\s*(redis\.call\(.*\)|table\.insert\(.*\)|(\w+\()(.*)\)|[\w.\[\]]+(, \w+)* = .*)$"
+)
+
+#: What can be turned around.
+CONDITION: Final = re.compile(r"^(\s*)(if|elseif) (.*) then$")
+RETURNED: Final = re.compile(r"^(\s*)return (.+)$")
+
+
+class Mutant(NamedTuple):
+    """A script with one broken line.
+
+    Attributes:
+        script: Its name.
+        number: The number of the line, from 1.
+        line: The line as it was.
+        text: The whole script, broken.
+    """
+
+    script: str
+    number: int
+    line: str
+    text: str
+
+
+def mutants(script: str, text: str) -> Iterator[Mutant]:
+    """Yield what a script is broken into."""
+    lines = text.split("\n")
+    for at, line in enumerate(lines):
+        broken = None
+        if condition := CONDITION.match(line):
+            broken = f"{condition[1]}{condition[2]} not ({condition[3]}) then"
+        elif STATEMENT.match(line) and not line.strip().startswith("local"):
+            broken = ""
+        elif (returned := RETURNED.match(line)) and at + 1 < len(lines):
+            broken = f"{returned[1]}return nil"
+        if broken is not None:
+            yield Mutant(script, at + 1, line, "\n".join([*lines[:at], broken, *lines[at + 1 :]]))
+
+
+def is_noticed(mutant: Mutant) -> bool:
+    """Return whether the tests notice a mutant."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("celery_rabbitdelay", "tests"):
+            shutil.copytree(
+                REPOSITORY / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__")
+            )
+        shutil.copy(REPOSITORY / "pyproject.toml", folder)
+        Path(folder, SCRIPTS, f"{mutant.script}.lua").write_text(mutant.text)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-k",
+            "single",
+            "-p",
+            "no:cacheprovider",
+            *TESTS,
+        ]
+        environment = {
+            "PYTHONPATH": folder,
+            "RABBITDELAY_SEQUENCES": "300",
+            "PATH": "/usr/bin:/bin",
+            "HOME": folder,
+        }
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
+    return run.returncode != 0
+
+
+def main(chosen: Sequence[str]) -> int:
+    """Break all scripts, or the chosen ones; return how many mutants nobody noticed."""
+    broken = [
+        mutant
+        for path in sorted((REPOSITORY / SCRIPTS).glob("*.lua"))
+        if not chosen or path.stem in chosen
+        for mutant in mutants(path.stem, path.read_text())
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        noticed = list(threads.map(is_noticed, broken))
+    survivors = [mutant for mutant, was in zip(broken, noticed, strict=True) if not was]
+    for mutant in survivors:
+        print(f"nobody noticed: {mutant.script}.lua:{mutant.number}: {mutant.line.strip()}")
+    print(f"{len(broken) - len(survivors)} of {len(broken)} mutants noticed")
+    return len(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) > 0)
