@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-security test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz registry-sequences registry-mutants bench bench-sends bench-levels bench-lateness \
         bench-burst bench-pending bench-growth bench-memory bench-migration bench-beside bench-metrics bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -68,6 +68,13 @@ test-upgrade: $(VENV)/test.done  ## The version before, from git, and this one o
 
 test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place of Redis (root)
 	$(BIN)/python -m tests.valkey
+
+registry-sequences: $(VENV)/test.done  ## 100,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
+	RABBITDELAY_SEQUENCES=33400 $(BIN)/pytest -q tests/integration/test_registry_rule.py
+	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/unit/test_registry_rule.py
+
+registry-mutants: $(VENV)/test.done  ## Break each line of the registry's scripts once; its tests have to notice
+	$(BIN)/python -m tests.mutation.scripts
 
 mutation: $(VENV)/test.done  ## Break the pure files in random places; the unit tests have to notice
 	$(BIN)/python -m tests.mutation

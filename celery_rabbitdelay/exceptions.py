@@ -717,8 +717,8 @@ class RegistryRequired(RabbitDelayError, TypeError):
 class RegistryUnavailable(RabbitDelayError, OperationalError):
     """Redis did not answer in time, or refused.
 
-    If it is raised by a send whose message is on the broker already, ``may_have_arrived`` is True:
-    the task will run, and what it was to supersede runs as well.
+    A send that raises it has published nothing. If ``may_have_arrived`` is True, a cancel, a commit
+    or an abort has taken effect, and has fewer copies than ``rabbitdelay_registry_durability``.
 
     Attributes:
         reason: What went wrong.

@@ -178,8 +178,8 @@ class Celery(celery.Celery):
             PublishError: The broker did not confirm.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
             JobClosed: The job is not open.
-            RegistryUnavailable: Redis does not answer. If ``may_have_arrived`` is True, the task
-                was sent and waits, but is not registered.
+            RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
+                was sent.
         """
         if REGISTRY_OPTIONS.keys() & options.keys():
             refuse_without_registry(options, self.rabbitdelay.settings)

@@ -59,6 +59,7 @@ class Sequence:
             state, self.job_id = registry.jobs.join(self.job, self.base_ms)
             assert state is JobState.OPEN
             self.job_state = "open"
+        self.is_listed = False
         self.messages: list[Message] = []
         self.told: list[str] = []
 
@@ -72,6 +73,8 @@ class Sequence:
         self.send()
         for _ in range(self.chance.randrange(3, STEPS)):
             self.chance.choice(steps)()
+            is_listed = bool(self.registry.index.tasks([self.task_id]))
+            assert is_listed == self.is_listed, (is_listed, self.record, self.told)
 
     def ms(self, due: int) -> int:
         return self.base_ms + due * 1000
@@ -115,6 +118,7 @@ class Sequence:
         self.claim(message, self.task_id)
         self.record, expected = model.arrive(self.record, message, word)
         (decision,) = self.registry.decide([self.arrival(message)])
+        self.is_listed &= self.record.waits is not None
         found = str(decision.until_ms) if decision.is_new_due else decision.verdict.value
         if expected.isdigit() or expected.startswith("-"):
             self.say(f"arrive {message}", found, str(self.ms(int(expected))))
@@ -156,6 +160,8 @@ class Sequence:
         self.claim(message, self.task_id)
         (found,) = self.registry.register([self.registration(message)])
         is_superseded = message.order and self.word(message) == "superseded"
+        if self.record.copy == message.copy:
+            self.is_listed = not is_superseded
         self.say(f"register {message}", found, "superseded" if is_superseded else expected)
 
     def registration(self, message: Message) -> Registration:
@@ -184,6 +190,7 @@ class Sequence:
 
     def cancel(self) -> None:
         self.record, expected = model.cancel(self.record)
+        self.is_listed &= self.record.waits is not None
         (found,) = self.registry.cancel([self.task_id])
         self.say("cancel", found.value, expected)
 
@@ -209,6 +216,8 @@ class Sequence:
             newer = Registration(f"{self.task_id}-newer", new_copy(), self.ms(5), key=self.key)
             found = self.registry.register([newer._replace(ticket=ticket)])
             assert found == ["waiting"]
+            if self.holder == self.task_id and self.record.order < ticket.order:
+                self.is_listed = False
             self.newest, self.holder = ticket.order, newer.task_id
 
     def end_job(self) -> None:
@@ -228,6 +237,7 @@ class Sequence:
 
         self.registry.store.commands(forget)
         self.record, self.newest, self.holder = EMPTY, 0, ""
+        self.is_listed = False
         self.messages = [each._replace(is_old=True, due=LONG_AGO) for each in self.messages]
 
 

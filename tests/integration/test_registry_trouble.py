@@ -33,6 +33,9 @@ from tests.redis_servers import ConfiguredRedis, RedisCluster, SentinelSetup
 #: Seconds until a frozen server is given up.
 SHORT = 0.2
 
+#: Seconds that Redis may take to answer where it waits for copies.
+SECOND = 1.0
+
 #: A word that no error may contain.
 PASSWORD = "opensesame"
 
@@ -236,3 +239,48 @@ def test_a_fail_over_behind_sentinels_keeps_what_the_replica_has() -> None:
         # A process that connects only now, and runs several scripts at once.
         late = Registry(other, "test", KEEP_MS, MARGIN_MS)
         assert late.register([keyed(late, "new", "order")]) == ["waiting"]
+
+
+def test_a_decision_counts_once_it_has_its_copies() -> None:
+    with SentinelSetup() as servers:
+        options = {"master_name": servers.master_name}
+        plain, safe = (
+            connect(servers.url, TIMEOUT if copies == 0 else SECOND, options, copies)
+            for copies in (0, 1)
+        )
+        registry = Registry(safe, "test", KEEP_MS, MARGIN_MS)
+        assert registry.cancel(["copied"]) == [Outcome.UNKNOWN]
+        registry.jobs.open("job", MINUTE_MS)
+        servers.replica.suspend()
+        for decide in (
+            lambda: registry.cancel(["not copied"]),
+            lambda: registry.jobs.end("job", JobState.COMMITTED),
+        ):
+            with pytest.raises(RegistryUnavailable, match="0 of 1 copies") as raised:
+                decide()
+            assert raised.value.may_have_arrived
+        servers.replica.resume()
+        # It has taken effect all the same.
+        other = Registry(plain, "test", KEEP_MS, MARGIN_MS)
+        assert verdict(other, sent("not copied")) is Verdict.CANCELLED
+        assert other.jobs.state("job") is JobState.COMMITTED
+        safe.close()
+        plain.close()
+
+
+@pytest.mark.parametrize("writes", ["yes", "no"])
+def test_the_append_only_file_is_a_copy_where_redis_can_say_so(writes: str) -> None:
+    with ConfiguredRedis("--appendonly", writes) as server:
+        knows = server.ask("command", "info", "waitaof") != ""
+        registry = Registry(connect(server.url, SECOND, {}, 1), "test", KEEP_MS, MARGIN_MS)
+        if knows and writes == "yes":
+            assert registry.cancel(["task"]) == [Outcome.UNKNOWN]
+        else:
+            assert "0 of 1 copies" in unavailable(lambda: registry.cancel(["task"]))
+        registry.store.close()
+
+
+def test_a_decision_in_a_cluster_waits_for_copies_too(cluster: RedisCluster) -> None:
+    registry = Registry(connect(cluster.url, SECOND, {}, 1), "test", KEEP_MS, MARGIN_MS)
+    assert "0 of 1 copies" in unavailable(lambda: registry.cancel(["a", "b", "c"]))
+    registry.store.close()

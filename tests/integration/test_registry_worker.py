@@ -162,6 +162,7 @@ def test_a_task_that_is_older_than_the_registrys_memory_is_undeliverable(
         send(app, noted, "old", eta=datetime.now(UTC) - timedelta(hours=2), once=True)
         undeliverable = app.rabbitdelay.topology.module_queues.undeliverable.name
         wait_for(lambda: count(connection, undeliverable) == 1, "the task", PATIENCE)
+        channel: Any
         with connection.channel() as channel:
             message = channel.basic_get(undeliverable, no_ack=True)
         reason = message.headers["rabbitdelay-reason"]
@@ -235,7 +236,7 @@ def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
     registry.store.commands(lambda pipeline: pipeline.set(record, "garbage"))
     send(shop, noted, "good", delay=1, once=True)
     wait_for(lambda: "cannot be read" in worker.log, "an error in the log", PATIENCE)
-    assert noted() == ["good"]
+    wait_for(lambda: noted() == ["good"], "the other task", PATIENCE)
     registry.store.commands(lambda pipeline: pipeline.delete(record))
     wait_for(lambda: noted() == ["good", "bad"], "the task", PATIENCE)
 
@@ -295,4 +296,32 @@ def test_a_cancel_counts_while_rabbitmq_is_away(
     app: Any = make_app({**settings, "broker_url": away, "broker_connection_timeout": 1})
     assert app.rabbitdelay.cancel(result.id) is Outcome.DONE
     assert shop.rabbitdelay.cancel(result.id) is Outcome.CANCELLED
+    app.close()
+
+
+def test_an_early_task_that_the_worker_holds_asks_when_it_is_due(
+    settings: dict[str, Any], noted: Notes, broker_url: str
+) -> None:
+    # It came through distribution, which nobody serves any more, so that it cannot go back.
+    settings = {**settings, "rabbitdelay_modules": []}
+    app: Any = make_app(settings)
+    with Worker(settings) as worker, Connection(broker_url) as connection:
+        queue = app.conf.task_default_queue
+        ids = [uuid4().hex for _ in range(2)]
+        for number, task_id in enumerate(ids):
+            message = app.amqp.create_task_message(task_id, "note", (number,), {"key": noted.key})
+            due_ms = int((time.time() + DELAY) * 1000)
+            connection.Producer().publish(
+                message.body,
+                headers={**message.headers, "rabbitdelay-due": due_ms},
+                routing_key=queue,
+                serializer="json",
+                **message.properties,
+            )
+        wait_for(lambda: worker.log.count("so the worker holds it") == 2, "both", PATIENCE)
+        app.rabbitdelay.registry.cancel([ids[0]])
+        wait_for(lambda: noted() == [1], "the task that was not cancelled", PATIENCE)
+        with pytest.raises(TaskRevokedError):
+            app.AsyncResult(ids[0]).get(timeout=PATIENCE)
+        assert noted() == [1]
     app.close()

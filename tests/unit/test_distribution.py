@@ -20,7 +20,16 @@ from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, _Items
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import task_id_of
-from celery_rabbitdelay.registry.decision import COPY, JOB, ONCE, Arrival, Decision, Verdict
+from celery_rabbitdelay.registry.decision import (
+    COMMITTED,
+    COPY,
+    JOB,
+    JOB_ID,
+    ONCE,
+    Arrival,
+    Decision,
+    Verdict,
+)
 
 TOPOLOGY = Topology()
 distributed = Distribution(TOPOLOGY).receive
@@ -307,6 +316,39 @@ def test_the_envelope_waits_until_the_first_of_its_tasks_asks_again(
     (later,) = registry.distributed(message)
     route = TOPOLOGY.route(30, DISTRIBUTION, task_id_of(message))
     assert (later.exchange, later.routing_key) == (route.exchange, route.routing_key)
+
+
+def note(**changed: Any) -> amqp.Message:
+    """Return a message that says that a job was committed."""
+    headers = {header_names.DUE: DUE, JOB: "june", JOB_ID: "1", COMMITTED: True, **changed}
+    return amqp.Message(b"", application_headers=headers, message_id="1")
+
+
+def test_the_registry_is_told_of_a_job_that_was_committed() -> None:
+    told: list[tuple[str, str]] = []
+    distribution = Distribution(TOPOLOGY, confirm=lambda *job: told.append(job))
+    assert list(distribution.receive(note())) == []
+    assert told == [("june", "1")]
+    # Nobody has signed the name of the job, but its id.
+    for wrong in ({JOB_ID: "2"}, {JOB: 7}, {JOB_ID: None}):
+        with pytest.raises(UnprocessableMessage, match="it names no job"):
+            list(distribution.receive(note(**wrong)))
+    assert len(told) == 1
+    with pytest.raises(UnprocessableMessage, match="there is no registry"):
+        list(Distribution(TOPOLOGY).receive(note()))
+
+
+def test_while_the_registry_is_away_the_note_of_a_commit_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delay, "time", Time)
+
+    def away(*job: str) -> None:
+        raise RegistryUnavailable("away")
+
+    (later,) = Distribution(TOPOLOGY, confirm=away).receive(note())
+    assert later.exchange == TOPOLOGY.route(5, DISTRIBUTION).exchange
+    assert later.message.properties["application_headers"][COMMITTED] is True
 
 
 def test_an_envelope_without_tasks_becomes_nothing() -> None:
