@@ -13,8 +13,9 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from statistics import median
 from typing import Any, Final
 from uuid import uuid4
@@ -25,9 +26,10 @@ from celery_rabbitdelay import Row, RowsNotConfirmed
 from celery_rabbitdelay.kombu import declare
 from celery_rabbitdelay.registry.decision import Arrival, new_copy
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.registry import Registration, Registry
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
+from celery_rabbitdelay.registry.registry import MAX_JOB_PAUSE_MS, Registration, Registry
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, Server, wait_for
 from tests.benchmarks.measure import Target, judge, private_broker
+from tests.benchmarks.memory import cpu
 from tests.integration.arrivals import count
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker
@@ -97,6 +99,30 @@ class Bench:
         began = time.monotonic()
         app.rabbitdelay.send_many(app.tasks["at"], given, envelopes=False, track=track)
         return rows / (time.monotonic() - began)
+
+    def waiting_for_a_job(self, tasks: int, servers: Sequence[Server]) -> float:
+        """Return the seconds of processor time that due tasks of an open job take to ask once.
+
+        Args:
+            tasks: How many.
+            servers: The servers whose time counts, beside the worker's.
+        """
+        app, job = self.apps["with"], f"job-{uuid4().hex}"
+        queue = app.conf.task_default_queue
+        app.rabbitdelay.open_job(job, expires=3600)
+        late = datetime.now(UTC) - timedelta(hours=1)
+        rows = (Row(eta=late) for _ in range(tasks))
+        with Connection(self._url) as connection:
+            app.rabbitdelay.send_many(app.tasks["at"], rows, job=job, envelopes=False)
+            wait_for(lambda: count(connection, queue) >= tasks, "the tasks", PATIENCE)
+            before = sum(cpu(server.pid) for server in servers)
+            with Worker(self.settings["with"], None, "--prefetch-multiplier=100") as worker:
+                start = cpu(worker.pid)
+                wait_for(lambda: count(connection, queue) == 0, "the last", PATIENCE, 0.1)
+                spent = cpu(worker.pid) - start
+            after = sum(cpu(server.pid) for server in servers)
+        app.rabbitdelay.abort_job(job)
+        return spent + after - before
 
     def job(self, tasks: int, commits: bool) -> tuple[int, int]:
         """Abort a job half-way through sending it, or commit it; return what ran, and how often.
@@ -209,6 +235,7 @@ def main() -> int:
     parser.add_argument("--arrivals", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--job", type=int, default=100_000, help="tasks of a job")
+    parser.add_argument("--waiting", type=int, default=31_536, help="due tasks of an open job")
     parser.add_argument("--listed", type=int, default=1_000_000)
     options = parser.parse_args()
     with private_broker() as broker, RedisServer() as redis, RedisServer() as registry:
@@ -231,6 +258,11 @@ def main() -> int:
             different, runs = bench.job(options.job, commits)
             what = "committed" if commits else "aborted half-way"
             print(f"a job of {options.job:,}, {what}: {different:,} tasks ran, {runs:,} runs")
+        once = bench.waiting_for_a_job(options.waiting, (broker, registry))
+        print(
+            f"{options.waiting:,} due tasks of an open job: {once:.1f} s of processor time to ask "
+            f"once, {once / (MAX_JOB_PAUSE_MS / 1000):.1%} of a core at the longest pause"
+        )
         sizes(bench.apps["with"])
         listing(bench.apps["with"], options.listed)
         targets = [

@@ -139,6 +139,29 @@ def test_a_shorter_delay_shortens_no_life(registry: Registry, redis_setup: Redis
         assert expiry_ms(redis_setup, each) == first.due_ms + KEEP_MS
 
 
+def test_a_longer_delay_and_a_postponement_lengthen_each_life(
+    registry: Registry, redis_setup: RedisSetup, prefix: str
+) -> None:
+    registry.register([keyed(registry, "task", KEY, job="job")])
+    later = now_ms() + 5 * MINUTE_MS
+    registry.postpone("task", later)
+    registry.register([keyed(registry, "newer", KEY, name="")._replace(due_ms=later)])
+    written = set(keys(redis_setup, prefix)) - {registry.names.task("newer")}
+    # That it is superseded takes the task from the lists.
+    assert written == {registry.names.task("task"), registry.names.key(KEY)}
+    assert {expiry_ms(redis_setup, each) for each in written} == {later + KEEP_MS}
+
+
+def test_what_is_listed_lives_as_long_as_it_is_postponed(
+    registry: Registry, redis_setup: RedisSetup, prefix: str
+) -> None:
+    registry.register([tracked(job="job")])
+    later = now_ms() + 5 * MINUTE_MS
+    registry.postpone("task", later)
+    lives = {expiry_ms(redis_setup, each) for each in keys(redis_setup, prefix)}
+    assert lives == {later + KEEP_MS}
+
+
 @pytest.mark.parametrize("decision", ["cancelled", "run", "once", "postponed"])
 def test_a_decision_lives_on_after_it(
     registry: Registry, redis_setup: RedisSetup, decision: str

@@ -148,7 +148,7 @@ def test_what_has_arrived_or_will_not_run_leaves_the_index(
     verdict(registry, waits)
     verdict(registry, superseded)
     for each in (arrived, cancelled, superseded, waits):
-        assert not redis_setup.client.hexists(registry.names.task(each.task_id), "message")
+        assert not redis_setup.client.exists(registry.names.message(each.task_id))
     assert not [each for each in keys(redis_setup, prefix) if ":due" in each]
 
 

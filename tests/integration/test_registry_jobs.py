@@ -158,6 +158,59 @@ def test_an_ended_state_is_remembered_without_asking_as_long_as_redis_knows_it(
     assert registry.jobs.states([job]) == {}
 
 
+def test_an_expired_job_is_found_out_once(registry: Registry, others: Jobs) -> None:
+    found: list[str] = []
+    registry.jobs.on_expired = lambda: found.append("here")
+    others.on_expired = lambda: found.append("there")
+    job = opened(registry, JOB, 1)
+    wait_for(lambda: others.state(JOB) is JobState.ABORTED, "an expired job")
+    assert registry.jobs.states([job]) == {job: JobState.ABORTED}
+    assert len(found) == 1
+
+
+def test_a_name_is_taken_until_the_last_task_of_its_job_may_have_arrived(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    registry.jobs.open(JOB, MINUTE_MS)
+    due = now_ms() + 10 * MINUTE_MS
+    registry.jobs.join(JOB, due)
+    registry.jobs.join(JOB, due - MINUTE_MS)
+    assert int(redis_setup.client.hget(registry.names.job(JOB), "free")) == due + MARGIN_MS
+
+
+def test_an_expired_job_leaves_nothing_to_the_next_one_of_its_name(
+    registry: Registry, redis_setup: RedisSetup, caplog: pytest.LogCaptureFixture
+) -> None:
+    former = opened(registry, JOB, 1)
+    wait_for(lambda: registry.jobs.state(JOB) is JobState.ABORTED, "an expired job")
+    redis_setup.client.hset(registry.names.job(JOB), "free", 0)
+    latest = opened(registry, JOB)
+    registry.jobs.end(JOB, JobState.ABORTED)
+    assert registry.jobs.states([latest]) == {latest: JobState.ABORTED}
+    assert not caplog.records  # it was aborted, and has not expired
+    # A note of the former one comes late.
+    registry.jobs.confirm(*former)
+    assert registry.jobs.states([former]) == {former: JobState.COMMITTED}
+    registry.jobs.confirm(*latest)
+    assert registry.jobs.states([latest]) == {latest: JobState.ABORTED}
+
+
+@pytest.mark.parametrize("has_expired", [True, False])
+def test_a_commit_that_redis_has_lost_is_made_again(
+    registry: Registry, others: Jobs, has_expired: bool
+) -> None:
+    job = opened(registry, JOB, 1 if has_expired else MINUTE_MS)
+    if has_expired:
+        wait_for(lambda: registry.jobs.state(JOB) is JobState.ABORTED, "an expired job")
+        assert registry.jobs.states([job]) == {job: JobState.ABORTED}
+    registry.jobs.confirm(*job)
+    assert registry.jobs.states([job]) == others.states([job]) == {job: JobState.COMMITTED}
+    registry.jobs.confirm("unknown", "id")
+    assert registry.jobs.state("unknown") is None
+    answer = registry.jobs.end(JOB, JobState.COMMITTED)
+    assert answer[0] == job[1]
+
+
 def test_the_tasks_of_a_former_job_do_not_take_the_fate_of_a_new_one_of_that_name(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
@@ -277,8 +330,8 @@ def test_a_task_whose_job_redis_has_lost_runs(registry: Registry) -> None:
     assert verdict(registry, sent(job="lost")) is Verdict.RUN
 
 
-def opened(registry: Registry, name: str) -> tuple[str, str]:
+def opened(registry: Registry, name: str, expires_ms: int = MINUTE_MS) -> tuple[str, str]:
     """Open a job; return its name and id."""
-    registry.jobs.open(name, MINUTE_MS)
+    registry.jobs.open(name, expires_ms)
     _, job_id = registry.jobs.join(name, 0)
     return name, job_id

@@ -66,7 +66,6 @@ for key, entries in pairs(listed) do
   local last = 0
   for at = 1, #entries, 2 do
     last = math.max(last, entries[at])
-    entries[at] = string.format('%.0f', entries[at])
   end
   -- Tasks that never arrived, because their queue was purged for example, leave in the end.
   redis.call('ZREMRANGEBYSCORE', key, '-inf', string.format('(%.0f', now_ms - keep_ms))
