@@ -108,6 +108,7 @@ class Store:
         self._errors = errors
         self._refusals = errors[:1]
         self._scripts: dict[str, Any] = {}
+        self._is_single = False
         self._own: Any = None
         self._lock = Lock()
         self.on_call: Callable[[float, bool], None] | None = None
@@ -170,10 +171,11 @@ class Store:
     def exists(self, keys: Sequence[str]) -> bool:
         """Return whether at least one of the keys is there.
 
-        A worker calls it for most tasks that arrive. So on one server it keeps a connection for it,
-        which takes a third of the processor time that redis-py's pools and pipelines take.
+        A worker calls it for most tasks that arrive. So for a single server it keeps a connection,
+        which takes a third of the processor time that redis-py's pools and pipelines take. Behind
+        Sentinel, it would stay connected to a former master.
         """
-        if self.is_cluster:
+        if not self._is_single:
             return any(self.commands(lambda pipeline: [pipeline.exists(key) for key in keys]))
         return bool(self._try(lambda: self._ask_alone("EXISTS", *keys)))
 
@@ -296,8 +298,11 @@ def connect(
     errors = (redis.RedisError, RedisClusterException, OSError)
     try:
         with suppress(ValueError):
-            is_cluster = scheme.endswith("+cluster")
-            return Store(_client(scheme, url, given), is_cluster, errors, copies, timeout)
+            store = Store(
+                _client(scheme, url, given), scheme.endswith("+cluster"), errors, copies, timeout
+            )
+            store._is_single = not store.is_cluster and not scheme.startswith("sentinel")
+            return store
     except TypeError as wrong:
         shown = ", ".join(options or ())
         raise InvalidSetting("rabbitdelay_registry_options", shown, f"{wrong}") from wrong

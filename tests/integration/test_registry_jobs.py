@@ -197,14 +197,16 @@ def test_an_expired_job_leaves_nothing_to_the_next_one_of_its_name(
 
 @pytest.mark.parametrize("has_expired", [True, False])
 def test_a_commit_that_redis_has_lost_is_made_again(
-    registry: Registry, others: Jobs, has_expired: bool
+    registry: Registry, others: Jobs, has_expired: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = opened(registry, JOB, 1 if has_expired else MINUTE_MS)
     if has_expired:
         wait_for(lambda: registry.jobs.state(JOB) is JobState.ABORTED, "an expired job")
         assert registry.jobs.states([job]) == {job: JobState.ABORTED}
     registry.jobs.confirm(*job)
+    caplog.clear()
     assert registry.jobs.states([job]) == others.states([job]) == {job: JobState.COMMITTED}
+    assert not caplog.records
     registry.jobs.confirm("unknown", "id")
     assert registry.jobs.state("unknown") is None
     answer = registry.jobs.end(JOB, JobState.COMMITTED)
