@@ -128,7 +128,7 @@ class RowRegistration:
             return
         for (number, call), ticket in zip(batch, tickets, strict=True):
             headers = {COPY: new_copy(), **call.headers, **ticket.headers}
-            yield number, call._replace(headers=headers)
+            yield number, Call(call.task_id, call.args, call.kwargs, call.due, headers, call.has_id)
 
     def sent(
         self,

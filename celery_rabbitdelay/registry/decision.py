@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from random import getrandbits
 from typing import Any, Final, NamedTuple, Self
-from uuid import uuid4
 
 __all__ = [
     "COMMITTED",
@@ -59,7 +59,7 @@ ONCE: Final = "rabbitdelay-once"
 REDELIVERED: Final = "rabbitdelay-redelivered"
 
 #: The headers of a message that the registry knows of.
-HEADERS: Final = (COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED)
+HEADERS: Final = frozenset((COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED))
 
 #: The life of a message whose sender could not ask Redis: no other message is of the same one.
 UNKNOWN_LIFE: Final = -1
@@ -182,6 +182,8 @@ class Arrival(NamedTuple):
     @classmethod
     def of(cls, headers: Mapping[str, Any], due_ms: int, queue: str, redelivered: bool) -> Arrival:
         """Read it from the headers of a task's message, which any sender may have written."""
+        if HEADERS.isdisjoint(headers):
+            return cls(_text(headers.get("id")), due_ms, redelivered=redelivered)
         task_id, once = _text(headers.get("id")), headers.get(ONCE)
         is_once = bool(task_id) and (once is True or _text(once) != "")
         return cls(
@@ -218,7 +220,7 @@ class Decision(NamedTuple):
 
 def new_copy() -> str:
     """Return a name for a message: 48 random bits tell the messages of one task apart."""
-    return uuid4().hex[:12]
+    return f"{getrandbits(48):012x}"  # it is no secret
 
 
 def attempt_of(retries: object, nesting: object) -> str:

@@ -153,9 +153,9 @@ class Decisions(BatchThread[_Due]):
         queue = name_of_queue(self._consumer, message) or ""
         redelivered = bool(message.delivery_info.get("redelivered"))
         due_ms = waited.due_ms if isinstance(waited.due_ms, int) else 0
-        headers: dict[str, Any] = {**message.headers, "id": id_of(message)}
-        if isinstance(body, Mapping):
-            headers["retries"] = body.get("retries")  # Celery's message protocol 1
+        headers: dict[str, Any] = message.headers
+        if isinstance(body, Mapping):  # Celery's message protocol 1
+            headers = {**headers, "id": id_of(message), "retries": body.get("retries")}
         arrival = Arrival.of(headers, due_ms, queue, redelivered)
         if arrival.once and not arrival.mark:
             arrival = arrival._replace(mark=new_copy())
