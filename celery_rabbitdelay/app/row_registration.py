@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
@@ -60,7 +61,7 @@ class RowRegistration:
         self._thread: ThreadPoolExecutor | None = None
         self._registering: Future[list[str]] | None = None
         #: The rows that are not registered yet, by their numbers, in their order.
-        self._sent: dict[int, Registration] = {}
+        self._sent: OrderedDict[int, Registration] = OrderedDict()
         #: The rows that the broker has answered, and whether it has confirmed them.
         self._ended: dict[int, bool] = {}
 

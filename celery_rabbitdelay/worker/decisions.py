@@ -57,6 +57,12 @@ ASK_AGAIN: Final = 5.0
 GATHER: Final = 0.004
 MIN_GATHERED: Final = 8
 
+#: The reason of a task that is undeliverable because it is too late to decide about it.
+FORGOTTEN: Final = (
+    "it is older than the registry's memory (rabbitdelay_registry_keep): whether it was cancelled, "
+    "or has run, is not known any more"
+)
+
 #: The signals about tasks that do not run.
 DISCARDED: Final = {
     Verdict.CANCELLED: signals.cancelled,
@@ -251,7 +257,7 @@ class Decisions(BatchThread[_Due]):
             case Verdict.LATER:
                 self._put_back(due, decision)
             case Verdict.FORGOTTEN:
-                self._give_up(due)
+                self._put_back(due, decision, FORGOTTEN)
             case Verdict.UNREADABLE:
                 logger.error(
                     "Task %s asks the registry again later: its record, key or job cannot be read: "
@@ -277,7 +283,7 @@ class Decisions(BatchThread[_Due]):
     def _signal(self, signal: Any, due: _Due) -> None:
         signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)
 
-    def _put_back(self, due: _Due, decision: Decision) -> None:
+    def _put_back(self, due: _Due, decision: Decision, forgotten: str = "") -> None:
         if due.arrival.once:
             # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
             due.message.headers[ONCE] = due.arrival.mark
@@ -285,15 +291,6 @@ class Decisions(BatchThread[_Due]):
         due_ms = until_ms if decision.is_new_due else due.arrival.due_ms
         otherwise = partial(self._ask_again, [due])
         if not self._early_tasks.put_back(
-            due.message, due.ack, due.waited, until_ms, due_ms, otherwise
+            due.message, due.ack, due.waited, until_ms, due_ms, otherwise, forgotten
         ):
-            otherwise()
-
-    def _give_up(self, due: _Due) -> None:
-        otherwise = partial(self._ask_again, [due])
-        reason = (
-            "it is older than the registry's memory (rabbitdelay_registry_keep): whether it was "
-            "cancelled, or has run, is not known any more"
-        )
-        if not self._early_tasks.give_up(due.message, due.ack, due.waited, reason, otherwise):
             otherwise()

@@ -130,33 +130,6 @@ class EarlyTasks:
         raise_prefetch(self._consumer)
         call_after(self._consumer, due.remaining_ms() / 1000, ask_now)
 
-    def give_up(
-        self,
-        message: Message,
-        ack: Callable[..., Any],
-        waited: Waited,
-        reason: str,
-        otherwise: Action,
-    ) -> bool:
-        """Put a task into ``undeliverable``; return whether that is tried.
-
-        Args:
-            message: The task's message.
-            ack: As for :meth:`try_enqueue`.
-            waited: Its delay in the levels.
-            reason: Why.
-            otherwise: What the event loop runs if the broker does not take it.
-        """
-        destination = self._destination(message, waited)
-        if destination is None:
-            return False
-        acknowledge = partial(acknowledge_message, self._consumer, ack)
-        now = Due.after(0)
-        early = Early(message, destination, now, now.at_ms, waited, acknowledge, otherwise)
-        early.forgotten = reason
-        self.thread.give(early)
-        return True
-
     def put_back(
         self,
         message: Message,
@@ -165,6 +138,7 @@ class EarlyTasks:
         until_ms: int,
         due_ms: int,
         otherwise: Action,
+        forgotten: str = "",
     ) -> bool:
         """Put a task back into the levels that has left them; return whether it was taken.
 
@@ -175,6 +149,7 @@ class EarlyTasks:
             until_ms: Until when it is to wait, in milliseconds since 1970-01-01 UTC.
             due_ms: Its due time, likewise, which its header tells from then on.
             otherwise: What the event loop runs if the levels do not take it.
+            forgotten: Why it goes to ``undeliverable`` instead; empty if it does not.
         """
         destination = self._destination(message, waited)
         if destination is None:
@@ -182,7 +157,9 @@ class EarlyTasks:
         rest_ms = max(until_ms - time.time_ns() // NS_PER_MS, 0)
         due = Due(until_ms * NS_PER_MS, rest_ms, is_instant=True)
         acknowledge = partial(acknowledge_message, self._consumer, ack)
-        self.thread.give(Early(message, destination, due, due_ms, waited, acknowledge, otherwise))
+        early = Early(message, destination, due, due_ms, waited, acknowledge, otherwise)
+        early.forgotten = forgotten
+        self.thread.give(early)
         return True
 
     def leave_to_later_version(self, message: Message, ack: Callable[..., Any], why: str) -> None:
