@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib.resources import files
-from json import JSONEncoder
+from json import JSONEncoder, loads
 from threading import Lock
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -114,7 +114,7 @@ class Store:
         self.on_call: Callable[[float, bool], None] | None = None
 
     def call_each(self, calls: Sequence[Call]) -> list[Any]:
-        """Run scripts in one round trip to each server; return what each of them returns.
+        """Run scripts in one round trip to each server; return what each of them says.
 
         Raises:
             RegistryUnavailable: Redis did not answer in time, or not to all of them.
@@ -122,11 +122,13 @@ class Store:
         if not calls:
             return []
         if self.is_cluster:
-            return self._pipelined(lambda pipeline: _run_by_text(pipeline, calls))
-        if len(calls) == 1:
+            answers = self._pipelined(lambda pipeline: _run_by_text(pipeline, calls))
+        elif len(calls) == 1:
             [call] = calls
-            return [self._try(lambda: self._script(call.script)(call.keys, call.packed))]
-        return self._pipelined(lambda pipeline: self._run_by_hash(pipeline, calls))
+            answers = [self._try(lambda: self._script(call.script)(call.keys, call.packed))]
+        else:
+            answers = self._pipelined(lambda pipeline: self._run_by_hash(pipeline, calls))
+        return [loads(answer) for answer in answers]
 
     def call_durably(self, calls: Sequence[Call]) -> list[Any]:
         """Run scripts as :meth:`call_each`; return once what they wrote has its copies.
@@ -158,7 +160,7 @@ class Store:
         if found < self._copies:
             reason = f"{found} of {self._copies} copies have it: a fail-over may lose what was done"
             raise RegistryUnavailable(reason, may_have_arrived=True)
-        return answer
+        return loads(answer)
 
     def commands(self, add: Callable[[Any], object]) -> list[Any]:
         """Run commands in one round trip to each server.

@@ -71,4 +71,4 @@ for number, record in ipairs(KEYS) do
   verdicts[number] = readable and verdict
     or '!' .. tostring(type(verdict) == 'table' and verdict.err or verdict)
 end
-return verdicts
+return cjson.encode(verdicts)

@@ -12,4 +12,4 @@ for number, key in ipairs(KEYS) do
     or given[number][1] == 'key' and redis.call('GET', key)
   table.insert(answers, found or '')
 end
-return answers
+return cjson.encode(answers)

@@ -22,4 +22,4 @@ for number, record in ipairs(KEYS) do
     end
   end
 end
-return outcomes
+return cjson.encode(outcomes)

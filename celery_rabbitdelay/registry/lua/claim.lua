@@ -35,4 +35,4 @@ for number, key in ipairs(KEYS) do
   answers[number] = readable and answer
     or {'!' .. tostring(type(answer) == 'table' and answer.err or answer), ''}
 end
-return answers
+return cjson.encode(answers)

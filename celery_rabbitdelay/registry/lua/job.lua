@@ -33,7 +33,7 @@ end
 if verb == 'open' then
   if state and (state ~= 'open' or id ~= own) then
     if state == 'open' or now_ms < tonumber(free) then
-      return {state, id, redis.call('PTTL', job), expires}
+      return cjson.encode({state, id, redis.call('PTTL', job), expires})
     end
     redis.call('HSET', job, 'was:' .. id, state)
     redis.call('HDEL', job, 'expired')
@@ -43,7 +43,7 @@ if verb == 'open' then
       'free', number(now_ms + instant + margin_ms))
   end
   keep(job, now_ms + instant + margin_ms + keep_ms, now_ms)
-  return {'opened', own, redis.call('PTTL', job), ''}
+  return cjson.encode({'opened', own, redis.call('PTTL', job), ''})
 elseif verb == 'join' and state then
   redis.call('HSET', job, 'free', number(math.max(tonumber(free), instant + margin_ms)))
   keep(job, instant + margin_ms + keep_ms, now_ms)
@@ -66,4 +66,4 @@ end
 if is_new then
   table.insert(answer, 'now')
 end
-return answer
+return cjson.encode(answer)

@@ -11,27 +11,27 @@ local record, due, newest, of_key = KEYS[1], unpack(given[1])
 local cancelled, ran, waits, known, name, job, key, order = unpack(redis.call(
   'HMGET', record, 'cancelled', 'ran', 'waits', 'due', 'name', 'job', 'key', 'order'))
 if is_cancelled(cancelled, latest(ran, waits)) then
-  return {'cancelled'}
+  return cjson.encode({'cancelled'})
 end
 if key and key ~= of_key then
-  return {'key', key}
+  return cjson.encode({'key', key})
 end
 if key and newest ~= '' and tonumber(order) < tonumber(newest) then
-  return {'cancelled'}
+  return cjson.encode({'cancelled'})
 end
 if ran and not waits then
-  return {'released'}
+  return cjson.encode({'released'})
 end
 local is_earlier = known and tonumber(due) < tonumber(known)
 local message = is_earlier and name and redis.call('GET', message_of(record))
 if is_earlier and not message then
-  return {'earlier', '', ''}
+  return cjson.encode({'earlier', '', ''})
 end
 redis.call('HSET', record, 'not_before', due)
 local now_ms, last = clock(), tonumber(due) + keep_ms
 keep(record, last, now_ms)
 if is_earlier then
-  return {'earlier', name, message}
+  return cjson.encode({'earlier', name, message})
 end
 if name then
   keep(message_of(record), last, now_ms)
@@ -40,4 +40,4 @@ if name then
     keep(each, last, now_ms)
   end
 end
-return {waits and 'done' or 'unknown'}
+return cjson.encode({waits and 'done' or 'unknown'})

@@ -72,4 +72,4 @@ for key, entries in pairs(listed) do
   redis.call('ZADD', key, unpack(entries))
   keep(key, last + keep_ms, now_ms)
 end
-return states
+return cjson.encode(states)

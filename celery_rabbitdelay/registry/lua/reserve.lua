@@ -8,4 +8,4 @@ local rate, now_ms = KEYS[1], clock()
 local free_ms = math.max(tonumber(redis.call('GET', rate) or now_ms), now_ms)
 local next_ms = free_ms + given[1][1] * 1000 / given[1][2]
 redis.call('SET', rate, string.format('%.3f', next_ms), 'PX', math.ceil(next_ms - now_ms) + 1000)
-return math.ceil(free_ms - now_ms)
+return cjson.encode(math.ceil(free_ms - now_ms))

@@ -17,7 +17,8 @@
 -- What it takes to send a tracked task anew is a text beside its record, which stays small that way.
 --
 -- All scripts take a list of keys, for how many milliseconds a decision outlives what it is about, and
--- a list in JSON with the arguments for each key.
+-- a list in JSON with the arguments for each key. They return JSON, which Python reads faster than what
+-- Redis makes of a table.
 --
 -- All instants are milliseconds since 1970. An attempt is "LIFE.RETRIES.REPLACEMENTS". A task that
 -- is sent anew under its id, after it has run, begins a new life: 1, 2, and so on. A message whose

@@ -12,4 +12,4 @@ for number, record in ipairs(KEYS) do
     unlist(record)
   end
 end
-return answers
+return cjson.encode(answers)
