@@ -8,8 +8,6 @@ import tarfile
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FORMER", "REPOSITORY", "FormerVersionMissing", "extract"]
-
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 
 #: The commit of the version before.

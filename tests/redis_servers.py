@@ -9,8 +9,6 @@ from typing import Self
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 
-__all__ = ["ConfiguredRedis", "RedisCluster", "Sentinel", "SentinelSetup"]
-
 #: How many hash slots a cluster has.
 SLOTS = 16384
 

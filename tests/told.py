@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import traceback
 
-__all__ = ["told"]
-
 
 def told(error: BaseException) -> str:
     """Return all that may be printed of an error, and of those that have led to it.

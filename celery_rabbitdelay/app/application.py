@@ -52,8 +52,6 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.publishing.shown_url import without_passwords
 
-__all__ = ["Celery", "install"]
-
 AppT = TypeVar("AppT", bound=celery.Celery)
 
 #: The bootsteps that make a worker ready for delayed tasks, as Celery imports them.

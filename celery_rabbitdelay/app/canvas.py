@@ -18,14 +18,6 @@ from celery_rabbitdelay.app.celery_internals import copied_as
 from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds
 
-__all__ = [
-    "BODY_DELAY_IS_RESTORED",
-    "SIGNATURE_OPTIONS",
-    "DelayingSignature",
-    "restore_body_delay",
-    "translate_delays",
-]
-
 #: The options that say when a task may start. The one that was given last wins.
 TIMES: Final = ("delay", "countdown", "eta")
 

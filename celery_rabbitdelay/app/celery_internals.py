@@ -27,32 +27,6 @@ from celery.utils.time import make_aware
 from kombu import Connection, Producer, Queue
 from kombu.exceptions import OperationalError
 
-__all__ = [
-    "DelayingAMQP",
-    "DelayingControl",
-    "DelayingQueues",
-    "argument_check",
-    "aware",
-    "celerys_repr",
-    "combined_class",
-    "copied_as",
-    "forget_classes",
-    "former_of_replacement",
-    "has_quorum_queue",
-    "imported_class",
-    "installed_on",
-    "is_sent_by_celery",
-    "make_delaying",
-    "registered_task",
-    "repr_depth",
-    "repr_sizes",
-    "result_class",
-    "revoke_by_celery",
-    "send_task_by_celery",
-    "sends_a_callback",
-    "task_class",
-]
-
 logger = logging.getLogger(__name__)
 
 SignatureT = TypeVar("SignatureT", bound=Signature[Any])

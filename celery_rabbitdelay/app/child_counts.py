@@ -18,8 +18,6 @@ from typing import Final
 
 from celery_rabbitdelay.app.counts import Counts, Series, decoded, encoded
 
-__all__ = ["ChildCounts"]
-
 #: Seconds that a process waits for room in the pipe. After that it keeps its counts, and tells them
 #: with the next one.
 PATIENCE: Final = 1.0

@@ -10,8 +10,6 @@ from typing import Final, TypeAlias
 
 from celery_rabbitdelay.app.instruments import INSTRUMENTS, Instrument
 
-__all__ = ["MAX_SERIES", "OTHER", "Counts", "Labels", "Series", "decoded", "encoded", "zeros"]
-
 #: Combinations of label values that one metric has at most. Further ones count as :data:`OTHER`, so
 #: that an application with a queue for each of its users fills neither its memory nor Prometheus.
 MAX_SERIES: Final = 2000

@@ -20,14 +20,6 @@ from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
 
-__all__ = [
-    "checkin_destinations",
-    "configured_destinations",
-    "configured_queues",
-    "distribution_reach",
-    "never_reached",
-]
-
 #: Names of queues and exchanges that never get a message: those of the broker, those by which
 #: workers are controlled and answer, and those of events.
 NEVER: Final = ("amq.*", "*.pidbox", "celeryev", "celeryev.*")

@@ -37,8 +37,6 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.connection import connect as connect_to_redis
 from celery_rabbitdelay.registry.registry import Registry
 
-__all__ = ["RabbitDelay"]
-
 logger = logging.getLogger(__name__)
 
 #: For how many seconds a task may be late, and is listed, besides ``rabbitdelay_redelivery``, for

@@ -16,8 +16,6 @@ from typing import Any, Final
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.layout import Layout
 
-__all__ = ["Group", "Grouper"]
-
 #: Maximum messages in one group: more would save little, and each waits for those before it.
 MAX_GROUP_MESSAGES: Final = 1000
 

@@ -9,36 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-__all__ = [
-    "BACKLOG",
-    "BREAKER_OPEN",
-    "CANCELLED",
-    "CONFIRMED",
-    "DUPLICATES",
-    "EARLY",
-    "EXPIRED",
-    "INSTRUMENTS",
-    "JOBS_EXPIRED",
-    "LATENESS",
-    "MISSING_QUEUES",
-    "MODULE_PUBLISHED",
-    "MODULE_RECEIVED",
-    "MODULE_REDELIVERED",
-    "PENDING",
-    "PREFIX",
-    "REFUSED",
-    "REGISTRY",
-    "REGISTRY_FAILURES",
-    "RESENT",
-    "RETURNED",
-    "SENT",
-    "SUPERSEDED",
-    "TAKEN_OVER",
-    "UNDELIVERABLE",
-    "Instrument",
-    "Sample",
-]
-
 #: The prefix of each name; Prometheus puts ``_`` behind it, OpenTelemetry ``.``.
 PREFIX: Final = "celery_rabbitdelay"
 

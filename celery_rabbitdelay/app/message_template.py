@@ -27,8 +27,6 @@ from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.signature import Signer, SigningKeys
 from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
 
-__all__ = ["DESTINATION_HEADERS", "NO_HEADERS", "MessageTemplate"]
-
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
 

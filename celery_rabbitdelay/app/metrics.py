@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from celery_rabbitdelay.app.opentelemetry_meter import OpenTelemetryMeter
 
-__all__ = ["Metrics", "Source", "opentelemetry_is_set_up"]
-
 #: Looks up the metrics that are not recorded by events.
 Source: TypeAlias = Callable[[], Iterable[Sample]]
 

@@ -11,8 +11,6 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from celery_rabbitdelay.app.instruments import INSTRUMENTS, PREFIX, Instrument, Sample
 
-__all__ = ["OpenTelemetryMeter"]
-
 #: The unit of a number of things, as OpenTelemetry writes it.
 DIMENSIONLESS: Final = "1"
 

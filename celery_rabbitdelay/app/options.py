@@ -11,8 +11,6 @@ from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, Un
 from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.registry.decision import COPY, JOB, JOB_ID, KEY, ONCE, Ticket
 
-__all__ = ["RegistryOptions", "refuse_two_times", "refuse_without_registry"]
-
 #: The options of a send that the registry takes, and the type of each. Celery drops an option that
 #: it does not know in silence. A user who gives one of these relies on it, so it is an error where
 #: there is no registry, with a delay and without one.

@@ -16,8 +16,6 @@ from celery.app.defaults import DEFAULTS
 from celery_rabbitdelay.app.celery_internals import sends_a_callback
 from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
 
-__all__ = ["Resending"]
-
 
 class Resending(NamedTuple):
     """Whether and how often a message is sent again, by the caller's options and the settings.

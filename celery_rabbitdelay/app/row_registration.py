@@ -20,8 +20,6 @@ from celery_rabbitdelay.registry.decision import COPY, KEY, Ticket, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Registration, Registry
 
-__all__ = ["RowRegistration"]
-
 #: Rows that are registered in one round trip.
 BATCH: Final = 500
 

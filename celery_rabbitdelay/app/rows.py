@@ -11,8 +11,6 @@ from typing import Any, Final, NamedTuple
 from celery_rabbitdelay.exceptions import InvalidRow
 from celery_rabbitdelay.levels.delay import Delay
 
-__all__ = ["MAX_ERRORS", "PROGRESS_INTERVAL", "Report", "Row", "checked_row"]
-
 #: After so many rows that were not confirmed, no further rows are taken.
 MAX_ERRORS: Final = 1000
 

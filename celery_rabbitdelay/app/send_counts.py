@@ -13,8 +13,6 @@ from celery_rabbitdelay.app.rows import Report
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.publishing.producer import Delayed
 
-__all__ = ["RowCounts", "counted_send", "queue_label"]
-
 #: Seconds between two counts of a running ``send_many``.
 EVERY: Final = 0.5
 

@@ -50,8 +50,6 @@ from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.decision import KEY
 
-__all__ = ["RowSender"]
-
 #: Returns when a row is due.
 DueOf: TypeAlias = Callable[[Row], Due]
 

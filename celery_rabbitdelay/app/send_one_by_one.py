@@ -13,8 +13,6 @@ from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, R
 from celery_rabbitdelay.app.task_messages import function_to_send
 from celery_rabbitdelay.exceptions import RabbitDelayError, RowsNotConfirmed
 
-__all__ = ["send_one_by_one"]
-
 #: The errors of one row, which say nothing about the others.
 ROW_ERRORS: Final = (RabbitDelayError, EncodeError, OperationalError, TypeError, ValueError)
 

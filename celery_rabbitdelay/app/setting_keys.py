@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["PREFIX", "key_of", "name_in_capitals", "name_of"]
-
 #: The beginning of all our keys.
 PREFIX: Final = "rabbitdelay_"
 

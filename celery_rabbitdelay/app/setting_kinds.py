@@ -12,30 +12,6 @@ from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geom
 from celery_rabbitdelay.publishing.shown_url import HIDDEN, without_password
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
 
-__all__ = [
-    "CLIENT_OPTIONS",
-    "FLAG",
-    "INTERFACE",
-    "LAYOUT",
-    "LONG_SECONDS",
-    "MAX_PORT",
-    "NAMES",
-    "NAME_PREFIX",
-    "REDIS_URL",
-    "SECONDS",
-    "SECONDS_OR_ZERO",
-    "SIGNING_KEY",
-    "TICK",
-    "Kind",
-    "is_list_of_words",
-    "is_positive",
-    "layout_of",
-    "list_of",
-    "one_of",
-    "optional",
-    "whole_number",
-]
-
 #: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
 MAX_PREFIX_LENGTH: Final = 100
 

@@ -34,16 +34,11 @@ from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology
-from celery_rabbitdelay.modules.bounds import (
-    DEFAULT_MAX_DELAY,
-    DEFAULT_MAX_MESSAGE_BYTES,
-    Bounds,
-)
+from celery_rabbitdelay.modules.bounds import DEFAULT_MAX_DELAY, Bounds
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
+from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.shown_url import HIDDEN
 from celery_rabbitdelay.publishing.signature import SigningKeys
-
-__all__ = ["MODULES", "Settings", "checked_modules", "checked_port", "checked_seconds"]
 
 #: The largest message that any RabbitMQ takes (``max_message_size``).
 MAX_MESSAGE_BYTES: Final = 512 * 2**20

@@ -21,8 +21,6 @@ from celery.utils.dispatch import Signal
 
 from celery_rabbitdelay.levels.delay import instant_of
 
-__all__ = ["cancelled", "delayed", "expired", "postponed", "released", "superseded"]
-
 _ARGUMENTS: Final = ["task_id", "due", "lateness"]
 
 

@@ -14,10 +14,8 @@ from celery_rabbitdelay.modules.envelope import DICTIONARY
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = ["restored", "stored"]
-
-#: A deflate stream without a header (RFC 1951) and with a window of 4 KiB; the dictionary is that of
-#: envelopes. Of zlib's usual window and memory, allocating them takes ten times as long as the rest.
+#: A deflate stream without a header (RFC 1951); the dictionary is that of envelopes. The window is
+#: of 4 KiB: allocating zlib's usual one takes ten times as long as compressing a small message.
 RAW: Final = -12
 MEMORY: Final = 4
 

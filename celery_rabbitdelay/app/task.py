@@ -27,8 +27,6 @@ from celery_rabbitdelay.exceptions import (
 )
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 
-__all__ = ["DelayingTask"]
-
 #: Errors of publishing after which another attempt may succeed.
 TEMPORARY_ERRORS: Final = (
     MessageNacked,

@@ -27,15 +27,6 @@ from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content
 from celery_rabbitdelay.registry.decision import COPY, KEY, LIFE, ORDER
 
-__all__ = [
-    "Call",
-    "CapturingProducer",
-    "Writer",
-    "capture_message",
-    "function_to_send",
-    "writer_for",
-]
-
 #: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
 #: signals may have given each message headers of its own.
 ENVELOPE_HEADERS: Final = frozenset(

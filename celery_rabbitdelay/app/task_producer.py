@@ -16,9 +16,6 @@ from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-__all__ = ["DelayedTaskProducer", "EtaProducer"]
-
-
 #: Seconds that publishing has in any case, however long the wait for a publisher was.
 MIN_TIMEOUT: Final = 0.1
 

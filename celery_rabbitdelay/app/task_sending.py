@@ -42,8 +42,6 @@ from celery_rabbitdelay.registry.decision import (
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Registration, Registry
 
-__all__ = ["TaskSending", "register_sent"]
-
 logger = logging.getLogger(__name__)
 
 NS_PER_US: Final = 1000

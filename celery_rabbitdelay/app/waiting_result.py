@@ -7,8 +7,6 @@ from typing import Any, Final
 from celery import states
 from celery.result import AsyncResult
 
-__all__ = ["DELAYED", "WaitingResult"]
-
 #: The state of a tracked task that waits in the levels; one of Celery's custom states.
 DELAYED: Final = "DELAYED"
 

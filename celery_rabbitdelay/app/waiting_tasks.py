@@ -50,8 +50,6 @@ from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry
 
-__all__ = ["WaitingTasks"]
-
 logger = logging.getLogger(__name__)
 
 #: The outcomes from the least to the most certain. Several tasks have the least certain of theirs.

@@ -14,8 +14,6 @@ from celery_rabbitdelay.app.rows import Row
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, instant_of
 from celery_rabbitdelay.modules.envelope import blocks_of, length_prefixed
 
-__all__ = ["WrittenRow", "WrittenRows", "one_by_one"]
-
 
 class WrittenRow(NamedTuple):
     """One of these rows, read again.

@@ -27,8 +27,6 @@ from celery_rabbitdelay.publishing.declaration import check_complete, declare_if
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-__all__ = ["adopt"]
-
 
 @click.group()
 def adopt() -> None:

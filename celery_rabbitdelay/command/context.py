@@ -24,19 +24,6 @@ from celery_rabbitdelay.exceptions import InvalidSetting, RabbitDelayError, Regi
 from celery_rabbitdelay.publishing.permissions import missing_permission
 from celery_rabbitdelay.publishing.shown_url import without_password, without_passwords
 
-__all__ = [
-    "BROKER_ERRORS",
-    "REFUSED",
-    "broker_at",
-    "delays_of",
-    "fail",
-    "instant_type",
-    "json_option",
-    "registry_errors",
-    "set_by_ctrl_c",
-    "with_registry",
-]
-
 #: The exit status where the registry, or a job, does not allow what was asked for.
 REFUSED: Final = 1
 

@@ -27,8 +27,6 @@ from celery_rabbitdelay.operations.progress_bar import progress_bar
 from celery_rabbitdelay.publishing.declaration import refuse_to_lose
 from celery_rabbitdelay.publishing.shown_url import shown_broker
 
-__all__ = ["declare", "delete"]
-
 #: How many names the text shows; ``--json`` has all of them.
 MAX_NAMED: Final = 5
 

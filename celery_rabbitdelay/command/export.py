@@ -18,8 +18,6 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.export.formats import FORMATS, exported
 from celery_rabbitdelay.operations.export.setting import as_setting, cut
 
-__all__ = ["export"]
-
 
 @click.command()
 @click.option(

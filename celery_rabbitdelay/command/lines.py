@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, Any, Final
 
-__all__ = ["INTERRUPTED", "Lines"]
-
 #: Why reading stopped, after Ctrl-C.
 INTERRUPTED: Final = "interrupted"
 

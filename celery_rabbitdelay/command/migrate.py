@@ -22,8 +22,6 @@ from celery_rabbitdelay.operations.destinations import Destinations, Place
 from celery_rabbitdelay.operations.migration import check_source, migration, waiting
 from celery_rabbitdelay.operations.mover import Mover
 
-__all__ = ["migrate", "transfer"]
-
 
 def _source_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that describe the levels that are emptied."""

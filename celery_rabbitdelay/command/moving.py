@@ -16,8 +16,6 @@ from celery_rabbitdelay.operations.destinations import Destinations
 from celery_rabbitdelay.operations.mover import Moved, Mover
 from celery_rabbitdelay.operations.progress_bar import progress_bar
 
-__all__ = ["Move", "MoveOptions", "move_options", "run"]
-
 #: The exit status if messages are left, or wait for a queue that is not bound.
 MESSAGES_LEFT: Final = 1
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-__all__ = ["ParameterType"]
-
 
 class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
     """Reads a parameter by a function, and names the parameter if that cannot read it.

@@ -20,8 +20,6 @@ from celery_rabbitdelay.command.context import (
 )
 from celery_rabbitdelay.registry.index import Pending
 
-__all__ = ["forecast", "pending"]
-
 #: The characters of the longest bar.
 BAR_LENGTH: Final = 50
 

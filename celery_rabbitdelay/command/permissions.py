@@ -21,8 +21,6 @@ from celery_rabbitdelay.operations.permissions import (
     topic_rights,
 )
 
-__all__ = ["permissions"]
-
 MODES: Final = ("auto", "never")
 
 

@@ -9,8 +9,6 @@ from typing import IO
 from celery_rabbitdelay.app.rows import Report
 from celery_rabbitdelay.operations.progress_bar import is_terminal, progress_bar
 
-__all__ = ["progress_of_lines"]
-
 
 @contextmanager
 def progress_of_lines(label: str, lines: IO[bytes]) -> Iterator[Callable[[Report], None]]:

@@ -20,8 +20,6 @@ from celery_rabbitdelay.levels.delay_text import TAKES, written
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.route import ExplainedRoute, explain
 
-__all__ = ["route"]
-
 #: The module that brings a message back from meditation.
 CHECK_IN: Final = "check-in"
 

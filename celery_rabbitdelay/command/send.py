@@ -19,8 +19,6 @@ from celery_rabbitdelay.command.progress_bar import progress_of_lines
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 
-__all__ = ["send"]
-
 #: How many lines that were not confirmed the text names; ``--json`` names all of them.
 MAX_LINES_NAMED: Final = 20
 

@@ -24,8 +24,6 @@ from celery_rabbitdelay.command.status_text import ASCII_BLOCKS, BLOCKS, status_
 from celery_rabbitdelay.operations.status import Status, changes, status_of
 from celery_rabbitdelay.publishing.shown_url import shown_broker
 
-__all__ = ["status"]
-
 #: The exit status where a queue is missing.
 QUEUES_MISSING: Final = 1
 

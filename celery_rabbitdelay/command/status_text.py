@@ -13,8 +13,6 @@ from celery_rabbitdelay.operations.generations import migrate_remedy
 from celery_rabbitdelay.operations.status import Reasons, Status
 from celery_rabbitdelay.worker.status import ARRIVALS
 
-__all__ = ["bars", "status_lines"]
-
 #: How many missing queues the text names; ``--json`` names all of them.
 MAX_MISSING_NAMED: Final = 5
 

@@ -16,8 +16,6 @@ from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.delay_text import parse_delay
 from celery_rabbitdelay.levels.topology import Topology
 
-__all__ = ["delay_type", "layout_type", "topology_of", "topology_options"]
-
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 #: The options by the setting that each replaces.

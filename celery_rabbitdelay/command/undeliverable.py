@@ -43,8 +43,6 @@ from celery_rabbitdelay.operations.undeliverable_filter import Contents, Undeliv
 from celery_rabbitdelay.operations.undeliverable_reader import ready_messages
 from celery_rabbitdelay.operations.undeliverable_summary import UndeliverableSummary
 
-__all__ = ["undeliverable"]
-
 #: Messages that ``show`` prints at most: a task can have copies.
 MOST_SHOWN: Final = 10
 

@@ -24,17 +24,6 @@ from celery_rabbitdelay.operations.undeliverable_filter import UndeliverableFilt
 from celery_rabbitdelay.operations.undeliverable_reader import ready_messages
 from celery_rabbitdelay.publishing.shown_url import shown_broker
 
-__all__ = [
-    "age_type",
-    "errors_told",
-    "filter_options",
-    "filter_with",
-    "limit_option",
-    "printable",
-    "progress_of_removal",
-    "tell_removal",
-]
-
 #: The seconds of each unit that an age or a delay may be written in.
 UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 

@@ -32,8 +32,6 @@ from celery_rabbitdelay.operations.redrive_destinations import (
 )
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 
-__all__ = ["redrive"]
-
 
 @click.command()
 @filter_options

@@ -22,8 +22,6 @@ from celery_rabbitdelay.operations.verify.verification import verify as verify_b
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.shown_url import shown_broker
 
-__all__ = ["verify"]
-
 
 @click.command()
 @json_option

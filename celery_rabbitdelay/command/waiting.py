@@ -18,8 +18,6 @@ from celery_rabbitdelay.command.context import (
 )
 from celery_rabbitdelay.registry.decision import Outcome
 
-__all__ = ["cancel", "job", "postpone"]
-
 #: What the commands say for each outcome.
 WORDS: Final = {
     Outcome.DONE: "done",

@@ -12,18 +12,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 
-__all__ = [
-    "MAX_DUE_MS",
-    "NS_PER_MS",
-    "Delay",
-    "Due",
-    "check_max_delay",
-    "instant_of",
-    "milliseconds",
-    "milliseconds_of",
-    "tolerance_milliseconds",
-]
-
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
 

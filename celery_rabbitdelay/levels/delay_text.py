@@ -9,8 +9,6 @@ from typing import Final
 
 from celery_rabbitdelay.exceptions import InvalidDelay
 
-__all__ = ["TAKES", "parse_delay", "written"]
-
 #: The forms that :func:`parse_delay` accepts, for errors and help.
 TAKES: Final = "takes seconds (90, 0.5), units (3d7h45m30s, 250ms) or hours:minutes:seconds"
 

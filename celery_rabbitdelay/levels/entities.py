@@ -10,8 +10,6 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.levels.generation import NO_DELIVERY_LIMIT
 from celery_rabbitdelay.levels.layout import MAX_TTL
 
-__all__ = ["Binding", "Entities", "Identity", "ModuleQueues", "QueueType"]
-
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
 #: Delivery limit of the module queues: a message redelivered more often is assumed to crash workers

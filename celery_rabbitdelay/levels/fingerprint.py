@@ -10,8 +10,6 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.entities import Binding
 
-__all__ = ["digest_of"]
-
 
 def digest_of(
     exchanges: Iterable[Exchange], queues: Iterable[Queue], bindings: Iterable[Binding]

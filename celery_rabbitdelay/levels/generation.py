@@ -18,8 +18,6 @@ from typing import Final
 
 from celery_rabbitdelay.exceptions import InvalidLayout
 
-__all__ = ["DIGESTS", "GENERATIONS", "NO_DELIVERY_LIMIT", "Generation"]
-
 #: How often a message may be given back to its queue. From 4.0 on, RabbitMQ's default is 20, after
 #: which it dead-letters the message; up to 3.13 "no limit" cannot be written.
 NO_DELIVERY_LIMIT: Final = 2**31 - 1

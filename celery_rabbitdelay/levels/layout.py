@@ -18,8 +18,6 @@ from typing import Final, Literal, TypeAlias, get_args
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 
-__all__ = ["Layout", "Level", "Zeros", "binary", "clock", "custom", "geometric"]
-
 #: How a zero digit is passed: ``bind`` (exchange to exchange), ``skip`` (each exchange is bound to
 #: the queues of every lower level), ``queue`` (a pass-through queue, for brokers without
 #: exchange-to-exchange bindings).

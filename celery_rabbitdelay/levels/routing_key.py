@@ -18,8 +18,6 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 from urllib.parse import unquote
 
-__all__ = ["DISTRIBUTION", "RoutingKeys", "decode_destination", "encode_destination"]
-
 #: The destination that stands for the distribution module: no queue has an empty name.
 DISTRIBUTION: Final = ""
 

@@ -31,8 +31,6 @@ from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import Layout, Zeros, clock, geometric
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
 
-__all__ = ["Route", "Topology", "reference_digest"]
-
 #: Milliseconds that a zero digit waits in a pass-through queue (``zeros = "queue"``). RabbitMQ
 #: drops a message with a TTL of 0 unless a consumer is waiting for it.
 PASS_THROUGH_TTL: Final = 1

@@ -14,15 +14,6 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.message import shortened
 
-__all__ = [
-    "ANYWHERE",
-    "AllowedDestinations",
-    "Reach",
-    "not_allowed",
-    "refuse_sender_selected",
-    "where_in_words",
-]
-
 #: Names of destinations for which a decision is remembered.
 REMEMBERED: Final = 4096
 

@@ -33,8 +33,6 @@ from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = ["Attempts", "Received"]
-
 logger = logging.getLogger(__name__)
 
 

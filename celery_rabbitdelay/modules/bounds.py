@@ -17,18 +17,6 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.incoming import seen_of
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, shortened
 
-__all__ = [
-    "DEFAULT_BOUNDS",
-    "DEFAULT_MAX_DELAY",
-    "DEFAULT_MAX_MESSAGE_BYTES",
-    "MAX_DEPTH",
-    "MAX_HELD_BYTES",
-    "Bounds",
-    "HeldBytes",
-    "check_depth",
-    "cost_of",
-]
-
 #: The longest delay by default, in seconds: 100 years of 365 days.
 DEFAULT_MAX_DELAY: Final = 3_153_600_000.0
 

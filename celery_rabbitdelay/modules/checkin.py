@@ -31,8 +31,6 @@ from celery_rabbitdelay.modules.version import OWN_CONTENT_TYPES, later_version
 from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
-__all__ = ["CheckIn", "client_delay_ms", "for_distribution", "of_client"]
-
 _INTEGER: Final = re.compile("-?[0-9]+")
 
 

@@ -18,7 +18,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.attempts import Attempts, Received
-from celery_rabbitdelay.modules.bounds import DEFAULT_MAX_MESSAGE_BYTES, MAX_HELD_BYTES
+from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
 from celery_rabbitdelay.modules.deliveries import Deliveries
 from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
 from celery_rabbitdelay.modules.forwarding import Outgoing
@@ -28,13 +28,11 @@ from celery_rabbitdelay.modules.warning_limit import WarningLimit
 from celery_rabbitdelay.publishing.amqp_methods import find_exchanges
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.incoming import seen_of
-from celery_rabbitdelay.publishing.message import shortened
+from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, shortened
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.signature import SigningKeys
-
-__all__ = ["ConnectionStuck", "Module", "ModuleConsumer", "admit_any"]
 
 logger = logging.getLogger(__name__)
 

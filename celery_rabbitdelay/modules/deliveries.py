@@ -12,8 +12,6 @@ from kombu import Connection
 from celery_rabbitdelay.modules.bounds import HeldBytes, cost_of
 from celery_rabbitdelay.publishing.wire import Wire, ack_frames, reject_frames, requeue_frames
 
-__all__ = ["MAX_PREFETCH", "Deliveries"]
-
 logger = logging.getLogger(__name__)
 
 #: The maximum prefetch count of AMQP, a 16-bit number.

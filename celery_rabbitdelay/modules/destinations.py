@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from celery_rabbitdelay.publishing.message import shortened
 
-__all__ = ["SILENCE", "MissingExchanges", "Unanswered", "no_exchange"]
-
 #: Seconds without an answer after which a destination gets no further messages until it answers.
 SILENCE: Final = 1.0
 

@@ -52,8 +52,6 @@ from celery_rabbitdelay.registry.decision import (
     registry_headers,
 )
 
-__all__ = ["Distribution"]
-
 #: The headers by which a worker restores a task that comes straight from the levels.
 RESTORED_BY_WORKERS = (
     header_names.DUE,

@@ -27,8 +27,6 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.publishing.message import headers_of, task_id_of
 
-__all__ = ["EarlyMessages", "EarlyWarning", "PutBack", "early_ms", "pause_ms"]
-
 #: The longest time, in milliseconds, for which a message is put back at once. A clock that is years
 #: behind, on a machine that has just booted for example, then costs a day and not those years.
 MAX_PAUSE_MS: Final = 86_400_000

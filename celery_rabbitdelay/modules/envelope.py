@@ -30,21 +30,6 @@ from celery_rabbitdelay.modules.bounds import MAX_DEPTH, check_depth
 from celery_rabbitdelay.publishing.message import ENVELOPES, shortened
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES
 
-__all__ = [
-    "CONTENT_TYPE",
-    "DICTIONARY",
-    "ENVELOPES",
-    "MAX_ENVELOPE_BYTES",
-    "MAX_ENVELOPE_MESSAGES",
-    "Envelope",
-    "Item",
-    "Opened",
-    "blocks_of",
-    "compressed",
-    "length_prefixed",
-    "shared_block",
-]
-
 #: The ``content_type`` property of an envelope; the number is the format's version.
 CONTENT_TYPE: Final = f"{ENVELOPES}1"
 

@@ -25,18 +25,6 @@ from celery_rabbitdelay.publishing.message import (
 from celery_rabbitdelay.publishing.publication import Address
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = [
-    "Outgoing",
-    "destination_headers",
-    "encoded",
-    "into_levels",
-    "redriven_header",
-    "to_undeliverable",
-    "with_headers",
-    "without_broker_headers",
-    "without_headers",
-]
-
 #: The properties that are never forwarded: ``user_id`` has to be the connection's own user
 #: (https://www.rabbitmq.com/docs/validated-user-id), and ``cluster_id`` is deprecated.
 DROPPED_PROPERTIES: Final = ("user_id", "cluster_id", "application_headers")

@@ -22,8 +22,6 @@ from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.message import shortened
 
-__all__ = ["Intended", "intended", "never_accepted"]
-
 
 class Intended(NamedTuple):
     """Where a message was meant to go.

@@ -33,8 +33,6 @@ from celery_rabbitdelay.modules.forwarding import (
 from celery_rabbitdelay.publishing.message import headers_of, split_priority
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
-__all__ = ["Failures", "Redelivery"]
-
 #: Seconds before the second attempt; each further pause is twice as long as the one before it.
 FIRST_PAUSE: Final = 1.0
 

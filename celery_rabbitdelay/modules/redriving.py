@@ -43,8 +43,6 @@ from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 from celery_rabbitdelay.registry.decision import registry_headers
 
-__all__ = ["MAX_ATTEMPTS", "Redriving"]
-
 #: How often a message is redriven at most, unless the caller says otherwise.
 MAX_ATTEMPTS: Final = 3
 

@@ -18,8 +18,6 @@ from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.publishing.wire import Wire
 
-__all__ = ["ModuleService", "NothingToServe"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds that a stopping worker waits for the thread to finish the messages it has begun.

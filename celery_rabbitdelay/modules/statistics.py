@@ -6,8 +6,6 @@ import time
 from collections import deque
 from typing import Final
 
-__all__ = ["ModuleStatistics"]
-
 #: Seconds over which a rate is taken.
 RATE_SPAN: Final = 10.0
 

@@ -27,8 +27,6 @@ from celery_rabbitdelay.publishing.destination import topic_matches
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 
-__all__ = ["Undeliverable", "examine"]
-
 #: The last millisecond that a datetime can express, of the year 9999.
 _LAST_MS: Final = milliseconds_of(datetime.max.replace(tzinfo=UTC))
 

@@ -21,14 +21,6 @@ from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.publishing.message import shortened
 
-__all__ = [
-    "MESSAGE_VERSION",
-    "OWN_CONTENT_TYPES",
-    "LaterVersionWarning",
-    "later_version",
-    "refuse_later_version",
-]
-
 #: The latest version of the messages' format that this version of the package reads. Raise it when
 #: an older worker would do the wrong thing with a message; see docs/explanation/versions.md.
 MESSAGE_VERSION: Final = 1

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["LOGGED", "WARN_EVERY", "WarningLimit"]
-
 #: Warnings of a kind in a minute.
 LOGGED: Final = 5
 

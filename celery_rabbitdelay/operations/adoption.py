@@ -44,15 +44,6 @@ from celery_rabbitdelay.publishing.wire import UNREADABLE
 from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.celery_internals import eta_of
 
-__all__ = [
-    "NOT_DELAYED",
-    "EtaTasks",
-    "NServiceBusChain",
-    "NativeChain",
-    "native_queues",
-    "nservicebus_queues",
-]
-
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
 

@@ -15,8 +15,6 @@ from kombu import Connection
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.wire import Wire, requeue_all_frame
 
-__all__ = ["BARRIERS", "ConsumerConnection"]
-
 #: How often the broker is asked something about the queues before the channel is closed, so that
 #: they have received all acknowledgements by then: a channel passes only 32 of them at a time to a
 #: quorum queue, and forgets the others when it is closed (measured on 3.10.8).

@@ -19,8 +19,6 @@ from celery_rabbitdelay.publishing.declaration import (
     queue_counts,
 )
 
-__all__ = ["Declared", "declare_everything", "missing_entities"]
-
 
 class Declared(NamedTuple):
     """The exchanges and queues that were missing, and the queues that were bound.

@@ -18,8 +18,6 @@ from celery_rabbitdelay.publishing.declaration import (
     refuse_to_lose,
 )
 
-__all__ = ["Contents", "contents_of", "delete_everything"]
-
 
 class Contents(NamedTuple):
     """The contents of a topology on the broker.

@@ -20,8 +20,6 @@ from celery_rabbitdelay.publishing.declaration import (
     queue_counts,
 )
 
-__all__ = ["Destinations", "Place"]
-
 
 class Place(NamedTuple):
     """A topology on a broker.

@@ -7,8 +7,6 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import queue_counts
 
-__all__ = ["former_generations", "migrate_remedy"]
-
 
 def former_generations(connection: Connection, topology: Topology) -> dict[int, int]:
     """Return how many messages wait in each former generation that is declared, by its number.

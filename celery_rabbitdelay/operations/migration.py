@@ -51,15 +51,6 @@ from celery_rabbitdelay.publishing.message import headers_of, shortened, split_p
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import UNREADABLE
 
-__all__ = [
-    "Migration",
-    "check_places",
-    "check_source",
-    "migration",
-    "ready_in",
-    "waiting",
-]
-
 
 class Migration:
     """Converts messages of the source into messages of the target. Opens no connection.

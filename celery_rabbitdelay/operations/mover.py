@@ -27,8 +27,6 @@ from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 
-__all__ = ["Convert", "Moved", "Mover", "Stay", "Target"]
-
 #: Messages that are taken from all queues together before one is acknowledged; at a limited rate,
 #: the messages of one second. A message that comes due meanwhile is late by the time that it takes
 #: to move them.

@@ -16,19 +16,6 @@ from kombu.common import Broadcast
 from celery_rabbitdelay.levels.routing_key import encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 
-__all__ = [
-    "PERMISSIONS",
-    "ROLES",
-    "CelerysOwn",
-    "Right",
-    "Role",
-    "TopicRight",
-    "commands",
-    "patterns",
-    "rights",
-    "topic_rights",
-]
-
 Role: TypeAlias = Literal["producer", "worker", "check-in", "operator"]
 
 #: The users of a broker.

@@ -11,8 +11,6 @@ from typing import Any, Protocol, TextIO, cast
 
 import click
 
-__all__ = ["Show", "is_terminal", "progress_bar"]
-
 
 class Show(Protocol):
     """Updates a bar."""

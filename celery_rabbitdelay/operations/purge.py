@@ -8,8 +8,6 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.removal import Matches, Progress, Removal, RemovalReport
 from celery_rabbitdelay.operations.undeliverable_reader import reading
 
-__all__ = ["purge"]
-
 
 def purge(
     connection: Connection,

@@ -25,8 +25,6 @@ from celery_rabbitdelay.publishing.policy import DEFAULT_POLICY, PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 
-__all__ = ["redrive"]
-
 logger = logging.getLogger(__name__)
 
 #: The longest delay of a slow broker that a limited rate makes up for, in seconds.

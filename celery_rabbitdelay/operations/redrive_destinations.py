@@ -32,8 +32,6 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
 
-__all__ = ["bound_by", "check_exists", "redrive_destinations", "redriving_for"]
-
 #: Names of queues and exchanges for replies. They get no message unless the application has a queue
 #: or an exchange of such a name.
 NEVER_UNLESS_OWN: Final = "reply.*"

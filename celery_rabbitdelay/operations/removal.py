@@ -20,8 +20,6 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.undeliverable import LIMIT, UndeliverableMessage, copy_of
 from celery_rabbitdelay.operations.undeliverable_reader import Reader
 
-__all__ = ["Matches", "Progress", "Removal", "RemovalReport"]
-
 #: Seconds between two reports on the progress.
 REPORT_EVERY: Final = 0.2
 

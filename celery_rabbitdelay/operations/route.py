@@ -11,8 +11,6 @@ from typing import NamedTuple
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.topology import Route, Topology
 
-__all__ = ["ExplainedRoute", "Stop", "explain"]
-
 
 class Stop(NamedTuple):
     """A queue in which the message waits.

@@ -16,9 +16,6 @@ from celery_rabbitdelay.operations.consumer_connection import BARRIERS, Consumer
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.wire import ack_frames
 
-__all__ = ["Source", "SourceLost", "SourceRefused", "Taken"]
-
-
 #: Seconds without a message until :meth:`Source.take` returns.
 SILENCE: Final = 0.2
 

@@ -19,8 +19,6 @@ from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
 from celery_rabbitdelay.worker.status import ARRIVALS, status_of_workers
 
-__all__ = ["NextDue", "Reasons", "Status", "changes", "next_due_within", "reasons_of", "status_of"]
-
 #: Characters of a reason. It may come from a header, which any client can write.
 MAX_REASON_LENGTH: Final = 200
 

@@ -17,15 +17,6 @@ from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from celery_rabbitdelay.operations.undeliverable_reader import reading
 from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
 
-__all__ = [
-    "LIMIT",
-    "UndeliverableMessage",
-    "as_json",
-    "copy_of",
-    "headers_as_json",
-    "undeliverable_messages",
-]
-
 #: How many messages are read at most by default. The broker needs some 200 bytes for each one until
 #: it is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
 LIMIT: Final = 1_000_000

@@ -19,8 +19,6 @@ from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage, as
 from celery_rabbitdelay.operations.undeliverable_filter import Contents
 from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES, Content
 
-__all__ = ["as_record", "new_file", "shown_body", "summary_of", "write_records"]
-
 
 def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     """Return what a list of messages tells about one.

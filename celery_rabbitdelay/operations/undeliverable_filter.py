@@ -12,8 +12,6 @@ from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
 from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage
 
-__all__ = ["Contents", "UndeliverableFilter"]
-
 
 @dataclass(frozen=True)
 class Contents:

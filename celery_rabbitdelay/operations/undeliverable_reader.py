@@ -31,8 +31,6 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.consumer_connection import BARRIERS, ConsumerConnection
 from celery_rabbitdelay.publishing.wire import ack_all_frame, ack_frames
 
-__all__ = ["Reader", "reading", "ready_messages"]
-
 #: Messages that the broker sends before the reader asks for more.
 AHEAD: Final = 1000
 

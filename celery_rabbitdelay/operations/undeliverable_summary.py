@@ -9,8 +9,6 @@ from typing import Final
 
 from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage
 
-__all__ = ["OTHER_REASONS", "ReasonCount", "UndeliverableSummary"]
-
 #: How many reasons are counted each for itself: anybody can make up reasons.
 MOST_REASONS: Final = 200
 

@@ -11,8 +11,6 @@ from typing import Any, Final
 from amqp import spec
 from amqp.exceptions import NotFound
 
-__all__ = ["find_exchanges", "find_queues"]
-
 #: How many passive declarations are sent before their answers are read. An answer has some 50
 #: bytes, so those of one batch fit into the socket's buffers, and the broker never has to stop
 #: writing while this side is writing too.

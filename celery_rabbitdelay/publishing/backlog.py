@@ -10,8 +10,6 @@ from kombu import Connection
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
 
-__all__ = ["Backlog", "backlog_of"]
-
 
 class Backlog(NamedTuple):
     """The messages that wait in a topology.

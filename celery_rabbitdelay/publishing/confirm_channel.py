@@ -20,8 +20,6 @@ from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content, Wire, publish_frames
 
-__all__ = ["ConfirmChannel", "Unconfirmed"]
-
 #: Bytes that are collected before a write: enough to save system calls, few enough that the broker
 #: starts early.
 WRITE_SIZE: Final = 65_536

@@ -14,8 +14,6 @@ from typing import Final
 from celery_rabbitdelay.exceptions import LayoutConflict
 from celery_rabbitdelay.levels.topology import Topology
 
-__all__ = ["conflict_with"]
-
 #: Layout, queue type, shards and generation in a fingerprint; see :meth:`.Topology.identity`.
 _FINGERPRINT: Final = re.compile(
     r"(?P<layout>.+)-(?P<queue_type>quorum|classic)(-s(?P<shards>\d+))?-(?P<generation>v\d+.*)"

@@ -12,8 +12,6 @@ from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSett
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection, wait_without_limit
 from celery_rabbitdelay.publishing.wire import Wire
 
-__all__ = ["PublishingConnection", "remaining"]
-
 #: Seconds that opening a connection may take if the connection sets no limit of its own.
 CONNECT_TIMEOUT: Final = 5.0
 

@@ -29,27 +29,6 @@ from celery_rabbitdelay.publishing.amqp_methods import find_exchanges, find_queu
 from celery_rabbitdelay.publishing.conflict import conflict_with
 from celery_rabbitdelay.publishing.kombu_internals import declared_entities, wait_without_limit
 
-__all__ = [
-    "Counts",
-    "Progress",
-    "bind_destination",
-    "check_complete",
-    "check_layout",
-    "connect",
-    "declare",
-    "declare_destination",
-    "declare_if_missing",
-    "delete",
-    "forget",
-    "is_complete",
-    "is_declared",
-    "missing",
-    "missing_exchanges",
-    "on_declared",
-    "queue_counts",
-    "refuse_to_lose",
-]
-
 #: Every 20th method waits for a reply; the others use ``nowait``. Fewer replies would do, but the
 #: broker takes some 15 ms to declare a quorum queue, and each reply has to arrive within the
 #: caller's timeout.

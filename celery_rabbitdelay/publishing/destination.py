@@ -9,8 +9,6 @@ from typing import NamedTuple
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
-__all__ = ["Destination", "may_refuse", "resolve", "topic_matches"]
-
 
 class Destination(NamedTuple):
     """Where a message goes when it is due.

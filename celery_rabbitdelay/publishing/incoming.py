@@ -28,8 +28,6 @@ from celery_rabbitdelay.publishing.wire import (
     Frame,
 )
 
-__all__ = ["Seen", "reading_unreadable_properties", "seen_of"]
-
 #: Class and method of ``basic.return``, ``basic.deliver`` and ``basic.get-ok``.
 _RETURN: Final = (60, 50)
 _DELIVER: Final = (60, 60)

@@ -15,17 +15,6 @@ from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
 from kombu.utils import json
 
-__all__ = [
-    "LazyPool",
-    "consumed_queue_name",
-    "declared_arguments",
-    "declared_entities",
-    "drop_connection",
-    "is_kombus_json",
-    "serialized",
-    "wait_without_limit",
-]
-
 
 def serialized(
     producer: Producer,

@@ -10,20 +10,6 @@ import amqp
 
 from celery_rabbitdelay.levels import headers as header_names
 
-__all__ = [
-    "DEFAULT_MAX_MESSAGE_BYTES",
-    "ENVELOPES",
-    "MAX_PRIORITY",
-    "MAX_SHORTSTR_BYTES",
-    "PERSISTENT",
-    "body_of",
-    "headers_of",
-    "kept_properties",
-    "shortened",
-    "split_priority",
-    "task_id_of",
-]
-
 #: The ``content_type`` properties of envelopes, messages with many tasks, begin with this.
 ENVELOPES: Final = "application/vnd.rabbitdelay.envelope."
 

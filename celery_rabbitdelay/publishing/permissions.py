@@ -17,8 +17,6 @@ from amqp.exceptions import AccessRefused
 
 from celery_rabbitdelay.exceptions import MissingPermission, PermissionMissing
 
-__all__ = ["missing_permission", "permissions_named"]
-
 #: What the broker says. RabbitMQ 3.10.8 leaves out which permission it is; 4.0.5 names it.
 _REPLY: Final = re.compile(
     r"(?:(?P<permission>configure|write|read) )?access to (?P<kind>queue|exchange|topic) "

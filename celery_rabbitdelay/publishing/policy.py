@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from typing import Final, NamedTuple
 
-__all__ = ["BACKOFF", "DEFAULT_POLICY", "RESENDS", "TIMEOUT", "PublishPolicy"]
-
 #: Default timeout of one message in seconds, from connecting to the confirm.
 TIMEOUT: Final = 30.0
 

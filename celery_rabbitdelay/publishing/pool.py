@@ -14,8 +14,6 @@ from celery_rabbitdelay.exceptions import NoPublisherFree
 from celery_rabbitdelay.publishing.kombu_internals import LazyPool
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-__all__ = ["PublisherPool"]
-
 
 class PublisherPool:
     """Lends publishers to threads, one each, and keeps them for the next.

@@ -35,8 +35,6 @@ from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
-__all__ = ["Delayed", "DelayedProducer"]
-
 
 class Delayed(NamedTuple):
     """A message that is ready to be published into the levels.

@@ -14,8 +14,6 @@ from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = ["Address", "Publication"]
-
 #: Returns the exchange and the routing key of a message.
 Address: TypeAlias = Callable[[], tuple[str, str]]
 

@@ -36,8 +36,6 @@ from celery_rabbitdelay.publishing.permissions import missing_permission
 from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.publication import Publication
 
-__all__ = ["PublishLoop", "Source", "unwrap_callers_errors"]
-
 #: If a source takes this many seconds or more for a message, messages are written at once, not in
 #: batches.
 SLOW_SOURCE: Final = 0.005

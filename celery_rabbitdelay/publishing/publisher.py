@@ -36,8 +36,6 @@ from celery_rabbitdelay.publishing.publication import Address, Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.shown_url import shown_broker
 
-__all__ = ["Declaration", "Publisher"]
-
 #: Called with a connection, to declare what is missing.
 Declaration: TypeAlias = Callable[[Connection], None]
 

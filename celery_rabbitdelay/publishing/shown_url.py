@@ -13,15 +13,6 @@ from urllib.parse import unquote
 
 from kombu import Connection
 
-__all__ = [
-    "HIDDEN",
-    "has_password",
-    "shown_broker",
-    "without_password",
-    "without_passwords",
-    "without_passwords_in",
-]
-
 #: What stands for a password, as in the texts of kombu and Celery.
 HIDDEN: Final = "**"
 

@@ -20,8 +20,6 @@ from celery_rabbitdelay.exceptions import InvalidSigningKey
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.message import ENVELOPES, body_of, headers_of
 
-__all__ = ["MIN_KEY_BYTES", "NOT_SIGNED", "Signer", "SigningKeys"]
-
 #: Minimum bytes of a key: as many as the hash has (https://www.rfc-editor.org/rfc/rfc2104#section-3).
 MIN_KEY_BYTES: Final = 32
 

@@ -24,21 +24,6 @@ from kombu import Connection
 
 from celery_rabbitdelay.levels import headers as header_names
 
-__all__ = [
-    "MESSAGE_PROPERTIES",
-    "UNREADABLE",
-    "UNREADABLE_PROPERTIES",
-    "Content",
-    "PropertiesEncoder",
-    "Wire",
-    "ack_all_frame",
-    "ack_frames",
-    "publish_frames",
-    "reject_frames",
-    "requeue_all_frame",
-    "requeue_frames",
-]
-
 #: The properties of a message, in AMQP's order.
 MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
 

@@ -8,8 +8,6 @@ from typing import Final, TypeVar
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 
-__all__ = ["Breaker"]
-
 AnswerT = TypeVar("AnswerT")
 
 #: Seconds for which the breaker is open after the first failure in a row; they double with each

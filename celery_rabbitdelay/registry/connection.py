@@ -15,8 +15,6 @@ from urllib.parse import unquote, urlsplit
 from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
 from celery_rabbitdelay.publishing.shown_url import without_password
 
-__all__ = ["Call", "Store", "connect"]
-
 #: The URLs that the setting takes; all but the last are those of Celery's result backend.
 SCHEMES: Final = (
     "redis",

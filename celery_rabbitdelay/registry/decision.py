@@ -7,27 +7,6 @@ from enum import Enum
 from random import getrandbits
 from typing import Any, Final, NamedTuple, Self
 
-__all__ = [
-    "COMMITTED",
-    "COPY",
-    "JOB",
-    "JOB_ID",
-    "KEY",
-    "LIFE",
-    "ONCE",
-    "ORDER",
-    "REDELIVERED",
-    "UNKNOWN_LIFE",
-    "Arrival",
-    "Decision",
-    "Outcome",
-    "Ticket",
-    "Verdict",
-    "attempt_of",
-    "new_copy",
-    "registry_headers",
-]
-
 #: The name of the message, different for each message of a task that has a key or is tracked: str.
 COPY: Final = "rabbitdelay-copy"
 

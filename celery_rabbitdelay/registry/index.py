@@ -11,8 +11,6 @@ from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.names import Names
 
-__all__ = ["Filter", "Index", "Pending"]
-
 #: How many tasks of each shard are read at once.
 PAGE: Final = 100
 

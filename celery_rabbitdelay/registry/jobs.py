@@ -14,8 +14,6 @@ from celery_rabbitdelay.registry.connection import Call, Store
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.names import Names
 
-__all__ = ["JobState", "Jobs"]
-
 logger = logging.getLogger(__name__)
 
 #: How many jobs that are committed or aborted are remembered, so that their tasks need not ask.

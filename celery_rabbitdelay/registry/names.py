@@ -11,8 +11,6 @@ import zlib
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-__all__ = ["SHARDS", "Names"]
-
 #: How many hash tags there are.
 SHARDS: Final = 32
 

@@ -13,8 +13,6 @@ from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.names import Names, shard_of
 
-__all__ = ["Earlier", "Registration", "Registry"]
-
 #: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
 TASKS_PER_CALL: Final = 100
 

@@ -12,8 +12,6 @@ from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.publishing.shown_url import without_password
 from celery_rabbitdelay.spark.options import ApplicationOptions
 
-__all__ = ["application_of", "know_queue"]
-
 #: The name of an application that is made of a URL.
 MADE: Final = "celery_rabbitdelay.spark"
 

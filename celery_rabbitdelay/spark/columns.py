@@ -18,8 +18,6 @@ from celery_rabbitdelay.app.rows import Row
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidRow
 from celery_rabbitdelay.spark.options import WriteOptions
 
-__all__ = ["Columns", "Shared", "Taken"]
-
 #: Converts a value of PyArrow into one that Celery's JSON can express.
 Convert: TypeAlias = Callable[[Any], Any]
 

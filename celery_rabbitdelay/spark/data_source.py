@@ -14,8 +14,6 @@ from celery_rabbitdelay.spark.undeliverable import UNDELIVERABLE, UndeliverableR
 from celery_rabbitdelay.spark.versions import HAS_FILTERS
 from celery_rabbitdelay.spark.write import BatchWriter, StreamWriter
 
-__all__ = ["RabbitDelayDataSource"]
-
 
 class RabbitDelayDataSource(DataSource):
     """Writes delayed tasks, and reads what waits. Spark finds it by its name.

@@ -16,8 +16,6 @@ from celery_rabbitdelay.spark.partition import Sent
 from celery_rabbitdelay.spark.progress import progress_of_partitions
 from celery_rabbitdelay.spark.write import BatchWriter
 
-__all__ = ["Dispatched", "dispatch"]
-
 #: The row that each partition returns: its :class:`.Sent` as JSON.
 SCHEMA: Final = "sent string"
 

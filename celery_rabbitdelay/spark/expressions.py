@@ -18,19 +18,6 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
-__all__ = [
-    "Written",
-    "all_of",
-    "block",
-    "can_be_shown",
-    "interval_micros",
-    "joined",
-    "or_null",
-    "written",
-    "written_members",
-    "written_object",
-]
-
 #: Strings that JSON and Python both write as they are, and ``saferepr`` of Celery as ``repr``.
 PLAIN: Final = r"""\A[ -~&&[^"'\\<\[({]]*\z"""
 

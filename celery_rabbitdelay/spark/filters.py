@@ -10,8 +10,6 @@ from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, LessThan
 
 from celery_rabbitdelay.spark.pending import PendingReader, to_ms
 
-__all__ = ["FilteringReader"]
-
 
 class FilteringReader(PendingReader):
     """Reads the tracked tasks that a query's filters let through.

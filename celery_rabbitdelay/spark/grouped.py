@@ -39,8 +39,6 @@ from celery_rabbitdelay.spark.expressions import (
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.task_ids import TaskIds
 
-__all__ = ["DUE", "ITEM", "ROW", "Grouping", "grouped", "is_grouped"]
-
 #: The columns of a grouped DataFrame: when a task is due, in milliseconds since 1970-01-01 UTC; its
 #: bytes in an envelope; and its row, if Python has to write it.
 DUE: Final = "rabbitdelay_due_ms"

@@ -19,8 +19,6 @@ from celery_rabbitdelay.spark.columns import Columns, Taken
 from celery_rabbitdelay.spark.grouped import DUE, ITEM, ROW
 from celery_rabbitdelay.spark.options import WriteOptions
 
-__all__ = ["GroupedColumns"]
-
 
 class GroupedColumns:
     """Reads the rows of a grouped DataFrame.

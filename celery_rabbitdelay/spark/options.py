@@ -11,8 +11,6 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.publishing.shown_url import has_password, without_password
 
-__all__ = ["ApplicationOptions", "ReadOptions", "WriteOptions"]
-
 #: The options that name or describe the application.
 APPLICATION: Final = (
     "app",

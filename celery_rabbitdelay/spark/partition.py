@@ -25,8 +25,6 @@ from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.task_ids import TaskIds
 
-__all__ = ["PartitionSender", "Sent"]
-
 #: Rows that are kept in memory, where rows differ in their task or queue, or refused ones are
 #: collected. Only these share envelopes.
 CHUNK_ROWS: Final = 200_000

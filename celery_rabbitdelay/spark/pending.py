@@ -16,8 +16,6 @@ from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.spark.application import application_of
 from celery_rabbitdelay.spark.options import ReadOptions
 
-__all__ = ["LEVELS", "PENDING", "LevelsReader", "PendingReader", "to_ms"]
-
 #: The columns of the tasks that wait.
 PENDING: Final = "task_id string, task string, due timestamp, key string, job string"
 

@@ -12,8 +12,6 @@ from pyspark.sql import SparkSession
 
 from celery_rabbitdelay.operations.progress_bar import Show, is_terminal, progress_bar
 
-__all__ = ["progress_of_partitions"]
-
 #: Seconds between two looks.
 INTERVAL: Final = 0.2
 

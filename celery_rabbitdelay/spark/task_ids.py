@@ -17,8 +17,6 @@ from pyspark.sql import Row
 
 from celery_rabbitdelay.exceptions import InvalidOption
 
-__all__ = ["TaskIds", "task_id"]
-
 #: The namespace of all ids (RFC 9562, version 5); it must never change.
 NAMESPACE: Final = UUID("f1688d47-a47a-58e1-bbdf-0044bf1c5a41")
 

@@ -16,8 +16,6 @@ from celery_rabbitdelay.operations.undeliverable import (
 from celery_rabbitdelay.spark.application import application_of
 from celery_rabbitdelay.spark.options import ReadOptions
 
-__all__ = ["UNDELIVERABLE", "UndeliverableReader", "to_row"]
-
 #: The columns of the undeliverable messages.
 UNDELIVERABLE: Final = (
     "task_id string, task string, queue string, due timestamp, reason string, last_stop string, "

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import datasource
 
-__all__ = ["HAS_FILTERS", "STREAMS_BATCHES", "StreamWriterBase"]
-
 #: Whether the writer of a stream gets Arrow batches, and not rows (PySpark 4.1).
 STREAMS_BATCHES: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
 

@@ -27,8 +27,6 @@ from celery_rabbitdelay.spark.partition import PartitionSender, Sent
 from celery_rabbitdelay.spark.task_ids import TaskIds
 from celery_rabbitdelay.spark.versions import STREAMS_BATCHES, StreamWriterBase
 
-__all__ = ["BatchWriter", "StreamWriter"]
-
 #: The properties that Spark sets for the tasks of a stream: which batch, of which query, in which
 #: run of it.
 BATCH_ID: Final = "streaming.sql.batchId"

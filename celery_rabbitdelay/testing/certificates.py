@@ -6,8 +6,6 @@ import ssl
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
-__all__ = ["Certificates"]
-
 #: The names of the machine that the server's certificate is for.
 HOSTS: Final = ("localhost", "127.0.0.1", "::1")
 

@@ -20,8 +20,6 @@ from celery_rabbitdelay.testing.servers import (
     wait_for,
 )
 
-__all__ = ["RabbitMQServer"]
-
 
 class RabbitMQServer(Server):
     """A RabbitMQ node with its own Erlang port mapper, cookie and data.

@@ -32,16 +32,6 @@ from typing import IO, Any, ClassVar, Final, Self
 
 from celery_rabbitdelay.testing.certificates import Certificates
 
-__all__ = [
-    "START_TIMEOUT",
-    "RedisServer",
-    "Server",
-    "ServerNotStarted",
-    "free_port",
-    "open_socket",
-    "wait_for",
-]
-
 #: Seconds that a server may take to start. A RabbitMQ node takes 5 to 15 on a small machine.
 START_TIMEOUT: Final = 90.0
 

@@ -10,8 +10,6 @@ from celery_rabbitdelay.app.instruments import LATENESS
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 
-__all__ = ["Arrivals", "record_lateness"]
-
 #: Seconds over which the latest arrival is told, and how precisely.
 SPAN: Final = 600
 STEP: Final = 60

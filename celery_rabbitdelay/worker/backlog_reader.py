@@ -17,8 +17,6 @@ from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.wire import Wire
 
-__all__ = ["BacklogReader"]
-
 logger = get_logger(__name__)
 
 #: Seconds for which an answer of the broker is good enough, and for which it is told at all.

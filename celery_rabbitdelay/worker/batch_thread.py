@@ -12,8 +12,6 @@ from celery.utils.log import get_logger
 
 from celery_rabbitdelay.worker.loop_actions import LoopActions
 
-__all__ = ["BatchThread"]
-
 logger = get_logger(__name__)
 
 #: Items of one batch, at most.

@@ -12,6 +12,7 @@ from typing import Any, Final
 from amqp.exceptions import AccessRefused, NotFound
 from celery import bootsteps
 from celery.worker.components import Pool
+from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
 from kombu import Connection, Queue
 from kombu.common import Broadcast
@@ -35,7 +36,7 @@ from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.registry.breaker import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.worker.celery_internals import DelayedDelivery, leave_out_delayed_delivery
+from celery_rabbitdelay.worker.celery_internals import leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.former_generations import services_of_former

@@ -20,27 +20,6 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
 
-__all__ = [
-    "DelayedDelivery",
-    "as_received",
-    "call_after",
-    "discard_as_revoked",
-    "eta_of",
-    "give_eta",
-    "has_event_loop",
-    "id_of",
-    "is_revoked",
-    "leave_out_delayed_delivery",
-    "lower_prefetch",
-    "name_of_queue",
-    "prefetch_count",
-    "raise_prefetch",
-    "run_strategy",
-    "stop_watching",
-    "watch",
-    "write_pending_acknowledgements",
-]
-
 #: The latest instant, in milliseconds since 1970, until which a worker is told to hold a task: in
 #: the year 9000. Celery cannot convert instants close to the end of the year 9999.
 LATEST_ETA_MS: Final = 221_845_392_000_000

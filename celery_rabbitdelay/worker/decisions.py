@@ -36,8 +36,6 @@ from celery_rabbitdelay.worker.celery_internals import (
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
 from celery_rabbitdelay.worker.put_back import Waited
 
-__all__ = ["Decisions"]
-
 logger = get_logger(__name__)
 
 #: Seconds that a task waits in the levels while Redis is away: at first, and at most. In between,

@@ -36,8 +36,6 @@ from celery_rabbitdelay.worker.celery_internals import (
 from celery_rabbitdelay.worker.loop_actions import Action
 from celery_rabbitdelay.worker.put_back import Early, PutBackThread, Waited
 
-__all__ = ["EarlyTasks", "acknowledge_message"]
-
 logger = get_logger(__name__)
 
 #: Seconds until the levels are tried again that have not taken a task of a later version.

@@ -18,8 +18,6 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.modules.service import ModuleService, NothingToServe
 from celery_rabbitdelay.publishing.declaration import queue_counts
 
-__all__ = ["services_of_former"]
-
 
 def services_of_former(service: ModuleService) -> Iterator[ModuleService]:
     """Yield what serves the queue of the same module in each former generation.

@@ -23,8 +23,6 @@ from celery_rabbitdelay.publishing.shown_url import without_passwords_in
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.registry import Registry
 
-__all__ = ["conf", "query_task", "scheduled"]
-
 logger = logging.getLogger(__name__)
 
 #: How many tasks that wait are shown, the next ones.

@@ -13,8 +13,6 @@ from celery.utils.log import get_logger
 
 from celery_rabbitdelay.worker.celery_internals import has_event_loop, stop_watching, watch
 
-__all__ = ["Action", "LoopActions"]
-
 logger = get_logger(__name__)
 
 #: Something that only the worker's event loop may run.

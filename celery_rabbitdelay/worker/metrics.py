@@ -31,8 +31,6 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.worker.backlog_reader import BacklogReader
 
-__all__ = ["ServeMetrics"]
-
 logger = get_logger(__name__)
 
 _PORT: Final = "rabbitdelay_metrics_port"

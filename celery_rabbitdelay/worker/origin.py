@@ -12,8 +12,6 @@ from celery_rabbitdelay.app.destinations import distribution_reach
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.worker.celery_internals import name_of_queue
 
-__all__ = ["Origin", "Origins", "as_it_says"]
-
 logger = get_logger(__name__)
 
 #: Takes a message, with the exchange and the routing key that its headers name; returns those that

@@ -35,8 +35,6 @@ from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import as_received, lower_prefetch, raise_prefetch
 from celery_rabbitdelay.worker.loop_actions import Action
 
-__all__ = ["Early", "PutBackThread", "Waited"]
-
 logger = get_logger(__name__)
 
 #: Seconds between two attempts to publish a message after a temporary error.

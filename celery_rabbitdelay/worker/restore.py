@@ -22,8 +22,6 @@ from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.origin import Origin, as_it_says
 from celery_rabbitdelay.worker.put_back import Waited
 
-__all__ = ["RestoringStrategies", "restore"]
-
 logger = get_logger(__name__)
 
 #: The headers that every message which comes straight from the levels has.

@@ -16,8 +16,6 @@ from kombu import Connection
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 
-__all__ = ["ARRIVALS", "rabbitdelay_status", "status_of_workers"]
-
 #: The control command, by which ``celery inspect`` and ``control.broadcast`` call it.
 COMMAND: Final = "rabbitdelay_status"
 

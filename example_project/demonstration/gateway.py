@@ -18,8 +18,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
-__all__ = ["REFUSED_PERCENT", "MailGateway", "refusals"]
-
 #: How many of a hundred attempts the gateway refuses.
 REFUSED_PERCENT: Final = 10
 

@@ -12,8 +12,6 @@ from matplotlib.ticker import FuncFormatter
 
 from example_project.demonstration.outcome import FirstStart, Outcome, percentile
 
-__all__ = ["draw"]
-
 _BEFORE: Final = "#2b6cb0"
 _AFTER: Final = "#dd8a3c"
 _AWAY: Final = "#f7e3e3"

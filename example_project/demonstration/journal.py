@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from redis import Redis
 
-__all__ = ["Dispatch", "Journal", "Start"]
-
 
 class Start(NamedTuple):
     """A worker began to execute a reminder.

@@ -17,8 +17,6 @@ from example_project.demonstration import observed_shop
 from example_project.demonstration.journal import Dispatch
 from example_project.demonstration.servers import count_in_levels
 
-__all__ = ["EXECUTORS", "main"]
-
 #: No reminder runs before Spark commits the write. On a busy machine that takes longer than the
 #: 14 s that the first one would wait.
 HEAD_START: Final = timedelta(seconds=5)

@@ -14,8 +14,6 @@ from typing import Final, NamedTuple
 
 from example_project.demonstration.journal import Dispatch, Start
 
-__all__ = ["LEAST_WAITING", "FirstStart", "Kill", "Outcome", "percentile"]
-
 #: How many reminders must be waiting when the worker is killed, or the run shows little.
 LEAST_WAITING: Final = 1_000
 

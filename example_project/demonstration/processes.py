@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-__all__ = ["ChildProcess", "spark_job", "worker"]
-
 #: Seconds that a process may take to end by itself before it is killed.
 STOP_TIMEOUT: Final = 20.0
 

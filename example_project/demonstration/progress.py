@@ -6,8 +6,6 @@ import sys
 import time
 from typing import Final, TextIO
 
-__all__ = ["Progress"]
-
 #: Seconds between two lines where the output is not a terminal.
 LINE_INTERVAL: Final = 5.0
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from example_project.demonstration.outcome import Outcome, percentile
 
-__all__ = ["table"]
-
 
 def table(outcome: Outcome) -> str:
     """Everything that was counted and measured, as text."""

@@ -8,8 +8,6 @@ from typing import Final
 from celery.states import SUCCESS
 from redis import Redis
 
-__all__ = ["count_succeeded"]
-
 #: How many results are read in one step.
 _RESULTS_AT_ONCE: Final = 1000
 

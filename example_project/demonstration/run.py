@@ -11,8 +11,6 @@ from typing import Any, Final
 from kombu import Connection
 from redis import Redis
 
-__all__ = ["BROKER_URL", "REDIS_URL", "Run"]
-
 #: The environment variables that name servers to use instead of private ones.
 BROKER_URL: Final = "RABBITDELAY_BROKER_URL"
 REDIS_URL: Final = "RABBITDELAY_REDIS_URL"

@@ -20,8 +20,6 @@ from example_project.demonstration.results import count_succeeded
 from example_project.demonstration.run import Run
 from example_project.demonstration.servers import count_in_levels, running_servers
 
-__all__ = ["Demonstration", "DemonstrationFailed", "demonstrate"]
-
 #: Seconds that the Spark job may take, with the start of Java.
 DISPATCH_TIMEOUT: Final = 300.0
 

@@ -16,8 +16,6 @@ from celery_rabbitdelay.kombu import Topology, delete
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, ServerNotStarted
 from example_project.demonstration.run import BROKER_URL, REDIS_URL, Run
 
-__all__ = ["count_in_levels", "running_servers"]
-
 #: How many keys of Redis are deleted in one step.
 _KEYS_AT_ONCE: Final = 1000
 

@@ -19,8 +19,6 @@ from celery.signals import task_prerun, task_success
 
 from example_project.shop import remind
 
-__all__ = ["FOLDER"]
-
 #: The folder of the log.
 FOLDER: Final = Path(os.environ.get("SHOP_DELIVERED_LOG", "delivered"))
 

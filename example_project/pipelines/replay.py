@@ -11,8 +11,6 @@ from pyspark.sql import DataFrame, SparkSession
 
 from example_project import spark_job
 
-__all__ = ["APP", "TASK", "options", "reminders_of", "session"]
-
 #: The import path of the application, for Spark's Python processes; and the name of its task.
 APP: Final = "example_project.shop:app"
 TASK: Final = "example_project.shop.remind"

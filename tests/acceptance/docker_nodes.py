@@ -19,13 +19,6 @@ from pytest_docker_tools import build, container, fxtr
 
 from tests.acceptance.worker_container import AcceptanceWorkerContainer
 
-__all__ = [
-    "acceptance_worker_image",
-    "default_worker_container",
-    "default_worker_container_cls",
-    "default_worker_container_session_cls",
-]
-
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from celery import Task, shared_task
 
-__all__ = ["JOURNAL", "write_start"]
-
 #: The Redis list that the starts are appended to, in the database of the result backend.
 JOURNAL = "rabbitdelay-acceptance:journal"
 

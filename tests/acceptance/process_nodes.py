@@ -27,15 +27,6 @@ from tests.acceptance.process_container import (
     WorkerProcessContainer,
 )
 
-__all__ = [
-    "default_rabbitmq_broker",
-    "default_redis_backend",
-    "default_worker_container",
-    "default_worker_container_cls",
-    "default_worker_container_session_cls",
-    "existing_rabbitmq",
-]
-
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
 

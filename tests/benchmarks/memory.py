@@ -11,8 +11,6 @@ from typing import Final, NamedTuple
 
 from celery_rabbitdelay.testing import wait_for
 
-__all__ = ["KINDS", "Samples", "cpu", "measure", "process_tree", "settle"]
-
 #: What is measured, in bytes, summed over the processes. RSS counts what they share once for each
 #: of them, PSS once in all, unique not at all.
 KINDS: Final = ("rss", "pss", "unique")

@@ -23,8 +23,6 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.celery_process import CeleryProcess
 
-__all__ = ["Start", "Worker", "make_app"]
-
 _RECORD: Final = struct.Struct("<qd")
 
 

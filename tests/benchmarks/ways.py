@@ -27,8 +27,6 @@ from celery_rabbitdelay.publishing.publication import Address, Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = ["Batch", "Levels", "Native", "Way"]
-
 BODY: Final = b"x" * 200
 NS_PER_MS: Final = 1_000_000
 MS_PER_S: Final = 1000

@@ -21,8 +21,6 @@ from celery_rabbitdelay.registry.decision import COPY, JOB, KEY, ONCE
 from tests.chaos.ledger import Start
 from tests.chaos.notes import Notes, now_ms
 
-__all__ = ["PREFIX", "TASK", "Part", "TaskQueue", "make_app"]
-
 #: ``rabbitdelay_prefix``. The brokers are private, so one is enough.
 PREFIX: Final = "chaos"
 

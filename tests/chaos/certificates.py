@@ -14,8 +14,6 @@ from typing import Any, Final
 from celery_rabbitdelay.testing.servers import free_port
 from tests.chaos.cluster import Cluster, Node
 
-__all__ = ["TlsCluster", "TlsNode"]
-
 CERTIFICATE: Final = "certificate.pem"
 KEY: Final = "key.pem"
 

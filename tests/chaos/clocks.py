@@ -15,8 +15,6 @@ from typing import Final
 
 from tests.brokers import NotPossibleHere
 
-__all__ = ["library", "off_by"]
-
 SOURCE: Final = Path(__file__).with_name("wrong_clock.c")
 BUILT: Final = SOURCE.parents[2] / "build" / "chaos" / "wrong_clock.so"
 

@@ -15,8 +15,6 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
 from tests.chaos.setup import SetUp
 
-__all__ = ["Cluster", "Node", "root_of"]
-
 #: Seconds that the nodes have to join at their first start.
 TO_JOIN: Final = 60.0
 

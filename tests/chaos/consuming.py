@@ -16,8 +16,6 @@ from tests.chaos.application import USUAL, Part
 from tests.chaos.ledger import Start
 from tests.chaos.notes import Notes, now_ms
 
-__all__ = ["NotingConsumer"]
-
 #: Seconds after which the broker and this program notice that the other one is silent.
 HEARTBEAT: Final = 10
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Ledger", "Outcome", "Sent", "Start", "Trouble", "Whereabouts"]
-
 #: ``confirmed``: the call returned. ``raised``: it raised. ``unknown``: its process was killed.
 Outcome: TypeAlias = Literal["confirmed", "raised", "unknown"]
 

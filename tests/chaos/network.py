@@ -24,8 +24,6 @@ from tests.brokers import NotPossibleHere
 from tests.chaos.cluster import Cluster, Node
 from tests.chaos.setup import SetUp
 
-__all__ = ["Network", "NetworkedCluster", "NetworkedNode"]
-
 #: The addresses of the nodes; 198.18.0.0/15 is for tests of networks (RFC 2544).
 NODE: Final = "198.18.{}.2"
 ROUTER: Final = "198.18.{}.1"

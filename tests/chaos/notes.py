@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from tests.chaos.ledger import Ledger, Outcome, Sent, Start
 
-__all__ = ["Notes", "NotesReader", "now_ms"]
-
 #: The end of the names of these files.
 SUFFIX: Final = ".notes"
 

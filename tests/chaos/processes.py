@@ -13,8 +13,6 @@ from tests.celery_process import CeleryProcess
 from tests.chaos.application import Part
 from tests.chaos.producing import Stream
 
-__all__ = ["ChaosProcess", "Consumer", "Producer", "Worker"]
-
 #: The last line of a traceback.
 ERROR: Final = re.compile(r"[\w.]+: ")
 

@@ -19,8 +19,6 @@ from tests.chaos.application import TASK, Part, make_app
 from tests.chaos.ledger import Sent
 from tests.chaos.notes import Notes, now_ms
 
-__all__ = ["Stream", "Way"]
-
 #: ``task``: ``apply_async``. ``rows``: one ``send_many``. ``kombu``: a :class:`DelayedProducer`.
 Way = Literal["task", "rows", "kombu"]
 

@@ -10,8 +10,6 @@ from typing import Final
 from tests.chaos.cluster import Cluster
 from tests.chaos.setup import SetUp
 
-__all__ = ["ProxiedCluster", "Proxy"]
-
 #: Bytes that are passed on at a time.
 PIECE: Final = 16_384
 

@@ -16,8 +16,6 @@ from tests.chaos.ledger import Whereabouts
 from tests.chaos.stage import Stage
 from tests.chaos.verdict import Verdict, judge
 
-__all__ = ["Outcome", "Scenario", "choice", "play"]
-
 #: Where the outcomes are written to.
 RESULTS: Final = Path(__file__).resolve().parents[2] / "build" / "chaos"
 

@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-__all__ = ["SetUp"]
-
 
 class SetUp(ABC):
     """A context manager that tears down what it has set up, even if a later step of that fails."""

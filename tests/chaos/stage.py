@@ -25,8 +25,6 @@ from tests.chaos.producing import Stream
 from tests.chaos.setup import SetUp
 from tests.chaos.whereabouts import look
 
-__all__ = ["ProducerFailed", "Stage"]
-
 #: Seconds that a producer has to end after its stream, with every send's time limit.
 TO_END: Final = 300.0
 

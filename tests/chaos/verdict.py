@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 
 from tests.chaos.ledger import Ledger, Sent, Start, Trouble, Whereabouts
 
-__all__ = ["Lateness", "Verdict", "judge"]
-
 #: Milliseconds by which a start may precede its due time: the broker and the producer count whole
 #: milliseconds, and each rounds once.
 RESOLUTION_MS: Final = 1.0

@@ -18,8 +18,6 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from tests.chaos.cluster import Node
 from tests.chaos.ledger import Whereabouts
 
-__all__ = ["look"]
-
 #: How many messages of a queue are looked at.
 MOST: Final = 20_000
 

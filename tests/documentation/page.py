@@ -10,8 +10,6 @@ from typing import Final
 
 from markdown_it import MarkdownIt
 
-__all__ = ["OUTPUT", "PARSED", "RUN", "Block", "WrongPage", "blocks"]
-
 #: Languages whose blocks are run.
 RUN: Final = ("python", "pycon", "console")
 

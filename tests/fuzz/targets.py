@@ -35,8 +35,6 @@ from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content
 
-__all__ = ["SEEDS", "TARGETS"]
-
 TOPOLOGY: Final = Topology("f", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
 MODULES: Final = TOPOLOGY.module_queues
 UNDELIVERABLE: Final = MODULES.undeliverable.exchange.name

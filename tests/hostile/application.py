@@ -18,8 +18,6 @@ from celery_rabbitdelay import Celery
 from tests.celery_process import CeleryProcess
 from tests.hostile.kinds import ALLOWED, EXPIRED, MAX_BODY, TASKS
 
-__all__ = ["AttackedWorker", "make_app"]
-
 
 def make_app(settings: dict[str, Any]) -> Celery:
     """Create the application.

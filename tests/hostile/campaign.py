@@ -25,8 +25,6 @@ from tests.hostile.client import Client
 from tests.hostile.honest import Honest
 from tests.hostile.kinds import ALLOWED, EXPIRED, FORBIDDEN, TASKS, hostile_messages
 
-__all__ = ["MAX_GROWTH", "Account", "attack"]
-
 #: Bytes that the worker's main process may grow by: two modules hold 64 MiB each and have as much
 #: in flight at most, the largest message, and what Python does not give back.
 MAX_GROWTH: Final = 384 * 2**20

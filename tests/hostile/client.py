@@ -12,8 +12,6 @@ from kombu import Connection
 from celery_rabbitdelay.publishing.wire import FRAME_OVERHEAD, Wire
 from tests.hostile.kinds import Hostile
 
-__all__ = ["Client"]
-
 #: Messages that are written before their confirms are waited for.
 BATCH: Final = 100
 

@@ -10,8 +10,6 @@ from random import Random
 from struct import pack
 from typing import Final
 
-__all__ = ["any_field", "array", "headers_only", "integer", "nested", "properties", "table", "text"]
-
 #: Texts that are none: Latin-1, a lone surrogate, an overlong form, a null, and nothing at all.
 BAD_TEXTS: Final = (b"caf\xe9", b"\xed\xa0\x80", b"\xc0\xaf", b"a\0b", b"", b"\xff" * 20)
 

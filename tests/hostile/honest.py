@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from kombu import Connection
 
-__all__ = ["DELAY", "WAYS", "Honest"]
-
 #: Seconds that each task is delayed.
 DELAY: Final = 1.0
 

@@ -16,17 +16,6 @@ from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, le
 from tests.hostile.fields import BAD_TEXTS, any_field, array, integer, nested, properties, table
 from tests.hostile.fields import text as field_text
 
-__all__ = [
-    "ALLOWED",
-    "EXPIRED",
-    "FORBIDDEN",
-    "KINDS",
-    "TASKS",
-    "Hostile",
-    "Kind",
-    "hostile_messages",
-]
-
 #: The queue that check-in may reach, and nobody consumes; the queue of a Celery worker; a queue
 #: that nothing may reach.
 ALLOWED: Final = "allowed"

@@ -29,8 +29,6 @@ from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import SHORT
 
-__all__ = ["QUORUM", "Place", "codes_of", "node", "place", "place_on", "wait_until_managed"]
-
 QUORUM = {"x-queue-type": "quorum"}
 
 

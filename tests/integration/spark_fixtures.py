@@ -20,19 +20,6 @@ from tests.integration.shop import make_app
 from tests.integration.spark import QUICK_JAVA, spark_session
 from tests.integration.worker import ShopProcess, Worker
 
-__all__ = [
-    "APP",
-    "DELAY",
-    "driver",
-    "notes",
-    "registry",
-    "settings",
-    "shop",
-    "spark",
-    "without_registry",
-    "write",
-]
-
 #: Where Spark's Python processes find the application.
 APP: Final = "tests.integration.shop:app"
 

@@ -13,8 +13,6 @@ from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer
 from tests.integration.conftest import LEVELS
 from tests.integration.shop import make_app
 
-__all__ = ["certificates", "tls_configuration", "tls_node", "tls_redis", "tls_shop"]
-
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:

@@ -13,8 +13,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Mutant", "mutants", "unbroken"]
-
 COMPARISONS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

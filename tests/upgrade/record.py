@@ -36,8 +36,6 @@ from tests.integration.arrivals import count
 from tests.integration.shop import make_app, named
 from tests.upgrade.recording import Recorded, as_read, publish_raw, write
 
-__all__ = ["LEVELS", "NOTES_KEY", "PREFIX", "configuration"]
-
 #: The prefix of everything that is recorded.
 PREFIX: Final = "recorded"
 

@@ -22,17 +22,6 @@ from celery_rabbitdelay.publishing.wire import (
     publish_frames,
 )
 
-__all__ = [
-    "FOLDER",
-    "Recorded",
-    "as_read",
-    "declare_recorded",
-    "publish_raw",
-    "read_definitions",
-    "read_messages",
-    "write",
-]
-
 #: Where the recordings are, one folder for each version.
 FOLDER: Final = Path(__file__).parent / "recorded"
 

@@ -17,8 +17,6 @@ from celery_rabbitdelay.operations.export.entities import (
     all_queues,
 )
 
-__all__ = ["as_definitions", "definitions"]
-
 
 def definitions(topology: Topology, vhost: str = "/") -> dict[str, Any]:
     """Return the exchanges, queues and bindings of a topology.

@@ -10,8 +10,6 @@ from kombu import Exchange
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
 
-__all__ = ["PlainExchange", "PlainQueue", "all_bindings", "all_exchanges", "all_queues"]
-
 
 class PlainExchange(NamedTuple):
     """A durable exchange.

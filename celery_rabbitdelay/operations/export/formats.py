@@ -12,8 +12,6 @@ from celery_rabbitdelay.operations.export.mermaid import as_mermaid
 from celery_rabbitdelay.operations.export.svg import as_svg
 from celery_rabbitdelay.operations.export.terraform import as_terraform
 
-__all__ = ["FORMATS", "exported"]
-
 #: The function that writes each format, given the topology and the name of the virtual host.
 FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
     "terraform": as_terraform,

@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from celery_rabbitdelay.levels.delay_text import written
 from celery_rabbitdelay.levels.topology import Topology
 
-__all__ = ["Edge", "Graph", "Kind", "Line", "Node", "graph"]
-
 Kind: TypeAlias = Literal["end", "exchange", "module", "queue"]
 
 #: How messages pass along an edge: expired messages of a queue are dead-lettered, a program

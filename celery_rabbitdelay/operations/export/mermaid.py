@@ -8,8 +8,6 @@ from typing import Final
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.export.graph import Edge, Kind, Line, Node, graph
 
-__all__ = ["as_mermaid"]
-
 _SHAPES: Final[dict[Kind, tuple[str, str]]] = {
     "end": ("([", "])"),
     "exchange": ("{{", "}}"),

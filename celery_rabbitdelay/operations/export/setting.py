@@ -13,8 +13,6 @@ from celery_rabbitdelay.exceptions import InvalidLayout
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 
-__all__ = ["as_setting", "cut"]
-
 _LAYOUTS: Final[Mapping[str, Callable[..., Layout]]] = {
     "clock": clock,
     "binary": binary,

@@ -9,8 +9,6 @@ from xml.sax.saxutils import escape, quoteattr
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.export.graph import Edge, Graph, Kind, Line, Node, graph
 
-__all__ = ["as_svg"]
-
 #: Lengths in pixels: of a box, from one box to the next, and around everything.
 WIDTH, HEIGHT = 150, 62
 STEP_X, STEP_Y = 214, 130

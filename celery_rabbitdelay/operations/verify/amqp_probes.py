@@ -28,8 +28,6 @@ from celery_rabbitdelay.publishing.amqp_methods import find_queues
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 from celery_rabbitdelay.publishing.wire import Wire
 
-__all__ = ["ClockProbe", "Probes", "check_clock", "clock_difference"]
-
 #: A binding key that nobody uses: the bindings that are removed do not exist.
 NO_KEY: Final = "rabbitdelay.verify"
 

@@ -10,8 +10,6 @@ from kombu import Queue
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels.topology import Topology
 
-__all__ = ["Application"]
-
 
 @dataclass(frozen=True)
 class Application:

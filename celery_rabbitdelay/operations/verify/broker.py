@@ -9,8 +9,6 @@ from typing import Final
 from celery_rabbitdelay.operations.verify.finding import Finding
 from celery_rabbitdelay.operations.verify.inventory import Inventory
 
-__all__ = ["check_features", "check_version"]
-
 #: The oldest series that the tests run on.
 OLDEST: Final = (3, 10, 0)
 

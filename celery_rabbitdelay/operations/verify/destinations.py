@@ -15,8 +15,6 @@ from celery_rabbitdelay.operations.verify.replicas import is_away
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
-__all__ = ["check_destinations", "destination_missing", "destinations_of"]
-
 
 def destinations_of(application: Application, inventory: Inventory) -> tuple[str, ...]:
     """Return the names of the application's queues, and of all that delivery is bound to."""

@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.operations.verify.inventory import FoundQueue, Inventory, Policy
 
-__all__ = ["EffectivePolicy", "effective_policies"]
-
 #: Keys of which a policy and an operator policy both hold, so that the smaller value counts:
 #: https://www.rabbitmq.com/docs/policies#operator-policies. Of all others, the operator's counts.
 SMALLER_COUNTS: Final = frozenset(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
-__all__ = ["Finding", "Report", "Severity", "merged", "named"]
-
 #: ``danger``: tasks are lost, early, late by minutes, run twice, or cannot be sent. ``warning``:
 #: they are as soon as something else happens, or something is slower than it could be. ``note``:
 #: good to know; nothing happens before somebody changes something.

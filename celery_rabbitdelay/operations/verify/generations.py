@@ -9,8 +9,6 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.generations import migrate_remedy
 from celery_rabbitdelay.operations.verify.finding import Finding
 
-__all__ = ["check_generations"]
-
 
 def check_generations(topology: Topology, former: Mapping[int, int]) -> Iterator[Finding]:
     """Find former generations that are declared.

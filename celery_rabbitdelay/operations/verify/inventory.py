@@ -11,8 +11,6 @@ from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
 
-__all__ = ["FoundExchange", "FoundQueue", "Inventory", "Node", "Policy", "read_inventory"]
-
 #: HTTP's status for a failed health check.
 UNHEALTHY = 503
 

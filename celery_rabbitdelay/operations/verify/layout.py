@@ -13,17 +13,6 @@ from celery_rabbitdelay.operations.verify.application import Application
 from celery_rabbitdelay.operations.verify.finding import Finding, Severity
 from celery_rabbitdelay.operations.verify.inventory import FoundExchange, FoundQueue, Inventory
 
-__all__ = [
-    "CONFLICT",
-    "check_layout",
-    "check_queue_type",
-    "differing",
-    "exchange_difference",
-    "layout_conflict",
-    "missing",
-    "queue_difference",
-]
-
 #: What to do about an exchange or a queue with other arguments.
 CONFLICT: Final = (
     "move what waits to levels with another rabbitdelay_prefix (`celery -A proj rabbitdelay "

@@ -24,8 +24,6 @@ from kombu.transport.pyamqp import SSLTransport
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
 from celery_rabbitdelay.publishing.shown_url import without_password
 
-__all__ = ["ManagementAPI", "management_api_of", "tls_files_of"]
-
 #: Seconds that each step of a request may take.
 TIMEOUT: Final = 10.0
 

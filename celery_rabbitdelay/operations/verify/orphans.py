@@ -9,8 +9,6 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify.finding import Finding
 from celery_rabbitdelay.operations.verify.inventory import FoundQueue, Inventory
 
-__all__ = ["check_orphans"]
-
 #: Behind the prefix: the name of a digit's queue, perhaps of a shard: days.70, days.x10.0.s2
 _QUEUE = re.compile(r"[A-Za-z0-9_-]+\.(\d+|x\d+\.0)(\.s\d+)?")
 

@@ -12,8 +12,6 @@ from celery_rabbitdelay.operations.verify.effective_policy import effective_poli
 from celery_rabbitdelay.operations.verify.finding import Finding, Severity
 from celery_rabbitdelay.operations.verify.inventory import FoundQueue, Inventory, Policy
 
-__all__ = ["Role", "check_policies"]
-
 #: What a queue is for: ``level`` (a digit, or meditation: messages wait for their TTL), ``module``
 #: (check-in and distribution), ``undeliverable``, ``destination``.
 Role: TypeAlias = Literal["level", "module", "undeliverable", "destination"]

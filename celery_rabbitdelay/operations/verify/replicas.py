@@ -8,8 +8,6 @@ from typing import Final
 from celery_rabbitdelay.operations.verify.finding import Finding
 from celery_rabbitdelay.operations.verify.inventory import FoundQueue, Inventory
 
-__all__ = ["check_nodes", "check_replicas", "is_away"]
-
 #: Replicas that survive the death of a node:
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
 ENOUGH_REPLICAS: Final = 3

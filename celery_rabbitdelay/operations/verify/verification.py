@@ -27,8 +27,6 @@ from celery_rabbitdelay.operations.verify.replicas import check_nodes, check_rep
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.wire import Wire
 
-__all__ = ["verify"]
-
 #: Seconds that an answer of the broker may take.
 ANSWER_TIMEOUT: Final = 30.0
 

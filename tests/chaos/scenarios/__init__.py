@@ -18,8 +18,6 @@ from tests.chaos.scenarios.quorum_lost import QuorumLost
 from tests.chaos.scenarios.redis_away import RedisAway
 from tests.chaos.scenarios.registry_away import RegistryAway
 
-__all__ = ["SCENARIOS", "SHORT"]
-
 SCENARIOS: Final[dict[str, type[Scenario]]] = {
     each.name: each
     for each in (
