@@ -14,8 +14,8 @@ from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay.app.celery_internals import aware
-from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
-from celery_rabbitdelay.app.metrics import Metrics, opentelemetry_is_set_up
+from celery_rabbitdelay.app.metrics.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
+from celery_rabbitdelay.app.metrics.recording import Metrics
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
 from celery_rabbitdelay.app.rows import Report, Row
 from celery_rabbitdelay.app.send_many import RowSender
@@ -49,10 +49,14 @@ class RabbitDelay(WaitingTasks):
 
     Args:
         app: The application; its configuration is read when it is first needed.
+
+    Attributes:
+        recorder: The same as ``metrics``, which does not begin to count when it is read.
     """
 
     def __init__(self, app: celery.Celery) -> None:
         self.app = app
+        self.recorder = Metrics()
         self._has_warned = False
 
     @cached_property
@@ -100,21 +104,15 @@ class RabbitDelay(WaitingTasks):
         registry.jobs.on_expired = self._note_expired_job
         return registry
 
-    @cached_property
-    def metrics(self) -> Metrics:
-        """The metrics of this process, counted from now on: a ``prometheus_client`` collector."""
-        return Metrics()
-
     @property
-    def active_metrics(self) -> Metrics | None:
-        """The metrics if this process counts any, None if not.
+    def metrics(self) -> Metrics:
+        """The metrics of this process, counted from now on: a ``prometheus_client`` collector.
 
-        It counts once ``metrics`` has been read, or if OpenTelemetry's SDK is set up.
+        Raises:
+            ImportError: The package ``prometheus-client`` is missing.
         """
-        metrics: Metrics | None = self.__dict__.get("metrics")
-        if metrics is None and opentelemetry_is_set_up():
-            return self.metrics
-        return metrics
+        self.recorder.begin()
+        return self.recorder
 
     @cached_property
     def available(self) -> bool:
@@ -135,16 +133,10 @@ class RabbitDelay(WaitingTasks):
         return self.available if connection is None else _is_rabbitmq(connection)
 
     def _note_call(self, seconds: float, has_succeeded: bool) -> None:
-        metrics = self.active_metrics
-        if metrics is not None:
-            metrics.record(REGISTRY, seconds)
-            if not has_succeeded:
-                metrics.record(REGISTRY_FAILURES)
+        self.recorder.record({REGISTRY: seconds, REGISTRY_FAILURES: int(not has_succeeded)})
 
     def _note_expired_job(self) -> None:
-        metrics = self.active_metrics
-        if metrics is not None:
-            metrics.record(JOBS_EXPIRED)
+        self.recorder.record({JOBS_EXPIRED: 1})
 
     def warn_treated_as_countdown(self, why: str) -> None:
         """Log once that a delay does not wait in the levels, but is treated as a countdown.

@@ -18,6 +18,7 @@ from kombu.exceptions import EncodeError
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.grouping import Group, Grouper
 from celery_rabbitdelay.app.message_template import NO_HEADERS
+from celery_rabbitdelay.app.metrics.recording import RowCounts, queue_label
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
@@ -25,7 +26,6 @@ from celery_rabbitdelay.app.options import (
 )
 from celery_rabbitdelay.app.row_registration import RowRegistration
 from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row, checked_row
-from celery_rabbitdelay.app.send_counts import RowCounts
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_messages import (
     Call,
@@ -116,8 +116,7 @@ class RowSender:
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
         self._report = Report()
-        metrics = delays.rabbitdelay.active_metrics
-        self._counts = None if metrics is None else RowCounts(metrics, name, self._report)
+        self._counts = RowCounts(delays.rabbitdelay.recorder, name, self._report)
         self._errors: dict[int, Exception] = {}
         self._taken = 0
         self._stops_taking = False
@@ -136,8 +135,7 @@ class RowSender:
             self._send(self._registration.asked(self._calls(rows)))
         finally:
             self._registration.close()
-            if self._counts is not None:
-                self._counts.end()
+            self._counts.count(is_end=True)
         self._report_progress()
         not_confirmed = None
         if self._errors:
@@ -170,8 +168,7 @@ class RowSender:
                 break
         else:
             return
-        if self._counts is not None:
-            self._counts.begin(producer.delayed)
+        self._counts.queue = queue_label(producer.delayed)
         writer = writer_for(producer, first, self._options, capture)
         if self._envelopes:
             try:
@@ -357,12 +354,8 @@ class RowSender:
             report.confirmed += len(rows)
             report.messages += 1
             report.envelopes += len(rows) > 1
-        if self._counts is not None:
-            self._counts.now_and_then()
-        if (
-            self._progress is not None
-            and time.monotonic() - self._last_progress >= PROGRESS_INTERVAL
-        ):
+        if time.monotonic() - self._last_progress >= PROGRESS_INTERVAL:
+            self._counts.count()
             self._report_progress()
 
     def _fail(self, rows: Sequence[int], error: Exception) -> None:

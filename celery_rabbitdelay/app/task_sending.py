@@ -21,9 +21,9 @@ from celery_rabbitdelay.app.celery_internals import (
     registered_task,
     send_task_by_celery,
 )
+from celery_rabbitdelay.app.metrics.recording import count_send
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions, given_registry_options
 from celery_rabbitdelay.app.resending import Resending
-from celery_rabbitdelay.app.send_counts import counted_send
 from celery_rabbitdelay.app.settings import checked_seconds
 from celery_rabbitdelay.app.stored_message import stored
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
@@ -187,12 +187,11 @@ class TaskSending:
                 resending=Resending.of(self.app, self.options),
             )
             producer.further_headers = wanted.headers(copy, ticket, job_id)
-            metrics = delays.active_metrics
-            if metrics is None:
+            resent = publisher.resent
+            try:
                 result = self._send_through(producer)
-            else:
-                with counted_send(metrics, self.name, producer):
-                    result = self._send_through(producer)
+            finally:
+                count_send(delays.recorder, self.name, producer, publisher.resent - resent)
         if copy:
             registration = Registration(
                 result.id, copy, due.at_ms, self._attempt, ticket, wanted.key

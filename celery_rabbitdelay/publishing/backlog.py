@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kombu import Connection
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
@@ -43,18 +43,24 @@ def backlog_of(connection: Connection, topology: Topology) -> Backlog:
         level: _by_digit(topology, [messages[queue.name] for queue in queues])
         for level, queues in topology.level_queues.items()
     }
-    others = {
-        "check-in": topology.module_queues.checkin,
-        "meditation": topology.module_queues.meditation,
-        "distribution": topology.module_queues.distribution,
-        "undeliverable": topology.module_queues.undeliverable,
-    }
+    others = module_queues(topology).items()
     return Backlog(
         {level: sum(counts.values()) for level, counts in digits.items()},
         digits,
-        {name: counts for name, queue in others.items() if (counts := found[queue.name])},
+        {name: counts for name, queue in others if (counts := found[queue.name])},
         tuple(name for name, counts in found.items() if counts is None),
     )
+
+
+def module_queues(topology: Topology) -> dict[str, Queue]:
+    """Return the queues outside the levels, by the names in :attr:`Backlog.others`."""
+    queues = topology.module_queues
+    return {
+        "check-in": queues.checkin,
+        "meditation": queues.meditation,
+        "distribution": queues.distribution,
+        "undeliverable": queues.undeliverable,
+    }
 
 
 def _by_digit(topology: Topology, messages: list[int]) -> dict[int, int]:

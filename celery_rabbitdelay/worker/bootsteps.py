@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from kombu import Connection, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
-from celery_rabbitdelay.app.instruments import EARLY
+from celery_rabbitdelay.app.metrics.instruments import EARLY
 from celery_rabbitdelay.app.settings import checked_modules
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.modules.checkin import CheckIn
@@ -319,8 +320,8 @@ class Modules(bootsteps.StartStopStep):
         """Finish what the modules have begun, and end them."""
         for service in self._services:
             service.stopping.set()
-        while self._services:
-            self._services.pop().stop()
+        for service in self._services:
+            service.stop()
 
 
 def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleService:
@@ -338,12 +339,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         receive, admit = check_in.receive, check_in.admit
     else:
         queue = topology.module_queues.distribution
-
-        def on_early() -> None:
-            metrics = app.rabbitdelay.active_metrics
-            if metrics is not None:
-                metrics.record(EARLY, 1, "", queue.name)
-
+        on_early = partial(app.rabbitdelay.recorder.record, {EARLY: 1}, "", queue.name)
         early = EarlyMessages(topology, milliseconds(settings.early), on_early=on_early)
         look = confirm = None
         if settings.registry_url is not None:

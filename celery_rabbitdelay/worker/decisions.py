@@ -12,18 +12,11 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.instruments import (
-    CANCELLED,
-    DUPLICATES,
-    EXPIRED,
-    RETURNED,
-    SUPERSEDED,
-)
+from celery_rabbitdelay.app.metrics import instruments
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.registry.breaker import Breaker
 from celery_rabbitdelay.registry.decision import ONCE, Arrival, Decision, Verdict, new_copy
-from celery_rabbitdelay.worker.arrivals import record_lateness
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,
@@ -34,6 +27,7 @@ from celery_rabbitdelay.worker.celery_internals import (
     run_strategy,
 )
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
+from celery_rabbitdelay.worker.metrics import lateness
 from celery_rabbitdelay.worker.put_back import Waited
 
 logger = get_logger(__name__)
@@ -70,14 +64,14 @@ DISCARDED: Final = {
 
 #: What counts tasks that do not run, or not now.
 COUNTED: Final = {
-    Verdict.CANCELLED: CANCELLED,
-    Verdict.SUPERSEDED: SUPERSEDED,
-    Verdict.EXPIRED: EXPIRED,
-    Verdict.REPLACED: DUPLICATES,
-    Verdict.DUPLICATE: DUPLICATES,
-    Verdict.LATER: RETURNED,
-    Verdict.UNREADABLE: RETURNED,
-    Verdict.FORGOTTEN: EXPIRED,
+    Verdict.CANCELLED: instruments.CANCELLED,
+    Verdict.SUPERSEDED: instruments.SUPERSEDED,
+    Verdict.EXPIRED: instruments.EXPIRED,
+    Verdict.REPLACED: instruments.DUPLICATES,
+    Verdict.DUPLICATE: instruments.DUPLICATES,
+    Verdict.LATER: instruments.RETURNED,
+    Verdict.UNREADABLE: instruments.RETURNED,
+    Verdict.FORGOTTEN: instruments.EXPIRED,
 }
 
 
@@ -270,13 +264,10 @@ class Decisions(BatchThread[_Due]):
                 self._signal(DISCARDED[decision.verdict], due)
 
     def _count(self, due: _Due, verdict: Verdict) -> None:
-        metrics = self._consumer.app.rabbitdelay.active_metrics
-        if metrics is None:
-            return
-        if verdict is Verdict.RUN:
-            record_lateness(metrics, due.waited.due_ms, due.task, due.queue)
-        else:
-            metrics.record(COUNTED[verdict], 1, due.task, due.queue)
+        values = {instruments.LATENESS: lateness(due.waited.due_ms)}
+        if verdict is not Verdict.RUN:
+            values = {COUNTED[verdict]: 1}
+        self._consumer.app.rabbitdelay.recorder.record(values, due.task, due.queue)
 
     def _signal(self, signal: Any, due: _Due) -> None:
         signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)

@@ -1,47 +1,60 @@
-"""The bootstep by which a worker serves its metrics to Prometheus, and tells OpenTelemetry more."""
+"""What only a worker measures, and the bootstep by which it serves all metrics to Prometheus."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from threading import Lock, Thread
 from typing import Any, Final
-from weakref import WeakSet
 
+from amqp.exceptions import AMQPError
 from celery import bootsteps, signals
 from celery.concurrency.prefork import TaskPool
 from celery.utils.log import get_logger
 from celery.worker.components import Pool
+from kombu import Connection
+from kombu.exceptions import OperationalError
 
-from celery_rabbitdelay.app.instruments import (
-    BACKLOG,
-    BREAKER_OPEN,
-    MISSING_QUEUES,
-    MODULE_PUBLISHED,
-    MODULE_RECEIVED,
-    MODULE_REDELIVERED,
-    PENDING,
-    UNDELIVERABLE,
-    Sample,
-)
-from celery_rabbitdelay.app.metrics import Metrics, opentelemetry_is_set_up
+from celery_rabbitdelay.app.metrics import instruments
+from celery_rabbitdelay.app.metrics.instruments import Sample
+from celery_rabbitdelay.app.metrics.recording import ChildCounts, Metrics, opentelemetry_is_set_up
 from celery_rabbitdelay.app.settings import checked_port
 from celery_rabbitdelay.exceptions import InvalidSetting
+from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.service import ModuleService
-from celery_rabbitdelay.worker.backlog_reader import BacklogReader
+from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of, module_queues
+from celery_rabbitdelay.publishing.declaration import connect
+from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.wire import Wire
 
 logger = get_logger(__name__)
 
 _PORT: Final = "rabbitdelay_metrics_port"
 _HOST: Final = "rabbitdelay_metrics_host"
 
+#: Seconds over which a worker's status shows the latest arrival, and in which steps.
+SPAN: Final = 600
+STEP: Final = 60
+
+#: Seconds for which an answer of the broker is good enough, and for which it is served at all.
+FRESH: Final = 5.0
+STALE: Final = 60.0
+
+#: Seconds that a scrape waits for a new answer.
+PATIENCE: Final = 1.0
+
+#: Seconds that the broker has for each of its answers.
+TIMEOUT: Final = 10.0
+
 
 class ServeMetrics(bootsteps.StartStopStep):
     """Serves the metrics of a worker, with those of its pool's processes, on a port.
 
     Without a port, it does something only where OpenTelemetry's SDK is set up: it adds what the
-    worker alone can tell, of the modules and of the levels.
+    worker alone can measure, of the modules and of the levels.
 
     Args:
         worker: The worker.
@@ -56,8 +69,8 @@ class ServeMetrics(bootsteps.StartStopStep):
     ) -> None:
         self._given = rabbitdelay_metrics_port
         self._port: int | None = None
-        self._server: Any = None
-        self._reader: BacklogReader | None = None
+        self._children: ChildCounts | None = None
+        self._at_end = ExitStack()
         super().__init__(worker, **options)
 
     def include_if(self, worker: Any) -> bool:
@@ -71,17 +84,19 @@ class ServeMetrics(bootsteps.StartStopStep):
             InvalidSetting: There is no such port, or the package ``prometheus-client`` is missing;
                 the worker ends.
         """
-        settings = worker.app.rabbitdelay.settings
-        self._port = settings.metrics_port if self._given is None else checked_port(self._given)
-        if self._port is not None:
-            try:
-                import prometheus_client  # noqa: F401 - an extra
-            except ImportError as missing:
-                takes = "takes the package: pip install 'celery-rabbitdelay[metrics]'"
-                raise InvalidSetting(_PORT, self._port, takes) from missing
-            metrics: Metrics = worker.app.rabbitdelay.metrics
-            if issubclass(worker.pool_cls, TaskPool):
-                metrics.prepare_for_children()
+        delays = worker.app.rabbitdelay
+        self._port = (
+            delays.settings.metrics_port if self._given is None else checked_port(self._given)
+        )
+        if self._port is None:
+            return
+        try:
+            metrics: Metrics = delays.metrics
+        except ImportError as missing:
+            takes = "takes the package: pip install 'celery-rabbitdelay[metrics]'"
+            raise InvalidSetting(_PORT, self._port, takes) from missing
+        if issubclass(worker.pool_cls, TaskPool):
+            self._children = metrics.children = ChildCounts(metrics.count)
 
     def start(self, worker: Any) -> None:
         """Begin to serve.
@@ -92,19 +107,20 @@ class ServeMetrics(bootsteps.StartStopStep):
         delays = worker.app.rabbitdelay
         if self._port is None and not opentelemetry_is_set_up():
             return
-        metrics: Metrics = delays.metrics
         signals.worker_shutdown.connect(self._close, sender=worker)
-        metrics.hear_children()
+        reader = None
         if delays.settings.metrics_pending:
-            self._reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
-        metrics.observe(Observations(worker, delays.topology, self._reader))
+            reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
+            self._at_end.callback(reader.stop)
+        delays.recorder.observe(partial(observed, worker, reader))
+        self._at_end.callback(delays.recorder.observe)
+        if self._children is not None:
+            self._children.start()
+            self._at_end.callback(self._children.stop)
         if self._port is not None:
             if getattr(worker, "pool_start_method", "fork") == "spawn":
-                logger.warning(
-                    "worker_pool_start_method is 'spawn': the metrics do not count what the "
-                    "processes of the pool send."
-                )
-            self._serve(metrics, delays.settings.metrics_host, self._port)
+                logger.warning("worker_pool_start_method is 'spawn': the pool is not counted.")
+            self._serve(delays.metrics, delays.settings.metrics_host, self._port)
 
     def _serve(self, metrics: Metrics, host: str, port: int) -> None:
         from prometheus_client import CollectorRegistry, start_http_server  # an extra
@@ -112,88 +128,148 @@ class ServeMetrics(bootsteps.StartStopStep):
         registry = CollectorRegistry()
         registry.register(metrics)
         try:
-            self._server, _ = start_http_server(port, host, registry)
+            server, _ = start_http_server(port, host, registry)
         except OSError as refused:
             takes = f"cannot be listened on at {_HOST} = {host!r}: {refused}"
             raise InvalidSetting(_PORT, port, takes) from refused
-        _servers.add(self._server)
+        self._at_end.callback(server.server_close)
+        self._at_end.callback(server.shutdown)
+        # A process of the pool that outlives a killed worker would keep its port occupied.
+        os.register_at_fork(after_in_child=server.socket.close)
         logger.info("Metrics are served at http://%s:%d/metrics.", host, port)
 
-    def stop(self, worker: Any) -> None:
-        """Go on serving: the processes of the pool may still finish their tasks for long."""
-
     def _close(self, **signal: Any) -> None:
-        """Celery calls this when everything else has stopped."""
-        metrics: Metrics = signal["sender"].app.rabbitdelay.metrics
+        # Not in ``stop``: the processes of the pool may still finish their tasks for long.
         signals.worker_shutdown.disconnect(self._close, sender=signal["sender"])
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
-        metrics.forget_sources()
-        metrics.leave_children()
-        if self._reader is not None:
-            self._reader.stop()
+        self._at_end.close()
 
 
-class Observations:
-    """Looks up what a worker knows at the moment, and does not record as it happens.
+def observed(worker: Any, reader: BacklogReader | None) -> Iterator[Sample]:
+    """Yield what a worker knows at the moment, and does not record as it happens.
 
     Args:
         worker: The worker.
-        topology: The topology that its modules belong to.
         reader: Asks the broker; None if it is not to be asked.
     """
-
-    def __init__(self, worker: Any, topology: Topology, reader: BacklogReader | None) -> None:
-        self._worker = worker
-        self._topology = topology
-        self._reader = reader
-        self._services: dict[str, ModuleService] = {}
-
-    def __call__(self) -> Iterator[Sample]:
-        """Yield the present values."""
-        backlog: dict[str, float] = {}
-        # A worker that stops gives its modules up before everything else.
-        for service in filter(
-            lambda each: each.has_queue, tuple(self._worker.rabbitdelay_services)
-        ):
-            self._services[service.module.queue.name] = service
-        for queue, service in self._services.items():
-            statistics = service.statistics
-            backlog[queue] = statistics.backlog
-            yield Sample(MODULE_RECEIVED, (queue,), statistics.received)
-            yield Sample(MODULE_PUBLISHED, (queue,), statistics.published)
-            yield Sample(MODULE_REDELIVERED, (queue,), statistics.redelivered)
-            yield Sample(UNDELIVERABLE, (queue,), statistics.undeliverable)
-        found = None if self._reader is None else self._reader.read()
-        if found is not None:
-            names = self._topology.module_queues
-            for name, counts in found.others.items():
-                queue = getattr(names, name.replace("-", "")).name
-                backlog[queue] = counts.messages
-            for level, messages in found.levels.items():
-                yield Sample(PENDING, (level,), messages)
-            yield Sample(MISSING_QUEUES, (), len(found.missing))
-        for queue, ready in backlog.items():
-            yield Sample(BACKLOG, (queue,), ready)
-        if self._worker.app.rabbitdelay.has_registry:
-            yield Sample(BREAKER_OPEN, (), self._is_breaker_open())
-
-    def _is_breaker_open(self) -> bool:
-        strategies = getattr(getattr(self._worker, "consumer", None), "strategies", None)
+    for service in worker.rabbitdelay_services:
+        if service.has_queue:
+            queue, statistics = service.module.queue.name, service.statistics
+            yield instruments.MODULE_RECEIVED, (queue,), statistics.received
+            yield instruments.MODULE_PUBLISHED, (queue,), statistics.published
+            yield instruments.MODULE_REDELIVERED, (queue,), statistics.redelivered
+            yield instruments.UNDELIVERABLE, (queue,), statistics.undeliverable
+    delays = worker.app.rabbitdelay
+    found = None if reader is None else reader.read()
+    if found is not None:
+        queues = module_queues(delays.topology)
+        for name, counts in found.others.items():
+            yield instruments.BACKLOG, (queues[name].name,), counts.messages
+        for level, messages in found.levels.items():
+            yield instruments.PENDING, (level,), messages
+        yield instruments.MISSING_QUEUES, (), len(found.missing)
+    if delays.has_registry:
+        strategies = getattr(getattr(worker, "consumer", None), "strategies", None)
         decisions = getattr(strategies, "decisions", None)
-        return decisions is not None and bool(decisions.is_breaker_open)
+        is_open = decisions is not None and decisions.is_breaker_open
+        yield instruments.BREAKER_OPEN, (), is_open
 
 
-_servers: WeakSet[Any] = WeakSet()
+class BacklogReader:
+    """Asks the broker how many messages wait, on a connection of its own, if somebody reads it.
+
+    It asks in a thread, so that a broker that does not answer holds up nobody for longer than
+    :data:`PATIENCE`. An answer serves everybody for :data:`FRESH` seconds; where a new one takes
+    longer, the former one is served until it is :data:`STALE`.
+
+    Args:
+        connection: Template for the connection.
+        topology: The topology; nothing is declared.
+    """
+
+    def __init__(self, connection: Connection, topology: Topology) -> None:
+        # Without heartbeats: nobody may ask for longer than they allow.
+        self._connection = connection.clone(heartbeat=0)
+        self._topology = topology
+        self._lock = Lock()
+        self._asking: Thread | None = None
+        self._asked_at = self._answered_at = -STALE
+        self._backlog: Backlog | None = None
+        self._has_warned = False
+
+    def read(self) -> Backlog | None:
+        """Return what waits; None if the broker has not answered for a while."""
+        with self._lock:
+            asking = self._asking
+            is_asked = asking is not None and asking.is_alive()
+            if asking is None or (not is_asked and time.monotonic() - self._asked_at >= FRESH):
+                self._asked_at = time.monotonic()
+                asking = self._asking = _started(self._ask)
+        asking.join(PATIENCE)
+        return self._backlog if time.monotonic() - self._answered_at <= STALE else None
+
+    def stop(self) -> None:
+        """Close the connection, unless the broker does not answer."""
+        if self._asking is not None:
+            self._asking.join(PATIENCE)
+            if not self._asking.is_alive():
+                _started(self._connection.release).join(PATIENCE)
+
+    def _ask(self) -> None:
+        try:
+            connect(self._connection)
+            with Wire(self._connection).answers_within(TIMEOUT):
+                self._backlog = backlog_of(self._connection, self._topology)
+        except (OperationalError, AMQPError, OSError) as error:
+            # Without AMQP's handshake, since the broker may not be answering.
+            drop_connection(self._connection)
+            if not self._has_warned:
+                logger.warning("The metrics lack what waits on the broker: %s", error)
+            self._has_warned = True
+        else:
+            self._answered_at, self._has_warned = time.monotonic(), False
 
 
-def _close_listeners() -> None:
-    # A process of the pool that outlives a killed worker would keep its port occupied.
-    for server in _servers:
-        with suppress(OSError):
-            server.socket.close()
+def _started(work: Callable[[], object]) -> Thread:
+    thread = Thread(target=work, name="rabbitdelay-backlog", daemon=True)
+    thread.start()
+    return thread
 
 
-os.register_at_fork(after_in_child=_close_listeners)
+class Arrivals:
+    """Notes how late delayed tasks arrive, for the worker's status.
+
+    Attributes:
+        received: How many delayed tasks have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        #: The seconds of the latest arrival in each step that had any.
+        self._latest: dict[int, float] = {}
+
+    def note(self, due_ms: object) -> None:
+        """Note that a task arrives now; see :func:`lateness`."""
+        self.received += 1
+        step = int(time.monotonic()) // STEP
+        if step not in self._latest:
+            self._latest = self._recent(step)
+        self._latest[step] = max(lateness(due_ms), self._latest.get(step, 0.0))
+
+    def status(self) -> dict[str, float]:
+        """Return how many tasks have arrived, and how many seconds late the latest one was."""
+        recent = self._recent(int(time.monotonic()) // STEP)
+        return {"received": self.received, "latest": max(recent.values(), default=0)}
+
+    def _recent(self, step: int) -> dict[int, float]:
+        first = step - SPAN // STEP + 1
+        return {each: late for each, late in tuple(self._latest.items()) if each >= first}
+
+
+def lateness(due_ms: object) -> float:
+    """Return how many seconds late a task is now; 0 if it is not due, or nobody knows.
+
+    Args:
+        due_ms: The value of its header ``rabbitdelay-due``; any sender may have written it.
+    """
+    late_ms = time.time_ns() // NS_PER_MS - due_ms if isinstance(due_ms, int) else 0
+    return max(late_ms, 0) / 1000

@@ -10,15 +10,15 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.instruments import EARLY, TAKEN_OVER
+from celery_rabbitdelay.app.metrics.instruments import EARLY, LATENESS, TAKEN_OVER, Instrument
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.early import PutBack
 from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.registry.decision import REDELIVERED, registry_headers
-from celery_rabbitdelay.worker.arrivals import Arrivals, record_lateness
 from celery_rabbitdelay.worker.celery_internals import id_of, name_of_queue
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.metrics import Arrivals, lateness
 from celery_rabbitdelay.worker.origin import Origin, as_it_says
 from celery_rabbitdelay.worker.put_back import Waited
 
@@ -102,7 +102,6 @@ class RestoringStrategies(dict[str, Strategy]):
             return True
         waited = restore(message, self._origin)
         self._hide_delivery(message)
-        metrics = self._app.rabbitdelay.active_metrics
         if waited is not None:
             self.arrivals.note(waited.due_ms)
         if self.early_tasks is None or (waited is None and not takes_eta):
@@ -111,16 +110,13 @@ class RestoringStrategies(dict[str, Strategy]):
         if self.decisions is not None and waited is not None and id_of(message):
             ask = partial(self.decisions.ask, message, body, ack, go_on, waited, task_name)
         if self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta, ask):
-            if metrics is not None:
-                what = TAKEN_OVER if waited is None else EARLY
-                metrics.record(what, 1, task_name, self._queue_of(message))
+            self._record(TAKEN_OVER if waited is None else EARLY, 1, task_name, message)
             return True
         if ask is not None:
             ask()
             return True
         if waited is not None:
-            if metrics is not None:
-                record_lateness(metrics, waited.due_ms, task_name, self._queue_of(message))
+            self._record(LATENESS, lateness(waited.due_ms), task_name, message)
             signals.send(signals.released, self._app, id_of(message), waited.due_ms)
         return False
 
@@ -135,8 +131,9 @@ class RestoringStrategies(dict[str, Strategy]):
             if queue is not None:
                 message.delivery_info.update(exchange="", routing_key=queue)
 
-    def _queue_of(self, message: Message) -> str:
-        return name_of_queue(self._consumer, message) or ""
+    def _record(self, instrument: Instrument, value: float, task: str, message: Message) -> None:
+        queue = name_of_queue(self._consumer, message) or ""
+        self._app.rabbitdelay.recorder.record({instrument: value}, task, queue)
 
 
 def restore(message: Message, origin: Origin = as_it_says) -> Waited | None:
