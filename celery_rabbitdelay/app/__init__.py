@@ -6,9 +6,6 @@ Read ``settings`` (with ``setting_kinds`` and ``setting_keys``), ``application``
 which sees every send) with ``options`` and ``task_sending`` (where a task goes), ``extension``
 (``app.rabbitdelay``), ``task_producer``, ``task`` and ``canvas``; then ``send_many`` with ``rows``,
 ``grouping``, ``task_messages`` and ``message_template``, and ``send_one_by_one``. ``destinations``
-is what the application names, and where the modules may publish. ``metrics`` is
-what a process counts, with ``instruments`` (the table of all metrics), ``counts``, ``child_counts``
-(a pipe from the processes of a pool), ``send_counts`` and ``opentelemetry_meter``;
-``prometheus_client`` is imported only where metrics are read. ``celery_internals`` has all uses of
-Celery's private parts.
+is what the application names, and where the modules may publish. The folder ``metrics`` is what a process counts. ``celery_internals`` has
+all uses of Celery's private parts.
 """

@@ -22,7 +22,8 @@ from celery.contrib.testing.worker import start_worker
 from kombu import Connection
 
 from celery_rabbitdelay import Celery, Row
-from celery_rabbitdelay.app.instruments import CONFIRMED
+from celery_rabbitdelay.app.metrics.instruments import CONFIRMED
+from celery_rabbitdelay.app.metrics.recording import ChildCounts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.benchmarks import measure
@@ -133,11 +134,11 @@ class Bench:
             return Figure.of(tasks, time.monotonic() - began, time.process_time() - spent)
 
         if with_metrics:
-            app.rabbitdelay.metrics.prepare_for_children()
-            app.rabbitdelay.metrics.hear_children()
+            metrics = app.rabbitdelay.metrics
+            children = metrics.children = ChildCounts(metrics.count)
+            children.start()
         figure = in_a_fork(measured)
         if with_metrics:
-            metrics = app.rabbitdelay.metrics
             confirmed = f"celery_rabbitdelay_{CONFIRMED.name}"
             wait_for(
                 lambda: (
@@ -151,7 +152,7 @@ class Bench:
                 ),
                 "all counts",
             )
-            metrics.leave_children()
+            children.stop()
         app.close()
         purge(self.connection, self.queues, messages.value)
         return figure

@@ -19,7 +19,7 @@ from kombu import Connection, Exchange
 from prometheus_client import CollectorRegistry
 
 from celery_rabbitdelay import PublishError, RegistryUnavailable, Row, RowsNotConfirmed
-from celery_rabbitdelay.app.instruments import SENT
+from celery_rabbitdelay.app.metrics.instruments import SENT
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.metrics import Scraped, is_served
@@ -60,7 +60,7 @@ def test_nothing_is_served_and_nothing_counted_unless_a_port_is_set(
     shop: Any, worker: Worker, port: int
 ) -> None:
     assert shop.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
-    assert "metrics" not in vars(shop.rabbitdelay)
+    assert of_process(shop).values("sent_total") == {}
     assert "Metrics are served" not in worker.log
     # Without Redis: redis-py imports OpenTelemetry's SDK, if it is installed.
     settings = {k: v for k, v in worker._settings.items() if k != "result_backend"}
@@ -75,7 +75,7 @@ def test_nothing_is_served_and_nothing_counted_unless_a_port_is_set(
         text=True,
         check=True,
     ).stdout.split()
-    assert "celery_rabbitdelay.app.metrics" in imported
+    assert "celery_rabbitdelay.app.metrics.recording" in imported
     assert {"prometheus_client", "opentelemetry.sdk.metrics"}.isdisjoint(imported)
 
 
@@ -314,7 +314,7 @@ def test_a_message_that_is_sent_again_is_counted(
 
 def test_a_forked_process_counts_for_itself_and_begins_with_nothing(shop: Any) -> None:
     metrics = shop.rabbitdelay.metrics
-    metrics.record(SENT, 5, "look", "queue")
+    metrics.record({SENT: 5}, "look", "queue")
     child = os.fork()
     if not child:
         status = 1

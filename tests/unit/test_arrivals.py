@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from celery_rabbitdelay.worker import arrivals as arrivals_module
-from celery_rabbitdelay.worker.arrivals import Arrivals
+from celery_rabbitdelay.worker import metrics
+from celery_rabbitdelay.worker.metrics import Arrivals
 
 DUE_MS = 1_900_000_000_000
 
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(arrivals_module, "time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
     return clock
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kombu import Message
 
+from celery_rabbitdelay.app.metrics.recording import Metrics
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import headers as module_headers
@@ -185,7 +186,7 @@ def test_headers_nested_a_thousand_deep_and_names_in_bytes_are_stripped() -> Non
 
 def test_a_message_that_we_cannot_read_is_left_to_celery() -> None:
     seen = []
-    delays = SimpleNamespace(active_metrics=None, topology=Topology())
+    delays = SimpleNamespace(recorder=Metrics(), topology=Topology())
     app = SimpleNamespace(tasks={"one": object()}, rabbitdelay=delays)
     strategies = RestoringStrategies(
         SimpleNamespace(app=app, strategies={"one": lambda message, *rest: seen.append(message)})
@@ -203,7 +204,7 @@ def test_a_strategy_receives_restored_messages_whenever_celery_sets_it() -> None
         seen.append(message.delivery_info["routing_key"])
 
     # A fake: the attributes of a worker's consumer that are read.
-    delays = SimpleNamespace(active_metrics=None, topology=Topology())
+    delays = SimpleNamespace(recorder=Metrics(), topology=Topology())
     app = SimpleNamespace(tasks={"one": object(), "two": object()}, rabbitdelay=delays)
     strategies = RestoringStrategies(SimpleNamespace(app=app, strategies={"one": strategy}))
     strategies["two"] = strategy

@@ -1,9 +1,13 @@
-"""Counts, how they travel from a process of the pool to its parent, and what is written of them."""
+"""The table of metrics, what Prometheus reads, and how counts travel from a child to its parent."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,28 +15,38 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from celery_rabbitdelay.app import child_counts, counts
-from celery_rabbitdelay.app.child_counts import ATOMIC, ChildCounts
-from celery_rabbitdelay.app.counts import OTHER, Counts, decoded, encoded
-from celery_rabbitdelay.app.instruments import (
+from celery_rabbitdelay.app.metrics import recording
+from celery_rabbitdelay.app.metrics.instruments import (
     INSTRUMENTS,
     JOBS_EXPIRED,
     LATENESS,
     PENDING,
     SENT,
     Instrument,
-    Sample,
 )
-from celery_rabbitdelay.app.metrics import Metrics, opentelemetry_is_set_up
+from celery_rabbitdelay.app.metrics.recording import (
+    MAX_BYTES,
+    OTHER,
+    ChildCounts,
+    Metrics,
+    opentelemetry_is_set_up,
+)
 from celery_rabbitdelay.testing import wait_for
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "metrics.md"
 
 #: The names that a label may have. ``level`` has one value for each level of the layout.
 LABELS = {"task", "queue", "level"}
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    metrics = Metrics()
+    metrics.begin()
+    return metrics
 
 
 def by_name(metrics: Metrics) -> dict[str, Any]:
@@ -57,10 +71,9 @@ def test_the_page_has_every_metric_with_its_kind_labels_and_meaning() -> None:
     ]
 
 
-def test_a_value_falls_into_the_bucket_whose_bound_it_does_not_exceed() -> None:
-    metrics = Metrics()
+def test_a_value_falls_into_the_bucket_whose_bound_it_does_not_exceed(metrics: Metrics) -> None:
     for seconds in (0.05, 0.06, 10_000.0):
-        metrics.record(LATENESS, seconds, "remind", "mail")
+        metrics.record({LATENESS: seconds}, "remind", "mail")
     samples = {
         (sample.name.removeprefix("celery_rabbitdelay_lateness_seconds"), sample.labels.get("le")):
             sample.value
@@ -72,160 +85,194 @@ def test_a_value_falls_into_the_bucket_whose_bound_it_does_not_exceed() -> None:
     assert samples["_sum", None] == pytest.approx(10_000.11)
 
 
-def test_metrics_without_labels_begin_with_zero_and_others_with_their_first_event() -> None:
-    families = by_name(Metrics())
+def test_metrics_without_labels_begin_with_zero_and_others_with_their_first_event(
+    metrics: Metrics,
+) -> None:
+    families = by_name(metrics)
     assert [sample.value for sample in families["celery_rabbitdelay_jobs_expired"].samples] == [0]
     assert families["celery_rabbitdelay_sent"].samples == []
     assert families["celery_rabbitdelay_pending"].samples == []
 
 
-def test_sources_are_asked_each_time() -> None:
-    metrics, waiting = Metrics(), [5.0]
-    metrics.observe(lambda: [Sample(PENDING, ("hours.x1",), waiting[0])])
+def test_the_source_is_asked_each_time(metrics: Metrics) -> None:
+    waiting = [5.0]
+    metrics.observe(lambda: [(PENDING, ("hours.x1",), waiting[0])])
     for expected in (5.0, 7.0):
         waiting[0] = expected
         (sample,) = by_name(metrics)["celery_rabbitdelay_pending"].samples
         assert (sample.labels, sample.value) == ({"level": "hours.x1"}, expected)
-    metrics.forget_sources()
+    metrics.observe()
     assert by_name(metrics)["celery_rabbitdelay_pending"].samples == []
 
 
-def test_prometheus_reads_what_is_shown_whatever_a_task_is_called() -> None:
-    from prometheus_client import generate_latest
-
-    metrics, registry = Metrics(), CollectorRegistry()
+def test_prometheus_reads_what_is_shown_whatever_a_task_is_called(metrics: Metrics) -> None:
+    registry = CollectorRegistry()
     registry.register(metrics)
     name = 'shop."remind"\\\n{é}'
-    metrics.record(SENT, 2, name, "mail")
+    metrics.record({SENT: 2}, name, "mail")
     text = generate_latest(registry).decode()
+    assert "_created" not in text
     (sent,) = [each for each in text_string_to_metric_families(text) if each.name.endswith("_sent")]
     (sample,) = sent.samples
     assert (sample.labels, sample.value) == ({"task": name, "queue": "mail"}, 2)
 
 
 def test_a_metric_with_too_many_labels_counts_the_rest_together(
-    monkeypatch: pytest.MonkeyPatch,
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counts, "MAX_SERIES", 2)
-    counted = Counts()
+    monkeypatch.setattr(recording, "MAX_SERIES", 2)
     for queue in ("a", "b", "c", "d", "a"):
-        counted.record(SENT, 1, ("remind", queue))
-    counted.record(JOBS_EXPIRED, 1, ())
-    assert [(labels, numbers) for _, labels, numbers in counted.all()] == [
-        (("remind", "a"), [2]),
-        (("remind", "b"), [1]),
-        ((OTHER, OTHER), [2]),
-        ((), [1]),
-    ]
+        metrics.record({SENT: 1}, "remind", queue)
+    metrics.record({JOBS_EXPIRED: 1})
+    assert totals(metrics) == {("remind", "a"): 2, ("remind", "b"): 1, (OTHER, OTHER): 2}
 
 
-Series = tuple[Instrument, tuple[str, ...], list[float]]
-
-
-@st.composite
-def series(draw: st.DrawFn) -> Series:
-    instrument = draw(st.sampled_from([SENT, LATENESS, JOBS_EXPIRED]))
-    labels = tuple(draw(st.text()) for _ in instrument.labels)
-    numbers = counts.zeros(instrument)
-    return instrument, labels, [draw(st.integers(0, 2**40)) / 8 for _ in numbers]
-
-
-@given(st.lists(series()))
-def test_counts_survive_the_pipe(given: list[Series]) -> None:
-    lines = b"".join(encoded(*each, 100_000) for each in given)
-    assert [*decoded(lines)] == given
-
-
-@given(series())
-def test_labels_that_are_too_long_become_others_and_the_numbers_stay(given: Series) -> None:
-    instrument, labels, numbers = given
-    line = encoded(
-        instrument, tuple(label * 5000 + "x" * 5000 for label in labels), numbers, ATOMIC
-    )
-    assert len(line) <= ATOMIC
-    assert [*decoded(line)] == [(instrument, (OTHER,) * len(labels), numbers)]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"", b"x", b"[]", b"null", b'["sent"]', b'["none", [], [1]]', b'["sent", ["a"], [1]]',
-     b'["sent", ["a", "b"], ["c"]]', b'["sent", ["a", "b"], [1, 2]]', b"\xff"],
-)  # fmt: skip
-def test_a_line_that_nobody_has_written_is_left_out(line: bytes) -> None:
-    good = encoded(SENT, ("a", "b"), [1.0], ATOMIC)
-    assert [*decoded(good + line + b"\n" + good)] == [(SENT, ("a", "b"), [1.0])] * 2
+def totals(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Return the values of ``sent``, by labels."""
+    samples = by_name(metrics)["celery_rabbitdelay_sent"].samples
+    return {tuple(sample.labels.values()): sample.value for sample in samples}
 
 
 @pytest.fixture
-def heard() -> Counts:
-    return Counts()
+def children(metrics: Metrics) -> Iterator[ChildCounts]:
+    """The pipe by which forked processes send their counts to ``metrics``."""
+    metrics.children = ChildCounts(metrics.count)
+    yield metrics.children
+    metrics.children.stop()
 
 
-@pytest.fixture
-def pipe(heard: Counts) -> Iterator[ChildCounts]:
-    pipe = ChildCounts(heard.merge)
-    yield pipe
-    pipe.stop()
+def unread(children: ChildCounts) -> int:
+    """Return how many bytes are in the pipe."""
+    number = fcntl.ioctl(children._reading.fileno(), termios.FIONREAD, bytes(4))
+    return int.from_bytes(number, sys.byteorder)
 
 
-def total(counted: Counts) -> float:
-    return sum(numbers[0] for _, _, numbers in counted.all())
+def wait_for_total(metrics: Metrics, number: int) -> None:
+    wait_for(lambda: sum(totals(metrics).values()) == number, f"{number} counts")
 
 
-def test_a_full_pipe_keeps_the_counts_until_there_is_room(
-    pipe: ChildCounts, heard: Counts, monkeypatch: pytest.MonkeyPatch
+Sent = tuple[dict[Instrument, float], tuple[str, ...]]
+
+#: What a process may count at once.
+SENDS = st.one_of(
+    st.tuples(
+        st.dictionaries(
+            st.sampled_from([SENT, LATENESS]), st.integers(0, 2**40).map(lambda n: n / 8)
+        ),
+        st.tuples(st.text(), st.text()),
+    ),
+    st.tuples(st.just({JOBS_EXPIRED: 1.0}), st.just(())),
+)
+
+
+@given(st.lists(SENDS))
+def test_counts_survive_the_pipe(sends: list[Sent]) -> None:
+    counted: list[Sent] = []
+    children = ChildCounts(lambda values, labels: counted.append((dict(values), labels)))
+    children.start()
+    for values, labels in sends:
+        children.send(values, labels)
+    children.stop()
+    assert counted == sends
+
+
+@given(SENDS)
+def test_labels_that_are_too_long_become_others_and_the_numbers_stay(send: Sent) -> None:
+    counted: list[Sent] = []
+    children = ChildCounts(lambda values, labels: counted.append((dict(values), labels)))
+    children.start()
+    values, labels = send
+    children.send(values, tuple(label + "x" * MAX_BYTES for label in labels))
+    children.stop()
+    assert counted == [(values, (OTHER,) * len(labels))]
+
+
+def test_a_full_pipe_holds_a_process_up_until_its_parent_reads(
+    metrics: Metrics, children: ChildCounts
 ) -> None:
-    monkeypatch.setattr(child_counts, "PATIENCE", 0.01)
-    counted, sent = Counts(), 0
-    # Nobody reads yet.
-    while not counted.all():
-        counted.record(SENT, 1, ("remind", f"queue-{sent}"))
-        pipe.tell(counted)
-        sent += 1
-    assert sent > 100
-    monkeypatch.undo()
-    pipe.start()
-    counted.record(SENT, 1, ("remind", "one more"))
-
-    def has_told() -> bool:
-        pipe.tell(counted)
-        return not counted.all()
-
-    wait_for(has_told, "room")
-    wait_for(lambda: total(heard) == sent + 1, "all counts")
+    child = os.fork()
+    if not child:
+        for number in range(5000):
+            metrics.record({SENT: 1}, "remind", f"queue-{number % 10}")
+        os._exit(0)
+    # Nobody reads yet, and the pipe has no room for all of them.
+    wait_for(lambda: unread(children) > 60_000, "a full pipe")
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    children.start()
+    assert os.waitpid(child, 0)[1] == 0
+    wait_for_total(metrics, 5000)
 
 
 def test_what_several_processes_write_at_once_is_never_mixed(
-    pipe: ChildCounts, heard: Counts
+    metrics: Metrics, children: ChildCounts
 ) -> None:
-    pipe.start()
-    children = []
+    pids = []
     for number in range(4):
         child = os.fork()
         if not child:
-            counted = Counts()
             for _ in range(500):
-                counted.record(SENT, 1, (f"remind-{number}", "queue" * 100))
-                pipe.tell(counted)
-            os._exit(len(counted.all()))
-        children.append(child)
-    assert {os.waitpid(child, 0)[1] for child in children} == {0}
-    wait_for(lambda: total(heard) == 2000, "all counts")
-    assert len(heard.all()) == 4
+                metrics.record({SENT: 1}, f"remind-{number}", "queue" * 100)
+            os._exit(0)
+        pids.append(child)
+    children.start()
+    assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}
+    wait_for_total(metrics, 2000)
+    assert len(totals(metrics)) == 4
 
 
-def test_what_was_written_before_the_end_is_read(pipe: ChildCounts, heard: Counts) -> None:
-    pipe.start()
-    counted = Counts()
-    counted.record(SENT, 3, ("remind", "mail"))
-    pipe.tell(counted)
-    pipe.stop()
-    assert total(heard) == 3
-    # A worker that has ended hears nothing, and a child may go on all the same.
-    counted.record(SENT, 1, ("remind", "mail"))
-    pipe.tell(counted)
-    assert total(heard) == 3
-    assert counted.all() == []
+def test_what_was_written_before_the_end_is_read_and_a_child_goes_on_without_a_parent(
+    metrics: Metrics,
+) -> None:
+    children = metrics.children = ChildCounts(metrics.count)
+    told, go_on = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        metrics.record({SENT: 3}, "remind", "mail")
+        os.write(told[1], b"x")
+        os.read(go_on[0], 1)
+        metrics.record({SENT: 1}, "remind", "mail")
+        os._exit(0)
+    os.read(told[0], 1)
+    children.start()
+    children.stop()
+    assert totals(metrics) == {("remind", "mail"): 3}
+    os.write(go_on[1], b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    for descriptor in (*told, *go_on):
+        os.close(descriptor)
+
+
+def test_the_multiprocess_mode_of_prometheus_has_the_counts_of_all_processes(
+    tmp_path: Path,
+) -> None:
+    program = """
+import os
+from celery_rabbitdelay.app.metrics.instruments import SENT
+from celery_rabbitdelay.app.metrics.recording import Metrics
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+
+metrics = Metrics()
+metrics.begin()
+for _ in range(3):
+    child = os.fork()
+    metrics.record({SENT: 2}, "remind", "mail")
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+labels = {"task": "remind", "queue": "mail"}
+print(registry.get_sample_value("celery_rabbitdelay_sent_total", labels))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.stdout, run.stderr) == ("12.0\n", "")
 
 
 def test_opentelemetry_counts_as_set_up_only_with_a_provider_of_its_sdk() -> None:

@@ -69,6 +69,7 @@ class Metrics:
         self._series: defaultdict[Instrument, set[Labels]] = defaultdict(set)
         self.children: ChildCounts | None = None
         self._parent: ChildCounts | None = None
+        # For good: an application lives as long as its process.
         os.register_at_fork(after_in_child=self._after_fork)
 
     def begin(self) -> None:
@@ -94,6 +95,17 @@ class Metrics:
         if recorders := self._in_opentelemetry():
             for instrument, value in values.items():
                 recorders[instrument](value, instrument.named(labels))
+
+    def count(self, values: Mapping[Instrument, float], labels: Labels) -> None:
+        """Add to Prometheus's counters, or record in its histograms."""
+        for instrument, value in values.items():
+            metric = self._prometheus[instrument]
+            if labels:
+                metric = metric.labels(*self._bounded(instrument, labels))
+            if instrument.buckets:
+                metric.observe(value)
+            else:
+                metric.inc(value)
 
     def observe(self, source: Source = tuple) -> None:
         """Look up metrics at each collection from now on; without a source, no more of them."""
@@ -121,17 +133,6 @@ class Metrics:
         if not self._opentelemetry and opentelemetry_is_set_up():
             self._opentelemetry = _opentelemetry_recorders(lambda: self._source())
         return self._opentelemetry
-
-    def count(self, values: Mapping[Instrument, float], labels: Labels) -> None:
-        """Add to Prometheus's counters, or record in its histograms."""
-        for instrument, value in values.items():
-            metric = self._prometheus[instrument]
-            if labels:
-                metric = metric.labels(*self._bounded(instrument, labels))
-            if instrument.buckets:
-                metric.observe(value)
-            else:
-                metric.inc(value)
 
     def _bounded(self, instrument: Instrument, labels: Labels) -> Labels:
         series = self._series[instrument]
