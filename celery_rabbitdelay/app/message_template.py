@@ -204,7 +204,8 @@ class MessageTemplate:
         """Return what signs the messages of an encoder; None without a key."""
         if self._signing_keys is None:
             return None
-        return self._signing_keys.signer(encoder.headers, encoder.properties)
+        said, _ = header_names.parse(encoder.headers)
+        return self._signing_keys.signer(encoder.properties, said)
 
     @cached_property
     def _shared(self) -> bytes:

@@ -44,11 +44,11 @@ from celery_rabbitdelay.exceptions import (
     RowsNotConfirmed,
 )
 from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.registry.decision import KEY
 
 #: Returns when a row is due.
 DueOf: TypeAlias = Callable[[Row], Due]

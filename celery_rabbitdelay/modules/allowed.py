@@ -12,7 +12,7 @@ from kombu import Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.publishing.message import shortened
+from celery_rabbitdelay.levels.headers import shortened
 
 #: Names of destinations for which a decision is remembered.
 REMEMBERED: Final = 4096

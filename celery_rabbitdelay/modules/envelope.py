@@ -26,8 +26,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
+from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.modules.bounds import MAX_DEPTH, check_depth
-from celery_rabbitdelay.publishing.message import ENVELOPES, shortened
+from celery_rabbitdelay.publishing.message import ENVELOPES
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES
 
 #: The ``content_type`` property of an envelope; the number is the format's version.

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import LaterVersion
-from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
-from celery_rabbitdelay.publishing.message import shortened
 
 #: The latest version of the messages' format that this version of the package reads. Raise it when
 #: an older worker would do the wrong thing with a message; see docs/explanation/versions.md.
@@ -41,11 +41,11 @@ def later_version(headers: Mapping[str, Any], content_type: object) -> str | Non
         headers: The message's headers; anybody may have written them.
         content_type: Its property ``content_type``.
     """
-    version = headers.get(module_headers.VERSION, MESSAGE_VERSION)
+    version = headers.get(header_names.VERSION, MESSAGE_VERSION)
     is_number = isinstance(version, int) and not isinstance(version, bool)
     if not is_number or not 1 <= version <= MESSAGE_VERSION:
         return (
-            f"it needs a later version of celery_rabbitdelay: its header {module_headers.VERSION} "
+            f"it needs a later version of celery_rabbitdelay: its header {header_names.VERSION} "
             f"is {shortened(version)}, and this version reads messages up to {MESSAGE_VERSION}"
         )
     is_own = isinstance(content_type, str) and content_type.startswith(OWN_CONTENT_TYPES)

@@ -21,8 +21,14 @@ from celery_rabbitdelay.app.instruments import (
 )
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
+from celery_rabbitdelay.levels.headers import ONCE, DelayHeaders
 from celery_rabbitdelay.registry.breaker import Breaker
-from celery_rabbitdelay.registry.decision import ONCE, Arrival, Decision, Verdict, new_copy
+from celery_rabbitdelay.registry.decision import (
+    Arrival,
+    Decision,
+    Verdict,
+    new_copy,
+)
 from celery_rabbitdelay.worker.arrivals import record_lateness
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (
@@ -34,7 +40,6 @@ from celery_rabbitdelay.worker.celery_internals import (
     run_strategy,
 )
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
-from celery_rabbitdelay.worker.put_back import Waited
 
 logger = get_logger(__name__)
 
@@ -89,7 +94,7 @@ class _Due(NamedTuple):
         body: The body that Celery passes to a strategy.
         ack: Acknowledges the message; the function that Celery passes to a strategy.
         go_on: Passes the task to Celery.
-        waited: Its delay in the levels.
+        waited: What its headers have said.
         arrival: What the registry is asked.
         task: The task's name.
         queue: The queue that the message came from.
@@ -99,7 +104,7 @@ class _Due(NamedTuple):
     body: Any
     ack: Callable[..., Any]
     go_on: Callable[[], Any]
-    waited: Waited
+    waited: DelayHeaders
     arrival: Arrival
     task: str
     queue: str
@@ -141,7 +146,7 @@ class Decisions(BatchThread[_Due]):
         body: Any,
         ack: Callable[..., Any],
         go_on: Callable[[], Any],
-        waited: Waited,
+        waited: DelayHeaders,
         task: str,
     ) -> None:
         """Ask about a task; the event loop then does what the registry says.
@@ -151,16 +156,16 @@ class Decisions(BatchThread[_Due]):
             body: The body that Celery passes to a strategy.
             ack: The function that Celery passes to a strategy.
             go_on: Passes the task to Celery.
-            waited: Its delay in the levels.
+            waited: What its headers have said.
             task: The task's name.
         """
         queue = name_of_queue(self._consumer, message) or ""
         redelivered = bool(message.delivery_info.get("redelivered"))
-        due_ms = waited.due_ms if isinstance(waited.due_ms, int) else 0
-        headers: dict[str, Any] = message.headers
+        said = waited
         if isinstance(body, Mapping):  # Celery's message protocol 1
-            headers = {**headers, "id": id_of(message), "retries": body.get("retries")}
-        arrival = Arrival.of(headers, due_ms, queue, redelivered)
+            others = {**waited.others, "id": id_of(message), "retries": body.get("retries")}
+            said = waited._replace(others=others)
+        arrival = Arrival.of(said, waited.due_ms or 0, queue, redelivered)
         if arrival.once and not arrival.mark:
             arrival = arrival._replace(mark=new_copy())
         self.give(_Due(message, body, ack, go_on, waited, arrival, task, queue))

@@ -29,7 +29,6 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_ENVELOPE_MESSAGES, Envelope, Item
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import declare
@@ -159,7 +158,7 @@ def one_round(bench: Bench) -> dict[str, float]:
     plain = (("", end, message()) for _ in range(MESSAGES))
     rates["raw, confirmed (messages/s)"] = MESSAGES / publish(bench.connection, plain)
 
-    five_hours: dict[str, Any] = {module_headers.X_DELAY: 5 * 3_600_000}
+    five_hours: dict[str, Any] = {header_names.X_DELAY: 5 * 3_600_000}
     checkin = topology.module_queues.checkin.exchange.name
     publish(bench.connection, ((checkin, end, message(**five_hours)) for _ in range(MESSAGES)))
     rates["check-in (messages/s)"] = bench.rate("check-in", bench.waiting, MESSAGES)

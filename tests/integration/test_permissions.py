@@ -23,9 +23,9 @@ from celery_rabbitdelay.exceptions import (
     TopologyIncomplete,
 )
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.operations.permissions import (
     Right,
     Role,
@@ -484,7 +484,7 @@ def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the
     undeliverable = SMALL.module_queues.undeliverable
     with Worker(settings):
         arrived = take(host.connection, [undeliverable], 6)
-    reasons = sorted(each.message.headers[module_headers.REASON] for each in arrived)
+    reasons = sorted(each.message.headers[header_names.REASON] for each in arrived)
     assert all("lacks the permission write on the exchange" in each for each in reasons), reasons
     assert sum("'news'" in each for each in reasons) == 3
     assert sum("'rabbitdelay.seconds.x1'" in each for each in reasons) == 3
@@ -544,7 +544,7 @@ def test_what_a_restricted_producer_forges_for_other_destinations_is_undeliverab
             publish(url, key, message)
         arrived = take(host.connection, [undeliverable], len(forged))
         assert "connects again" not in worker.log
-    reasons = sorted(each.message.headers[module_headers.REASON] for each in arrived)
+    reasons = sorted(each.message.headers[header_names.REASON] for each in arrived)
     assert all("may not reach" in each for each in reasons), reasons
     for name in ("secret", "celery.pidbox", "amq.topic"):
         assert any(name in each for each in reasons), reasons

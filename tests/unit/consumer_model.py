@@ -21,10 +21,10 @@ from celery_rabbitdelay.exceptions import (
     MessageReturned,
     PublishError,
 )
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import attempts as attempts_module
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.attempts import Attempts, Received
 from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered
 from celery_rabbitdelay.modules.forwarding import Outgoing
@@ -165,7 +165,7 @@ def headers(publication: Publication) -> dict[str, Any]:
 
 
 def reason(publication: Publication) -> str:
-    text: str = headers(publication)[module_headers.REASON]
+    text: str = headers(publication)[header_names.REASON]
     return text
 
 

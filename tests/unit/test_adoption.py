@@ -12,6 +12,7 @@ from kombu import Connection, Exchange, Queue
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ONCE, UNREADABLE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.adoption import (
@@ -25,8 +26,6 @@ from celery_rabbitdelay.operations.mover import Stay
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import UNREADABLE
-from celery_rabbitdelay.registry.decision import ONCE
 
 TOPOLOGY = Topology("test")
 REPORTS = Exchange("reports", "topic")

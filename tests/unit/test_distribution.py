@@ -11,25 +11,22 @@ import pytest
 from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMessage
 from celery_rabbitdelay.levels import delay
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import (
+    COMMITTED,
+    COPY,
+    JOB,
+    JOB_ID,
+    ONCE,
+)
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, _Items
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import task_id_of
-from celery_rabbitdelay.registry.decision import (
-    COMMITTED,
-    COPY,
-    JOB,
-    JOB_ID,
-    ONCE,
-    Arrival,
-    Decision,
-    Verdict,
-)
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 
 TOPOLOGY = Topology()
 distributed = Distribution(TOPOLOGY).receive
@@ -85,7 +82,7 @@ def properties_of(message: amqp.Message) -> dict[str, Any]:
 
 def test_a_message_arrives_as_it_was_sent_but_for_its_due_time() -> None:
     message = waited(
-        {header_names.DUE: DUE, module_headers.REASON: "full", "x-death": [], "x-mine": 1},
+        {header_names.DUE: DUE, header_names.REASON: "full", "x-death": [], "x-mine": 1},
         app_id="shop",
     )
     (outgoing,) = distributed(message)
@@ -150,7 +147,7 @@ def test_a_message_for_a_known_queue_goes_to_it_and_keeps_what_a_worker_restores
         header_names.ROUTING_KEY: "paper",
         header_names.QUEUE: "letters",
     }
-    own = {header_names.PRIORITY: 9, module_headers.ATTEMPTS: 3, "x-death": [], "mine": 1}
+    own = {header_names.PRIORITY: 9, header_names.ATTEMPTS: 3, "x-death": [], "mine": 1}
     message = amqp.Message(b"body", application_headers={**told, **own}, priority=4)
     (outgoing,) = distributed(message)
     assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import PutBack
 from celery_rabbitdelay.levels.layout import clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import (
     MAX_PAUSE_MS,
     EarlyMessages,
     EarlyWarning,
-    PutBack,
     early_ms,
     pause_ms,
 )
@@ -96,11 +95,11 @@ def test_it_goes_back_as_it_came_but_for_what_the_broker_added(content_type: str
         header_names.DUE: NOW + 5000,
         header_names.EXCHANGE: "office",
         header_names.ROUTING_KEY: "paper",
-        module_headers.EARLY: {"times": 1},
+        header_names.EARLY: {"times": 1},
         "x-mine": 1,
     }
     (outgoing,) = Distribution(TOPOLOGY, early.put_back).receive(outgoing.message)
-    assert outgoing.message.properties["application_headers"][module_headers.EARLY] == {"times": 2}
+    assert outgoing.message.properties["application_headers"][header_names.EARLY] == {"times": 2}
 
 
 def test_a_clock_that_is_years_behind_costs_a_day() -> None:
@@ -185,7 +184,7 @@ def test_the_header_is_read_as_it_was_written(put_back: PutBack) -> None:
     ],
 )
 def test_a_header_of_a_stranger_s_does_no_harm(value: Any, expected: PutBack) -> None:
-    assert PutBack.of({module_headers.EARLY: value}) == expected
+    assert PutBack.of({header_names.EARLY: value}) == expected
 
 
 def test_distribution_passes_on_what_a_worker_needs_to_restore_a_task() -> None:

@@ -10,7 +10,6 @@ import pytest
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     encoded,
@@ -112,7 +111,7 @@ def test_a_message_is_undeliverable_with_its_destination_and_the_reason() -> Non
         header_names.EXCHANGE: "office",
         header_names.ROUTING_KEY: "paper",
         header_names.EXPIRATION: "60",
-        module_headers.REASON: "it is full",
+        header_names.REASON: "it is full",
     }
     # With it, the message would vanish from undeliverable as well.
     assert "expiration" not in properties_of(refused.message)
@@ -123,11 +122,11 @@ def test_where_an_undeliverable_message_was_meant_to_go_at_first_stays() -> None
         header_names.EXCHANGE: "first",
         header_names.ROUTING_KEY: "key",
         header_names.EXPIRATION: "99",
-        module_headers.REASON: "an older one",
+        header_names.REASON: "an older one",
     }
     message = amqp.Message(b"", application_headers=first, expiration="1")
     refused = to_undeliverable(UNDELIVERABLE, Outgoing("second", "other", message), "a newer one")
-    assert told(refused) == {**first, module_headers.REASON: "a newer one"}
+    assert told(refused) == {**first, header_names.REASON: "a newer one"}
 
 
 def test_without_an_expiration_an_undeliverable_message_says_nothing_about_it() -> None:
@@ -141,7 +140,7 @@ def test_headers_that_no_frame_can_hold_are_left_away() -> None:
     assert (left.exchange, left.routing_key) == ("p.undeliverable", "")
     assert left.message.body == b"body"
     assert properties_of(left.message) == {
-        "application_headers": {module_headers.REASON: "why"},
+        "application_headers": {header_names.REASON: "why"},
         "delivery_mode": 2,
     }
 
@@ -150,13 +149,13 @@ def test_headers_that_no_frame_can_hold_are_left_away() -> None:
     ("value", "kept"), [(2, 2), (0, None), (-1, None), (True, None), ("2", None), ([2], None)]
 )
 def test_the_count_of_redriving_stays_until_the_destination(value: Any, kept: Any) -> None:
-    received = {module_headers.REDRIVEN: value}
+    received = {header_names.REDRIVEN: value}
     given = Outgoing("", "q", amqp.Message(b"", application_headers={}))
     for made in (
         to_undeliverable(UNDELIVERABLE, given, "full", received),
         without_headers(UNDELIVERABLE, given.message, "too long", received),
     ):
-        assert told(made).get(module_headers.REDRIVEN) == kept
+        assert told(made).get(header_names.REDRIVEN) == kept
 
 
 @pytest.mark.parametrize("value", ["0", "5", "4294967295"])

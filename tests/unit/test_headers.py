@@ -9,8 +9,8 @@ import pytest
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.publishing import wire
 from celery_rabbitdelay.registry import decision as registry_headers
 from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, RestoringStrategies, restore
@@ -39,11 +39,11 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
     assert headers.ROUTING_KEY == "rabbitdelay-routing-key"
     assert headers.PRIORITY == "rabbitdelay-priority"
     assert headers.EXPIRATION == "rabbitdelay-expiration"
-    assert module_headers.EARLY == "rabbitdelay-early"
-    assert module_headers.ATTEMPTS == "rabbitdelay-attempts"
-    assert module_headers.FAILED_SINCE == "rabbitdelay-failed-since"
-    assert module_headers.FIRST_REASON == "rabbitdelay-first-reason"
-    assert module_headers.REASON == "rabbitdelay-reason"
+    assert header_names.EARLY == "rabbitdelay-early"
+    assert header_names.ATTEMPTS == "rabbitdelay-attempts"
+    assert header_names.FAILED_SINCE == "rabbitdelay-failed-since"
+    assert header_names.FIRST_REASON == "rabbitdelay-first-reason"
+    assert header_names.REASON == "rabbitdelay-reason"
     assert registry_headers.COPY == "rabbitdelay-copy"
     assert registry_headers.KEY == "rabbitdelay-key"
     assert registry_headers.JOB == "rabbitdelay-job"
@@ -53,7 +53,7 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
 
 
 def test_the_delay_s_header_is_that_of_the_delayed_message_exchange_plugin() -> None:
-    assert module_headers.X_DELAY == "x-delay"
+    assert header_names.X_DELAY == "x-delay"
 
 
 def test_nested_headers_are_called_as_celery_reads_them() -> None:

@@ -16,7 +16,6 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.layout import binary, clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.migration import Migration
 from celery_rabbitdelay.operations.mover import Stay
@@ -134,13 +133,13 @@ def test_what_a_client_has_checked_in_is_checked_in_at_the_target(
 
 
 def test_an_undeliverable_message_keeps_its_reason(convert: Callable[..., Outgoing]) -> None:
-    known = convert(MODULES.undeliverable.name, "key", {module_headers.REASON: "no such queue"})
+    known = convert(MODULES.undeliverable.name, "key", {header_names.REASON: "no such queue"})
     assert known.exchange == "new.undeliverable"
-    assert headers_of(known.message) == {module_headers.REASON: "no such queue"}
+    assert headers_of(known.message) == {header_names.REASON: "no such queue"}
     died = {"x-death": [{"queue": MODULES.checkin.name, "routing-keys": ["key"]}]}
     told = headers_of(convert(MODULES.undeliverable.name, "key", died).message)
     assert told == {
-        module_headers.REASON: "delivery limit of old.checkin exceeded: no worker acknowledged it"
+        header_names.REASON: "delivery limit of old.checkin exceeded: no worker acknowledged it"
     }
 
 

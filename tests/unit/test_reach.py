@@ -18,7 +18,6 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
@@ -172,7 +171,7 @@ def test_another_queue_is_reached_by_its_binding_and_no_message_goes_round_for_e
     (back,) = distributed(unrouted(key, **{header_names.QUEUE: queue}))
     assert back.exchange == TOPOLOGY.module_queues.undeliverable.exchange.name
     headers = back.message.properties["application_headers"]
-    assert "rabbitdelay_distribution_allowed" in headers[module_headers.REASON]
+    assert "rabbitdelay_distribution_allowed" in headers[header_names.REASON]
     assert headers[header_names.ROUTING_KEY] == queue
 
 
@@ -295,7 +294,7 @@ REFUSED = {
     "no exchange": {"headers": {header_names.EXCHANGE: 5}},
     "a further key": {"headers": {"CC": ["secret"]}},
     "a hidden further key": {"headers": {"BCC": ["secret"]}},
-    "a later version": {"headers": {module_headers.VERSION: 2}},
+    "a later version": {"headers": {header_names.VERSION: 2}},
     "a later content type": {
         "properties": {"content_type": "application/vnd.rabbitdelay.envelope.2"}
     },

@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from celery_rabbitdelay.registry.decision import (
+from celery_rabbitdelay.levels.headers import (
     COPY,
     JOB,
     LIFE,
     ONCE,
     ORDER,
-    Arrival,
-    Ticket,
 )
+from celery_rabbitdelay.registry.decision import Arrival, Ticket
 from celery_rabbitdelay.registry.names import SHARDS, Names, shard_of
 
 scalars = st.one_of(

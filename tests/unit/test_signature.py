@@ -18,7 +18,6 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.attempts import Attempts, Received
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.destinations import MissingExchanges
@@ -131,7 +130,7 @@ def test_two_messages_share_a_signature_only_if_they_say_the_same(
 def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], times: int) -> None:
     signed = made(fields)
     KEYS.sign(signed)
-    later = made(fields, times=times, **{module_headers.ATTEMPTS: 3, "x-death": [], "mine": 1})
+    later = made(fields, times=times, **{header_names.ATTEMPTS: 3, "x-death": [], "mine": 1})
     assert KEYS.verify(with_signature_of(later, signed))
     assert KEYS.verify(Content.of(signed).message())
 
