@@ -139,6 +139,7 @@ class Decisions(BatchThread[_Due]):
             lambda due: names.task(due.arrival.task_id),
             lambda due: self._carry_out_all([due], [RUNS]),
             self.give,
+            self.gather_for,
             delays.settings.registry_timeout,
         )
 

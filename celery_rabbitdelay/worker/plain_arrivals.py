@@ -26,6 +26,7 @@ class PlainArrivals(Generic[DueT]):
         key_of: Returns the key of a task's record.
         run: Lets a task run.
         decide: Lets the thread decide about a task.
+        gather_for: Returns for how many seconds to wait for more tasks after a number of them.
         timeout: Seconds in which Redis has to answer.
     """
 
@@ -35,17 +36,20 @@ class PlainArrivals(Generic[DueT]):
         key_of: Callable[[DueT], str],
         run: Callable[[DueT], None],
         decide: Callable[[DueT], None],
+        gather_for: Callable[[int], float],
         timeout: float,
     ) -> None:
         self._consumer = consumer
         self._key_of = key_of
         self._run = run
         self._decide = decide
+        self._gather_for = gather_for
         self._timeout = timeout
         self._asker: Asker | None = None
         self._asked: list[DueT] = []
         self._asked_at = 0.0
         self._waiting: list[DueT] = []
+        self._gathers = False
 
     @property
     def is_open(self) -> bool:
@@ -64,7 +68,13 @@ class PlainArrivals(Generic[DueT]):
     def give(self, due: DueT) -> None:
         """Ask about a task, as soon as the question before is answered."""
         self._waiting.append(due)
-        if not self._asked:
+        if self._asked or self._gathers:
+            return
+        pause = self._gather_for(len(self._waiting))
+        if pause:
+            self._gathers = True
+            call_after(self._consumer, pause, self._ask)
+        else:
             self._ask()
 
     def close(self) -> None:
@@ -80,6 +90,7 @@ class PlainArrivals(Generic[DueT]):
             self._decide(due)
 
     def _ask(self) -> None:
+        self._gathers = False
         self._asked, self._waiting = self._waiting[:MAX_ASKED], self._waiting[MAX_ASKED:]
         if self._asker is None or not self._asked:
             return

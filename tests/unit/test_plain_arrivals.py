@@ -58,12 +58,17 @@ class Asker:
 class Asked:
     """What is asked about, and what becomes of it."""
 
-    def __init__(self, asker: Asker | None = None) -> None:
+    def __init__(self, asker: Asker | None = None, gathers: float = 0.0) -> None:
         self.loop, self.asker = Loop(), asker or Asker()
         self.ran: list[str] = []
         self.decided: list[str] = []
         self.plain: PlainArrivals[str] = PlainArrivals(
-            self.loop, "key of {}".format, self.ran.append, self.decided.append, TIMEOUT
+            self.loop,
+            "key of {}".format,
+            self.ran.append,
+            self.decided.append,
+            lambda first: gathers,
+            TIMEOUT,
         )
         self.open(self.asker)
 
@@ -86,6 +91,19 @@ def test_what_arrives_while_a_question_is_asked_is_the_next_question() -> None:
     asked.answers()
     assert asked.ran == ["a", "b", "c"]
     assert asked.decided == []
+
+
+def test_a_question_waits_for_more_tasks_if_more_may_come() -> None:
+    asked = Asked(gathers=0.25)
+    for task in "abc":
+        asked.plain.give(task)
+    [_, (seconds, ask)] = asked.loop.calls
+    assert (seconds, asked.asker.asked) == (0.25, [])
+    ask()
+    assert asked.asker.asked == [["key of a", "key of b", "key of c"]]
+    asked.answers()
+    asked.plain.give("d")
+    assert len(asked.loop.calls) == 3
 
 
 def test_a_question_is_about_a_bounded_number_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
