@@ -34,12 +34,14 @@ from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,
     discard_as_revoked,
+    has_event_loop,
     id_of,
     name_of_queue,
     prefetch_count,
     run_strategy,
 )
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
+from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
 
 logger = get_logger(__name__)
 
@@ -65,6 +67,8 @@ FORGOTTEN: Final = (
     "it is older than the registry's memory (rabbitdelay_registry_keep): whether it was cancelled, "
     "or has run, is not known any more"
 )
+
+RUNS: Final = Decision(Verdict.RUN)
 
 #: The signals about tasks that do not run.
 DISCARDED: Final = {
@@ -134,6 +138,15 @@ class Decisions(BatchThread[_Due]):
         self._breaker = Breaker()
         self._down_since: float | None = None
         self._warned_at = -WARN_EVERY
+        names = self._registry.names
+        self._plain: PlainArrivals[_Due] = PlainArrivals(
+            consumer,
+            lambda due: names.task(due.arrival.task_id),
+            lambda due: self._carry_out_all([due], [RUNS]),
+            self.give,
+            self.gather_for,
+            delays.settings.registry_timeout,
+        )
 
     @property
     def is_breaker_open(self) -> bool:
@@ -168,14 +181,31 @@ class Decisions(BatchThread[_Due]):
         arrival = Arrival.of(said, waited.due_ms or 0, queue, redelivered)
         if arrival.once and not arrival.mark:
             arrival = arrival._replace(mark=new_copy())
-        self.give(_Due(message, body, ack, go_on, waited, arrival, task, queue))
+        due = _Due(message, body, ack, go_on, waited, arrival, task, queue)
+        if self._plain.is_open and not arrival.has_options:
+            self._plain.give(due)
+        else:
+            self.give(due)
 
     def begin(self) -> None:
         """Say at the start whether Redis answers, and note since when all is tracked."""
         try:
             self._breaker.call(self._registry.index.complete_since)
+            self._open_plain()
         except RegistryUnavailable as error:
             self._failed(error)
+
+    def stop(self) -> None:
+        """End the thread; the broker delivers again what was not worked on."""
+        self._plain.close()
+        super().stop()
+
+    def _open_plain(self) -> None:
+        """Connect for the event loop, unless it is connected; called in the thread."""
+        if not self._plain.is_open and has_event_loop(self._consumer):
+            asker = self._registry.store.asker()
+            if asker is not None:
+                self.actions.add(partial(self._plain.open, asker))
 
     def work(self, batch: list[_Due]) -> None:
         """Ask about tasks, and let the event loop do what the registry says."""
@@ -212,6 +242,7 @@ class Decisions(BatchThread[_Due]):
                 for each in arrivals
             ]
         self._succeeded()
+        self._open_plain()
         return decisions
 
     def _failed(self, error: RegistryUnavailable) -> None:
