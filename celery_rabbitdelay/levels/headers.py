@@ -305,7 +305,7 @@ _KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     EXPIRATION: (is_expiration, "a number of milliseconds, as a text"),
     EARLY: (lambda value: isinstance(value, Mapping), "a table"),
     ATTEMPTS: (partial(is_int, least=1, most=MAX_COUNT), "a count"),
-    FAILED_SINCE: _INSTANT,
+    FAILED_SINCE: (partial(is_int, least=1, most=MAX_DUE_MS), _INSTANT[1]),
     FIRST_REASON: _TEXT,
     REASON: _TEXT,
     REDRIVEN: (partial(is_int, least=0, most=MAX_COUNT), "a count"),
@@ -415,5 +415,8 @@ def is_own(name: str | bytes) -> bool:
 
 def shortened(value: object) -> str:
     """Return what a value looks like, in few characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # anybody may have nested it a thousand deep
+        text = f"a {type(value).__name__} that is nested too deep"
     return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."

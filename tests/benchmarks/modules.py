@@ -28,10 +28,12 @@ import amqp
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_ENVELOPE_MESSAGES, Envelope, Item
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
@@ -74,9 +76,10 @@ def message(keys: SigningKeys | None = None, **headers: Any) -> amqp.Message:
 
 
 def signed(message: amqp.Message, keys: SigningKeys | None) -> amqp.Message:
-    if keys is not None:
-        keys.sign(message)
-    return message
+    if keys is None:
+        return message
+    headers, _ = parse(headers_of(message))
+    return keys.sign(WaitingMessage.of(message, headers)).amqp()
 
 
 class Bench:

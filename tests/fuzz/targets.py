@@ -34,6 +34,7 @@ from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content
+from tests.unit.waiting import waiting
 
 TOPOLOGY: Final = Topology("f", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
 MODULES: Final = TOPOLOGY.module_queues
@@ -116,8 +117,8 @@ def _depth(value: Any) -> int:
 def _refused(message: amqp.Message, reason: str) -> None:
     """Assert that a refused message gets to ``undeliverable``, as it is or bare."""
     info: Any = message.delivery_info
-    outgoing = Outgoing(info["exchange"], info["routing_key"], message)
-    _check([to_undeliverable(UNDELIVERABLE, outgoing, reason, headers_of(message))], None)
+    outgoing = Outgoing(info["exchange"], info["routing_key"], waiting(message))
+    _check([to_undeliverable(UNDELIVERABLE, outgoing, reason)], None)
 
 
 def check_in(given: bytes) -> None:
@@ -173,7 +174,7 @@ def undeliverable(given: bytes) -> None:
         return
     assert redriven.reroute is not None
     _check([redriven], ALLOWED)
-    headers = headers_of(redriven.message)
+    headers = redriven.message.headers.to_headers()
     if message.properties.get("content_type") != CONTENT_TYPE:
         exchange, key = headers["rabbitdelay-exchange"], headers["rabbitdelay-routing-key"]
         assert ALLOWED.includes(exchange, key)

@@ -113,7 +113,11 @@ def test_what_is_not_signed_by_this_key_is_undeliverable(
     queue(connection.default_channel).declare()
     told = {headers.DUE: 5, headers.EXCHANGE: queue.exchange.name, headers.ROUTING_KEY: "a"}
     for keys in (None, SigningKeys(FOREIGN), SigningKeys(NEW)):
-        signature = None if keys is None else keys.signature(told, {"correlation_id": "1"}, b"")
+        signature = (
+            None
+            if keys is None
+            else keys.signature(b"", {"correlation_id": "1"}, headers.parse(told)[0])
+        )
         signed = {} if signature is None else {headers.SIGNATURE: signature}
         publish(connection, signing, {**told, **signed}, correlation_id="1")
         # The same signature is of no use for anything else.

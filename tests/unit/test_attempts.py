@@ -32,6 +32,7 @@ from tests.unit.consumer_model import (
     pending,
     reason,
 )
+from tests.unit.waiting import waiting
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_a_message_goes_to_its_destination_and_is_tried_there_once(
     outgoing = for_exchange(mine=1)
     publication = consumer.publish(outgoing)
     assert publication.address() == ("office", "paper")
-    assert publication.content == Content.of(outgoing.message)
+    assert publication.content == Content.of(outgoing.message.amqp())
     assert publication.deadline == 5.0 + TIMEOUT
     assert publication.single_attempt
     assert pending(publication) == 1
@@ -239,7 +240,9 @@ def test_what_undeliverable_never_takes_goes_there_without_headers_and_then_by_t
 ) -> None:
     told = {header_names.REASON: "why", "CC": "no list"}
     publication = consumer.publish(
-        Outgoing("rabbitdelay.undeliverable", "k", amqp.Message(b"x", application_headers=told))
+        Outgoing(
+            "rabbitdelay.undeliverable", "k", waiting(amqp.Message(b"x", application_headers=told))
+        )
     )
     bare = consumer.answer(publication, REFUSED)
     assert bare.address() == ("rabbitdelay.undeliverable", "")

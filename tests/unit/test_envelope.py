@@ -241,10 +241,10 @@ def test_distribution_gives_each_message_its_own_and_what_all_share() -> None:
     first, second = distributed(_message(held, **where))
     assert (first.exchange, first.routing_key) == ("office", "paper")
     assert (first.message.body, second.message.body) == (b"one", b"two")
-    found = first.message.properties["application_headers"]
+    found = first.message.headers.to_headers()
     assert found == {"task": "t", "id": "1", headers.DUE: 5}
-    assert first.message.properties["content_type"] == "application/json"
-    assert [each.message.properties["priority"] for each in (first, second)] == [0, 2]
+    assert first.message.amqp().properties["content_type"] == "application/json"
+    assert [each.message.amqp().properties["priority"] for each in (first, second)] == [0, 2]
 
 
 def test_distribution_refuses_what_it_cannot_open_or_send() -> None:

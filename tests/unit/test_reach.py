@@ -16,6 +16,7 @@ from celery_rabbitdelay.app.destinations import checkin_destinations, distributi
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.generation import GENERATIONS
+from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
@@ -170,7 +171,7 @@ def test_another_queue_is_reached_by_its_binding_and_no_message_goes_round_for_e
     # If nothing is bound there, it comes back by the alternate exchange.
     (back,) = distributed(unrouted(key, **{header_names.QUEUE: queue}))
     assert back.exchange == TOPOLOGY.module_queues.undeliverable.exchange.name
-    headers = back.message.properties["application_headers"]
+    headers = back.message.headers.to_headers()
     assert "rabbitdelay_distribution_allowed" in headers[header_names.REASON]
     assert headers[header_names.ROUTING_KEY] == queue
 
@@ -195,7 +196,7 @@ def test_a_message_that_finds_no_queue_leaves_the_levels_for_it_again() -> None:
     key = TOPOLOGY.route(5, "other").routing_key
     (outgoing,) = distributed(unrouted(key))
     assert outgoing.trouble == "no queue 'other' is bound to rabbitdelay.delivery"
-    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, {}, outgoing.trouble)
+    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, DelayHeaders(), outgoing.trouble)
     assert later.routing_key.endswith(".other")
 
 
@@ -209,8 +210,8 @@ def test_a_message_that_finds_no_queue_keeps_its_priority_in_classic_levels(
     message.properties["priority"] = 9
     (outgoing,) = Distribution(topology, reach=KNOWN).receive(message)
     assert outgoing.trouble is not None
-    later = Redelivery(topology, 60).after_failure(outgoing, {}, outgoing.trouble)
-    assert later.message.properties["priority"] == waits_as
+    later = Redelivery(topology, 60).after_failure(outgoing, DelayHeaders(), outgoing.trouble)
+    assert later.message.amqp().properties["priority"] == waits_as
 
 
 LONG = "q" * 200
@@ -260,7 +261,9 @@ def test_a_message_that_finds_no_queue_goes_nowhere_else_even_if_it_is_early(
     distribution = Distribution(
         TOPOLOGY, EarlyMessages(TOPOLOGY, 0).put_back, reach=KNOWN, bounds=bounds
     )
-    with pytest.raises(UnprocessableMessage, match="its routing key is for the queue"):
+    with pytest.raises(
+        UnprocessableMessage, match=r"its routing key is for the queue|, not a queue's name"
+    ):
         list(distribution.receive(message))
 
 

@@ -25,6 +25,7 @@ from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.publishing.signature import SigningKeys
+from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology("p", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
 CHECKIN = TOPOLOGY.module_queues.checkin
@@ -71,7 +72,7 @@ def redrive(
 
 
 def told(outgoing: Outgoing) -> dict[str, Any]:
-    found: dict[str, Any] = outgoing.message.properties["application_headers"]
+    found: dict[str, Any] = outgoing.message.headers.to_headers()
     return found
 
 
@@ -107,7 +108,7 @@ def test_a_task_goes_straight_to_its_queue_with_its_own_headers() -> None:
     outgoing = redrive(straight(**own, **left), properties={"priority": 3, "reply_to": "r"})
     assert (outgoing.exchange, outgoing.routing_key) == ("p.delivery", "0.0.reports")
     assert told(outgoing) == straight(**own, **{header_names.REDRIVEN: 1})
-    properties = outgoing.message.properties
+    properties = outgoing.message.amqp().properties
     assert (properties["priority"], properties["reply_to"]) == (3, "r")
     assert properties["delivery_mode"] == 2
     assert outgoing.message.body == b"body"
@@ -173,7 +174,7 @@ def test_a_high_priority_waits_as_a_lower_one_in_quorum_queues(queue_type: Any) 
     topology = Topology("p", TOPOLOGY.layout, queue_type)
     outgoing = redrive(straight(), properties={"priority": 9}, topology=topology)
     is_quorum = queue_type == "quorum"
-    assert outgoing.message.properties["priority"] == (4 if is_quorum else 9)
+    assert outgoing.message.amqp().properties["priority"] == (4 if is_quorum else 9)
     assert told(outgoing).get(headers.PRIORITY) == (9 if is_quorum else None)
     word = encode_destination(DISTRIBUTION) if is_quorum else "reports"
     assert outgoing.routing_key == f"0.0.{word}"
@@ -247,7 +248,7 @@ def test_what_check_in_has_refused_goes_nowhere_else_without_the_operator_s_word
     check_in.admit(message)
     with pytest.raises(UnprocessableMessage) as refused:
         list(check_in.receive(message))
-    outgoing = Outgoing(CHECKIN.exchange.name, key, message)
+    outgoing = Outgoing(CHECKIN.exchange.name, key, waiting(message))
     given = told(to_undeliverable("p.undeliverable", outgoing, refused.value.reason))
     options: dict[str, Any] = {"key": key, "signing_keys": keys}
     with pytest.raises(UnprocessableMessage, match="not one that check-in may reach"):
@@ -255,7 +256,7 @@ def test_what_check_in_has_refused_goes_nowhere_else_without_the_operator_s_word
     # By what it says, as check-in does; and by what the operator says.
     for more in ({"checkin_allowed": ALLOWED}, {"checkin_allowed": public, "to": "reports"}):
         redriven = redrive(given, **more, **options)
-        assert keys.verify(redriven.message)
+        assert keys.verifies(*redriven.message)
 
 
 def test_a_task_that_check_in_has_accepted_keeps_a_header_of_its_own() -> None:
@@ -397,7 +398,7 @@ def test_all_messages_of_an_envelope_can_go_to_one_queue() -> None:
     items = (Item(b"1", {"id": "1", headers.EXCHANGE: "other"}), Item(b"2", {"id": "2"}))
     outgoing = envelope(*items, shared={headers.ROUTING_KEY: "x"}, to="aside", given={})
     assert told(outgoing)[headers.ROUTING_KEY] == "aside"
-    read = Envelope.unpack(outgoing.message.body)  # type: ignore[arg-type]
+    read = Envelope.unpack(outgoing.message.body)
     assert read.headers == {}
     assert read.items == (Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"}))
 

@@ -93,7 +93,7 @@ def test_it_goes_back_into_the_levels_as_it_is_with_growing_pauses(
         outgoing = redelivery.until_upgraded(message, "it is of a later version")
         assert outgoing.reroute is not None
         assert outgoing.exchange in {each.name for each in TOPOLOGY.exchanges}
-        message = outgoing.message
+        message = outgoing.message.amqp()
         headers = dict(message.properties["application_headers"])
         assert headers.pop(header_names.ATTEMPTS) == attempt
         for name in ("FAILED_SINCE", "FIRST_REASON", "REASON"):
@@ -104,7 +104,7 @@ def test_it_goes_back_into_the_levels_as_it_is_with_growing_pauses(
         assert message.properties.get("content_type") == before.properties.get("content_type")
     outgoing = redelivery.until_upgraded(message, "it is of a later version")
     assert outgoing.exchange == MODULES.undeliverable.exchange.name
-    found = examine(outgoing.message.properties["application_headers"], TOPOLOGY)
+    found = examine(outgoing.message.headers.to_headers(), TOPOLOGY)
     assert "later version" in found.reason
     assert "145 attempts" in found.reason
 
@@ -118,7 +118,7 @@ def test_a_high_priority_never_waits_in_quorum_levels(destination: str, is_early
         message = later_message(LATER[0], **headers)
         message.properties["priority"] = 9
         redelivery = Redelivery(topology, 86_400, now_ns=lambda: now_ms * 1_000_000)
-        found = redelivery.until_upgraded(message, "later", destination).message.properties
+        found = redelivery.until_upgraded(message, "later", destination).message.amqp().properties
         return found["priority"], found["application_headers"].get(header_names.PRIORITY)
 
     assert waiting(TOPOLOGY) == (4, 9)
@@ -132,13 +132,13 @@ def test_one_that_is_early_waits_until_it_is_due_and_that_is_no_attempt() -> Non
     redelivery = Redelivery(TOPOLOGY, 0, now_ns=lambda: (NOW_MS - 3_600_000) * 1_000_000)
     outgoing = redelivery.until_upgraded(later_message(LATER[0]), "later")
     assert outgoing.exchange == "rabbitdelay.hours.x1"
-    assert header_names.ATTEMPTS not in outgoing.message.properties["application_headers"]
+    assert header_names.ATTEMPTS not in outgoing.message.headers.to_headers()
 
 
 def test_without_redelivery_it_is_undeliverable_at_once_with_its_headers() -> None:
     redelivery = Redelivery(TOPOLOGY, 0, now_ns=lambda: NOW_MS * 1_000_000)
     outgoing = redelivery.until_upgraded(later_message(LATER[0]), "because it is later")
-    headers = outgoing.message.properties["application_headers"]
+    headers = outgoing.message.headers.to_headers()
     assert headers["rabbitdelay-new"] == [1]
     assert headers[header_names.REASON] == "because it is later"
     assert outgoing.exchange == MODULES.undeliverable.exchange.name
@@ -160,7 +160,7 @@ def test_it_meditates_on_unopened(given_as: dict[str, Any]) -> None:
     (outgoing,) = CheckIn(TOPOLOGY, lambda exchange, key: False).receive(message)
     assert (outgoing.exchange, outgoing.routing_key) == (MODULES.meditation.exchange.name, "q")
     for name in ("application_headers", "content_type"):
-        assert outgoing.message.properties.get(name) == message.properties.get(name)
+        assert outgoing.message.amqp().properties.get(name) == message.properties.get(name)
 
 
 @pytest.mark.parametrize("given_as", LATER)
