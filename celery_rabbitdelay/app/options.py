@@ -9,13 +9,7 @@ from typing import Any, Final, NamedTuple, Self
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
 from celery_rabbitdelay.levels.delay import Delay
-from celery_rabbitdelay.levels.headers import (
-    COPY,
-    JOB,
-    JOB_ID,
-    KEY,
-    ONCE,
-)
+from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE
 from celery_rabbitdelay.registry.decision import Ticket
 
 #: The options of a send that the registry takes, and the type of each. Celery drops an option that

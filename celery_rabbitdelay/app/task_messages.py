@@ -17,12 +17,7 @@ from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.headers import (
-    COPY,
-    KEY,
-    LIFE,
-    ORDER,
-)
+from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
 from celery_rabbitdelay.publishing.message import WaitingMessage

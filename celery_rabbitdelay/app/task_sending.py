@@ -31,12 +31,7 @@ from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, Unknow
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
 from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY
-from celery_rabbitdelay.registry.decision import (
-    UNKNOWN_LIFE,
-    Ticket,
-    attempt_of,
-    new_copy,
-)
+from celery_rabbitdelay.registry.decision import UNKNOWN_LIFE, Ticket, attempt_of, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Registration, Registry
 

@@ -23,20 +23,9 @@ from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.stored_message import restored
 from celery_rabbitdelay.app.task_sending import register_sent
-from celery_rabbitdelay.exceptions import (
-    JobClosed,
-    NotTracked,
-    PublishError,
-    RegistryUnavailable,
-)
+from celery_rabbitdelay.exceptions import JobClosed, NotTracked, PublishError, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
-from celery_rabbitdelay.levels.headers import (
-    COMMITTED,
-    COPY,
-    JOB,
-    JOB_ID,
-    DelayHeaders,
-)
+from celery_rabbitdelay.levels.headers import COMMITTED, COPY, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer

@@ -17,11 +17,7 @@ from celery_rabbitdelay.command.context import BROKER_ERRORS, fail, json_option
 from celery_rabbitdelay.command.topology_options import topology_of, topology_options
 from celery_rabbitdelay.exceptions import LayoutConflict, TopologyInUse, TopologyNotEmpty
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.declare import (
-    Declared,
-    declare_everything,
-    missing_entities,
-)
+from celery_rabbitdelay.operations.declare import Declared, declare_everything, missing_entities
 from celery_rabbitdelay.operations.delete import Contents, contents_of, delete_everything
 from celery_rabbitdelay.operations.progress_bar import progress_bar
 from celery_rabbitdelay.publishing.declaration import refuse_to_lose

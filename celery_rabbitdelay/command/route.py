@@ -11,11 +11,7 @@ import click
 from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command.context import delays_of, json_option
-from celery_rabbitdelay.command.topology_options import (
-    delay_type,
-    topology_of,
-    topology_options,
-)
+from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
 from celery_rabbitdelay.levels.delay_text import TAKES, written
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.route import ExplainedRoute, explain

@@ -14,6 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self, TypeGuard
 
+from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS
 
 #: The instant at which the task may start: int, milliseconds since 1970-01-01 UTC.
@@ -93,6 +94,19 @@ REDELIVERED: Final = "rabbitdelay-redelivered"
 #: The delay that a client of check-in asks for: milliseconds, an integer or a numeric text. It is
 #: the header of the delayed-message-exchange plugin.
 X_DELAY: Final = "x-delay"
+
+#: The latest version of the messages' format that this version of the package reads. A message says
+#: by its header :data:`VERSION` which one it needs; only a version that needs another number writes
+#: the header. Raise it when an older worker would do the wrong thing with a message; see
+#: docs/explanation/versions.md.
+MESSAGE_VERSION: Final = 1
+
+#: The content types of all that this package has ever made, or will make, begin with this; those of
+#: envelopes, messages with many tasks, go on with the second, and a number, which is the version of
+#: their format.
+OWN_CONTENT_TYPES: Final = "application/vnd.rabbitdelay."
+ENVELOPES: Final = f"{OWN_CONTENT_TYPES}envelope."
+ENVELOPE: Final = f"{ENVELOPES}1"
 
 #: The prefix of all our own headers.
 OWN_PREFIX: Final = "rabbitdelay-"
@@ -363,6 +377,53 @@ def unopened(headers: Mapping[str, Any]) -> DelayHeaders:
     """
     parsed, _ = parse(headers)
     return parsed._replace(others={n: v for n, v in headers.items() if n not in BROKER_HEADERS})
+
+
+def later_version(headers: Mapping[str, Any], content_type: object) -> str | None:
+    """Return why this version of the package cannot read a message; None if it can.
+
+    Messages wait for years, and the workers of a fleet may be of two versions. A message of a later
+    one goes back into the levels, unopened, until a worker of that version receives it; see
+    :meth:`.Redelivery.until_upgraded`. A value of the header that no version writes counts as later
+    too: nothing is opened by guess.
+
+    Args:
+        headers: The message's headers; anybody may have written them.
+        content_type: Its property ``content_type``.
+    """
+    version = headers.get(VERSION, MESSAGE_VERSION)
+    if not is_int(version, 1, MESSAGE_VERSION):
+        return (
+            f"it needs a later version of celery_rabbitdelay: its header {VERSION} is "
+            f"{shortened(version)}, and this version reads messages up to {MESSAGE_VERSION}"
+        )
+    is_own = isinstance(content_type, str) and content_type.startswith(OWN_CONTENT_TYPES)
+    if is_own and content_type != ENVELOPE:
+        return (
+            "it needs a later version of celery_rabbitdelay: its content type is "
+            f"{shortened(content_type)}, and this version opens {ENVELOPE!r}"
+        )
+    return None
+
+
+def refuse_later_version(headers: Mapping[str, Any], content_type: object) -> None:
+    """Raise :class:`.LaterVersion` if only a later version can read a message."""
+    why = later_version(headers, content_type)
+    if why is not None:
+        raise LaterVersion(why)
+
+
+def refuse_sender_selected(headers: Mapping[str, Any]) -> None:
+    """Refuse a message whose headers name further routing keys.
+
+    Raises:
+        UnprocessableMessage: It has such a header.
+    """
+    for name in SENDER_SELECTED:
+        if name in headers:
+            raise UnprocessableMessage(
+                f"it has the header {name}, by which it could reach any queue"
+            )
 
 
 def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:

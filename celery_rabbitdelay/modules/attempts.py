@@ -27,8 +27,7 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
-from celery_rabbitdelay.modules.version import LaterVersionWarning
-from celery_rabbitdelay.modules.warning_limit import WarningLimit
+from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning, WarningLimit
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content

@@ -17,12 +17,18 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import DelayHeaders, of_client, shortened
+from celery_rabbitdelay.levels.headers import (
+    OWN_CONTENT_TYPES,
+    DelayHeaders,
+    later_version,
+    of_client,
+    refuse_sender_selected,
+    shortened,
+)
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import refuse_sender_selected, where_in_words
+from celery_rabbitdelay.modules.allowed import where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
-from celery_rabbitdelay.modules.version import OWN_CONTENT_TYPES, later_version
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
 

@@ -8,19 +8,18 @@ from typing import Any, Final
 
 import amqp
 
-from celery_rabbitdelay.exceptions import (
-    InvalidEnvelope,
-    RegistryUnavailable,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import InvalidEnvelope, RegistryUnavailable, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import (
     COMMITTED,
+    ENVELOPE,
     JOB,
     JOB_ID,
     DelayHeaders,
     parse,
+    refuse_later_version,
+    refuse_sender_selected,
     shortened,
 )
 from celery_rabbitdelay.levels.routing_key import (
@@ -29,17 +28,10 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import (
-    ANYWHERE,
-    Reach,
-    not_allowed,
-    refuse_sender_selected,
-    where_in_words,
-)
+from celery_rabbitdelay.modules.allowed import ANYWHERE, Reach, not_allowed, where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Item, Opened
+from celery_rabbitdelay.modules.envelope import Item, Opened
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
-from celery_rabbitdelay.modules.version import refuse_later_version
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
@@ -132,7 +124,7 @@ class Distribution:
             yield self._returned(received, queue, delivery)._replace(is_vouched=False)
             return
         is_vouched = self._is_vouched(received)
-        is_envelope = message.properties.get("content_type") == CONTENT_TYPE
+        is_envelope = message.properties.get("content_type") == ENVELOPE
         if unrouted is not None:
             self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
         if COMMITTED in headers.registry:

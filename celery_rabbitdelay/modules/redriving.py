@@ -17,26 +17,24 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import (
+    ENVELOPE,
     MAX_PRIORITY,
     UNREADABLE,
     DelayHeaders,
     of_client,
     parse,
+    refuse_later_version,
+    refuse_sender_selected,
     shortened,
 )
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import (
-    AllowedDestinations,
-    refuse_sender_selected,
-    where_in_words,
-)
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.checkin import client_delay_ms
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.intended import Intended, intended, never_accepted
-from celery_rabbitdelay.modules.version import refuse_later_version
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 
@@ -123,7 +121,7 @@ class Redriving:
         said, _ = parse(headers)
         due_ms, due = self._due(said, headers, is_new)
         destination: Intended | None = None
-        if message.properties.get("content_type") == CONTENT_TYPE:
+        if message.properties.get("content_type") == ENVELOPE:
             if is_new:
                 raise UnprocessableMessage("it is an envelope, which clients may not check in")
             received, own = self._envelope(received, said)

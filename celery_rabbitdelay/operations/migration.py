@@ -15,24 +15,23 @@ import amqp
 from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import (
-    SameTopology,
-    TopologyIncomplete,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import SameTopology, TopologyIncomplete, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import UNREADABLE, shortened
+from celery_rabbitdelay.levels.headers import (
+    UNREADABLE,
+    later_version,
+    refuse_sender_selected,
+    shortened,
+)
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import refuse_sender_selected
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.operations.destinations import Destinations, Place
 from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.publishing.declaration import (

@@ -18,11 +18,7 @@ from celery_rabbitdelay.app.destinations import (
     configured_destinations,
     configured_queues,
 )
-from celery_rabbitdelay.exceptions import (
-    InvalidDelay,
-    InvalidDestination,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology

@@ -10,9 +10,6 @@ import amqp
 
 from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, unopened
 
-#: The ``content_type`` properties of envelopes, messages with many tasks, begin with this.
-ENVELOPES: Final = "application/vnd.rabbitdelay.envelope."
-
 #: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
 DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
 

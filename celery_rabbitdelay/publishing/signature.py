@@ -15,8 +15,8 @@ from hashlib import sha256
 from typing import Any, Final, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidSigningKey
-from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.publishing.message import ENVELOPES, WaitingMessage
+from celery_rabbitdelay.levels.headers import ENVELOPES, DelayHeaders
+from celery_rabbitdelay.publishing.message import WaitingMessage
 
 #: Minimum bytes of a key: as many as the hash has (https://www.rfc-editor.org/rfc/rfc2104#section-3).
 MIN_KEY_BYTES: Final = 32

@@ -12,23 +12,12 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.instruments import (
-    CANCELLED,
-    DUPLICATES,
-    EXPIRED,
-    RETURNED,
-    SUPERSEDED,
-)
+from celery_rabbitdelay.app.instruments import CANCELLED, DUPLICATES, EXPIRED, RETURNED, SUPERSEDED
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.headers import ONCE, DelayHeaders
 from celery_rabbitdelay.registry.breaker import Breaker
-from celery_rabbitdelay.registry.decision import (
-    Arrival,
-    Decision,
-    Verdict,
-    new_copy,
-)
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict, new_copy
 from celery_rabbitdelay.worker.arrivals import record_lateness
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (

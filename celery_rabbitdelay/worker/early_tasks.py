@@ -21,7 +21,7 @@ from kombu import Message
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.modules.early import EarlyWarning, early_ms
-from celery_rabbitdelay.modules.version import LaterVersionWarning
+from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,

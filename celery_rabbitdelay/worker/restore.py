@@ -12,8 +12,7 @@ from kombu import Message
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.instruments import EARLY, TAKEN_OVER
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.modules.version import later_version
+from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
 from celery_rabbitdelay.worker.arrivals import Arrivals, record_lateness
 from celery_rabbitdelay.worker.celery_internals import id_of, name_of_queue
 from celery_rabbitdelay.worker.decisions import Decisions

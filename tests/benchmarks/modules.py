@@ -28,9 +28,9 @@ import amqp
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import parse
+from celery_rabbitdelay.levels.headers import ENVELOPE, parse
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_ENVELOPE_MESSAGES, Envelope, Item
+from celery_rabbitdelay.modules.envelope import MAX_ENVELOPE_MESSAGES, Envelope, Item
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
@@ -174,7 +174,7 @@ def one_round(bench: Bench) -> dict[str, float]:
     rates["distribution (messages/s)"] = bench.rate("distribution", end, MESSAGES)
 
     held = Envelope(tuple(Item(BODY, {"id": str(each)}) for each in range(1000)))
-    letter = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
+    letter = amqp.Message(held.pack(), content_type=ENVELOPE, application_headers=told)
     signed(letter, bench.keys)
     publish(bench.connection, ((exchange, key, letter) for _ in range(MESSAGES // 1000)))
     rates["distribution, enveloped (tasks/s)"] = bench.rate("distribution", end, MESSAGES)
@@ -193,7 +193,7 @@ def unpacking(bench: Bench) -> None:
     held = Envelope(
         tuple(Item(b"x" * 50, {"id": str(each)}) for each in range(MAX_ENVELOPE_MESSAGES))
     )
-    letter = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
+    letter = amqp.Message(held.pack(), content_type=ENVELOPE, application_headers=told)
     signed(letter, bench.keys)
     look = bench.app.tasks["look"]
     with bench.worker("distribution") as worker:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import amqp
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -19,14 +20,7 @@ from celery_rabbitdelay.modules.bounds import MAX_DEPTH, Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
-from celery_rabbitdelay.modules.envelope import (
-    CONTENT_TYPE,
-    Envelope,
-    Item,
-    Opened,
-    compressed,
-    length_prefixed,
-)
+from celery_rabbitdelay.modules.envelope import Envelope, Item, Opened, compressed, length_prefixed
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.redriving import Redriving
@@ -175,7 +169,7 @@ def undeliverable(given: bytes) -> None:
     assert redriven.reroute is not None
     _check([redriven], ALLOWED)
     headers = redriven.message.headers.to_headers()
-    if message.properties.get("content_type") != CONTENT_TYPE:
+    if message.properties.get("content_type") != ENVELOPE:
         exchange, key = headers["rabbitdelay-exchange"], headers["rabbitdelay-routing-key"]
         assert ALLOWED.includes(exchange, key)
         assert headers.get("rabbitdelay-queue", "allowed") == "allowed"
@@ -226,7 +220,7 @@ def _seeds() -> list[bytes]:
         (Item(b"body", {"id": "a"}, {"priority": 1}),), {"lang": "py"}, {"type": "t"}
     ).pack()
     bound = _message(packed, **told)
-    bound.properties["content_type"] = CONTENT_TYPE
+    bound.properties["content_type"] = ENVELOPE
     death = {
         "queue": MODULES.checkin.name,
         "exchange": MODULES.checkin.exchange.name,

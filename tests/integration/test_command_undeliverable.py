@@ -16,8 +16,9 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.publishing.message import body_of
 from celery_rabbitdelay.publishing.wire import Content
 from tests.integration.arrivals import count, take, wait_until_waiting
@@ -57,7 +58,7 @@ def name(connection: Connection, shop: Any, topology: Topology) -> str:
         amqp.Message(
             Envelope((item, item)).pack(),
             application_headers=straight("elsewhere", own=b"\xff"),
-            content_type=CONTENT_TYPE,
+            content_type=ENVELOPE,
             delivery_mode=2,
         ),
         message("stranger", {header_names.QUEUE: "secret"}),

@@ -34,11 +34,7 @@ from celery_rabbitdelay.operations.permissions import (
     rights,
     topic_rights,
 )
-from celery_rabbitdelay.publishing.declaration import (
-    bind_destination,
-    declare,
-    declare_destination,
-)
+from celery_rabbitdelay.publishing.declaration import bind_destination, declare, declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT

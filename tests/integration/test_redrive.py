@@ -13,9 +13,10 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.operations import undeliverable_reader
 from celery_rabbitdelay.operations.purge import purge
@@ -221,12 +222,12 @@ def test_forged_headers_reach_nothing(
             content_type=content_type,
         )
         for each, content_type in (
-            (inner, CONTENT_TYPE),
-            (copied, CONTENT_TYPE),
+            (inner, ENVELOPE),
+            (copied, ENVELOPE),
             (Item(b"fine"), "application/vnd.rabbitdelay.envelope.2"),
         )
     ]
-    broken = amqp.Message(b"no envelope", content_type=CONTENT_TYPE)
+    broken = amqp.Message(b"no envelope", content_type=ENVELOPE)
     messages = [message("x", each) for each in forged] + [*envelopes, broken]
     name = put(connection, topology, *messages)
     put(connection, topology, message("x", {}), routing_key=f"0.0.{secret.name}")
@@ -364,7 +365,7 @@ def test_attempts_are_counted_through_distribution(
         amqp.Message(
             Envelope((item,)).pack(),
             application_headers={header_names.DUE: 5, **gone},
-            content_type=CONTENT_TYPE,
+            content_type=ENVELOPE,
             delivery_mode=2,
         ),
     )

@@ -34,13 +34,7 @@ from tests.integration.arrivals import take
 from tests.integration.conftest import SHORT
 from tests.integration.management import wait_until_managed
 from tests.integration.shop import PATIENCE, make_app, named
-from tests.integration.tls import (
-    certificates,
-    tls_configuration,
-    tls_node,
-    tls_redis,
-    tls_shop,
-)
+from tests.integration.tls import certificates, tls_configuration, tls_node, tls_redis, tls_shop
 from tests.integration.worker import Worker, run_celery
 from tests.json_schemas import checked
 

@@ -27,14 +27,7 @@ from tests.integration.faults import (
     unbound_digit,
     without_queue,
 )
-from tests.integration.management import (
-    Place,
-    codes_of,
-    node,
-    place,
-    place_on,
-    wait_until_managed,
-)
+from tests.integration.management import Place, codes_of, node, place, place_on, wait_until_managed
 
 __all__ = ["node", "place"]
 

@@ -10,11 +10,11 @@ import pytest
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     encoded,
@@ -292,7 +292,7 @@ def test_the_reason_of_a_refusal_names_what_was_found_and_the_way_out(
         ({"application_headers": {"x-delay": 1, "CC": ["secret"]}}, "header CC"),
         ({"application_headers": {"BCC": ["secret"]}}, "header BCC"),
         ({"application_headers": {"x-delay": 1, headers.EXCHANGE: 5}}, "not an exchange's name"),
-        ({"content_type": CONTENT_TYPE, "application_headers": {"x-delay": 1}}, "an envelope"),
+        ({"content_type": ENVELOPE, "application_headers": {"x-delay": 1}}, "an envelope"),
         ({"key": "secret"}, "may not reach"),
         ({"exchange": "t.meditated"}, "from meditation, but"),
     ],

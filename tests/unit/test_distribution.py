@@ -11,19 +11,13 @@ import pytest
 from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMessage
 from celery_rabbitdelay.levels import delay
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import (
-    COMMITTED,
-    COPY,
-    JOB,
-    JOB_ID,
-    ONCE,
-)
+from celery_rabbitdelay.levels.headers import COMMITTED, COPY, ENVELOPE, JOB, JOB_ID, ONCE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, _Items
+from celery_rabbitdelay.modules.envelope import Envelope, Item, _Items
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import task_id_of
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
@@ -40,9 +34,7 @@ QUEUE = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
 
 def letter(*items: Item, **told: str) -> amqp.Message:
     headers = {header_names.DUE: DUE, **told}
-    return amqp.Message(
-        Envelope(items).pack(), content_type=CONTENT_TYPE, application_headers=headers
-    )
+    return amqp.Message(Envelope(items).pack(), content_type=ENVELOPE, application_headers=headers)
 
 
 def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself() -> None:
@@ -309,14 +301,14 @@ def test_an_envelope_whose_tasks_all_wait_for_their_job_goes_back_as_a_whole(
         # While the levels do not take it, its route is computed anew.
         assert later.reroute is not None
         assert later.message.body == message.body
-        assert later.message.amqp().properties["content_type"] == CONTENT_TYPE
+        assert later.message.amqp().properties["content_type"] == ENVELOPE
         assert later.message.headers.to_headers() == {header_names.DUE: DUE, **QUEUE}
 
 
 def test_cancelled_tasks_wait_in_their_envelope_with_those_whose_job_is_open() -> None:
     registry = Registry(Decision(Verdict.CANCELLED), ITS_JOB_IS_OPEN, Decision(Verdict.SUPERSEDED))
     (later,) = registry.distributed(tasks(3))
-    assert later.message.amqp().properties["content_type"] == CONTENT_TYPE
+    assert later.message.amqp().properties["content_type"] == ENVELOPE
 
 
 def test_the_envelope_waits_until_the_first_of_its_tasks_asks_again(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import PutBack
+from celery_rabbitdelay.levels.headers import ENVELOPE, PutBack
 from celery_rabbitdelay.levels.layout import clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -25,7 +25,6 @@ from celery_rabbitdelay.modules.early import (
     early_ms,
     pause_ms,
 )
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta
 from celery_rabbitdelay.worker.restore import restore
 from tests.unit.broker_model import BrokerModel
@@ -78,7 +77,7 @@ def test_a_message_goes_back_for_the_rest_and_less_than_a_tick(rest_ms: int, tic
     assert walk.delivered_to == {topology.module_queues.distribution.name}
 
 
-@pytest.mark.parametrize("content_type", ["application/json", CONTENT_TYPE])
+@pytest.mark.parametrize("content_type", ["application/json", ENVELOPE])
 def test_it_goes_back_as_it_came_but_for_what_the_broker_added(content_type: str) -> None:
     message = due_in(5000, **{"x-death": [{"queue": "rabbitdelay.seconds.5"}], "x-mine": 1})
     message.properties["content_type"] = content_type

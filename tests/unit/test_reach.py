@@ -16,14 +16,14 @@ from celery_rabbitdelay.app.destinations import checkin_destinations, distributi
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.generation import GENERATIONS
-from celery_rabbitdelay.levels.headers import DelayHeaders
+from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from tests.unit.strategies import destinations
 
@@ -270,7 +270,7 @@ def test_a_message_that_finds_no_queue_goes_nowhere_else_even_if_it_is_early(
 def test_an_envelope_is_not_opened_that_is_sent_to_a_queue() -> None:
     message = amqp.Message(
         Envelope((Item(b"x", to("office", "paper")),)).pack(),
-        content_type=CONTENT_TYPE,
+        content_type=ENVELOPE,
         application_headers=to("", "known"),
     )
     message.delivery_info = unrouted(TOPOLOGY.route(5, "known").routing_key).delivery_info
@@ -316,6 +316,6 @@ def test_of_an_envelope_with_something_forbidden_nothing_is_published(
     else:
         headers = {**shared.headers, **said.get("headers", {})}
         envelope = Envelope((sound,), headers, said.get("properties", {}))
-    message = amqp.Message(envelope.pack(), content_type=CONTENT_TYPE, application_headers={})
+    message = amqp.Message(envelope.pack(), content_type=ENVELOPE, application_headers={})
     with pytest.raises((UnprocessableMessage, LaterVersion)):
         next(distributed(message))

@@ -14,14 +14,14 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import delay, headers
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import UNREADABLE
+from celery_rabbitdelay.levels.headers import ENVELOPE, UNREADABLE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.publishing.signature import SigningKeys
@@ -354,7 +354,7 @@ def test_with_a_queue_to_go_to_the_headers_of_the_destination_do_not_count() -> 
 def envelope(*items: Item, shared: Mapping[str, Any] | None = None, **options: Any) -> Outgoing:
     body = Envelope(items, shared or {}).pack()
     given = options.pop("given", for_exchange("topic", "daily.x"))
-    properties = {"content_type": CONTENT_TYPE, "priority": 0}
+    properties = {"content_type": ENVELOPE, "priority": 0}
     return redrive(given, body=body, properties=properties, **options)
 
 
@@ -387,8 +387,8 @@ def test_an_envelope_stays_if_one_of_its_messages_may_not_go(
 def test_envelopes_of_other_versions_and_of_clients_stay() -> None:
     for properties, own, reason in (
         ({"content_type": "application/vnd.rabbitdelay.envelope.2"}, straight(), "version"),
-        ({"content_type": CONTENT_TYPE}, straight(), "cannot be opened"),
-        ({"content_type": CONTENT_TYPE}, {"x-delay": 5}, "clients may not check in"),
+        ({"content_type": ENVELOPE}, straight(), "cannot be opened"),
+        ({"content_type": ENVELOPE}, {"x-delay": 5}, "clients may not check in"),
     ):
         with pytest.raises(UnprocessableMessage, match=reason):
             redrive(own, properties=properties)
@@ -446,7 +446,7 @@ def test_no_header_reaches_more_than_what_is_allowed(
     properties, body = dict[str, Any](), b""
     if inner is not None:
         body = Envelope((Item(b"", inner),)).pack()
-        properties = {"content_type": CONTENT_TYPE}
+        properties = {"content_type": ENVELOPE}
     try:
         outgoing = redrive({**given_headers, **selected}, key=key, body=body, properties=properties)
     except UnprocessableMessage:

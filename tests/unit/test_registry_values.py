@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from celery_rabbitdelay.levels.headers import (
-    COPY,
-    JOB,
-    LIFE,
-    ONCE,
-    ORDER,
-)
+from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, ONCE, ORDER
 from celery_rabbitdelay.registry.decision import Arrival, Ticket
 from celery_rabbitdelay.registry.names import SHARDS, Names, shard_of
 from tests.unit.waiting import said

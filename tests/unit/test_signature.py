@@ -10,13 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import (
-    InvalidSetting,
-    InvalidSigningKey,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import DelayHeaders
+from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.attempts import Attempts, Received
@@ -24,7 +20,7 @@ from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.destinations import MissingExchanges
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.operations.migration import Migration
@@ -53,7 +49,7 @@ messages = st.fixed_dictionaries(
         "early": st.none() | st.tuples(texts, texts),
         "correlation_id": st.none() | texts,
         "message_id": st.none() | texts,
-        "content_type": st.sampled_from(["application/json", CONTENT_TYPE]),
+        "content_type": st.sampled_from(["application/json", ENVELOPE]),
         "body": st.binary(max_size=20),
     }
 )
@@ -89,7 +85,7 @@ def test_a_signature_does_not_verify_once_anything_that_it_covers_has_changed(
     message = signed(KEYS, made(fields))
     assert verifies(KEYS, message)
     names = sorted(fields)
-    if fields["content_type"] != CONTENT_TYPE:
+    if fields["content_type"] != ENVELOPE:
         names.remove("body")
     changed_name = data.draw(st.sampled_from(names))
     changed = {**fields, changed_name: data.draw(messages)[changed_name]}
@@ -114,7 +110,7 @@ def test_two_messages_share_a_signature_only_if_they_say_the_same(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     told = [
-        {k: v for k, v in each.items() if k != "body" or each["content_type"] == CONTENT_TYPE}
+        {k: v for k, v in each.items() if k != "body" or each["content_type"] == ENVELOPE}
         for each in (one, other)
     ]
     assume(told[0] != told[1])
@@ -198,7 +194,7 @@ def delayed(*items: Item, sign: Any = True, **headers: Any) -> amqp.Message:
     message = amqp.Message(b"body", application_headers=told, correlation_id="id")
     if items:
         body = Envelope(items).pack()
-        message = amqp.Message(body, application_headers=told, content_type=CONTENT_TYPE)
+        message = amqp.Message(body, application_headers=told, content_type=ENVELOPE)
     return signed(KEYS, message) if sign else message
 
 

@@ -12,20 +12,17 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE, MESSAGE_VERSION, later_version
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.modules.version import (
-    MESSAGE_VERSION,
-    LaterVersionWarning,
-    later_version,
-)
+from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning
 from celery_rabbitdelay.operations.migration import Migration
 from celery_rabbitdelay.operations.mover import Stay
 
@@ -52,7 +49,7 @@ def later_message(given: dict[str, Any], **headers: Any) -> amqp.Message:
 
 
 @pytest.mark.parametrize("headers", [{}, {header_names.VERSION: MESSAGE_VERSION}])
-@pytest.mark.parametrize("content_type", [None, "application/json", CONTENT_TYPE])
+@pytest.mark.parametrize("content_type", [None, "application/json", ENVELOPE])
 def test_this_version_reads_what_it_writes(headers: dict[str, Any], content_type: Any) -> None:
     assert later_version(headers, content_type) is None
 
@@ -75,9 +72,7 @@ def test_distribution_leaves_it_to_a_later_version(given_as: dict[str, Any]) -> 
 def test_an_envelope_with_one_message_of_a_later_version_stays_closed() -> None:
     own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "q"}
     items = (Item(b"1", own), Item(b"2", {**own, header_names.VERSION: 2}))
-    message = amqp.Message(
-        Envelope(items).pack(), content_type=CONTENT_TYPE, application_headers={}
-    )
+    message = amqp.Message(Envelope(items).pack(), content_type=ENVELOPE, application_headers={})
     with pytest.raises(LaterVersion):
         next(Distribution(TOPOLOGY).receive(message))
 
@@ -144,7 +139,7 @@ def test_without_redelivery_it_is_undeliverable_at_once_with_its_headers() -> No
     assert outgoing.exchange == MODULES.undeliverable.exchange.name
 
 
-@pytest.mark.parametrize("given_as", [*LATER, {"content_type": CONTENT_TYPE}])
+@pytest.mark.parametrize("given_as", [*LATER, {"content_type": ENVELOPE}])
 def test_no_client_checks_in_what_only_a_later_version_can_read(given_as: dict[str, Any]) -> None:
     message = later_message(given_as)
     message.delivery_info = {"exchange": MODULES.checkin.exchange.name, "routing_key": "q"}

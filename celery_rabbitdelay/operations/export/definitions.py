@@ -11,11 +11,7 @@ from typing import Any
 
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.export.entities import (
-    all_bindings,
-    all_exchanges,
-    all_queues,
-)
+from celery_rabbitdelay.operations.export.entities import all_bindings, all_exchanges, all_queues
 
 
 def definitions(topology: Topology, vhost: str = "/") -> dict[str, Any]:
