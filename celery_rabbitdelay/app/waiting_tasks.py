@@ -437,7 +437,7 @@ def _ids(task: Any) -> list[str]:
 
 def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
     """Return whether a stored message has one of these stamps, as Celery's workers see it."""
-    stamps = restored(message, "").message.properties["application_headers"].get("stamps") or {}
+    stamps = restored(message, "").message.headers.others.get("stamps") or {}
     return any(
         not values.isdisjoint(maybe_list(stamps.get(name)) or ()) for name, values in wanted.items()
     )

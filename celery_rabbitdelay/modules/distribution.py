@@ -322,19 +322,27 @@ class Distribution:
         content_type = {**envelope.properties, **item.properties}.get("content_type")
         refuse_later_version(given, content_type)
         refuse_sender_selected(given)
-        self._reach.names(*_destination(_under(outer, _valid(given))))
+        inner, problems = parse(given)
+        for name in DECISIVE & problems.keys():
+            raise UnprocessableMessage(problems[name])
+        self._reach.names(*_destination(_under(outer, inner)))
 
     def _messages(self, outer: DelayHeaders, envelope: Opened, delivery: str) -> Iterator[Outgoing]:
         """Return the messages of an envelope that was checked."""
+        undeliverable = self._topology.module_queues.undeliverable.exchange.name
         for item in envelope.items:
-            inner, _ = parse({**envelope.headers, **item.headers})
+            inner, problems = parse({**envelope.headers, **item.headers})
             headers = _under(outer, inner)
+            exchange, routing_key = _destination(headers)
             left = DelayHeaders(outer.due_ms, registry=inner.registry, others=inner.others)
             properties = item.properties_with(envelope.properties)
-            message = _with_restored_properties(
-                WaitingMessage(item.body, properties, left), headers
-            )
-            yield self._reached(Outgoing(*_destination(headers), message), delivery)
+            message = WaitingMessage(item.body, properties, left)
+            if problems:
+                refused = Outgoing(exchange, routing_key, message)
+                yield to_undeliverable(undeliverable, refused, "; ".join(problems.values()))
+                continue
+            restored = _with_restored_properties(message, headers)
+            yield self._reached(Outgoing(exchange, routing_key, restored), delivery)
 
 
 def _valid(given: Mapping[str, Any]) -> DelayHeaders:
