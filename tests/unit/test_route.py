@@ -10,9 +10,9 @@ from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_rabbitdelay.command.route import explain
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.route import explain
 from tests.json_schemas import checked
 from tests.unit.broker_model import BrokerModel
 from tests.unit.strategies import custom_layouts
