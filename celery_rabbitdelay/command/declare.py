@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
-from celery.platforms import EX_UNAVAILABLE
-from kombu import Connection
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.command.context import BROKER_ERRORS, fail, json_option
+from celery_rabbitdelay.command.context import REFUSED, broker_of, json_option
 from celery_rabbitdelay.command.topology_options import topology_of, topology_options
-from celery_rabbitdelay.exceptions import LayoutConflict, TopologyInUse, TopologyNotEmpty
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 #: How many names the text shows; ``--json`` has all of them.
 MAX_NAMED: Final = 5
-
-#: The exit status where another layout is declared, something is missing, messages wait, or workers
-#: may hold some.
-REFUSED: Final = 1
 
 #: The guard and the marker, which are exchanges too.
 IDENTITY: Final = 2
@@ -52,7 +43,7 @@ def declare(
         for queue in (context.app.amqp.queues.values() if with_queues else ())
         if not queue.exclusive and not isinstance(queue, Broadcast)
     ]
-    with _broker(context, as_json) as connection:
+    with broker_of(context, as_json) as connection:
         declaration.check_layout(connection, topology)
         missing = declaration.missing(connection, topology)
         counts = declaration.queue_counts(connection, queues)
@@ -106,7 +97,7 @@ def delete(
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
     topology = topology_of(context, options)
-    with _broker(context, as_json) as connection:
+    with broker_of(context, as_json) as connection:
         # Another layout under the prefix shares the queues of the modules with this one.
         declaration.check_layout(connection, topology)
         missing = declaration.missing_exchanges(connection, topology)
@@ -156,20 +147,6 @@ def _ask(prefix: str, messages: int) -> None:
         raise click.UsageError("the standard input is no terminal: give --yes or --dry-run")
     lost = f" and lose {messages:,} messages" if messages else ""
     click.confirm(f"Delete the levels of {prefix}{lost}?", abort=True, err=True)
-
-
-@contextmanager
-def _broker(context: CLIContext, as_json: bool) -> Iterator[Connection]:
-    """Connect to the broker to which tasks are sent; end the command if that or the work fails."""
-    connection = context.app.connection_for_write()
-    try:
-        with connection:
-            yield connection
-    except (LayoutConflict, TopologyInUse, TopologyNotEmpty) as error:
-        fail(error, str(error).replace("force=True", "--force"), REFUSED, as_json)
-    except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
-        fail(error, message, EX_UNAVAILABLE, as_json)
 
 
 def _named(names: Sequence[str]) -> str:

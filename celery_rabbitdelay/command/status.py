@@ -12,19 +12,11 @@ from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
-from celery.platforms import EX_UNAVAILABLE
 
-from celery_rabbitdelay.command.context import (
-    BROKER_ERRORS,
-    delays_of,
-    fail,
-    json_option,
-    set_by_ctrl_c,
-)
+from celery_rabbitdelay.command.context import broker_of, delays_of, json_option, set_by_ctrl_c
 from celery_rabbitdelay.levels.delay_text import written
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
-from celery_rabbitdelay.publishing.shown_url import shown_broker
 from celery_rabbitdelay.worker.status import ARRIVALS
 
 #: The exit status where a queue is missing.
@@ -80,28 +72,23 @@ def status(
     if as_json and watch is not None:
         raise click.UsageError("--json prints one object: it cannot be used with --watch")
     delays = delays_of(context)
-    # The levels are where tasks are sent, which may be another broker than the consumers'.
-    connection = context.app.connection_for_write()
     last: Status | None = None
     stopping = Event()
-    try:
-        with connection, nullcontext() if watch is None else set_by_ctrl_c(stopping):
-            while True:
-                before, last = last, status_of(delays, connection, timeout, most_reasons)
-                if as_json:
-                    click.echo(json.dumps(_as_json(last)))
-                else:
-                    rates = None if before is None else rates_between(before, last)
-                    lines = status_lines(delays.topology, last, with_digits, rates)
-                    if watch is not None:
-                        click.clear()  # on a terminal only
-                        click.echo(time.strftime("%Y-%m-%d %H:%M:%S"))
-                    click.echo("\n".join([*lines] if watch is None else [*lines, ""]))
-                if watch is None or stopping.wait(watch):
-                    break
-    except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
-        fail(error, message, EX_UNAVAILABLE, as_json)
+    watching = nullcontext() if watch is None else set_by_ctrl_c(stopping)
+    with broker_of(context, as_json) as connection, watching:
+        while True:
+            before, last = last, status_of(delays, connection, timeout, most_reasons)
+            if as_json:
+                click.echo(json.dumps(_as_json(last)))
+            else:
+                rates = None if before is None else rates_between(before, last)
+                lines = [*status_lines(delays.topology, last, with_digits, rates)]
+                if watch is not None:
+                    click.clear()  # on a terminal only
+                    lines = [time.strftime("%Y-%m-%d %H:%M:%S"), *lines, ""]
+                click.echo("\n".join(lines))
+            if watch is None or stopping.wait(watch):
+                break
     if last.backlog.missing:
         raise SystemExit(QUEUES_MISSING)
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, get_args
 
 import click
 from celery.bin.base import CLIContext
-from celery.platforms import EX_UNAVAILABLE
 
-from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
-from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
+from celery_rabbitdelay.command.context import broker_of, delays_of, json_option
+from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.operations.verify.checks import verify as verify_broker
+from celery_rabbitdelay.operations.verify.findings import Severity
 from celery_rabbitdelay.operations.verify.management import (
     ManagementAPI,
     management_api_of,
     tls_files_of,
 )
 from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 #: How many subjects of a finding the text names; ``--json`` names all of them.
 MAX_NAMED: Final = 3
@@ -42,34 +42,30 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
     Needs the management API, and a user with the tag "monitoring". Changes nothing. Exits with 1
     if something is a danger.
     """
-    delays = delays_of(context)
-    # The levels are where tasks are sent, which may be another broker than the consumers'.
-    connection = context.app.connection_for_write()
+    settings = delays_of(context).settings
     try:
-        api = management and ManagementAPI(management, tls_files_of(connection))
-        with connection:
+        with broker_of(context, as_json) as connection:
+            tls = tls_files_of(connection)
+            given = None if management is None else ManagementAPI(management, tls)
             connect(connection)
-            queues = context.app.amqp.queues.values()
-            api = api or management_api_of(connection)
-            report = verify_broker(connection, delays.settings, queues, api)
+            api = given or management_api_of(connection)  # at the host that was reached
+            report = verify_broker(connection, settings, context.app.amqp.queues.values(), api)
     except InvalidManagementURL as error:
         raise click.UsageError(str(error)) from error
-    except ManagementUnavailable as error:
-        fail(error, str(error), EX_UNAVAILABLE, as_json)
-    except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
-        fail(error, message, EX_UNAVAILABLE, as_json)
-    counts = {each: report.count(each) for each in ("danger", "warning", "note")}
+    number = Counter(finding.severity for finding in report.findings)
+    counts = {severity: number[severity] for severity in get_args(Severity)}
     if as_json:
         findings = [finding._asdict() for finding in report.findings]
-        click.echo(json.dumps({**report._asdict(), **counts, "findings": findings}))
+        told = {"version": report.version, "prefix": settings.prefix, **counts}
+        click.echo(json.dumps({**told, "findings": findings}))
     else:
         for finding in report.findings:
             click.echo(f"{finding.severity}  {finding.code}: {shown_subjects(finding.subjects)}")
-            click.echo(f"  {finding.what}\n  consequence: {finding.consequence}")
+            click.echo(f"  {finding.what}")
+            click.echo(f"  consequence: {finding.consequence}")
             click.echo(f"  way out: {finding.remedy}")
-        told = ", ".join(f"{number} {severity}" for severity, number in counts.items())
-        click.echo(f"RabbitMQ {report.version}, {report.prefix}: {told}")
+        all_counts = ", ".join(f"{count} {severity}" for severity, count in counts.items())
+        click.echo(f"RabbitMQ {report.version}, {settings.prefix}: {all_counts}")
     if counts["danger"] or (strict and counts["warning"]):
         raise SystemExit(1)
 

@@ -40,16 +40,6 @@ variable "name" {{
   description = "The first part of all names: rabbitdelay_prefix of the applications."
   type        = string
   default     = {prefix}
-
-  validation {{
-    condition     = can(regex("^[A-Za-z0-9_:.-]{{1,100}}$", var.name))
-    error_message = "Takes 1 to 100 letters, digits, '-', '_', ':' and '.'."
-  }}
-
-  validation {{
-    condition     = !startswith(var.name, "amq.")
-    error_message = "Names that begin with 'amq.' are the broker's own."
-  }}
 }}
 
 variable "vhost" {{

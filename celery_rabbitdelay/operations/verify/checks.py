@@ -103,7 +103,7 @@ def verify(
             *check_orphans(topology, inventory, count),
             *check_permissions(connection, settings, lasting, inventory),
         ]
-    return Report(inventory.version, topology.prefix, findings_of(rows))
+    return Report(inventory.version, findings_of(rows))
 
 
 def check_broker(settings: Settings, inventory: Inventory) -> Iterator[Row]:

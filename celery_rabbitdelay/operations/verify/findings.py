@@ -44,21 +44,10 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The result of ``verify``.
-
-    Attributes:
-        version: The broker's version.
-        prefix: The prefix of the topology.
-        findings: What was found, the worst first.
-    """
+    """The result of ``verify``: the broker's version, and what was found, the worst first."""
 
     version: str
-    prefix: str
     findings: tuple[Finding, ...]
-
-    def count(self, severity: Severity) -> int:
-        """Return how many findings have a severity."""
-        return sum(finding.severity == severity for finding in self.findings)
 
 
 def findings_of(rows: Iterable[Row]) -> tuple[Finding, ...]:
@@ -79,10 +68,10 @@ _note = partial(Fault, "note")
 
 _DECLARE: Final = "run `celery -A proj rabbitdelay declare`"
 _DECLARE_QUEUES: Final = "run `celery -A proj rabbitdelay declare --queues`"
-_MIGRATE: Final = "`celery -A proj rabbitdelay migrate`"
+_MIGRATE: Final = "move what waits with `celery -A proj rabbitdelay migrate`"
 _MIGRATE_ORPHANS: Final = (
-    f"move what waits there with {_MIGRATE} and the --from-layout, --from-tick, --from-shards and "
-    "--from-queue-type that these levels had; then delete them"
+    f"{_MIGRATE}, with the --from-layout, --from-tick, --from-shards and --from-queue-type that "
+    "these levels had; then delete them"
 )
 _POLICY_SETS: Final = "{policy} sets {key} to {value!r}"
 _GUARD: Final = "{guard}; an operator policy has to leave these queues out by its pattern"
@@ -108,14 +97,12 @@ FAULTS: Final[Mapping[str, Fault]] = {
     ),
     "clock-difference": _warning(
         "its clock is at least {difference:.0f} s {ahead} the broker's",
-        "tasks are late where the clocks of producer and worker differ: a worker whose clock is "
-        "behind puts due tasks back; and an eta means another instant on this machine",
+        "tasks come late, because a worker whose clock is behind puts due tasks back",
         "synchronize the clocks of all machines (NTP); rabbitdelay_early is what workers tolerate",
     ),
     "permission-missing": _danger(
         "the user {user!r} lacks the permission {permission}",
-        "what needs it fails with ACCESS_REFUSED: declaring (configure), sending, binding and "
-        "putting back (write), binding and serving the modules (read)",
+        "declaring, binding, sending or serving the modules fails with ACCESS_REFUSED",
         "run the commands that `celery -A proj rabbitdelay permissions` prints for the user's role",
     ),
     # The levels.
@@ -131,27 +118,23 @@ FAULTS: Final[Mapping[str, Fault]] = {
     ),
     "missing": _danger(
         "it does not exist",
-        "delayed tasks are not sent, or go to undeliverable when they come to this place; those "
-        "that waited in a deleted queue are lost",
+        "delayed tasks are not sent or become undeliverable; those in a deleted queue are lost",
         _DECLARE,
     ),
     "marker-missing": _warning(
         "guard or marker of the layout do not exist",
-        "every process declares all levels again; without the guard, another layout can be "
-        "declared under this prefix",
+        "every process declares all levels again, and another layout can be declared here",
         _DECLARE,
     ),
     "layout-conflict": _danger(
         "another layout is declared under this prefix: {difference}",
         "no delayed task can be sent: LayoutConflict",
-        "set the layout, tick, queue type and shards that are declared, or another "
-        f"rabbitdelay_prefix, and move what waits with {_MIGRATE}",
+        f"restore the settings that are declared, or change rabbitdelay_prefix and {_MIGRATE}",
     ),
     "differs": _danger(
         "{difference}",
         "declaring the levels fails with LayoutConflict, and tasks may be early, late or lost here",
-        f"move what waits to levels with another rabbitdelay_prefix ({_MIGRATE}), or delete this "
-        "once it is empty and declare it again",
+        f"change rabbitdelay_prefix and {_MIGRATE}, or delete this once it is empty and declare it",
     ),
     "binding-missing": _danger(
         "the binding does not exist",
@@ -160,8 +143,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     ),
     "binding-additional": _danger(
         "somebody has added a binding to an exchange or queue of the levels",
-        "tasks that match the pattern go there as well, or early; what another exchange brings "
-        "into the levels has no due time, and goes to undeliverable",
+        "tasks leave the levels there, early or twice, or messages without a due time come in",
         "remove the binding, in the management pages or with queue.unbind",
     ),
     "level-consumed": _danger(
@@ -172,13 +154,11 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "classic-levels": _warning(
         "the queues of the levels are classic queues (rabbitdelay_queue_type)",
         "tasks between two levels are lost if the broker fails, or if a queue refuses them",
-        "set rabbitdelay_queue_type to 'quorum' and another rabbitdelay_prefix, and move what "
-        f"waits with {_MIGRATE}",
+        f"set rabbitdelay_queue_type to 'quorum', change rabbitdelay_prefix and {_MIGRATE}",
     ),
     "orphan": _danger(
         "{messages} messages wait in a queue that does not belong to this layout",
-        "no worker and no command of this layout knows of these tasks; when they are due, their "
-        "routing keys fit no binding of this layout",
+        "nothing serves these tasks: when they are due, their keys fit no binding of this layout",
         _MIGRATE_ORPHANS,
     ),
     "orphan-empty": _note(
@@ -189,26 +169,24 @@ FAULTS: Final[Mapping[str, Fault]] = {
     # Policies and operator policies for the queues of the levels and of the modules.
     "policy-expires": _danger(
         _POLICY_SETS,
-        "RabbitMQ deletes the queue with all messages in it once it has had no consumer for that "
-        "long; declaring it again does not prevent that",
+        "RabbitMQ deletes the queue with its messages after that long: a level has no consumer",
         _GUARD,
     ),
     "policy-message-ttl": _danger(
         _POLICY_SETS,
-        "tasks leave a level early, and workers put them back again and again; what no module "
-        "takes in time goes to undeliverable; what is undeliverable is dropped",
+        "tasks leave a level early and are put back again and again; messages that a module did "
+        "not take in time become undeliverable, and undeliverable ones are dropped",
         _GUARD,
     ),
     "policy-max-length": _danger(
         _POLICY_SETS,
-        "a full queue refuses messages: sending or check-in fails, or the level before it stalls; "
-        "undeliverable messages are lost",
+        "a full queue refuses messages: sending fails, the level before it stalls, and what is "
+        "undeliverable is lost",
         _GUARD,
     ),
     "policy-overflow": _danger(
         _POLICY_SETS,
-        "RabbitMQ dead-letters at most once: a message on its way to the next queue is lost if "
-        "that queue or its node is away",
+        "RabbitMQ dead-letters at most once: a message is lost if the next queue is away",
         _GUARD,
     ),
     "policy-dead-letter": _danger(
@@ -218,8 +196,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     ),
     "policy-delivery-limit": _warning(
         _POLICY_SETS,
-        "a message that was given back this often goes to undeliverable, whatever the cause; from "
-        "a level it goes on early",
+        "a message that was given back this often becomes undeliverable, or leaves a level early",
         _GUARD,
     ),
     "policy-drops-undeliverable": _danger(
@@ -240,8 +217,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     ),
     "destination-differs": _danger(
         "{difference}",
-        "declaring it fails with PRECONDITION_FAILED: workers do not start, and delayed tasks are "
-        "not sent to it",
+        "declaring it fails with PRECONDITION_FAILED: no worker starts, and no task is sent to it",
         "set the arguments in task_queues that the queue has, or delete it once it is empty",
     ),
     "destination-unbound": _warning(
@@ -271,8 +247,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     ),
     "destination-expires": _warning(
         _POLICY_SETS,
-        "RabbitMQ deletes the queue with all tasks in it once no worker has consumed from it for "
-        "that long",
+        "RabbitMQ deletes the queue with its tasks after that long without a worker",
         _NARROW,
     ),
     "destination-message-ttl": _warning(
@@ -303,8 +278,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     ),
     "unreachable": _danger(
         "it is a classic queue, and its node {node} does not run",
-        "tasks for it wait, or are tried again until it is back; on RabbitMQ 4.3 they hold up the "
-        "tasks of other queues",
+        "its tasks are tried again until it is back; on RabbitMQ 4.3 they hold up other queues",
         "start the node, or delete the queue and declare it elsewhere",
     ),
 }
