@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from datetime import timedelta
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from celery.bin.base import CLIContext
@@ -15,7 +15,7 @@ from celery_rabbitdelay.command.context import delays_of, json_option
 from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.delay_text import TAKES, written
-from celery_rabbitdelay.levels.topology import Route, Topology
+from celery_rabbitdelay.levels.topology import Topology
 
 
 @click.command(epilog=f"DELAY {TAKES}.")
@@ -48,55 +48,12 @@ def route(
         raise click.UsageError("--queue '': takes the name of a queue")
     found = explain(topology, delay, destination, tolerance=tolerance, task_id=task_id)
     if as_json:
-        click.echo(json.dumps(_as_json(topology, destination, found)))
+        click.echo(json.dumps(found))
         return
-    has_checkin = "check-in" in delays_of(context).settings.modules
-    words = _words(topology, destination, found, has_checkin)
-    click.echo("\n".join([*words, "", *_table(destination, found)]))
-
-
-class Stop(NamedTuple):
-    """A queue in which the message waits.
-
-    Attributes:
-        queue: The queue's name.
-        ttl_ms: How long the message waits there each time, in milliseconds.
-        times: How many times in a row: more than 1 only in meditation.
-        next: The exchange that it is dead-lettered to.
-    """
-
-    queue: str
-    ttl_ms: int
-    times: int
-    next: str
-
-
-class ExplainedRoute(NamedTuple):
-    """The whole route of a delayed message.
-
-    Attributes:
-        delay_ms: The delay that was asked for, in milliseconds; at least 0.
-        meditations: How many times the message passes through meditation, the overflow loop.
-        published: How the producer publishes it.
-        entered: How it enters the levels. Above the capacity, check-in publishes it there after
-            meditation; otherwise it is the same as ``published``.
-        stops: The queues in which the message waits, in order; meditation comes first.
-    """
-
-    delay_ms: int
-    meditations: int
-    published: Route
-    entered: Route
-    stops: tuple[Stop, ...]
-
-    @property
-    def total_ms(self) -> int:
-        """How long the message waits in all.
-
-        This is the delay, rounded up to ticks, or to fewer stops within the tolerance, and 1 ms for
-        each pass-through queue.
-        """
-        return sum(stop.ttl_ms * stop.times for stop in self.stops)
+    click.echo("\n".join(_words(found)))
+    if found["meditations"] and "check-in" not in delays_of(context).settings.modules:
+        click.echo("rabbitdelay_modules lacks 'check-in': this application's producers refuse it")
+    click.echo("\n".join(["", *_table(found)]))
 
 
 def explain(
@@ -106,8 +63,8 @@ def explain(
     *,
     tolerance: Delay = 0,
     task_id: str = "",
-) -> ExplainedRoute:
-    """Return the route of a message, meditation included; no broker is asked.
+) -> dict[str, Any]:
+    """Return the route of a message, meditation included, as the option ``--json`` prints it.
 
     After meditation, check-in computes the remaining delay from the due time, so a message that had
     to wait for check-in skips as much of the levels. The tolerance is not used above the capacity.
@@ -116,74 +73,77 @@ def explain(
     Raises:
         InvalidDelay: The delay or the tolerance is invalid.
     """
+    layout = topology.layout
     queues = {queue.name: queue.queue_arguments or {} for queue in topology.queues}
     loop = topology.module_queues.meditation.name
+    loop_ms: int = queues[loop]["x-message-ttl"]
     delay_ms = max(milliseconds(delay), 0)
     published = entered = topology.route(delay, destination, task_id, tolerance)
-    loop_ms: int = queues[loop]["x-message-ttl"]
-    times = -(-max(delay_ms - topology.layout.capacity_ms, 0) // loop_ms)
-    if times:
-        rest = timedelta(milliseconds=delay_ms - times * loop_ms)
+    meditations = -(-max(delay_ms - layout.capacity_ms, 0) // loop_ms)
+    if meditations:
+        rest = timedelta(milliseconds=delay_ms - meditations * loop_ms)
         entered = topology.route(rest, destination, task_id)
-    waits = [*([(loop, times)] if times else []), *((name, 1) for name in entered.stops)]
-    stops = (
-        Stop(name, queues[name]["x-message-ttl"], count, queues[name]["x-dead-letter-exchange"])
-        for name, count in waits
-    )
-    return ExplainedRoute(delay_ms, times, published, entered, tuple(stops))
-
-
-def _as_json(topology: Topology, destination: str, found: ExplainedRoute) -> dict[str, Any]:
-    published, entered = (
-        {"exchange": each.exchange, "routing_key": each.routing_key}
-        for each in (found.published, found.entered)
-    )
+    waits = [
+        *([(loop, meditations)] if meditations else []),
+        *((each, 1) for each in entered.stops),
+    ]
+    stops = [
+        {
+            "queue": name,
+            "ttl_ms": queues[name]["x-message-ttl"],
+            "times": times,
+            "next": queues[name]["x-dead-letter-exchange"],
+        }
+        for name, times in waits
+    ]
     return {
-        "delay_ms": found.delay_ms,
-        "total_ms": found.total_ms,
+        "delay_ms": delay_ms,
+        # The delay, rounded up to ticks, or to fewer stops within the tolerance, and 1 ms for each
+        # pass-through queue.
+        "total_ms": sum(stop["ttl_ms"] * stop["times"] for stop in stops),
         "destination": destination,
-        "layout": topology.layout.name,
-        "capacity_ms": topology.layout.capacity_ms,
-        "meditations": found.meditations,
-        "published": published,
-        "entered": entered,
-        "stops": [stop._asdict() for stop in found.stops],
+        "layout": layout.name,
+        "capacity_ms": layout.capacity_ms,
+        "meditations": meditations,
+        "published": {"exchange": published.exchange, "routing_key": published.routing_key},
+        # Above the capacity, check-in publishes it there after meditation.
+        "entered": {"exchange": entered.exchange, "routing_key": entered.routing_key},
+        "stops": stops,
         "delivery": topology.delivery.name,
     }
 
 
-def _words(
-    topology: Topology, destination: str, found: ExplainedRoute, has_checkin: bool
-) -> Iterator[str]:
+def _words(found: dict[str, Any]) -> Iterator[str]:
     """The route in sentences."""
-    waits = written(found.total_ms)
-    if found.total_ms != found.delay_ms:
-        waits += f" ({written(found.delay_ms)}, rounded up)"
-    stops = sum(stop.times for stop in found.stops)
-    yield f"{waits} to the queue {destination}: {stops} stop{'s' if stops != 1 else ''}"
+    published, entered, queue = found["published"], found["entered"], found["destination"]
+    waits = written(found["total_ms"])
+    if found["total_ms"] != found["delay_ms"]:
+        waits += f" ({written(found['delay_ms'])}, rounded up)"
+    stops = sum(stop["times"] for stop in found["stops"])
+    yield f"{waits} to the queue {queue}: {stops} stop{'s' if stops != 1 else ''}"
     yield (
-        f"The producer publishes to the exchange {found.published.exchange} "
-        f"with the routing key {found.published.routing_key}"
+        f"The producer publishes to the exchange {published['exchange']} "
+        f"with the routing key {published['routing_key']}"
     )
-    if found.meditations:
-        times = "once" if found.meditations == 1 else f"{found.meditations:,} times"
+    if found["meditations"]:
+        first, *_ = found["stops"]
+        times = "once" if found["meditations"] == 1 else f"{found['meditations']:,} times"
         yield (
-            f"The delay is above the capacity of {written(topology.layout.capacity_ms)}, so the "
-            f"message meditates: it waits {written(found.stops[0].ttl_ms)} in "
-            f"{found.stops[0].queue} {times}. Then check-in publishes it to "
-            f"{found.entered.exchange} with the routing key {found.entered.routing_key}"
+            f"The delay is above the capacity of {written(found['capacity_ms'])}, so the message "
+            f"meditates: it waits {written(first['ttl_ms'])} in {first['queue']} {times}. Then "
+            f"check-in publishes it to {entered['exchange']} with the routing key "
+            f"{entered['routing_key']}"
         )
-        if not has_checkin:
-            yield "rabbitdelay_modules lacks 'check-in', so producers refuse the delay"
-    yield f"When it is due, {topology.delivery.name} hands it to the queue {destination}"
+    yield f"When it is due, {found['delivery']} hands it to the queue {queue}"
 
 
-def _table(destination: str, found: ExplainedRoute) -> Iterator[str]:
+def _table(found: dict[str, Any]) -> Iterator[str]:
     rows = [("stop", "queue", "waits", "goes on to")]
-    for number, stop in enumerate(found.stops, start=1):
-        times = f"{stop.times:,} x " if stop.times > 1 else ""
-        rows.append((str(number), stop.queue, f"{times}{written(stop.ttl_ms)}", stop.next))
-    rows.append(("due", destination, "", ""))
+    for number, stop in enumerate(found["stops"], start=1):
+        times = f"{stop['times']:,} x " if stop["times"] > 1 else ""
+        waits = f"{times}{written(stop['ttl_ms'])}"
+        rows.append((str(number), stop["queue"], waits, stop["next"]))
+    rows.append(("due", found["destination"], "", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
