@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from threading import Event
@@ -86,6 +86,12 @@ def broker_at(context: CLIContext, url: str) -> Connection:
         raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
     ssl = _ssl_elsewhere(context.app.conf.broker_use_ssl) if url.startswith("amqps:") else False
     return _check(lambda: context.app.connection_for_write(url=url, ssl=ssl), repr(shown))
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """Return the first of some names as text, and how many others there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @contextmanager

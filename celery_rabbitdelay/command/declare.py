@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.command.context import REFUSED, broker_of, json_option
+from celery_rabbitdelay.command.context import REFUSED, broker_of, first_of, json_option
 from celery_rabbitdelay.command.topology_options import topology_of, topology_options
 from celery_rabbitdelay.publishing import declaration
-
-#: How many names the text shows; ``--json`` has all of them.
-MAX_NAMED: Final = 5
 
 #: The guard and the marker, which are exchanges too.
 IDENTITY: Final = 2
@@ -63,14 +59,15 @@ def declare(
         verb = "are" if dry_run else "were"
         total = len(topology.exchanges) + IDENTITY + len(topology.queues)
         whole = f"{total} exchanges and queues of {topology.prefix}"
-        click.echo(f"{len(missing)} of {whole} {verb} missing{_named(missing)}")
+        named = f": {first_of(missing)}" if missing else ""
+        click.echo(f"{len(missing)} of {whole} {verb} missing{named}")
         if not dry_run:
             click.echo(f"All of them exist now, with {len(topology.bindings)} bindings")
         if missing_queues:
-            named = _named(missing_queues)
-            click.echo(f"{len(missing_queues)} queues of tasks {verb} missing{named}")
+            named = first_of(missing_queues)
+            click.echo(f"{len(missing_queues)} queues of tasks {verb} missing: {named}")
         if bound:
-            click.echo(f"{len(bound)} queues of tasks are bound{_named(bound)}")
+            click.echo(f"{len(bound)} queues of tasks are bound: {first_of(bound)}")
     if dry_run and (missing or missing_queues):
         raise SystemExit(REFUSED)
 
@@ -115,7 +112,7 @@ def delete(
         elif not as_json:
             click.echo(f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues")
             if messages:
-                click.echo(f"{messages:,} messages are lost{_named(list(waiting))}")
+                click.echo(f"{messages:,} messages are lost: {first_of(list(waiting))}")
             if consumers:
                 click.echo(
                     f"{consumers} consumers: workers run, and what they hold is lost. Those that "
@@ -147,11 +144,3 @@ def _ask(prefix: str, messages: int) -> None:
         raise click.UsageError("the standard input is no terminal: give --yes or --dry-run")
     lost = f" and lose {messages:,} messages" if messages else ""
     click.confirm(f"Delete the levels of {prefix}{lost}?", abort=True, err=True)
-
-
-def _named(names: Sequence[str]) -> str:
-    """Return a colon and the first of some names."""
-    if not names:
-        return ""
-    more = ", ..." if len(names) > MAX_NAMED else ""
-    return f": {', '.join(names[:MAX_NAMED])}{more}"

@@ -13,7 +13,13 @@ from typing import Any, Final
 import click
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.command.context import broker_of, delays_of, json_option, set_by_ctrl_c
+from celery_rabbitdelay.command.context import (
+    broker_of,
+    delays_of,
+    first_of,
+    json_option,
+    set_by_ctrl_c,
+)
 from celery_rabbitdelay.levels.delay_text import written
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
@@ -25,8 +31,8 @@ QUEUES_MISSING: Final = 1
 #: Seconds from one look to the next, and the messages that are read, unless the option says it.
 WATCH, REASONS = 2.0, 1000
 
-#: How many missing queues and reasons the text names; ``--json`` names all of them.
-MAX_MISSING_NAMED, MAX_REASONS_NAMED = 5, 20
+#: How many reasons the text names; ``--json`` names all of them.
+MAX_REASONS_NAMED: Final = 20
 
 
 @click.command()
@@ -139,9 +145,7 @@ def status_lines(
         consumers = f", {counts.consumers} consumers" if counts.consumers else ""
         yield f"  {name:16} {counts.messages:10,} waiting{consumers}{rate(name)}"
     if backlog.missing:
-        more = ", ..." if len(backlog.missing) > MAX_MISSING_NAMED else ""
-        names = ", ".join(backlog.missing[:MAX_MISSING_NAMED])
-        yield f"  {len(backlog.missing)} queues are missing: {names}{more}"
+        yield f"  {len(backlog.missing)} queues are missing: {first_of(backlog.missing)}"
     if status.registry_error is not None:
         yield f"next due: the registry cannot be asked: {status.registry_error}"
     if status.next_due is not None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final, get_args
+from typing import get_args
 
 import click
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.command.context import broker_of, delays_of, json_option
+from celery_rabbitdelay.command.context import broker_of, delays_of, first_of, json_option
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.operations.verify.checks import verify as verify_broker
 from celery_rabbitdelay.operations.verify.findings import Severity
@@ -20,9 +19,6 @@ from celery_rabbitdelay.operations.verify.management import (
     tls_files_of,
 )
 from celery_rabbitdelay.publishing.declaration import connect
-
-#: How many subjects of a finding the text names; ``--json`` names all of them.
-MAX_NAMED: Final = 3
 
 
 @click.command()
@@ -60,7 +56,7 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
         click.echo(json.dumps({**told, "findings": findings}))
     else:
         for finding in report.findings:
-            click.echo(f"{finding.severity}  {finding.code}: {shown_subjects(finding.subjects)}")
+            click.echo(f"{finding.severity}  {finding.code}: {first_of(finding.subjects, 3)}")
             click.echo(f"  {finding.what}")
             click.echo(f"  consequence: {finding.consequence}")
             click.echo(f"  way out: {finding.remedy}")
@@ -68,9 +64,3 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
         click.echo(f"RabbitMQ {report.version}, {settings.prefix}: {all_counts}")
     if counts["danger"] or (strict and counts["warning"]):
         raise SystemExit(1)
-
-
-def shown_subjects(subjects: Sequence[str]) -> str:
-    """Return the first subjects as text, and how many others there are."""
-    more = len(subjects) - MAX_NAMED
-    return ", ".join(subjects[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

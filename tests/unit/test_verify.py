@@ -10,7 +10,7 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.command.verify import shown_subjects
+from celery_rabbitdelay.command.context import first_of
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify.checks import (
@@ -234,8 +234,8 @@ def test_findings_that_differ_in_their_subjects_alone_are_one_and_the_worst_come
 
 
 def test_of_many_subjects_the_first_are_named() -> None:
-    assert shown_subjects(("a", "b", "c")) == "a, b, c"
-    assert shown_subjects(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
+    assert first_of(("a", "b", "c"), 3) == "a, b, c"
+    assert first_of(("a", "b", "c", "d", "e"), 3) == "a, b, c and 2 more"
 
 
 @pytest.mark.parametrize(
