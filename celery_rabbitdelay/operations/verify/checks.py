@@ -230,7 +230,7 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Row]:
     for name in names:
         queue, subject = inventory.queues.get(name, {"type": ""}), f"queue {name}"
         if _is_away(queue, inventory):
-            yield "unreachable", subject, {"node": queue["node"]}
+            yield "unreachable", subject, {"node": _node_of(queue)}
         if queue["type"] != "quorum":
             continue
         members, online = queue.get("members") or (), queue.get("online") or ()
@@ -300,7 +300,11 @@ def _is_harmless(topology: Topology, binding: Binding) -> bool:
 
 def _is_away(queue: Json, inventory: Inventory) -> bool:
     """Return whether a queue is a classic one on a node that does not run."""
-    return queue["type"] == "classic" and not inventory.nodes.get(queue.get("node", ""), True)
+    return queue["type"] == "classic" and not inventory.nodes.get(_node_of(queue), True)
+
+
+def _node_of(queue: Json) -> str:
+    return str(queue.get("leader") or queue.get("node") or "")
 
 
 def _difference_of_queue(queue: Queue, inventory: Inventory) -> str:
