@@ -803,7 +803,11 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
         self.status = status
 
     def __str__(self) -> str:
-        return f"the management API {self.url} cannot be used: {self.reason}"
+        return (
+            f"the management API {self.url} cannot be used: {self.reason}. Enable it on the broker "
+            "(rabbitmq-plugins enable rabbitmq_management), and name its URL and a user with the "
+            "tag 'monitoring' with --management or RABBITDELAY_MANAGEMENT_URL"
+        )
 
 
 def _may_have_arrived(error: Exception) -> bool:
