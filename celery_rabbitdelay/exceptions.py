@@ -747,7 +747,11 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
     reason: str
     status: int | None = None
 
-    text: ClassVar = "the management API {self.url} cannot be used: {self.reason}"
+    text: ClassVar = (
+        "the management API {self.url} cannot be used: {self.reason}. Enable it on the broker "
+        "(rabbitmq-plugins enable rabbitmq_management), and name its URL and a user with the "
+        "tag 'monitoring' with --management or RABBITDELAY_MANAGEMENT_URL"
+    )
 
 
 def _may_have_arrived(error: Exception) -> bool:
