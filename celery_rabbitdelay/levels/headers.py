@@ -275,13 +275,21 @@ class DelayHeaders(NamedTuple):
 
     def for_worker(self) -> DelayHeaders:
         """Return what the worker needs that consumes the task's queue."""
-        return self._replace(
-            priority=None, expiration=None, failures=None, reason=None, redriven=0, signature=None
+        return DelayHeaders(
+            self.due_ms,
+            self.exchange,
+            self.routing_key,
+            self.queue,
+            early=self.early,
+            registry=self.registry,
+            others=self.others,
         )
 
     def for_consumer(self) -> DelayHeaders:
         """Return what a consumer gets that another exchange routes the message to."""
-        return self.for_worker()._replace(exchange=None, routing_key=None, queue=None)
+        return DelayHeaders(
+            self.due_ms, early=self.early, registry=self.registry, others=self.others
+        )
 
 
 _NEVER_EARLY: Final = PutBack()
@@ -343,7 +351,7 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
     """
     valid: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    for name in sorted(_KINDS.keys() & headers.keys()):
+    for name in _KINDS.keys() & headers.keys():
         value = headers[name]
         is_valid, expected = _KINDS[name]
         if is_valid(value):
@@ -359,7 +367,7 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
         get(QUEUE),
         get(PRIORITY),
         get(EXPIRATION),
-        PutBack.of(get(EARLY)),
+        PutBack.of(valid[EARLY]) if EARLY in valid else _NEVER_EARLY,
         Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON]) if has_failed else None,
         get(REASON),
         get(REDRIVEN, 0),
@@ -367,7 +375,7 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
         get(SIGNATURE),
         strip(headers),
     )
-    return parsed, problems
+    return parsed, dict(sorted(problems.items())) if problems else problems
 
 
 def unopened(headers: Mapping[str, Any]) -> DelayHeaders:

@@ -182,7 +182,8 @@ class Distribution:
             left = headers.for_consumer()
         else:
             exchange, routing_key, left = "", headers.queue, headers.for_worker()
-        restored = _with_restored_properties(message, headers)._replace(headers=left)
+        sent = WaitingMessage(message.body, message.properties, left)
+        restored = _with_restored_properties(sent, headers)
         names_origin = left.queue is not None or left.early.exchange is not None
         if self._signing_keys is not None and is_vouched and names_origin:
             # Its worker verifies where the task came from.
@@ -385,11 +386,12 @@ def _routing_key(message: amqp.Message) -> str:
 
 def _with_restored_properties(message: WaitingMessage, headers: DelayHeaders) -> WaitingMessage:
     """Return a message with the priority and the expiration that its headers have kept."""
-    priority = message.properties.get("priority")
-    return message.having(
-        expiration=headers.expiration,
-        priority=priority if headers.priority is None else headers.priority,
-    )
+    changes: dict[str, Any] = {}
+    if headers.priority is not None:
+        changes["priority"] = headers.priority
+    if headers.expiration is not None or "expiration" in message.properties:
+        changes["expiration"] = headers.expiration
+    return message.having(**changes) if changes else message
 
 
 def _destination(headers: DelayHeaders) -> tuple[str, str]:

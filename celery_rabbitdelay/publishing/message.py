@@ -51,11 +51,9 @@ class WaitingMessage(NamedTuple):
     @classmethod
     def of(cls, message: amqp.Message, headers: DelayHeaders) -> Self:
         """Return a message that was received, with what its headers say."""
-        properties = {
-            name: value
-            for name, value in message.properties.items()
-            if name not in DROPPED_PROPERTIES
-        }
+        properties = dict(message.properties)
+        for name in DROPPED_PROPERTIES:
+            properties.pop(name, None)
         return cls(body_of(message), properties, headers)
 
     @classmethod
