@@ -24,7 +24,15 @@ from celery_rabbitdelay.app.options import (
     refuse_without_registry,
 )
 from celery_rabbitdelay.app.row_registration import RowRegistration
-from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row, checked_row
+from celery_rabbitdelay.app.rows import (
+    MAX_ERRORS,
+    PROGRESS_INTERVAL,
+    Report,
+    Row,
+    WrittenRow,
+    WrittenRows,
+    checked_row,
+)
 from celery_rabbitdelay.app.send_counts import RowCounts
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_messages import (
@@ -34,7 +42,6 @@ from celery_rabbitdelay.app.task_messages import (
     capture_message,
     writer_for,
 )
-from celery_rabbitdelay.app.written_rows import WrittenRow, WrittenRows
 from celery_rabbitdelay.exceptions import (
     InvalidEnvelope,
     InvalidRow,

@@ -21,8 +21,8 @@ from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
 from celery_rabbitdelay.publishing.message import WaitingMessage
-from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.producer import Delayed
+from celery_rabbitdelay.publishing.publication import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content
 

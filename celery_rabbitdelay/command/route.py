@@ -13,8 +13,7 @@ from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command.context import delays_of, json_option
 from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
-from celery_rabbitdelay.levels.delay import Delay, milliseconds
-from celery_rabbitdelay.levels.delay_text import TAKES, written
+from celery_rabbitdelay.levels.delay import TAKES, Delay, milliseconds, written
 from celery_rabbitdelay.levels.topology import Topology
 
 

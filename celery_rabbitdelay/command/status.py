@@ -20,7 +20,7 @@ from celery_rabbitdelay.command.context import (
     json_option,
     set_by_ctrl_c,
 )
-from celery_rabbitdelay.levels.delay_text import written
+from celery_rabbitdelay.levels.delay import written
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
 from celery_rabbitdelay.worker.status import ARRIVALS

@@ -13,7 +13,7 @@ from celery.bin.base import CLIContext
 from celery_rabbitdelay.command.context import delays_of
 from celery_rabbitdelay.command.parameter_type import ParameterType
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.levels.delay_text import parse_delay
+from celery_rabbitdelay.levels.delay import parse_delay
 from celery_rabbitdelay.levels.topology import Topology
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

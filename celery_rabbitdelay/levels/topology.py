@@ -15,7 +15,9 @@ A level is a topic exchange, and a queue for each of its digits, built from komb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import compress, count, product
@@ -26,7 +28,6 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
 from celery_rabbitdelay.levels.entities import Binding, Entities, Identity, ModuleQueues, QueueType
-from celery_rabbitdelay.levels.fingerprint import digest_of
 from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import Layout, Zeros, clock, geometric
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
@@ -249,3 +250,27 @@ def reference_digest(generation: Generation) -> str:
         [each for topology in topologies for each in topology.queues],
         [each for topology in topologies for each in topology.bindings],
     )
+
+
+def digest_of(
+    exchanges: Iterable[Exchange], queues: Iterable[Queue], bindings: Iterable[Binding]
+) -> str:
+    """Return a digest that changes with any exchange, queue, binding, or argument of one.
+
+    The order does not count.
+    """
+    declared = {
+        "exchanges": sorted(
+            [e.name, e.type, e.durable, e.auto_delete, _written(e.arguments)] for e in exchanges
+        ),
+        "queues": sorted(
+            [q.name, q.durable, q.exclusive, q.auto_delete, _written(q.queue_arguments)]
+            for q in queues
+        ),
+        "bindings": sorted(map(list, bindings)),
+    }
+    return hashlib.sha256(json.dumps(declared).encode()).hexdigest()[:10]
+
+
+def _written(arguments: dict[str, object] | None) -> str:
+    return json.dumps(arguments or {}, sort_keys=True)

@@ -24,8 +24,7 @@ from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
 from celery_rabbitdelay.operations.source import Source, SourceLost, SourceRefused, Taken
 from celery_rabbitdelay.publishing.message import WaitingMessage
-from celery_rabbitdelay.publishing.policy import PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 
 #: Messages that are taken from all queues together before one is acknowledged; at a limited rate,

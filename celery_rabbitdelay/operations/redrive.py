@@ -21,8 +21,7 @@ from celery_rabbitdelay.modules.forwarding import encoded
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.operations.removal import Matches, Progress, Removal, RemovalReport
 from celery_rabbitdelay.operations.undeliverable_reader import reading
-from celery_rabbitdelay.publishing.policy import DEFAULT_POLICY, PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publication import DEFAULT_POLICY, Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 
 logger = logging.getLogger(__name__)

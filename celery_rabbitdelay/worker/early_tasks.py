@@ -23,6 +23,7 @@ from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.modules.early import EarlyWarning, early_ms
 from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.worker.batch_thread import Action
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,
     eta_of,
@@ -34,7 +35,6 @@ from celery_rabbitdelay.worker.celery_internals import (
     run_strategy,
     write_pending_acknowledgements,
 )
-from celery_rabbitdelay.worker.loop_actions import Action
 from celery_rabbitdelay.worker.put_back import Early, PutBackThread
 
 logger = get_logger(__name__)

@@ -34,12 +34,10 @@ from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable, wi
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import WaitingMessage, kept_properties
-from celery_rabbitdelay.publishing.policy import PublishPolicy
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.worker.batch_thread import BatchThread
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import as_received, lower_prefetch, raise_prefetch
-from celery_rabbitdelay.worker.loop_actions import Action
 
 logger = get_logger(__name__)
 

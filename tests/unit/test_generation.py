@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.entities import Binding
-from celery_rabbitdelay.levels.fingerprint import digest_of
 from celery_rabbitdelay.levels.generation import DIGESTS, GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import binary, clock, custom, geometric
-from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology, reference_digest
+from celery_rabbitdelay.levels.topology import (
+    DEFAULT_GENERATION,
+    Topology,
+    digest_of,
+    reference_digest,
+)
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.publishing.conflict import conflict_with
 

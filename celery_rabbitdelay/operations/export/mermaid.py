@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from celery_rabbitdelay.levels.delay_text import written
+from celery_rabbitdelay.levels.delay import written
 from celery_rabbitdelay.levels.topology import Topology
 
 #: What stands before, behind and around the levels.

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from celery_rabbitdelay.levels.delay_text import written
+from celery_rabbitdelay.levels.delay import written
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.export.definitions import definitions
 from celery_rabbitdelay.operations.export.setting import as_setting
