@@ -166,10 +166,6 @@ class Store:
         """
         return self._pipelined(add)
 
-    def exists(self, keys: Sequence[str]) -> bool:
-        """Return whether at least one of the keys is there."""
-        return any(self.commands(lambda pipeline: [pipeline.exists(key) for key in keys]))
-
     def asker(self) -> Asker | None:
         """Connect, for the caller alone, to ask whether keys are there.
 
