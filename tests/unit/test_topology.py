@@ -265,7 +265,7 @@ def test_all_that_the_clock_declares_is_what_brokers_hold_already() -> None:
 def test_a_topology_declares_what_it_always_has(
     topology: Topology, fingerprint: str, digest: str
 ) -> None:
-    """Brokers refuse to mix two declarations; who changes one makes users move to another prefix."""
+    """Brokers refuse to mix two declarations; a change makes users move to another prefix."""
 
     def told(exchange: Exchange) -> list[Any]:
         return [exchange.name, exchange.type, exchange.durable, exchange.arguments]
