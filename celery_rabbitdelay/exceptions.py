@@ -237,7 +237,7 @@ class TopologyNotEmpty(RabbitDelayError):
     """Messages still wait in a topology that is to be deleted.
 
     Attributes:
-        prefix: What all its names begin with: the prefix, and the generation from the third on.
+        prefix: Its prefix, with which all its names begin.
         waiting: How many messages wait, by the name of their queue.
     """
 
@@ -259,7 +259,7 @@ class TopologyInUse(RabbitDelayError):
     how many. They are lost with their queue.
 
     Attributes:
-        prefix: What all its names begin with: the prefix, and the generation from the third on.
+        prefix: Its prefix, with which all its names begin.
         consumers: How many consumers there are, by the name of their queue.
     """
 

@@ -54,9 +54,7 @@ class CheckIn:
         bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._topology = topology
-        # Workers also serve the check-in of former generations.
-        every = (topology, *topology.former)
-        self._meditated = frozenset(each.module_queues.meditated.name for each in every)
+        self._meditated = topology.module_queues.meditated.name
         self._allowed = allowed
         self._signing_keys = signing_keys
         self._bounds = bounds
@@ -68,7 +66,7 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
-        if headers and info["exchange"] not in self._meditated:
+        if headers and info["exchange"] != self._meditated:
             kept = of_client(headers)
             if header_names.EXCHANGE in kept:
                 # If check-in refuses it, this tells that it is a client's; see ``never_accepted``.
@@ -85,7 +83,7 @@ class CheckIn:
         headers = headers_of(message)
         check_depth(headers)
         refuse_sender_selected(headers)
-        if info["exchange"] in self._meditated:
+        if info["exchange"] == self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
             yield self._from_client(message, headers, info["routing_key"])

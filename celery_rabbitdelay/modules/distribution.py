@@ -87,12 +87,6 @@ class Distribution:
         self._put_back = put_back
         self._look = look
         self._reach = reach
-        # A sender binds a queue in the generation of the levels that it sends into.
-        self._deliveries = {
-            exchange.name: each.delivery.name
-            for each in (topology, *topology.former)
-            for exchange in each.exchanges
-        }
         self._signing_keys = signing_keys
         self._is_signing_required = is_signing_required
         self._bounds = bounds
@@ -117,11 +111,11 @@ class Distribution:
         headers = _valid(given)
         self._bounds.check_due(headers.due_ms, time.time_ns() // NS_PER_MS)
         received = WaitingMessage.of(message, headers)
-        key, delivery = _routing_key(message), self._delivery_of(message)
+        key = _routing_key(message)
         unrouted = self._queue_in_key(key)
         if unrouted is not None and self._keys.has_no_digits(key):
             queue = unrouted or str(headers.queue)
-            yield self._returned(received, queue, delivery)._replace(is_vouched=False)
+            yield self._returned(received, queue)._replace(is_vouched=False)
             return
         is_vouched = self._is_vouched(received)
         is_envelope = message.properties.get("content_type") == ENVELOPE
@@ -132,9 +126,9 @@ class Distribution:
             return
         one = None
         if not is_envelope:
-            one = self._outgoing(received, unrouted, is_vouched, delivery)
+            one = self._outgoing(received, unrouted, is_vouched)
         single = self._put_back(received) or one
-        found = self._unpacked(received, delivery) if single is None else iter([single])
+        found = self._unpacked(received) if single is None else iter([single])
         for outgoing in found:
             yield outgoing if is_vouched else outgoing._replace(is_vouched=False)
 
@@ -162,7 +156,7 @@ class Distribution:
         return is_vouched
 
     def _outgoing(
-        self, message: WaitingMessage, unrouted: str | None, is_vouched: bool, delivery: str
+        self, message: WaitingMessage, unrouted: str | None, is_vouched: bool
     ) -> Outgoing:
         """Return what to publish for a message that is no envelope.
 
@@ -172,7 +166,6 @@ class Distribution:
             is_vouched: Whether its signature is valid, if there is a key. Of any other message,
                 nothing is signed: in the phase without required signatures, a stranger would get
                 valid ones.
-            delivery: The delivery exchange that it comes from.
         """
         headers = message.headers
         if headers.exchange is None and unrouted:
@@ -189,9 +182,9 @@ class Distribution:
             # Its worker verifies where the task came from.
             restored = self._signing_keys.sign(restored)
         outgoing = Outgoing(exchange, routing_key, restored)
-        return self._reached(outgoing, delivery, is_unrouted=unrouted is not None)
+        return self._reached(outgoing, is_unrouted=unrouted is not None)
 
-    def _reached(self, outgoing: Outgoing, delivery: str, *, is_unrouted: bool = False) -> Outgoing:
+    def _reached(self, outgoing: Outgoing, *, is_unrouted: bool = False) -> Outgoing:
         """Return a message with how it reaches its destination.
 
         A queue that the application does not name is reached by its binding to the delivery
@@ -200,21 +193,16 @@ class Distribution:
         """
         if self._reach.names(outgoing.exchange, outgoing.routing_key):
             return outgoing
-        queue = outgoing.routing_key
+        queue, delivery = outgoing.routing_key, self._topology.delivery.name
         if is_unrouted:
             return outgoing._replace(trouble=f"no queue {shortened(queue)} is bound to {delivery}")
         return outgoing._replace(through=(delivery, self._keys.key_without_digits(queue)))
 
-    def _delivery_of(self, message: amqp.Message) -> str:
-        """Return the name of the delivery exchange of the levels that a message comes from."""
-        info: Any = message.delivery_info
-        return self._deliveries.get((info or {}).get("exchange", ""), self._topology.delivery.name)
-
-    def _returned(self, message: WaitingMessage, queue: str, delivery: str) -> Outgoing:
+    def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
         """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
         reason = not_allowed(
             f"{where_in_words('', queue)}, which the application does not name and which is not "
-            f"bound to {delivery}"
+            f"bound to {self._topology.delivery.name}"
         )
         undeliverable = self._topology.module_queues.undeliverable.exchange.name
         return to_undeliverable(undeliverable, Outgoing("", queue, message), reason)
@@ -290,7 +278,7 @@ class Distribution:
             f"it names {shortened(named)}"
         )
 
-    def _unpacked(self, message: WaitingMessage, delivery: str) -> Iterator[Outgoing]:
+    def _unpacked(self, message: WaitingMessage) -> Iterator[Outgoing]:
         """Return what to publish for an envelope.
 
         It is read twice, and never held as a whole. The first time, each message in it is checked:
@@ -311,7 +299,7 @@ class Distribution:
                     arrivals.append(Arrival.of(inner, due_ms, "", redelivered=True))
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-        unpacked = self._messages(message.headers, envelope, delivery)
+        unpacked = self._messages(message.headers, envelope)
         if self._look is None:
             yield from unpacked
         else:
@@ -328,7 +316,7 @@ class Distribution:
             raise UnprocessableMessage(problems[name])
         self._reach.names(*_destination(_under(outer, inner)))
 
-    def _messages(self, outer: DelayHeaders, envelope: Opened, delivery: str) -> Iterator[Outgoing]:
+    def _messages(self, outer: DelayHeaders, envelope: Opened) -> Iterator[Outgoing]:
         """Return the messages of an envelope that was checked."""
         undeliverable = self._topology.module_queues.undeliverable.exchange.name
         for item in envelope.items:
@@ -343,7 +331,7 @@ class Distribution:
                 yield to_undeliverable(undeliverable, refused, "; ".join(problems.values()))
                 continue
             restored = _with_restored_properties(message, headers)
-            yield self._reached(Outgoing(exchange, routing_key, restored), delivery)
+            yield self._reached(Outgoing(exchange, routing_key, restored))
 
 
 def _valid(given: Mapping[str, Any]) -> DelayHeaders:

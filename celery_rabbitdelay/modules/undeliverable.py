@@ -229,7 +229,7 @@ def _entrance(topology: Topology, key: str) -> str | None:
         return None
     levels = zip(topology.layout.levels, digits, strict=True)
     first = next((level.name for level, digit in levels if digit != "0"), None)
-    return f"{topology.name_prefix}.{first}" if first else topology.delivery.name
+    return f"{topology.prefix}.{first}" if first else topology.delivery.name
 
 
 def _path(topology: Topology, exchange: str, key: str) -> Iterator[Binding]:

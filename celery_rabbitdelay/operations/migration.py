@@ -242,7 +242,7 @@ def check_places(source: Place, target: Place) -> None:
         SameTopology: They have the same prefix, in the same virtual host of the same broker.
         OSError: A broker cannot be reached.
     """
-    if source.topology.name_prefix != target.topology.name_prefix:
+    if source.topology.prefix != target.topology.prefix:
         return
     if _are_the_same(source.connection, target.connection):
         raise SameTopology(source.topology.prefix)

@@ -60,7 +60,7 @@ def rights(
         may_declare: Whether ``rabbitdelay_declare`` is "auto".
         modules: The modules that a worker serves.
     """
-    everything, prefix = rf"{re.escape(topology.prefix)}\..*", re.escape(topology.name_prefix)
+    everything, prefix = rf"{re.escape(topology.prefix)}\..*", re.escape(topology.prefix)
     # Each worker has its own queue for a broadcast, and declares it.
     shared = [queue for queue in queues if not isinstance(queue, Broadcast)]
     broadcasts = [queue for queue in queues if isinstance(queue, Broadcast)]

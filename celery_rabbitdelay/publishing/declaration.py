@@ -268,10 +268,10 @@ def refuse_to_lose(topology: Topology, counts: Mapping[str, Counts | None]) -> N
     found = {name: each for name, each in counts.items() if each is not None}
     waiting = {name: each.messages for name, each in found.items() if each.messages}
     if waiting:
-        raise TopologyNotEmpty(topology.name_prefix, waiting)
+        raise TopologyNotEmpty(topology.prefix, waiting)
     consumers = {name: each.consumers for name, each in found.items() if each.consumers}
     if consumers:
-        raise TopologyInUse(topology.name_prefix, consumers)
+        raise TopologyInUse(topology.prefix, consumers)
 
 
 def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, Counts | None]:

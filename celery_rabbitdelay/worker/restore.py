@@ -56,8 +56,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self._tasks = consumer.app.tasks
         self._takeover = takeover
         self._origin = origin
-        topology = consumer.app.rabbitdelay.topology
-        self._deliveries = {each.delivery.name for each in (topology, *topology.former)}
+        self._delivery = consumer.app.rabbitdelay.topology.delivery.name
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
@@ -122,7 +121,7 @@ class RestoringStrategies(dict[str, Strategy]):
         Distribution publishes by that exchange what is for a queue that only a binding reaches, and
         nothing is ever published there by name: a retry of the task would be undeliverable.
         """
-        if message.delivery_info.get("exchange") in self._deliveries:
+        if message.delivery_info.get("exchange") == self._delivery:
             queue = name_of_queue(self._consumer, message)
             if queue is not None:
                 message.delivery_info.update(exchange="", routing_key=queue)

@@ -18,7 +18,6 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command.export import FORMATS
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
-from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import Zeros
 from celery_rabbitdelay.operations.export.definitions import definitions
 from celery_rabbitdelay.operations.export.mermaid import as_mermaid
@@ -44,11 +43,8 @@ ALL = [
 
 
 @pytest.mark.parametrize("layout", ALL)
-@pytest.mark.parametrize("generation", GENERATIONS.values(), ids=lambda each: each.word)
-def test_the_terraform_module_makes_what_declare_makes(
-    layout: Layout, generation: Generation
-) -> None:
-    topology = Topology("shop.delay", layout, generation=generation)
+def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
+    topology = Topology("shop.delay", layout)
     module = Module(as_terraform(topology), name="other")
     made = DeclaringModel(replace(topology, prefix="other"))
 

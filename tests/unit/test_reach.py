@@ -15,7 +15,6 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -174,15 +173,6 @@ def test_another_queue_is_reached_by_its_binding_and_no_message_goes_round_for_e
     headers = back.message.headers.to_headers()
     assert "rabbitdelay_distribution_allowed" in headers[header_names.REASON]
     assert headers[header_names.ROUTING_KEY] == queue
-
-
-def test_a_message_of_a_former_generation_is_reached_by_a_binding_of_that_generation() -> None:
-    present = Topology(generation=GENERATIONS[max(GENERATIONS)])
-    (former, *_) = present.former
-    message = waiting("", "other")
-    message.delivery_info = {"exchange": former.delivery.name, "routing_key": ""}
-    (outgoing,) = Distribution(present, reach=KNOWN).receive(message)
-    assert outgoing.address[0] == former.delivery.name != present.delivery.name
 
 
 def test_a_known_queue_is_reached_by_name() -> None:

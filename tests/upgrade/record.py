@@ -22,7 +22,6 @@ from kombu import Connection
 import celery_rabbitdelay
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS
-from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
@@ -56,8 +55,8 @@ FORTY_YEARS: Final = 40 * 365 * 86_400
 
 #: How the recorded topologies are declared, besides :data:`PREFIX` and :data:`LEVELS`.
 TOPOLOGIES: Final[list[dict[str, Any]]] = [
-    *({"queue_type": "quorum", "shards": 1, "generation": number} for number in GENERATIONS),
-    {"queue_type": "classic", "shards": 2, "generation": 2},
+    {"queue_type": "quorum", "shards": 1},
+    {"queue_type": "classic", "shards": 2},
 ]
 
 
@@ -225,9 +224,7 @@ def _definitions(broker: RabbitMQServer) -> list[dict[str, Any]]:
         host = f"host-{number}"
         broker.ctl("add_vhost", host)
         broker.ctl("set_permissions", "-p", host, "guest", ".*", ".*", ".*")
-        generation = GENERATIONS[kind["generation"]]
-        layout = custom(LEVELS)
-        topology = Topology(PREFIX, layout, kind["queue_type"], kind["shards"], generation)
+        topology = Topology(PREFIX, custom(LEVELS), **kind)
         with Connection(broker.url).clone(virtual_host=host) as connection:
             declare(connection, topology)
         exported = json.loads(broker.ctl("export_definitions", "-", "--format", "json"))
