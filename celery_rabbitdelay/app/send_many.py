@@ -18,14 +18,21 @@ from kombu.exceptions import EncodeError
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.grouping import Group, Grouper
 from celery_rabbitdelay.app.message_template import NO_HEADERS
-from celery_rabbitdelay.app.metrics.recording import RowCounts, queue_label
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
     refuse_without_registry,
 )
 from celery_rabbitdelay.app.row_registration import RowRegistration
-from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row, checked_row
+from celery_rabbitdelay.app.rows import (
+    MAX_ERRORS,
+    PROGRESS_INTERVAL,
+    Report,
+    Row,
+    WrittenRow,
+    WrittenRows,
+    checked_row,
+)
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_messages import (
     Call,
@@ -34,7 +41,6 @@ from celery_rabbitdelay.app.task_messages import (
     capture_message,
     writer_for,
 )
-from celery_rabbitdelay.app.written_rows import WrittenRow, WrittenRows
 from celery_rabbitdelay.exceptions import (
     InvalidEnvelope,
     InvalidRow,
@@ -44,11 +50,11 @@ from celery_rabbitdelay.exceptions import (
     RowsNotConfirmed,
 )
 from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.registry.decision import KEY
 
 #: Returns when a row is due.
 DueOf: TypeAlias = Callable[[Row], Due]

@@ -22,7 +22,6 @@ from celery_rabbitdelay.app.setting_kinds import (
     SECONDS_OR_ZERO,
     SIGNING_KEY,
     TICK,
-    Kind,
     layout_of,
     list_of,
     one_of,
@@ -32,8 +31,7 @@ from celery_rabbitdelay.app.setting_kinds import (
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.entities import QueueType
-from celery_rabbitdelay.levels.generation import GENERATIONS
-from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import DEFAULT_MAX_DELAY, Bounds
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
@@ -57,10 +55,6 @@ Track: TypeAlias = Literal["none", "all"]
 MODULES: Final = ("check-in", "distribution")
 
 _MODULES: Final = list_of(MODULES)
-_GENERATION: Final = Kind(
-    f"takes one of {', '.join(map(str, GENERATIONS))}, which this version can declare",
-    lambda value: isinstance(value, int) and not isinstance(value, bool) and value in GENERATIONS,
-)
 _PORT: Final = optional(whole_number(MAX_PORT))
 
 #: Settings that are only of use with a registry, and their values without one.
@@ -76,7 +70,6 @@ _KINDS: Final = {
     "takeover": FLAG,
     "declare": one_of(Declare),
     "shards": whole_number(MAX_SHARDS),
-    "generation": _GENERATION,
     "confirm_timeout": SECONDS,
     "early": SECONDS,
     "window": whole_number(MAX_PREFETCH),
@@ -121,9 +114,6 @@ class Settings:
             that goes from one level to the next while the broker fails.
         shards: How many queues each digit has. Each has a leader of its own, on another node of a
             cluster, so that more can come due in a second.
-        generation: The set of arguments with which the levels are declared. Each has names of its
-            own, so several of them can be on a broker; workers also serve the modules of the former
-            ones.
         takeover: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` and rows of
             ``send_many`` always do.
         declare: "auto": whoever first needs the topology declares it. "never": operators do, and
@@ -184,7 +174,6 @@ class Settings:
     takeover: bool = True
     declare: Declare = "auto"
     shards: int = 1
-    generation: int = DEFAULT_GENERATION
     confirm_timeout: float = 30.0
     early: float = 1.0
     window: int = 1000
@@ -272,8 +261,8 @@ class Settings:
     @cached_property
     def topology(self) -> Topology:
         """The topology that the settings describe."""
-        layout, generation = layout_of(self.layout, self.tick), GENERATIONS[self.generation]
-        return Topology(self.prefix, layout, self.queue_type, self.shards, generation)
+        layout = layout_of(self.layout, self.tick)
+        return Topology(self.prefix, layout, self.queue_type, self.shards)
 
     @cached_property
     def signing_keys(self) -> SigningKeys | None:
