@@ -9,7 +9,8 @@ message cannot be sent as things are, it is a :class:`kombu.exceptions.Operation
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Self, cast, dataclass_transform
 
 from kombu.exceptions import OperationalError
 
@@ -61,6 +62,7 @@ __all__ = [
 ]
 
 
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
 class RabbitDelayError(Exception):
     """Base class of all errors of celery_rabbitdelay.
 
@@ -73,6 +75,20 @@ class RabbitDelayError(Exception):
 
     may_have_arrived: bool = False
 
+    # The text of the error; its attributes stand in braces.
+    template: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        # The annotated attributes are the arguments, in their order.
+        dataclass(eq=False, repr=False)(cls)
+
+    def __post_init__(self) -> None:
+        # Errors are pickled, and stored in result backends, by their arguments.
+        self.args = tuple(getattr(self, each.name) for each in fields(cast(Any, self)) if each.init)
+
+    def __str__(self) -> str:
+        return self.template.format_map(vars(self))
+
 
 class InvalidDelay(RabbitDelayError, ValueError):
     """The delay has no meaning as a length of time: not a number, infinite, or a naive datetime.
@@ -83,14 +99,11 @@ class InvalidDelay(RabbitDelayError, ValueError):
         what: The name of the argument: "delay", "eta" or "tolerance".
     """
 
-    def __init__(self, value: object, reason: str, what: str = "delay") -> None:
-        super().__init__(value, reason, what)
-        self.value = value
-        self.reason = reason
-        self.what = what
+    value: object
+    reason: str
+    what: str = "delay"
 
-    def __str__(self) -> str:
-        return f"{self.what} {self.value!r}: {self.reason}"
+    template = "{what} {value!r}: {reason}"
 
 
 class InvalidDelayType(InvalidDelay, TypeError):
@@ -105,10 +118,8 @@ class DelayTooLong(RabbitDelayError, ValueError):
         capacity_ms: The largest delay of the layout, in milliseconds.
     """
 
-    def __init__(self, delay_ms: int, capacity_ms: int) -> None:
-        super().__init__(delay_ms, capacity_ms)
-        self.delay_ms = delay_ms
-        self.capacity_ms = capacity_ms
+    delay_ms: int
+    capacity_ms: int
 
     def __str__(self) -> str:
         return (
@@ -123,7 +134,14 @@ class InvalidLayout(RabbitDelayError, ValueError):
 
     One count of a level must equal the next lower level's base times one count of that level, and
     TTLs and routing keys must stay within RabbitMQ's bounds.
+
+    Attributes:
+        reason: What is wrong with it.
     """
+
+    reason: str
+
+    template = "{reason}"
 
 
 class InvalidSetting(RabbitDelayError, ValueError):
@@ -135,14 +153,11 @@ class InvalidSetting(RabbitDelayError, ValueError):
         takes: What the setting takes.
     """
 
-    def __init__(self, key: str, value: object, takes: str) -> None:
-        super().__init__(key, value, takes)
-        self.key = key
-        self.value = value
-        self.takes = takes
+    key: str
+    value: object
+    takes: str
 
-    def __str__(self) -> str:
-        return f"{self.key} = {self.value!r}: {self.takes}"
+    template = "{key} = {value!r}: {takes}"
 
 
 class InvalidSigningKey(RabbitDelayError, ValueError):
@@ -152,12 +167,9 @@ class InvalidSigningKey(RabbitDelayError, ValueError):
         reason: What is wrong, and what to do.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    reason: str
 
-    def __str__(self) -> str:
-        return f"a signing key {self.reason}"
+    template = "a signing key {reason}"
 
 
 class UnknownOption(RabbitDelayError, TypeError):
@@ -169,19 +181,11 @@ class UnknownOption(RabbitDelayError, TypeError):
         reason: What is wrong with it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        value: object,
-        reason: str = "this version does not know the option, leave it out",
-    ) -> None:
-        super().__init__(name, value, reason)
-        self.name = name
-        self.value = value
-        self.reason = reason
+    name: str
+    value: object
+    reason: str = "this version does not know the option, leave it out"
 
-    def __str__(self) -> str:
-        return f"{self.name} = {self.value!r}: {self.reason}"
+    template = "{name} = {value!r}: {reason}"
 
 
 class LayoutConflict(RabbitDelayError, OperationalError):
@@ -193,17 +197,14 @@ class LayoutConflict(RabbitDelayError, OperationalError):
         advice: In what the two differ, and what to do about it.
     """
 
-    def __init__(self, prefix: str, reply: str, advice: str = "") -> None:
-        super().__init__(prefix, reply, advice)
-        self.prefix = prefix
-        self.reply = reply
-        self.advice = advice or "use another rabbitdelay_prefix for this one"
+    prefix: str
+    reply: str
+    advice: str = "use another rabbitdelay_prefix for this one"
 
-    def __str__(self) -> str:
-        return (
-            f"the broker holds other levels under the prefix {self.prefix!r}: {self.advice}. "
-            f"The broker said: {self.reply}"
-        )
+    template = (
+        "the broker holds other levels under the prefix {prefix!r}: {advice}. "
+        "The broker said: {reply}"
+    )
 
 
 class TopologyIncomplete(RabbitDelayError, OperationalError):
@@ -214,10 +215,8 @@ class TopologyIncomplete(RabbitDelayError, OperationalError):
         missing: The names of what is missing.
     """
 
-    def __init__(self, prefix: str, missing: tuple[str, ...]) -> None:
-        super().__init__(prefix, missing)
-        self.prefix = prefix
-        self.missing = missing
+    prefix: str
+    missing: tuple[str, ...]
 
     def __str__(self) -> str:
         shown = ", ".join(self.missing[:5])
@@ -238,10 +237,8 @@ class TopologyNotEmpty(RabbitDelayError):
         waiting: How many messages wait, by the name of their queue.
     """
 
-    def __init__(self, prefix: str, waiting: Mapping[str, int]) -> None:
-        super().__init__(prefix, waiting)
-        self.prefix = prefix
-        self.waiting = dict(waiting)
+    prefix: str
+    waiting: dict[str, int]
 
     def __str__(self) -> str:
         return (
@@ -262,10 +259,8 @@ class TopologyInUse(RabbitDelayError):
         consumers: How many consumers there are, by the name of their queue.
     """
 
-    def __init__(self, prefix: str, consumers: Mapping[str, int]) -> None:
-        super().__init__(prefix, consumers)
-        self.prefix = prefix
-        self.consumers = dict(consumers)
+    prefix: str
+    consumers: dict[str, int]
 
     def __str__(self) -> str:
         return (
@@ -283,16 +278,13 @@ class SameTopology(RabbitDelayError, ValueError):
         prefix: The prefix of both topologies.
     """
 
-    def __init__(self, prefix: str) -> None:
-        super().__init__(prefix)
-        self.prefix = prefix
+    prefix: str
 
-    def __str__(self) -> str:
-        return (
-            f"source and target have the same prefix {self.prefix!r} on the same broker, and so "
-            "the same queues. Give the new levels another rabbitdelay_prefix, and name the old one "
-            "as the source"
-        )
+    template = (
+        "source and target have the same prefix {prefix!r} on the same broker, and so "
+        "the same queues. Give the new levels another rabbitdelay_prefix, and name the old one "
+        "as the source"
+    )
 
 
 class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError):
@@ -305,18 +297,15 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
         what: What the message asks for.
     """
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
+    what: str
 
-    def __str__(self) -> str:
-        return (
-            f"{self.what} cannot be delayed: the levels hand a message to one queue, with a "
-            "priority of at most 4 on quorum queues. Send it to one queue that the application "
-            'knows (task_queues), with a priority of 4 or less; or add "distribution" to '
-            "rabbitdelay_modules; or call send_many without envelopes=True; or set "
-            "rabbitdelay=False on the task to keep Celery's own behavior"
-        )
+    template = (
+        "{what} cannot be delayed: the levels hand a message to one queue, with a "
+        "priority of at most 4 on quorum queues. Send it to one queue that the application "
+        'knows (task_queues), with a priority of 4 or less; or add "distribution" to '
+        "rabbitdelay_modules; or call send_many without envelopes=True; or set "
+        "rabbitdelay=False on the task to keep Celery's own behavior"
+    )
 
 
 class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
@@ -331,19 +320,16 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
         bound: ``rabbitdelay_max_message_bytes``.
     """
 
-    def __init__(self, size: int, bound: int) -> None:
-        super().__init__(size, bound)
-        self.size = size
-        self.bound = bound
+    size: int
+    bound: int
 
-    def __str__(self) -> str:
-        return (
-            f"a body of {self.size:,} bytes is larger than rabbitdelay_max_message_bytes, "
-            f"{self.bound:,}, and check-in or distribution would refuse it when it is due: send a "
-            "reference instead of the content; or send it to one queue that the application knows "
-            "(task_queues), with a priority of 4 or less and a delay within the levels' capacity; "
-            "or raise the setting on workers and producers"
-        )
+    template = (
+        "a body of {size:,} bytes is larger than rabbitdelay_max_message_bytes, "
+        "{bound:,}, and check-in or distribution would refuse it when it is due: send a "
+        "reference instead of the content; or send it to one queue that the application knows "
+        "(task_queues), with a priority of 4 or less and a delay within the levels' capacity; "
+        "or raise the setting on workers and producers"
+    )
 
 
 class PublishError(RabbitDelayError, OperationalError):
@@ -359,14 +345,11 @@ class PublishError(RabbitDelayError, OperationalError):
         reason: What went wrong.
     """
 
-    def __init__(self, exchange: str, routing_key: str, reason: str) -> None:
-        super().__init__(exchange, routing_key, reason)
-        self.exchange = exchange
-        self.routing_key = routing_key
-        self.reason = reason
+    exchange: str
+    routing_key: str
+    reason: str
 
-    def __str__(self) -> str:
-        return f"{self.exchange!r} with key {self.routing_key!r}: {self.reason}"
+    template = "{exchange!r} with key {routing_key!r}: {reason}"
 
     def copy(self, may_have_arrived: bool) -> Self:
         """Return the same error of another message.
@@ -457,12 +440,9 @@ class PermissionMissing(RabbitDelayError, OperationalError):
         permission: The permission, the resource and the user.
     """
 
-    def __init__(self, permission: MissingPermission) -> None:
-        super().__init__(permission)
-        self.permission = permission
+    permission: MissingPermission
 
-    def __str__(self) -> str:
-        return str(self.permission)
+    template = "{permission}"
 
 
 class PublishNotPermitted(PublishError, PermissionMissing):
@@ -472,15 +452,11 @@ class PublishNotPermitted(PublishError, PermissionMissing):
     unless an attempt before ended with a lost connection: nothing was written by this one.
     """
 
-    def __init__(self, exchange: str, routing_key: str, permission: MissingPermission) -> None:
-        PermissionMissing.__init__(self, permission)
-        self.args = (exchange, routing_key, permission)
-        self.exchange = exchange
-        self.routing_key = routing_key
-        self.reason = str(permission)
+    reason: str = field(init=False)
 
-    def __str__(self) -> str:
-        return PublishError.__str__(self)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reason = str(self.permission)
 
 
 class MessageNotPermitted(PublishNotPermitted, MessageRefused):
@@ -525,20 +501,25 @@ class NoPublisherFree(RabbitDelayError, OperationalError):
         timeout: The timeout, in seconds.
     """
 
-    def __init__(self, limit: int | None, timeout: float | None) -> None:
-        super().__init__(limit, timeout)
-        self.limit = limit
-        self.timeout = timeout
+    limit: int | None
+    timeout: float | None
 
-    def __str__(self) -> str:
-        return (
-            f"all {self.limit} publishers were in use for {self.timeout} s: "
-            "raise broker_pool_limit, or delay fewer tasks at the same time"
-        )
+    template = (
+        "all {limit} publishers were in use for {timeout} s: "
+        "raise broker_pool_limit, or delay fewer tasks at the same time"
+    )
 
 
 class InvalidEnvelope(RabbitDelayError, ValueError):
-    """An envelope cannot be read or written, or exceeds a size limit."""
+    """An envelope cannot be read or written, or exceeds a size limit.
+
+    Attributes:
+        reason: What is wrong with it.
+    """
+
+    reason: str
+
+    template = "{reason}"
 
 
 class UnprocessableMessage(RabbitDelayError):
@@ -548,9 +529,9 @@ class UnprocessableMessage(RabbitDelayError):
         reason: Why, in words.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    reason: str
+
+    template = "{reason}"
 
 
 class LaterVersion(UnprocessableMessage):
@@ -568,13 +549,10 @@ class FileNotWritten(RabbitDelayError):
         reason: Why, as the operating system says it.
     """
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
+    path: str
+    reason: str
 
-    def __str__(self) -> str:
-        return f"{self.path} cannot be written: {self.reason}"
+    template = "{path} cannot be written: {reason}"
 
 
 class InvalidDestination(RabbitDelayError, ValueError):
@@ -585,13 +563,10 @@ class InvalidDestination(RabbitDelayError, ValueError):
         reason: What is wrong with it, and what to do.
     """
 
-    def __init__(self, queue: str, reason: str) -> None:
-        super().__init__(queue, reason)
-        self.queue = queue
-        self.reason = reason
+    queue: str
+    reason: str
 
-    def __str__(self) -> str:
-        return f"the queue {self.queue!r} {self.reason}"
+    template = "the queue {queue!r} {reason}"
 
 
 class RowsNotConfirmed(RabbitDelayError, OperationalError):
@@ -607,12 +582,14 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
             iterable raised, this row was already yielded by the generator, but not sent.
     """
 
-    def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
-        super().__init__(report, errors, rest)
-        self.report = report
-        self.errors = dict(sorted(errors.items()))
-        self.rest = rest
+    report: Any
+    errors: Mapping[int, Exception]
+    rest: int | None
+    uncertain: tuple[int, ...] = field(init=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.errors = dict(sorted(self.errors.items()))
         self.uncertain = tuple(row for row, each in self.errors.items() if _may_have_arrived(each))
         self.may_have_arrived = bool(self.uncertain)
 
@@ -630,13 +607,10 @@ class InvalidRow(RabbitDelayError, TypeError):
         reason: What is wrong with it.
     """
 
-    def __init__(self, row: object, reason: str) -> None:
-        super().__init__(row, reason)
-        self.row = row
-        self.reason = reason
+    row: object
+    reason: str
 
-    def __str__(self) -> str:
-        return f"row {self.row!r}: {self.reason}"
+    template = "row {row!r}: {reason}"
 
 
 class InvalidOption(RabbitDelayError, ValueError):
@@ -648,11 +622,9 @@ class InvalidOption(RabbitDelayError, ValueError):
         takes: The values that are accepted.
     """
 
-    def __init__(self, name: str, value: str | None, takes: str) -> None:
-        super().__init__(name, value, takes)
-        self.name = name
-        self.value = value
-        self.takes = takes
+    name: str
+    value: str | None
+    takes: str
 
     def __str__(self) -> str:
         value = "" if self.value is None else f" = {self.value!r}"
@@ -668,11 +640,9 @@ class InvalidColumn(RabbitDelayError, TypeError):
         takes: The types or columns that are accepted.
     """
 
-    def __init__(self, name: str, type: str | None, takes: str) -> None:  # noqa: A002 - Spark's word
-        super().__init__(name, type, takes)
-        self.name = name
-        self.type = type
-        self.takes = takes
+    name: str
+    type: str | None
+    takes: str
 
     def __str__(self) -> str:
         shown = "" if self.type is None else f" ({self.type})"
@@ -687,16 +657,13 @@ class ReadTooLong(RabbitDelayError, OperationalError):
         seconds: How long they were held.
     """
 
-    def __init__(self, messages: int, seconds: float) -> None:
-        super().__init__(messages, seconds)
-        self.messages = messages
-        self.seconds = seconds
+    messages: int
+    seconds: float
 
-    def __str__(self) -> str:
-        return (
-            f"{self.messages} undeliverable messages were read in {self.seconds:.0f} s, and the "
-            "broker may have taken them back (consumer_timeout); read fewer, with a limit"
-        )
+    template = (
+        "{messages} undeliverable messages were read in {seconds:.0f} s, and the "
+        "broker may have taken them back (consumer_timeout); read fewer, with a limit"
+    )
 
 
 class RegistryRequired(RabbitDelayError, TypeError):
@@ -706,12 +673,9 @@ class RegistryRequired(RabbitDelayError, TypeError):
         what: The option, with its value, or the call.
     """
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
+    what: str
 
-    def __str__(self) -> str:
-        return f"{self.what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis"
+    template = "{what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis"
 
 
 class RegistryUnavailable(RabbitDelayError, OperationalError):
@@ -724,13 +688,10 @@ class RegistryUnavailable(RabbitDelayError, OperationalError):
         reason: What went wrong.
     """
 
-    def __init__(self, reason: str, may_have_arrived: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.may_have_arrived = may_have_arrived
+    reason: str
+    may_have_arrived: bool = False
 
-    def __str__(self) -> str:
-        return f"the registry cannot be used: {self.reason}"
+    template = "the registry cannot be used: {reason}"
 
 
 class NotTracked(RabbitDelayError, ValueError):
@@ -740,15 +701,12 @@ class NotTracked(RabbitDelayError, ValueError):
         task_id: The task's id.
     """
 
-    def __init__(self, task_id: str) -> None:
-        super().__init__(task_id)
-        self.task_id = task_id
+    task_id: str
 
-    def __str__(self) -> str:
-        return (
-            f"task {self.task_id} cannot run earlier: its message waits in the broker and is not "
-            "tracked. Send it with track=True, or cancel it and send it anew"
-        )
+    template = (
+        "task {task_id} cannot run earlier: its message waits in the broker and is not "
+        "tracked. Send it with track=True, or cancel it and send it anew"
+    )
 
 
 class JobClosed(RabbitDelayError, ValueError):
@@ -759,10 +717,8 @@ class JobClosed(RabbitDelayError, ValueError):
         state: ``committed``, ``aborted``, ``open`` (it was to be opened), or ``unknown``.
     """
 
-    def __init__(self, job: str, state: str) -> None:
-        super().__init__(job, state)
-        self.job = job
-        self.state = state
+    job: str
+    state: str
 
     def __str__(self) -> str:
         way_out = {
@@ -779,12 +735,9 @@ class InvalidManagementURL(RabbitDelayError, ValueError):
         url: The URL, without its password.
     """
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.url = url
+    url: str
 
-    def __str__(self) -> str:
-        return f"{self.url!r} is not a URL such as http://host:15672"
+    template = "{url!r} is not a URL such as http://host:15672"
 
 
 class ManagementUnavailable(RabbitDelayError, OperationalError):
@@ -796,14 +749,11 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
         status: The status of HTTP; None without an answer.
     """
 
-    def __init__(self, url: str, reason: str, status: int | None = None) -> None:
-        super().__init__(url, reason, status)
-        self.url = url
-        self.reason = reason
-        self.status = status
+    url: str
+    reason: str
+    status: int | None = None
 
-    def __str__(self) -> str:
-        return f"the management API {self.url} cannot be used: {self.reason}"
+    template = "the management API {url} cannot be used: {reason}"
 
 
 def _may_have_arrived(error: Exception) -> bool:
