@@ -2,7 +2,7 @@
 
 Code that only a worker runs is in :mod:`celery_rabbitdelay.worker`.
 
-Read ``settings`` (with ``setting_kinds`` and ``setting_keys``), ``application`` (``send_task``,
+Read ``settings``, ``application`` (``send_task``,
 which sees every send) with ``options`` and ``task_sending`` (where a task goes), ``extension``
 (``app.rabbitdelay``), ``task_producer``, ``task`` and ``canvas``; then ``send_many`` with ``rows``,
 ``grouping``, ``task_messages`` and ``message_template``, and ``send_one_by_one``. ``destinations``

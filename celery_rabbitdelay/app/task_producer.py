@@ -10,7 +10,7 @@ from celery.app.amqp import AMQP
 from kombu import Exchange, Producer, Queue
 
 from celery_rabbitdelay.app.resending import Resending
-from celery_rabbitdelay.app.settings import Settings, checked_seconds
+from celery_rabbitdelay.app.settings import Settings, checked
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
@@ -82,11 +82,10 @@ class DelayedTaskProducer(DelayedProducer):
         )
         retry = options.pop("retry", False)
         policy = options.pop("retry_policy", None) or {}
-        timeout = options.pop("confirm_timeout", None)
-        if timeout is None:
-            timeout = self._settings_timeout
-        else:
-            timeout = checked_seconds("confirm_timeout", timeout)
+        timeout = self._settings_timeout
+        if options.get("confirm_timeout") is not None:
+            timeout = checked("confirm_timeout", options["confirm_timeout"])
+        options.pop("confirm_timeout", None)
         self.timeout = max(timeout - self._waited, MIN_TIMEOUT)
         options.pop("timeout", None)
         began = time.monotonic()

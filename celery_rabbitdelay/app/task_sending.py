@@ -24,7 +24,7 @@ from celery_rabbitdelay.app.celery_internals import (
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions, given_registry_options
 from celery_rabbitdelay.app.resending import Resending
 from celery_rabbitdelay.app.send_counts import counted_send
-from celery_rabbitdelay.app.settings import checked_seconds
+from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.app.stored_message import stored
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
@@ -171,7 +171,7 @@ class TaskSending:
         delays.settings.check_delay(due)
         timeout = self.options.get("confirm_timeout")
         if timeout is not None:
-            timeout = checked_seconds("confirm_timeout", timeout)
+            timeout = checked("confirm_timeout", timeout)
         copy = new_copy() if wanted.is_registered else ""
         ticket, job_id = self._ask(due, wanted)
         began = time.monotonic()

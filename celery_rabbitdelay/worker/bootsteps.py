@@ -19,7 +19,7 @@ from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
 from celery_rabbitdelay.app.instruments import EARLY
-from celery_rabbitdelay.app.settings import checked_modules
+from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module, admit_any
@@ -307,8 +307,10 @@ class Modules(bootsteps.StartStopStep):
         Raises:
             InvalidSetting: There is no such module; the worker ends.
         """
-        settings = worker.app.rabbitdelay.settings
-        modules = settings.modules if self._given is None else checked_modules(self._given)
+        modules = worker.app.rabbitdelay.settings.modules
+        if self._given is not None:
+            words = filter(None, map(str.strip, self._given.split(",")))
+            modules = checked("rabbitdelay_modules", tuple(words))
         for name in modules:
             service = _service(worker.app, name, self._declaration)
             self._services += [service, *services_of_former(service)]

@@ -25,7 +25,7 @@ from celery_rabbitdelay.app.instruments import (
     Sample,
 )
 from celery_rabbitdelay.app.metrics import Metrics, opentelemetry_is_set_up
-from celery_rabbitdelay.app.settings import checked_port
+from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.service import ModuleService
@@ -71,8 +71,10 @@ class ServeMetrics(bootsteps.StartStopStep):
             InvalidSetting: There is no such port, or the package ``prometheus-client`` is missing;
                 the worker ends.
         """
-        settings = worker.app.rabbitdelay.settings
-        self._port = settings.metrics_port if self._given is None else checked_port(self._given)
+        self._port = worker.app.rabbitdelay.settings.metrics_port
+        if self._given is not None:
+            is_number = self._given.isascii() and self._given.isdigit()
+            self._port = checked(_PORT, int(self._given) if is_number else self._given or None)
         if self._port is not None:
             try:
                 import prometheus_client  # noqa: F401 - an extra
