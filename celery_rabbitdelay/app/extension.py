@@ -39,7 +39,7 @@ from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-#: For how many seconds a task may be late, and is listed, besides ``rabbitdelay_redelivery``, for
+#: For how many seconds a task may be late, and is listed, besides ``rabbitdelay_retry_for``, for
 #: which it is tried again if its queue does not take it.
 REGISTRY_MARGIN: Final = 3600.0
 
@@ -93,7 +93,7 @@ class RabbitDelay(WaitingTasks):
             settings.registry_durability or 0,
         )
         store.on_call = self._note_call
-        margin = settings.redelivery + REGISTRY_MARGIN
+        margin = settings.retry_for + REGISTRY_MARGIN
         keep_ms = milliseconds(max(settings.registry_keep, margin))
         prefix = settings.registry_prefix or settings.prefix
         registry = Registry(store, prefix, keep_ms, milliseconds(margin))
@@ -213,7 +213,7 @@ class RabbitDelay(WaitingTasks):
         connection: Connection | None = None,
         **options: Any,
     ) -> Report:
-        """Send a task many times, with as many messages in flight as ``rabbitdelay_window`` allows.
+        """Send a task many times, with ``rabbitdelay_max_unconfirmed`` messages in flight.
 
         Every row is confirmed when this returns. Rows that are due in the same tick travel in one
         message, an envelope, which distribution unpacks. Tasks that do not wait in the levels

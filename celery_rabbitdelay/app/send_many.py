@@ -181,7 +181,7 @@ class RowSender:
                 self._envelopes = False
         work = chain([(number, given)], work)
         publications = self._publications(producer, writer, work)
-        policy = producer.policy._replace(window=self._settings.window)
+        policy = producer.policy._replace(window=self._settings.max_unconfirmed)
         try:
             self._publisher.publish_all(publications, policy, done=self._done, **producer.declares)
         except PublishError as error:

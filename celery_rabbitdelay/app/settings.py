@@ -178,7 +178,7 @@ _SIGNING_KEY: Final = Kind(
     _hidden,
 )
 
-_REDELIVERY: Final = Kind(
+_RETRY_FOR: Final = Kind(
     "0 or a positive number of seconds, at most 366 days",
     lambda value: _is_number(value) and 0 <= value <= A_YEAR,
 )
@@ -246,10 +246,10 @@ class Settings:
 
     #: Seconds. A task that leaves the levels earlier than that, by the clock of the worker that
     #: receives it, goes back into them for the rest.
-    early: Annotated[float, _SECONDS] = 1.0
+    early_tolerance: Annotated[float, _SECONDS] = 1.0
 
     #: How many messages a module, or ``send_many``, has in flight, unconfirmed, at the most.
-    window: Annotated[int, _whole_number(MAX_PREFETCH)] = 1000
+    max_unconfirmed: Annotated[int, _whole_number(MAX_PREFETCH)] = 1000
 
     #: Which modules the workers serve. A producer whose setting lacks one refuses what only that
     #: one could deliver.
@@ -280,7 +280,7 @@ class Settings:
 
     #: Seconds during which a due message that its destination does not take is tried again, with
     #: growing pauses. After that, or at once with 0, it is undeliverable.
-    redelivery: Annotated[float, _REDELIVERY] = 86_400.0
+    retry_for: Annotated[float, _RETRY_FOR] = 86_400.0
 
     #: The names of queues that may refuse a message, with ``*`` and ``?``. Their messages go
     #: through distribution, so that a refusal holds up no others. Queues that the application

@@ -346,7 +346,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
             if metrics is not None:
                 metrics.record(EARLY, 1, "", queue.name)
 
-        early = EarlyMessages(topology, milliseconds(settings.early), on_early=on_early)
+        early = EarlyMessages(topology, milliseconds(settings.early_tolerance), on_early=on_early)
         look = confirm = None
         if settings.registry_url is not None:
             look, confirm = _look(app), app.rabbitdelay.registry.jobs.confirm
@@ -371,10 +371,10 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         topology,
         queue,
         receive,
-        prefetch=min(PREFETCH[name], settings.window),
-        window=settings.window,
+        prefetch=min(PREFETCH[name], settings.max_unconfirmed),
+        max_unconfirmed=settings.max_unconfirmed,
         timeout=settings.confirm_timeout,
-        redelivery=settings.redelivery,
+        retry_for=settings.retry_for,
         signing_keys=settings.signing_keys,
         max_bytes=settings.max_message_bytes,
         admit=admit,

@@ -224,7 +224,7 @@ def test_modules_undeliverable_and_early_messages_are_counted(
     port: int,
     connection: Connection,
 ) -> None:
-    settings = {**configuration, "rabbitdelay_redelivery": 0, "rabbitdelay_metrics_port": port}
+    settings = {**configuration, "rabbitdelay_retry_for": 0, "rabbitdelay_metrics_port": port}
     shop = make_shop(**settings)
     queues = shop.rabbitdelay.topology.module_queues
     distribution = queues.distribution.name

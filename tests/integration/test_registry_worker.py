@@ -156,7 +156,7 @@ def test_a_commit_that_redis_loses_is_made_again(
 def test_a_task_that_is_older_than_the_registrys_memory_is_undeliverable(
     settings: dict[str, Any], noted: Notes, broker_url: str
 ) -> None:
-    short = {**settings, "rabbitdelay_registry_keep": 1.0, "rabbitdelay_redelivery": 0}
+    short = {**settings, "rabbitdelay_registry_keep": 1.0, "rabbitdelay_retry_for": 0}
     app: Any = make_app(short)
     with Worker(short), Connection(broker_url) as connection:
         send(app, noted, "old", eta=datetime.now(UTC) - timedelta(hours=2), once=True)

@@ -80,11 +80,11 @@ def test_a_layout_can_be_set_and_keeps_its_own_tick(layout: Layout) -> None:
         ("declare", "sometimes"),
         ("confirm_timeout", 0),
         ("confirm_timeout", None),
-        ("early", 0),
-        ("early", -1.0),
-        ("early", None),
-        ("early", "1"),
-        ("early", float("inf")),
+        ("early_tolerance", 0),
+        ("early_tolerance", -1.0),
+        ("early_tolerance", None),
+        ("early_tolerance", "1"),
+        ("early_tolerance", float("inf")),
     ],
 )
 def test_a_wrong_value_is_an_error_with_key_value_and_what_it_takes(key: str, value: Any) -> None:

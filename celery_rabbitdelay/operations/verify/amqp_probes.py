@@ -252,7 +252,7 @@ def clock_difference(connection: Connection, now: Callable[[], float] = time.tim
 def check_clock(probe: ClockProbe, application: Application) -> Iterator[Finding]:
     """Find clocks that differ by more than a worker tolerates."""
     difference = probe.difference
-    if difference <= application.early:
+    if difference <= application.early_tolerance:
         return
     ahead = "ahead of" if probe.at_least > 0 else "behind"
     yield Finding(
@@ -262,7 +262,7 @@ def check_clock(probe: ClockProbe, application: Application) -> Iterator[Finding
         f"its clock is at least {difference:.1f} s {ahead} the broker's",
         "an eta means another instant on this machine, and tasks are late by that where the clocks "
         "of producer and worker differ: a worker whose clock is behind puts due tasks back",
-        "synchronize the clocks of all machines (NTP); rabbitdelay_early is what workers tolerate",
+        "synchronize the clocks of all machines (NTP); workers tolerate rabbitdelay_early_tolerance",
     )
 
 

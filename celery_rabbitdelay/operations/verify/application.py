@@ -21,7 +21,7 @@ class Application:
         may_declare: Whether the application declares what is missing (``rabbitdelay_declare``).
         modules: Which modules its workers serve, of "check-in" and "distribution".
         may_refuse: Glob patterns for the names of queues that are known to refuse messages.
-        early: Seconds that clocks may differ before a worker puts due tasks back.
+        early_tolerance: Seconds that clocks may differ before a worker puts due tasks back.
     """
 
     topology: Topology
@@ -29,7 +29,7 @@ class Application:
     may_declare: bool = True
     modules: Sequence[str] = ("check-in", "distribution")
     may_refuse: Sequence[str] = ()
-    early: float = 1.0
+    early_tolerance: float = 1.0
 
     @classmethod
     def of(cls, delays: RabbitDelay) -> Application:
@@ -41,5 +41,5 @@ class Application:
             may_declare=settings.declare == "auto",
             modules=settings.modules,
             may_refuse=settings.may_refuse,
-            early=settings.early,
+            early_tolerance=settings.early_tolerance,
         )
