@@ -55,14 +55,14 @@ class RegistryOptions(NamedTuple):
         if settings.registry_url is None:
             return cls()
         given = {name: options[name] for name in given_registry_options(options)}
-        once = given.get("once", former.get(ONCE, getattr(task, "once", None)))
+        once = given.get("once", former.get(ONCE, getattr(task, "once", False)))
         # A message that is registered and has no key is that of a tracked task.
         was_tracked = True if former.get(COPY) and not former.get(KEY) else None
         track = given.get("track", was_tracked or getattr(task, "track", None))
         return cls(
             given.get("key", former.get(KEY, "")),
             given.get("job", former.get(JOB, "")),
-            settings.once if once is None else bool(once),
+            bool(once),
             settings.track == "all" if track is None else bool(track),
         )
 

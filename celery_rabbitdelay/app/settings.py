@@ -321,9 +321,6 @@ class Settings:
     #: sent with ``track=True``, or whose task has ``track = True``.
     track: Track = "none"
 
-    #: Whether only the first message with a task's id runs; see the option ``once``.
-    once: bool = False
-
     #: The TCP port on which a worker serves its metrics to Prometheus; None for none.
     metrics_port: Annotated[int | None, _whole_number(MAX_PORT)] = None
 
@@ -373,10 +370,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in _KINDS:
             checked(PREFIX + name, getattr(self, name))
-        # Of no use without a registry.
-        for name, wanted in (("track", "all"), ("once", True)):
-            if getattr(self, name) == wanted and self.registry_url is None:
-                raise InvalidSetting(PREFIX + name, wanted, f"{wanted} needs {PREFIX}registry_url")
+        if self.track == "all" and self.registry_url is None:
+            raise InvalidSetting(f"{PREFIX}track", "all", f"all needs {PREFIX}registry_url")
         try:
             self.topology  # noqa: B018 - built here so that a wrong layout fails at the start
         except (InvalidLayout, TypeError, ValueError) as wrong:

@@ -48,8 +48,8 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
     #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
     rabbitdelay: bool = True
 
-    #: Whether only the first message with the task's id runs; None for ``rabbitdelay_once``.
-    once: bool | None = None
+    #: Whether only the first message with the task's id runs.
+    once: bool = False
 
     #: Whether the task is listed in the registry while it waits; None for ``rabbitdelay_track``.
     track: bool | None = None

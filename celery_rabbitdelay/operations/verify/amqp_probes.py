@@ -262,7 +262,7 @@ def check_clock(probe: ClockProbe, application: Application) -> Iterator[Finding
         f"its clock is at least {difference:.1f} s {ahead} the broker's",
         "an eta means another instant on this machine, and tasks are late by that where the clocks "
         "of producer and worker differ: a worker whose clock is behind puts due tasks back",
-        "synchronize the clocks of all machines (NTP); workers tolerate rabbitdelay_early_tolerance",
+        "synchronize all clocks (NTP); workers tolerate rabbitdelay_early_tolerance",
     )
 
 
