@@ -76,8 +76,8 @@ METRICS_STEP = "celery_rabbitdelay.worker.metrics:ServeMetrics"
 #: The option of ``celery worker`` that says on which port.
 METRICS_PORT_OPTION = click.Option(
     ["--rabbitdelay-metrics-port"],
-    help="The port on which the worker serves metrics to Prometheus; instead of the setting "
-    "rabbitdelay_metrics_port. Empty for none.",
+    help="The port on which the worker serves metrics to Prometheus, or an address with a port; "
+    "instead of the setting rabbitdelay_metrics_port. Empty for none.",
 )
 
 

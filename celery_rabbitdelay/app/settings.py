@@ -123,6 +123,12 @@ def _is_signing_key(value: Any) -> bool:
     return True
 
 
+def _is_port(value: Any) -> bool:
+    host, colon, port = str(value).rpartition(":")
+    is_whole = type(value) in (int, str) and port.isdecimal() and len(port) <= len(str(MAX_PORT))
+    return is_whole and bool(host) == bool(colon) and 0 < int(port) <= MAX_PORT
+
+
 def _hidden(value: object) -> object:
     return HIDDEN if value else value
 
@@ -195,9 +201,8 @@ _REGISTRY_OPTIONS: Final = Kind(
     _without_password,
 )
 
-_METRICS_HOST: Final = Kind(
-    "the address of an interface of this machine, for example 0.0.0.0",
-    lambda value: isinstance(value, str) and value != "",
+_METRICS_PORT: Final = Kind(
+    f"a port from 1 to {MAX_PORT}, or one with the address of an interface: 0.0.0.0:9808", _is_port
 )
 
 
@@ -321,15 +326,9 @@ class Settings:
     #: sent with ``track=True``, or whose task has ``track = True``.
     track: Track = "none"
 
-    #: The TCP port on which a worker serves its metrics to Prometheus; None for none.
-    metrics_port: Annotated[int | None, _whole_number(MAX_PORT)] = None
-
-    #: The address on which it serves them.
-    metrics_host: Annotated[str, _METRICS_HOST] = "127.0.0.1"
-
-    #: Whether the metrics tell what waits in the levels, which the worker asks the broker when it
-    #: is asked.
-    metrics_pending: bool = True
+    #: The TCP port on which a worker serves its metrics to Prometheus, on 127.0.0.1 unless another
+    #: address stands before it, as in "0.0.0.0:9808". None: it serves none.
+    metrics_port: Annotated[int | str | None, _METRICS_PORT] = None
 
     @classmethod
     def of(cls, configuration: Mapping[str, Any], namespace: str | None = None) -> Settings:

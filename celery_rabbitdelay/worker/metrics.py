@@ -34,7 +34,9 @@ from celery_rabbitdelay.worker.backlog_reader import BacklogReader
 logger = get_logger(__name__)
 
 _PORT: Final = "rabbitdelay_metrics_port"
-_HOST: Final = "rabbitdelay_metrics_host"
+
+#: The address on which they are served unless the setting names another.
+_HOST: Final = "127.0.0.1"
 
 
 class ServeMetrics(bootsteps.StartStopStep):
@@ -55,7 +57,7 @@ class ServeMetrics(bootsteps.StartStopStep):
         self, worker: Any, rabbitdelay_metrics_port: str | None = None, **options: Any
     ) -> None:
         self._given = rabbitdelay_metrics_port
-        self._port: int | None = None
+        self._port: int | str | None = None
         self._server: Any = None
         self._reader: BacklogReader | None = None
         super().__init__(worker, **options)
@@ -73,8 +75,7 @@ class ServeMetrics(bootsteps.StartStopStep):
         """
         self._port = worker.app.rabbitdelay.settings.metrics_port
         if self._given is not None:
-            is_number = self._given.isascii() and self._given.isdigit()
-            self._port = checked(_PORT, int(self._given) if is_number else self._given or None)
+            self._port = checked(_PORT, self._given or None)
         if self._port is not None:
             try:
                 import prometheus_client  # noqa: F401 - an extra
@@ -97,8 +98,7 @@ class ServeMetrics(bootsteps.StartStopStep):
         metrics: Metrics = delays.metrics
         signals.worker_shutdown.connect(self._close, sender=worker)
         metrics.hear_children()
-        if delays.settings.metrics_pending:
-            self._reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
+        self._reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
         metrics.observe(Observations(worker, delays.topology, self._reader))
         if self._port is not None:
             if getattr(worker, "pool_start_method", "fork") == "spawn":
@@ -106,20 +106,22 @@ class ServeMetrics(bootsteps.StartStopStep):
                     "worker_pool_start_method is 'spawn': the metrics do not count what the "
                     "processes of the pool send."
                 )
-            self._serve(metrics, delays.settings.metrics_host, self._port)
+            self._serve(metrics, self._port)
 
-    def _serve(self, metrics: Metrics, host: str, port: int) -> None:
+    def _serve(self, metrics: Metrics, address: int | str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server  # an extra
 
         registry = CollectorRegistry()
         registry.register(metrics)
+        host, _, port = str(address).rpartition(":")
+        host = host or _HOST
         try:
-            self._server, _ = start_http_server(port, host, registry)
+            self._server, _ = start_http_server(int(port), host.strip("[]"), registry)
         except OSError as refused:
-            takes = f"cannot be listened on at {_HOST} = {host!r}: {refused}"
-            raise InvalidSetting(_PORT, port, takes) from refused
+            takes = f"cannot be listened on at {host}: {refused}"
+            raise InvalidSetting(_PORT, address, takes) from refused
         _servers.add(self._server)
-        logger.info("Metrics are served at http://%s:%d/metrics.", host, port)
+        logger.info("Metrics are served at http://%s:%s/metrics.", host, port)
 
     def stop(self, worker: Any) -> None:
         """Go on serving: the processes of the pool may still finish their tasks for long."""
@@ -144,10 +146,10 @@ class Observations:
     Args:
         worker: The worker.
         topology: The topology that its modules belong to.
-        reader: Asks the broker; None if it is not to be asked.
+        reader: Asks the broker.
     """
 
-    def __init__(self, worker: Any, topology: Topology, reader: BacklogReader | None) -> None:
+    def __init__(self, worker: Any, topology: Topology, reader: BacklogReader) -> None:
         self._worker = worker
         self._topology = topology
         self._reader = reader
@@ -168,7 +170,7 @@ class Observations:
             yield Sample(MODULE_PUBLISHED, (queue,), statistics.published)
             yield Sample(MODULE_REDELIVERED, (queue,), statistics.redelivered)
             yield Sample(UNDELIVERABLE, (queue,), statistics.undeliverable)
-        found = None if self._reader is None else self._reader.read()
+        found = self._reader.read()
         if found is not None:
             names = self._topology.module_queues
             for name, counts in found.others.items():

@@ -333,6 +333,13 @@ def test_the_command_line_says_the_port_of_one_worker(
         assert is_served(port)
 
 
+def test_the_port_may_have_an_address(shop: Any, configuration: dict[str, Any], port: int) -> None:
+    with Worker({**configuration, "rabbitdelay_metrics_port": f"127.0.0.2:{port}"}):
+        assert not is_served(port)
+        with socket.create_connection(("127.0.0.2", port)):
+            pass
+
+
 @pytest.mark.parametrize("given", ["0", "70000", "none"])
 def test_a_wrong_port_ends_the_worker(configuration: dict[str, Any], given: str) -> None:
     run = run_celery(configuration, f"worker --rabbitdelay-metrics-port={given}")
