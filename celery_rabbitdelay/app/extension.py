@@ -87,10 +87,7 @@ class RabbitDelay(WaitingTasks):
         if settings.registry_url is None:
             raise RegistryRequired("app.rabbitdelay.registry")
         store = connect_to_redis(
-            settings.registry_url,
-            settings.registry_timeout,
-            settings.registry_options,
-            settings.registry_durability or 0,
+            settings.registry_url, settings.registry_options, settings.registry_durability or 0
         )
         store.on_call = self._note_call
         margin = settings.retry_for + REGISTRY_MARGIN

@@ -297,16 +297,14 @@ class Settings:
     #: ``redis+cluster://host:6379`` names any server of a cluster.
     registry_url: Annotated[str | None, _REGISTRY_URL] = None
 
-    #: Further arguments of redis-py's client; for Sentinel also ``master_name`` and
+    #: Further arguments of redis-py's client, such as ``socket_timeout``: the seconds for
+    #: connecting and for each answer, 0.5 by default. For Sentinel also ``master_name`` and
     #: ``sentinel_kwargs``.
     registry_options: Annotated[Mapping[str, Any] | None, _REGISTRY_OPTIONS] = None
 
     #: The first part of the registry's keys; None for ``prefix``. Set it to the former prefix
     #: before tasks are migrated to another one.
     registry_prefix: Annotated[str | None, _NAME_PREFIX] = None
-
-    #: Seconds for connecting to Redis, and for each of its answers.
-    registry_timeout: Annotated[float, _SECONDS] = 0.5
 
     #: What becomes of a task with a key or a job, or that is tracked or runs once, if Redis does
     #: not answer when it is due: "hold", it goes back into the levels for some seconds; "run", it
