@@ -19,12 +19,12 @@ from typing import (
 )
 
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting, InvalidSigningKey
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Due, check_max_delay
+from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology
-from celery_rabbitdelay.modules.bounds import DEFAULT_MAX_DELAY, Bounds
+from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.shown_url import HIDDEN, without_password
@@ -145,11 +145,6 @@ _NAMES: Final = Kind("a list of names in which * and ? may stand", _is_list_of_w
 _SECONDS: Final = Kind(
     "a positive number of seconds, at most 366 days",
     lambda value: _is_number(value) and 0 < value <= A_YEAR,
-)
-
-_LONG_SECONDS: Final = Kind(
-    f"a positive number of seconds, at most {MAX_DUE_MS // 1000}",
-    lambda value: _is_number(value) and 0 < value <= MAX_DUE_MS // 1000,
 )
 
 _NAME_PREFIX: Final = Kind(
@@ -280,9 +275,6 @@ class Settings:
     #: messages in an envelope. A larger one is undeliverable.
     max_message_bytes: Annotated[int, _whole_number(MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
 
-    #: The longest delay, in seconds. Producers and check-in refuse a longer one.
-    max_delay: Annotated[float, _LONG_SECONDS] = DEFAULT_MAX_DELAY
-
     #: Seconds during which a due message that its destination does not take is tried again, with
     #: growing pauses. After that, or at once with 0, it is undeliverable.
     retry_for: Annotated[float, _RETRY_FOR] = 86_400.0
@@ -313,7 +305,7 @@ class Settings:
 
     #: Seconds for which the registry remembers what was decided about a task after the task is due.
     #: A task with such an option that arrives later is undeliverable.
-    registry_keep: Annotated[float, _LONG_SECONDS] = 2_592_000.0
+    registry_keep: Annotated[float, _SECONDS] = 2_592_000.0
 
     #: How many copies a cancel, a commit or an abort has to have before the call returns: the
     #: server's append-only file (Redis 7.2, Valkey) is one, and so is each of its replicas. None:
@@ -401,25 +393,24 @@ class Settings:
             "modules": self.modules,
             "may_refuse": self.may_refuse,
             "signing_keys": self.signing_keys,
-            "max_delay": self.max_delay,
             "max_message_bytes": self.max_message_bytes,
         }
 
     @property
     def bounds(self) -> Bounds:
         """What a message may cost that a module takes."""
-        return Bounds(self.max_message_bytes, self.max_delay)
+        return Bounds(self.max_message_bytes)
 
     def check_delay(self, due: Due) -> None:
         """Refuse a delay that is too long for what workers serve.
 
         Raises:
             DelayTooLong: It is above the layout's capacity, and ``modules`` lacks check-in.
-            InvalidDelay: It is longer than ``max_delay``.
+            InvalidDelay: It is longer than 100 years.
         """
         if "check-in" not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
-        check_max_delay(due, self.max_delay)
+        check_max_delay(due)
 
 
 def _kind_of(hint: Any, default: object) -> Kind:
