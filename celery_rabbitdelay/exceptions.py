@@ -9,7 +9,7 @@ message cannot be sent as things are, it is a :class:`kombu.exceptions.Operation
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self, cast, dataclass_transform
 
 from kombu.exceptions import OperationalError
@@ -62,9 +62,11 @@ __all__ = [
 ]
 
 
-@dataclass_transform(eq_default=False, field_specifiers=(field,))
+@dataclass_transform(eq_default=False)
 class RabbitDelayError(Exception):
     """Base class of all errors of celery_rabbitdelay.
+
+    An error is a dataclass: it is made with the values of its attributes.
 
     Attributes:
         may_have_arrived: Whether the broker may have the message although it has not confirmed it:
@@ -75,19 +77,19 @@ class RabbitDelayError(Exception):
 
     may_have_arrived: bool = False
 
-    # The text of the error; its attributes stand in braces.
-    template: ClassVar[str]
+    #: What the error says; its attributes are filled in.
+    text: ClassVar = ""
 
     def __init_subclass__(cls) -> None:
-        # The annotated attributes are the arguments, in their order.
+        super().__init_subclass__()
         dataclass(eq=False, repr=False)(cls)
 
     def __post_init__(self) -> None:
-        # Errors are pickled, and stored in result backends, by their arguments.
-        self.args = tuple(getattr(self, each.name) for each in fields(cast(Any, self)) if each.init)
+        # What it is pickled with: errors pass between processes.
+        self.args = tuple(getattr(self, each.name) for each in fields(cast(Any, self)))
 
     def __str__(self) -> str:
-        return self.template.format_map(vars(self))
+        return self.text.format(self=self) if self.text else super().__str__()
 
 
 class InvalidDelay(RabbitDelayError, ValueError):
@@ -103,7 +105,7 @@ class InvalidDelay(RabbitDelayError, ValueError):
     reason: str
     what: str = "delay"
 
-    template = "{what} {value!r}: {reason}"
+    text: ClassVar = "{self.what} {self.value!r}: {self.reason}"
 
 
 class InvalidDelayType(InvalidDelay, TypeError):
@@ -141,8 +143,6 @@ class InvalidLayout(RabbitDelayError, ValueError):
 
     reason: str
 
-    template = "{reason}"
-
 
 class InvalidSetting(RabbitDelayError, ValueError):
     """An unknown ``rabbitdelay_*`` key, or an invalid value.
@@ -157,7 +157,7 @@ class InvalidSetting(RabbitDelayError, ValueError):
     value: object
     takes: str
 
-    template = "{key} = {value!r}: {takes}"
+    text: ClassVar = "{self.key} = {self.value!r}: {self.takes}"
 
 
 class InvalidSigningKey(RabbitDelayError, ValueError):
@@ -169,7 +169,7 @@ class InvalidSigningKey(RabbitDelayError, ValueError):
 
     reason: str
 
-    template = "a signing key {reason}"
+    text: ClassVar = "a signing key {self.reason}"
 
 
 class UnknownOption(RabbitDelayError, TypeError):
@@ -185,7 +185,7 @@ class UnknownOption(RabbitDelayError, TypeError):
     value: object
     reason: str = "this version does not know the option, leave it out"
 
-    template = "{name} = {value!r}: {reason}"
+    text: ClassVar = "{self.name} = {self.value!r}: {self.reason}"
 
 
 class LayoutConflict(RabbitDelayError, OperationalError):
@@ -199,12 +199,16 @@ class LayoutConflict(RabbitDelayError, OperationalError):
 
     prefix: str
     reply: str
-    advice: str = "use another rabbitdelay_prefix for this one"
+    advice: str = ""
 
-    template = (
-        "the broker holds other levels under the prefix {prefix!r}: {advice}. "
-        "The broker said: {reply}"
+    text: ClassVar = (
+        "the broker holds other levels under the prefix {self.prefix!r}: {self.advice}. "
+        "The broker said: {self.reply}"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.advice = self.advice or "use another rabbitdelay_prefix for this one"
 
 
 class TopologyIncomplete(RabbitDelayError, OperationalError):
@@ -238,7 +242,7 @@ class TopologyNotEmpty(RabbitDelayError):
     """
 
     prefix: str
-    waiting: dict[str, int]
+    waiting: Mapping[str, int]
 
     def __str__(self) -> str:
         return (
@@ -260,7 +264,7 @@ class TopologyInUse(RabbitDelayError):
     """
 
     prefix: str
-    consumers: dict[str, int]
+    consumers: Mapping[str, int]
 
     def __str__(self) -> str:
         return (
@@ -280,8 +284,8 @@ class SameTopology(RabbitDelayError, ValueError):
 
     prefix: str
 
-    template = (
-        "source and target have the same prefix {prefix!r} on the same broker, and so "
+    text: ClassVar = (
+        "source and target have the same prefix {self.prefix!r} on the same broker, and so "
         "the same queues. Give the new levels another rabbitdelay_prefix, and name the old one "
         "as the source"
     )
@@ -299,8 +303,8 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
 
     what: str
 
-    template = (
-        "{what} cannot be delayed: the levels hand a message to one queue, with a "
+    text: ClassVar = (
+        "{self.what} cannot be delayed: the levels hand a message to one queue, with a "
         "priority of at most 4 on quorum queues. Send it to one queue that the application "
         'knows (task_queues), with a priority of 4 or less; or add "distribution" to '
         "rabbitdelay_modules; or call send_many without envelopes=True; or set "
@@ -323,9 +327,9 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
     size: int
     bound: int
 
-    template = (
-        "a body of {size:,} bytes is larger than rabbitdelay_max_message_bytes, "
-        "{bound:,}, and check-in or distribution would refuse it when it is due: send a "
+    text: ClassVar = (
+        "a body of {self.size:,} bytes is larger than rabbitdelay_max_message_bytes, "
+        "{self.bound:,}, and check-in or distribution would refuse it when it is due: send a "
         "reference instead of the content; or send it to one queue that the application knows "
         "(task_queues), with a priority of 4 or less and a delay within the levels' capacity; "
         "or raise the setting on workers and producers"
@@ -349,7 +353,7 @@ class PublishError(RabbitDelayError, OperationalError):
     routing_key: str
     reason: str
 
-    template = "{exchange!r} with key {routing_key!r}: {reason}"
+    text: ClassVar = "{self.exchange!r} with key {self.routing_key!r}: {self.reason}"
 
     def copy(self, may_have_arrived: bool) -> Self:
         """Return the same error of another message.
@@ -442,7 +446,7 @@ class PermissionMissing(RabbitDelayError, OperationalError):
 
     permission: MissingPermission
 
-    template = "{permission}"
+    text: ClassVar = "{self.permission}"
 
 
 class PublishNotPermitted(PublishError, PermissionMissing):
@@ -451,12 +455,6 @@ class PublishNotPermitted(PublishError, PermissionMissing):
     It is a :class:`MessageNotPermitted` or a :class:`DeclarationNotPermitted`. Nothing was sent,
     unless an attempt before ended with a lost connection: nothing was written by this one.
     """
-
-    reason: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.reason = str(self.permission)
 
 
 class MessageNotPermitted(PublishNotPermitted, MessageRefused):
@@ -504,8 +502,8 @@ class NoPublisherFree(RabbitDelayError, OperationalError):
     limit: int | None
     timeout: float | None
 
-    template = (
-        "all {limit} publishers were in use for {timeout} s: "
+    text: ClassVar = (
+        "all {self.limit} publishers were in use for {self.timeout} s: "
         "raise broker_pool_limit, or delay fewer tasks at the same time"
     )
 
@@ -519,8 +517,6 @@ class InvalidEnvelope(RabbitDelayError, ValueError):
 
     reason: str
 
-    template = "{reason}"
-
 
 class UnprocessableMessage(RabbitDelayError):
     """A module cannot process a message; it goes to ``undeliverable``.
@@ -530,8 +526,6 @@ class UnprocessableMessage(RabbitDelayError):
     """
 
     reason: str
-
-    template = "{reason}"
 
 
 class LaterVersion(UnprocessableMessage):
@@ -552,7 +546,7 @@ class FileNotWritten(RabbitDelayError):
     path: str
     reason: str
 
-    template = "{path} cannot be written: {reason}"
+    text: ClassVar = "{self.path} cannot be written: {self.reason}"
 
 
 class InvalidDestination(RabbitDelayError, ValueError):
@@ -566,7 +560,7 @@ class InvalidDestination(RabbitDelayError, ValueError):
     queue: str
     reason: str
 
-    template = "the queue {queue!r} {reason}"
+    text: ClassVar = "the queue {self.queue!r} {self.reason}"
 
 
 class RowsNotConfirmed(RabbitDelayError, OperationalError):
@@ -582,14 +576,12 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
             iterable raised, this row was already yielded by the generator, but not sent.
     """
 
-    report: Any
-    errors: Mapping[int, Exception]
-    rest: int | None
-    uncertain: tuple[int, ...] = field(init=False)
+    def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
+        super().__init__(report, errors, rest)
+        self.report = report
+        self.errors = dict(sorted(errors.items()))
+        self.rest = rest
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.errors = dict(sorted(self.errors.items()))
         self.uncertain = tuple(row for row, each in self.errors.items() if _may_have_arrived(each))
         self.may_have_arrived = bool(self.uncertain)
 
@@ -610,7 +602,7 @@ class InvalidRow(RabbitDelayError, TypeError):
     row: object
     reason: str
 
-    template = "row {row!r}: {reason}"
+    text: ClassVar = "row {self.row!r}: {self.reason}"
 
 
 class InvalidOption(RabbitDelayError, ValueError):
@@ -660,8 +652,8 @@ class ReadTooLong(RabbitDelayError, OperationalError):
     messages: int
     seconds: float
 
-    template = (
-        "{messages} undeliverable messages were read in {seconds:.0f} s, and the "
+    text: ClassVar = (
+        "{self.messages} undeliverable messages were read in {self.seconds:.0f} s, and the "
         "broker may have taken them back (consumer_timeout); read fewer, with a limit"
     )
 
@@ -675,7 +667,9 @@ class RegistryRequired(RabbitDelayError, TypeError):
 
     what: str
 
-    template = "{what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis"
+    text: ClassVar = (
+        "{self.what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis"
+    )
 
 
 class RegistryUnavailable(RabbitDelayError, OperationalError):
@@ -691,7 +685,7 @@ class RegistryUnavailable(RabbitDelayError, OperationalError):
     reason: str
     may_have_arrived: bool = False
 
-    template = "the registry cannot be used: {reason}"
+    text: ClassVar = "the registry cannot be used: {self.reason}"
 
 
 class NotTracked(RabbitDelayError, ValueError):
@@ -703,8 +697,8 @@ class NotTracked(RabbitDelayError, ValueError):
 
     task_id: str
 
-    template = (
-        "task {task_id} cannot run earlier: its message waits in the broker and is not "
+    text: ClassVar = (
+        "task {self.task_id} cannot run earlier: its message waits in the broker and is not "
         "tracked. Send it with track=True, or cancel it and send it anew"
     )
 
@@ -737,7 +731,7 @@ class InvalidManagementURL(RabbitDelayError, ValueError):
 
     url: str
 
-    template = "{url!r} is not a URL such as http://host:15672"
+    text: ClassVar = "{self.url!r} is not a URL such as http://host:15672"
 
 
 class ManagementUnavailable(RabbitDelayError, OperationalError):
@@ -753,7 +747,7 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
     reason: str
     status: int | None = None
 
-    template = "the management API {url} cannot be used: {reason}"
+    text: ClassVar = "the management API {self.url} cannot be used: {self.reason}"
 
 
 def _may_have_arrived(error: Exception) -> bool:

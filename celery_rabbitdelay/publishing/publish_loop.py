@@ -451,5 +451,5 @@ def _error_of(culprit: Publication, closed: ChannelError) -> PublishError:
         return MessageReturned(*address, str(closed))
     permission = missing_permission(closed)
     if permission is not None:
-        return MessageNotPermitted(permission, *address)
+        return MessageNotPermitted(permission, *address, str(permission))
     return MessageRefused(*address, str(closed))

@@ -329,7 +329,7 @@ def _declaration_refused(address: tuple[str, str], refused: BaseException) -> De
     permission = missing_permission(refused)
     if permission is None:
         return DeclarationRefused(*address, str(refused))
-    return DeclarationNotPermitted(permission, *address)
+    return DeclarationNotPermitted(permission, *address, str(permission))
 
 
 def _ignore(publication: Publication) -> None:

@@ -169,7 +169,7 @@ def send_rows_once(
             app.tasks[TASK], rows(), queue=stream.queue, envelopes=stream.envelopes
         )
     except RowsNotConfirmed as failed:
-        errors, rest = dict(failed.errors), failed.rest
+        errors, rest = failed.errors, failed.rest
     if rest is not None:
         errors |= {number: NotTaken() for number in range(rest, len(ids))}
     for number, identity in enumerate(ids):

@@ -21,7 +21,6 @@ from celery_rabbitdelay.exceptions import (
     InvalidDelayType,
     InvalidSetting,
     LayoutConflict,
-    MessageReturned,
     NeedsDistribution,
     RegistryRequired,
     TopologyIncomplete,
@@ -326,15 +325,3 @@ def test_a_task_class_of_the_user_s_own_stays() -> None:
     assert isinstance(remind, Audited)
     assert remind.audited
     assert app.tasks[remind.name].rabbitdelay
-
-
-def test_errors_survive_the_result_backend_s_pickle() -> None:
-    for error in (
-        MessageReturned("exchange", "key", "NO_ROUTE"),
-        DelayTooLong(5, 3),
-        InvalidDelay("x", "why"),
-        InvalidSetting("key", 1, "takes"),
-    ):
-        copy = pickle.loads(pickle.dumps(error))
-        assert str(copy) == str(error)
-        assert type(copy) is type(error)

@@ -14,7 +14,7 @@ import celery_rabbitdelay.exceptions as errors
 SAMPLES: Final[dict[str, Any]] = {
     "Any": None,
     "bool": True,
-    "dict[str, int]": {"one": 1, "two": 2},
+    "Mapping[str, int]": {"one": 1, "two": 2},
     "float": 1.5,
     "float | None": 1.5,
     "int": 7,
@@ -31,7 +31,9 @@ SAMPLES: Final[dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"RabbitDelayError"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(errors.__all__) - {"RabbitDelayError", "RowsNotConfirmed"})
+)
 def test_an_error_keeps_its_text_and_attributes_in_another_process(name: str) -> None:
     kind = getattr(errors, name)
     attributes = {each.name: SAMPLES[str(each.type)] for each in fields(kind) if each.init}
@@ -43,3 +45,19 @@ def test_an_error_keeps_its_text_and_attributes_in_another_process(name: str) ->
     assert type(copy) is kind
     assert str(copy) == str(error)
     assert repr(vars(copy)) == repr(vars(error))
+
+
+def test_rows_that_are_not_confirmed_keep_their_errors_in_another_process() -> None:
+    lost, nacked = (
+        errors.ConnectionLost("x", "key", "cut"),
+        errors.MessageNacked("x", "key", "full"),
+    )
+    lost.may_have_arrived = True
+    copy = pickle.loads(pickle.dumps(errors.RowsNotConfirmed("report", {5: nacked, 3: lost}, 7)))
+    assert str(copy.errors) == str({3: lost, 5: nacked})
+    assert (copy.report, copy.uncertain, copy.rest, copy.may_have_arrived) == (
+        "report",
+        (3,),
+        7,
+        True,
+    )

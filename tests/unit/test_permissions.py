@@ -101,7 +101,7 @@ def test_other_errors_name_no_permission() -> None:
 
 def test_the_error_of_another_message_has_the_permission_too() -> None:
     permission = MissingPermission("web", "write", "exchange", "x", "/")
-    error = MessageNotPermitted(permission, "x", "key")
+    error = MessageNotPermitted(permission, "x", "key", str(permission))
     copied = error.copy(may_have_arrived=True)
     assert copied.permission == permission
     assert str(copied) == str(error)
