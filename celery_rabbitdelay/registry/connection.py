@@ -87,10 +87,11 @@ class Store:
         is_cluster: Whether it is one of Redis Cluster.
         errors: The errors of redis-py.
         copies: How many servers must have a decision before it counts: see :meth:`call_durably`.
-        timeout: Seconds that these have to take it.
+        timeout: Seconds for each answer.
 
     Attributes:
         is_cluster: Whether only keys with the same hash tag are on the same server.
+        timeout: Seconds for each answer.
         on_call: Called after each round trip, if it is set, with the seconds that it took and with
             whether it succeeded.
     """
@@ -105,6 +106,7 @@ class Store:
     ) -> None:
         self.is_cluster = is_cluster
         self._copies = copies
+        self.timeout = timeout
         self._timeout_ms = int(timeout * 1000 * WAIT_SHARE)
         self._client = client
         self._errors = errors
