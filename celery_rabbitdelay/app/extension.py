@@ -16,7 +16,7 @@ from kombu.utils.objects import cached_property
 from celery_rabbitdelay.app.celery_internals import aware
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics, opentelemetry_is_set_up
-from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
+from celery_rabbitdelay.app.options import refuse_without_registry
 from celery_rabbitdelay.app.rows import Report, Row
 from celery_rabbitdelay.app.send_many import RowSender
 from celery_rabbitdelay.app.send_one_by_one import send_one_by_one
@@ -242,7 +242,7 @@ class RabbitDelay(WaitingTasks):
             NeedsDistribution: Envelopes, or the options, need distribution, which no worker serves.
         """
         _refuse_options_of_a_row(options)
-        refuse_without_registry(options, self.settings)
+        refuse_without_registry(options, self.app)
         if envelopes is None:
             envelopes = "distribution" in self.settings.modules
         tolerance_ms = tolerance_milliseconds(tolerance)
@@ -259,15 +259,8 @@ class RabbitDelay(WaitingTasks):
                 self.app, task, one_by_one(rows), progress, {**options, "tolerance": tolerance}
             )
 
-        def due_of(row: Row) -> Due:
-            if row.delay is not None:
-                refuse_two_times(row.delay, None, row.eta)
-            return self.due(row.delay, None, row.eta, tolerance_ms)
-
         with self.publisher(connection) as publisher:
-            sender = RowSender(
-                self.app, self.settings, publisher, task, due_of, envelopes, progress, options
-            )
+            sender = RowSender(self, publisher, task, tolerance_ms, envelopes, progress, options)
             return sender.send(rows)
 
     def due(

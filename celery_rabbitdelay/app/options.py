@@ -104,19 +104,19 @@ def given_registry_options(options: Mapping[str, Any]) -> list[str]:
     return given
 
 
-def refuse_without_registry(options: Mapping[str, Any], settings: Settings) -> None:
+def refuse_without_registry(options: Mapping[str, Any], app: Any) -> None:
     """Raise if an option needs the registry and the application has none.
 
     Args:
         options: What ``apply_async`` takes.
-        settings: The application's settings, which are only looked at if there is such an option.
+        app: The application, whose settings are only looked at if there is such an option.
 
     Raises:
         RegistryRequired: One of them is given, and there is no registry.
         UnknownOption: One of them has a value that it does not take.
     """
     for name in given_registry_options(options):
-        if options[name] is not False and settings.registry_url is None:
+        if options[name] is not False and app.rabbitdelay.settings.registry_url is None:
             raise RegistryRequired(f"{name} = {options[name]!r}")
 
 
