@@ -31,7 +31,7 @@ OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt com
         redrive* undeliverable verify*))
 
 # What strangers, other users and other versions may do, and TLS.
-SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies generations hostile modules_bounds \
+SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies hostile modules_bounds \
         permissions reach sealed secrets signing tls versions)
 
 test: $(VENV)/test.done  ## All tests but those of the next three, on private RabbitMQ and Redis servers
@@ -62,9 +62,8 @@ acceptance: $(VENV)/test.done  ## The tests of whole setups, through pytest-cele
 test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
 	$(BIN)/python -m tests.brokers
 
-test-upgrade: $(VENV)/test.done  ## The version before, from git, and this one on the same levels: 20,000 tasks, twice
+test-upgrade: $(VENV)/test.done  ## The version before, from git, and this one on the same levels: 20,000 tasks
 	$(BIN)/python -m tests.upgrade.beside
-	$(BIN)/python -m tests.upgrade.beside --generation 3
 
 test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place of Redis (root)
 	$(BIN)/python -m tests.valkey

@@ -237,7 +237,7 @@ class TopologyNotEmpty(RabbitDelayError):
     """Messages still wait in a topology that is to be deleted.
 
     Attributes:
-        prefix: What all its names begin with: the prefix, and the generation from the third on.
+        prefix: Its prefix, with which all its names begin.
         waiting: How many messages wait, by the name of their queue.
     """
 
@@ -259,7 +259,7 @@ class TopologyInUse(RabbitDelayError):
     how many. They are lost with their queue.
 
     Attributes:
-        prefix: What all its names begin with: the prefix, and the generation from the third on.
+        prefix: Its prefix, with which all its names begin.
         consumers: How many consumers there are, by the name of their queue.
     """
 
@@ -747,7 +747,11 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
     reason: str
     status: int | None = None
 
-    text: ClassVar = "the management API {self.url} cannot be used: {self.reason}"
+    text: ClassVar = (
+        "the management API {self.url} cannot be used: {self.reason}. Enable it on the broker "
+        "(rabbitmq-plugins enable rabbitmq_management), and name its URL and a user with the "
+        "tag 'monitoring' with --management or RABBITDELAY_MANAGEMENT_URL"
+    )
 
 
 def _may_have_arrived(error: Exception) -> bool:

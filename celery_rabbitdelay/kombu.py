@@ -13,7 +13,6 @@ Importing this module imports neither Celery nor Redis::
 from __future__ import annotations
 
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.generation import Generation
 from celery_rabbitdelay.levels.headers import strip
 from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Route, Topology
@@ -35,7 +34,6 @@ __all__ = [
     "DelayedProducer",
     "Destination",
     "Due",
-    "Generation",
     "Layout",
     "Level",
     "Publisher",

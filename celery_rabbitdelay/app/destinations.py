@@ -145,7 +145,6 @@ def _of_tasks(app: Celery) -> Iterator[str]:
 
 
 def _names_of_levels(topology: Topology) -> Iterator[str]:
-    for each in (topology, *topology.former):
-        yield from (queue.name for queue in each.queues)
-        yield from (exchange.name for exchange in each.exchanges)
-        yield from (each.identity.guard.name, each.identity.marker.name)
+    yield from (queue.name for queue in topology.queues)
+    yield from (exchange.name for exchange in topology.exchanges)
+    yield from (topology.identity.guard.name, topology.identity.marker.name)

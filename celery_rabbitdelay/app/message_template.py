@@ -17,12 +17,8 @@ from kombu.utils.json import JSONEncoder
 
 from celery_rabbitdelay.app.celery_internals import celerys_repr
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.modules.envelope import (
-    CONTENT_TYPE,
-    compressed,
-    length_prefixed,
-    shared_block,
-)
+from celery_rabbitdelay.levels.headers import ENVELOPE
+from celery_rabbitdelay.modules.envelope import compressed, length_prefixed, shared_block
 from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.signature import Signer, SigningKeys
 from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
@@ -188,7 +184,7 @@ class MessageTemplate:
         }
         message = amqp.Message(
             b"",
-            content_type=CONTENT_TYPE,
+            content_type=ENVELOPE,
             content_encoding="binary",
             application_headers={**destination, header_names.DUE: 0},
             delivery_mode=PERSISTENT,
@@ -204,7 +200,8 @@ class MessageTemplate:
         """Return what signs the messages of an encoder; None without a key."""
         if self._signing_keys is None:
             return None
-        return self._signing_keys.signer(encoder.headers, encoder.properties)
+        said, _ = header_names.parse(encoder.headers)
+        return self._signing_keys.signer(encoder.properties, said)
 
     @cached_property
     def _shared(self) -> bytes:

@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple, Self
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
 from celery_rabbitdelay.levels.delay import Delay
-from celery_rabbitdelay.registry.decision import COPY, JOB, JOB_ID, KEY, ONCE, Ticket
+from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE
+from celery_rabbitdelay.registry.decision import Ticket
 
 #: The options of a send that the registry takes, and the type of each. Celery drops an option that
 #: it does not know in silence. A user who gives one of these relies on it, so it is an error where

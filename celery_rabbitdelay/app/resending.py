@@ -14,7 +14,7 @@ import celery
 from celery.app.defaults import DEFAULTS
 
 from celery_rabbitdelay.app.celery_internals import sends_a_callback
-from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
+from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS
 
 
 class Resending(NamedTuple):

@@ -25,7 +25,15 @@ from celery_rabbitdelay.app.options import (
     refuse_without_registry,
 )
 from celery_rabbitdelay.app.row_registration import RowRegistration
-from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row, checked_row
+from celery_rabbitdelay.app.rows import (
+    MAX_ERRORS,
+    PROGRESS_INTERVAL,
+    Report,
+    Row,
+    WrittenRow,
+    WrittenRows,
+    checked_row,
+)
 from celery_rabbitdelay.app.send_counts import RowCounts
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_messages import (
@@ -35,7 +43,6 @@ from celery_rabbitdelay.app.task_messages import (
     capture_message,
     writer_for,
 )
-from celery_rabbitdelay.app.written_rows import WrittenRow, WrittenRows
 from celery_rabbitdelay.exceptions import (
     InvalidEnvelope,
     InvalidRow,
@@ -45,11 +52,11 @@ from celery_rabbitdelay.exceptions import (
     RowsNotConfirmed,
 )
 from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.registry.decision import KEY
 
 #: An element of the caller's iterable: one row, or many that are written already.
 Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"

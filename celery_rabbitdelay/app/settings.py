@@ -21,9 +21,8 @@ from typing import (
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting, InvalidSigningKey
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.entities import QueueType
-from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
-from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
@@ -162,11 +161,6 @@ _TICK: Final = Kind(
     "a positive number of seconds, in whole milliseconds, at most 366 days", _is_tick
 )
 
-_GENERATION: Final = Kind(
-    f"one of {', '.join(map(str, GENERATIONS))}, which this version can declare",
-    lambda value: isinstance(value, int) and _is_number(value) and value in GENERATIONS,
-)
-
 _MODULES: Final = Kind(
     f"a list of any of {', '.join(MODULES)}",
     lambda value: _is_list_of_words(value) and set(value) <= set(MODULES),
@@ -236,10 +230,6 @@ class Settings:
     #: How many queues each digit has. Each has a leader of its own, on another node of a cluster,
     #: so that more can come due in a second.
     shards: Annotated[int, _whole_number(MAX_SHARDS)] = 1
-
-    #: The set of arguments with which the levels are declared. Each has names of its own, so
-    #: several of them can be on a broker; workers also serve the modules of the former ones.
-    generation: Annotated[int, _GENERATION] = DEFAULT_GENERATION
 
     #: Seconds until a missing confirm becomes an error.
     confirm_timeout: Annotated[float, _SECONDS] = 30.0
@@ -375,8 +365,8 @@ class Settings:
     @cached_property
     def topology(self) -> Topology:
         """The topology that the settings describe."""
-        layout, generation = _layout_of(self.layout, self.tick), GENERATIONS[self.generation]
-        return Topology(self.prefix, layout, self.queue_type, self.shards, generation)
+        layout = _layout_of(self.layout, self.tick)
+        return Topology(self.prefix, layout, self.queue_type, self.shards)
 
     @cached_property
     def signing_keys(self) -> SigningKeys | None:

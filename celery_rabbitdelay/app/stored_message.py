@@ -10,7 +10,9 @@ from typing import Final
 
 from kombu import Queue
 
+from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.modules.envelope import DICTIONARY
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.wire import Content
 
@@ -27,7 +29,7 @@ def stored(delayed: Delayed, content: Content | None = None) -> str:
         delayed: The message, and where it goes.
         content: The message as bytes; None for that of ``delayed``.
     """
-    properties, body = content or Content.of(delayed.message)
+    properties, body = content or Content.of(delayed.message.amqp())
     queue = delayed.queue.name if delayed.queue is not None else None
     where = _where(delayed.destination, queue)
     encoder = zlib.compressobj(1, zlib.DEFLATED, RAW, MEMORY, zdict=DICTIONARY)
@@ -48,8 +50,9 @@ def restored(text: str, task_id: str) -> Delayed:
     where, size, content = (decoder.decompress(b64decode(text)) + decoder.flush()).split(b"\n", 2)
     destination, queue = json.loads(where)
     message = Content(content[: int(size)], content[int(size) :]).message()
+    headers, _ = parse(headers_of(message))
     known = None if queue is None else Queue(queue, no_declare=True)
-    return Delayed(message, destination, task_id, known)
+    return Delayed(WaitingMessage.of(message, headers), destination, task_id, known)
 
 
 @lru_cache(maxsize=256)

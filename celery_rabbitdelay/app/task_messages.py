@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
-import amqp
 import celery
 from celery import signals
 
@@ -17,14 +16,14 @@ from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
-from celery_rabbitdelay.publishing.message import PERSISTENT, body_of
-from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
+from celery_rabbitdelay.publishing.publication import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content
-from celery_rabbitdelay.registry.decision import COPY, KEY, LIFE, ORDER
 
 #: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
 #: signals may have given each message headers of its own.
@@ -116,7 +115,6 @@ class CapturingProducer(DelayedTaskProducer):
         self.body = body
         self.options = options
         self.delayed = self.delayed_message(body, destination, due, **options)
-        self.delayed.message.properties["delivery_mode"] = PERSISTENT
         self.policy = PublishPolicy(self.timeout, resends, backoff)
         self.declares = self.declarations(self.delayed.queue, declare)
 
@@ -141,7 +139,7 @@ def capture_message(
     """
     resending = Resending.of(app, options)
     producer = CapturingProducer(publisher, app, call.due, resending=resending)
-    producer.further_headers = {**headers, **call.headers}
+    producer.says = {"registry": {**headers, **call.headers}}
     given = {**options, "task_id": call.task_id, "producer": producer}
     function_to_send(app, task)(call.args, call.kwargs, **given)
     return producer
@@ -192,7 +190,7 @@ class _TemplateWriter:
 
         def template(encode: Callable[[Any], bytes] | None) -> MessageTemplate:
             return MessageTemplate(
-                first.delayed.message,
+                first.delayed.message.amqp(),
                 call.task_id,
                 first.body[2],
                 encode,
@@ -207,7 +205,7 @@ class _TemplateWriter:
         if is_kombus_json(first.options.get("serializer")):
             faster = template(None)
             # It may be compressed as well.
-            if faster.body(call.args, call.kwargs) == body_of(first.delayed.message):
+            if faster.body(call.args, call.kwargs) == first.delayed.message.body:
                 self.template = faster
 
     def _encode(self, body: Any) -> bytes:
@@ -249,29 +247,31 @@ class _CeleryWriter:
         # send the signals again.
         self._captured = {call.task_id: first.delayed.message}
 
-    def _message(self, call: Call) -> amqp.Message:
+    def _message(self, call: Call) -> WaitingMessage:
         message = self._captured.pop(call.task_id, None) or self._capture(call).delayed.message
-        headers = message.properties["application_headers"]
-        shared = self._template.headers
-        headers.update({name: shared[name] for name in DESTINATION_HEADERS if name in shared})
-        self._sign(message)
-        return message
+        shared, _ = header_names.parse(self._template.headers)
+        return self._sign(
+            message.saying(
+                exchange=shared.exchange, routing_key=shared.routing_key, queue=shared.queue
+            )
+        )
 
     def content(self, call: Call) -> Content:
-        return Content.of(self._message(call))
+        return Content.of(self._message(call).amqp())
 
     def item(self, call: Call) -> bytes:
         message = self._message(call)
-        properties = dict(message.properties)
-        headers = properties.pop("application_headers")
+        headers = message.headers.to_headers()
         own = {name: value for name, value in headers.items() if name not in ENVELOPE_HEADERS}
+        properties = {
+            name: value
+            for name, value in message.amqp().properties.items()
+            if name in MESSAGE_PROPERTIES and name != "application_headers"
+        }
         if header_names.PRIORITY in self._template.headers:
             own.setdefault(header_names.PRIORITY, properties.get("priority"))
-        properties = {
-            name: value for name, value in properties.items() if name in MESSAGE_PROPERTIES
-        }
         try:
-            return Item(body_of(message), own, properties).length_prefixed()
+            return Item(message.body, own, properties).length_prefixed()
         except InvalidEnvelope:
             self._captured[call.task_id] = message
             raise

@@ -29,15 +29,8 @@ from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProduce
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
-from celery_rabbitdelay.registry.decision import (
-    JOB,
-    JOB_ID,
-    KEY,
-    UNKNOWN_LIFE,
-    Ticket,
-    attempt_of,
-    new_copy,
-)
+from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY
+from celery_rabbitdelay.registry.decision import UNKNOWN_LIFE, Ticket, attempt_of, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Registration, Registry
 
@@ -179,7 +172,7 @@ class TaskSending:
                 waited=time.monotonic() - began,
                 resending=Resending.of(self.app, self.options),
             )
-            producer.further_headers = wanted.headers(copy, ticket, job_id)
+            producer.says = {"registry": wanted.headers(copy, ticket, job_id)}
             metrics = delays.active_metrics
             if metrics is None:
                 result = self._send_through(producer)

@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any, Final, TypeAlias
 from uuid import UUID
 
-import amqp
 import celery
 from celery.result import AsyncResult, ResultBase
 from kombu.utils.functional import maybe_list
@@ -24,28 +23,15 @@ from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.stored_message import restored
 from celery_rabbitdelay.app.task_sending import register_sent
-from celery_rabbitdelay.exceptions import (
-    JobClosed,
-    NotTracked,
-    PublishError,
-    RegistryUnavailable,
-)
-from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.exceptions import JobClosed, NotTracked, PublishError, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.headers import COMMITTED, COPY, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.publishing.message import PERSISTENT
+from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.breaker import Breaker
-from celery_rabbitdelay.registry.decision import (
-    COMMITTED,
-    COPY,
-    JOB,
-    JOB_ID,
-    Arrival,
-    Outcome,
-    new_copy,
-)
+from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry
@@ -267,14 +253,17 @@ class WaitingTasks(ABC):
     def _send_earlier(self, task_id: str, waiting: Earlier, due: Due) -> Outcome:
         """Send a second message of a task: the one that arrives first runs."""
         delayed, copy = restored(waiting.message, task_id), new_copy()
-        headers = delayed.message.properties["application_headers"]
-        headers.update({COPY: copy, header_names.DUE: due.at_ms})
+        message = delayed.message.saying(
+            due_ms=due.at_ms, registry={**delayed.message.headers.registry, COPY: copy}
+        )
         queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
         with self.publisher() as publisher:
             producer = DelayedProducer(publisher, **self.settings.for_producer)
-            producer.sign(delayed.message)
-            producer.publish_message(delayed._replace(queue=queue or delayed.queue), due)
-        arrival = Arrival.of({**headers, "id": task_id}, due.at_ms, "", redelivered=False)
+            signed = producer.sign(message)
+            producer.publish_message(
+                delayed._replace(message=signed, queue=queue or delayed.queue), due
+            )
+        arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
         states = register_sent(
             self.registry,
             [
@@ -320,15 +309,13 @@ class WaitingTasks(ABC):
         if left_ms <= 0 or "distribution" not in self.settings.modules:
             return
         due = Due.after((left_ms - min(left_ms * NOTE_SHARE, NOTE_MS)) / 1000)
-        headers = {COMMITTED: True, JOB: job, JOB_ID: job_id, header_names.DUE: due.at_ms}
-        message = amqp.Message(
-            b"", application_headers=headers, delivery_mode=PERSISTENT, message_id=job_id
-        )
+        words: dict[str, str | bool] = {COMMITTED: True, JOB: job, JOB_ID: job_id}
+        note = WaitingMessage(b"", {"message_id": job_id}, DelayHeaders(due.at_ms, registry=words))
         try:
             with self.publisher() as publisher:
                 producer = DelayedProducer(publisher, **self.settings.for_producer)
-                producer.sign(message)
-                producer.publish_message(Delayed(message, DISTRIBUTION, job_id, None), due)
+                delayed = Delayed(producer.sign(note), DISTRIBUTION, job_id, None)
+                producer.publish_message(delayed, due)
         except PublishError as error:
             logger.warning(
                 "Job %r is committed. If Redis loses that before it would have expired, its tasks "
@@ -450,7 +437,7 @@ def _ids(task: Any) -> list[str]:
 
 def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
     """Return whether a stored message has one of these stamps, as Celery's workers see it."""
-    stamps = restored(message, "").message.properties["application_headers"].get("stamps") or {}
+    stamps = restored(message, "").message.headers.others.get("stamps") or {}
     return any(
         not values.isdisjoint(maybe_list(stamps.get(name)) or ()) for name, values in wanted.items()
     )

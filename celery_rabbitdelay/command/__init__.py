@@ -2,7 +2,7 @@
 
 Read ``group`` (Celery's entry point), ``context`` (what the commands share) and
 ``topology_options`` (options of another topology, read by ``parameter_type``), then the commands,
-each in its own file: ``status`` with ``status_text``, ``route``, ``declare`` (also ``delete``),
+each in its own file: ``status``, ``route``, ``declare`` (also ``delete``),
 ``export``, ``verify``, ``permissions``, ``migrate`` (also ``transfer``) and ``adopt`` with
 ``moving`` (what they share), ``undeliverable`` with ``undeliverable_redrive`` and
 ``undeliverable_options``, and ``send`` with ``lines`` (its input) and ``progress_bar``. Code that

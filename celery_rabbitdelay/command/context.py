@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from threading import Event
@@ -20,11 +20,24 @@ from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command.parameter_type import ParameterType
-from celery_rabbitdelay.exceptions import InvalidSetting, RabbitDelayError, RegistryRequired
+from celery_rabbitdelay.exceptions import (
+    InvalidSetting,
+    LayoutConflict,
+    ManagementUnavailable,
+    RabbitDelayError,
+    RegistryRequired,
+    TopologyInUse,
+    TopologyNotEmpty,
+)
 from celery_rabbitdelay.publishing.permissions import missing_permission
-from celery_rabbitdelay.publishing.shown_url import without_password, without_passwords
+from celery_rabbitdelay.publishing.shown_url import (
+    shown_broker,
+    without_password,
+    without_passwords,
+)
 
-#: The exit status where the registry, or a job, does not allow what was asked for.
+#: The exit status where what was asked for is not allowed: by the registry or a job, or by what the
+#: broker holds.
 REFUSED: Final = 1
 
 #: Raised where the broker cannot be reached, or refuses what it is asked.
@@ -73,6 +86,32 @@ def broker_at(context: CLIContext, url: str) -> Connection:
         raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
     ssl = _ssl_elsewhere(context.app.conf.broker_use_ssl) if url.startswith("amqps:") else False
     return _check(lambda: context.app.connection_for_write(url=url, ssl=ssl), repr(shown))
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """Return the first of some names as text, and how many others there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+@contextmanager
+def broker_of(context: CLIContext, as_json: bool) -> Iterator[Connection]:
+    """Connect to the broker that tasks are sent to, which may be another than the consumers'.
+
+    The command ends with one line if the broker cannot be reached or refuses, or if it holds
+    another layout, messages or consumers where the command wants to declare or delete.
+    """
+    connection = context.app.connection_for_write()
+    try:
+        with connection:
+            yield connection
+    except (LayoutConflict, TopologyInUse, TopologyNotEmpty) as error:
+        fail(error, str(error).replace("force=True", "--force"), REFUSED, as_json)
+    except ManagementUnavailable as error:
+        fail(error, str(error), EX_UNAVAILABLE, as_json)
+    except BROKER_ERRORS as error:
+        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
+        fail(error, message, EX_UNAVAILABLE, as_json)
 
 
 def _ssl_elsewhere(broker_use_ssl: Any) -> Any:

@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
-from celery.platforms import EX_UNAVAILABLE
-from kombu import Connection
+from kombu.common import Broadcast
 
-from celery_rabbitdelay.command.context import BROKER_ERRORS, fail, json_option
+from celery_rabbitdelay.command.context import REFUSED, broker_of, first_of, json_option
 from celery_rabbitdelay.command.topology_options import topology_of, topology_options
-from celery_rabbitdelay.exceptions import LayoutConflict, TopologyInUse, TopologyNotEmpty
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.declare import (
-    Declared,
-    declare_everything,
-    missing_entities,
-)
-from celery_rabbitdelay.operations.delete import Contents, contents_of, delete_everything
-from celery_rabbitdelay.operations.progress_bar import progress_bar
-from celery_rabbitdelay.publishing.declaration import refuse_to_lose
-from celery_rabbitdelay.publishing.shown_url import shown_broker
+from celery_rabbitdelay.publishing import declaration
 
-#: How many names the text shows; ``--json`` has all of them.
-MAX_NAMED: Final = 5
-
-#: The exit status where another layout is declared, something is missing, messages wait, or workers
-#: may hold some.
-REFUSED: Final = 1
+#: The guard and the marker, which are exchanges too.
+IDENTITY: Final = 2
 
 
 @click.command()
@@ -50,41 +33,43 @@ def declare(
 ) -> None:
     """Declare the levels on the broker, and say what was missing."""
     topology = topology_of(context, options)
-    queues = list(context.app.amqp.queues.values()) if with_queues else []
-    with _broker(context, as_json) as connection:
-        if dry_run:
-            found = missing_entities(connection, topology, queues)
-        else:
-            with progress_bar("declaring", 1) as show:
-                found = declare_everything(
-                    connection, topology, queues, lambda done, of: show(done, length=of)
-                )
+    # Each worker has its own exclusive queues, and a queue of its own for a broadcast.
+    queues = [
+        queue
+        for queue in (context.app.amqp.queues.values() if with_queues else ())
+        if not queue.exclusive and not isinstance(queue, Broadcast)
+    ]
+    with broker_of(context, as_json) as connection:
+        declaration.check_layout(connection, topology)
+        missing = declaration.missing(connection, topology)
+        counts = declaration.queue_counts(connection, queues)
+        if not dry_run:
+            declaration.declare(connection, topology)
+            # kombu remembers declared queues on the connection, even if they were deleted since.
+            declaration.forget(connection)
+            for queue in queues:
+                declaration.declare_destination(connection, topology, queue)
+    missing_queues = [name for name, found in counts.items() if found is None]
+    bound = [] if dry_run else list(counts)
     if as_json:
         told = {"prefix": topology.prefix, "fingerprint": topology.identity.fingerprint}
-        click.echo(json.dumps({**told, "dry_run": dry_run, **found._asdict()}))
+        found = {"missing": missing, "missing_queues": missing_queues, "bound": bound}
+        click.echo(json.dumps({**told, "dry_run": dry_run, **found}))
     else:
-        click.echo("\n".join(_declared(topology, found, dry_run)))
-    if dry_run and (found.missing or found.missing_queues):
-        raise SystemExit(REFUSED)
-
-
-def _declared(topology: Topology, found: Declared, dry_run: bool) -> Iterator[str]:
-    # The guard and the marker are exchanges too.
-    total = len(topology.exchanges) + 2 + len(topology.queues)
-    whole = f"{total} exchanges and queues of {topology.name_prefix}"
-    if dry_run:
-        yield f"{len(found.missing)} of {whole} are missing{_named(found.missing)}"
-    else:
-        yield f"{len(found.missing)} of {whole} were missing{_named(found.missing)}"
-        yield f"All of them exist now, with {len(topology.bindings)} bindings"
-    if found.missing_queues:
         verb = "are" if dry_run else "were"
-        yield (
-            f"{len(found.missing_queues)} queues of tasks {verb} missing"
-            f"{_named(found.missing_queues)}"
-        )
-    if found.bound:
-        yield f"{len(found.bound)} queues of tasks are bound{_named(found.bound)}"
+        total = len(topology.exchanges) + IDENTITY + len(topology.queues)
+        whole = f"{total} exchanges and queues of {topology.prefix}"
+        named = f": {first_of(missing)}" if missing else ""
+        click.echo(f"{len(missing)} of {whole} {verb} missing{named}")
+        if not dry_run:
+            click.echo(f"All of them exist now, with {len(topology.bindings)} bindings")
+        if missing_queues:
+            named = first_of(missing_queues)
+            click.echo(f"{len(missing_queues)} queues of tasks {verb} missing: {named}")
+        if bound:
+            click.echo(f"{len(bound)} queues of tasks are bound: {first_of(bound)}")
+    if dry_run and (missing or missing_queues):
+        raise SystemExit(REFUSED)
 
 
 @click.command()
@@ -109,105 +94,53 @@ def delete(
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
     topology = topology_of(context, options)
-    with _broker(context, as_json) as connection:
-        contents = contents_of(connection, topology)
+    with broker_of(context, as_json) as connection:
+        # Another layout under the prefix shares the queues of the modules with this one.
+        declaration.check_layout(connection, topology)
+        missing = declaration.missing_exchanges(connection, topology)
+        exchanges = len(topology.exchanges) + IDENTITY - len(missing)
+        found = declaration.queue_counts(connection, topology.queues)
         if not force:
-            refuse_to_lose(topology, contents.counts)
-        if not as_json:
-            click.echo("\n".join(_contents(topology, contents)))
-        is_wanted = contents.exists and not dry_run
-        if is_wanted and not yes:
-            _ask(topology, contents)
-        if is_wanted:
-            with progress_bar("deleting", 1) as show:
-                contents = delete_everything(
-                    connection,
-                    topology,
-                    force=force,
-                    progress=lambda done, of: show(done, length=of),
+            declaration.refuse_to_lose(topology, found)
+        counts = {name: each for name, each in found.items() if each is not None}
+        waiting = {name: each.messages for name, each in counts.items() if each.messages}
+        messages = sum(waiting.values())
+        consumers = sum(each.consumers for each in counts.values())
+        exists = bool(exchanges or counts)
+        if not as_json and not exists:
+            click.echo(f"Nothing of {topology.prefix} exists")
+        elif not as_json:
+            click.echo(f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues")
+            if messages:
+                click.echo(f"{messages:,} messages are lost: {first_of(list(waiting))}")
+            if consumers:
+                click.echo(
+                    f"{consumers} consumers: workers run, and what they hold is lost. Those that "
+                    "use these levels declare them again; stop them first"
                 )
+        deleted = exists and not dry_run
+        if deleted and not yes:
+            _ask(topology.prefix, messages)
+        if deleted:
+            declaration.delete(connection, topology, force=force)
     if as_json:
         told = {
             "prefix": topology.prefix,
-            "name_prefix": topology.name_prefix,
             "fingerprint": topology.identity.fingerprint,
+            "dry_run": dry_run,
+            "deleted": deleted,
+            "exchanges": exchanges,
+            "queues": len(counts),
+            "waiting": waiting,
+            "consumers": consumers,
         }
-        deleted = {"dry_run": dry_run, "deleted": is_wanted}
-        click.echo(json.dumps({**told, **deleted, **_numbers(contents)}))
-    elif is_wanted:
+        click.echo(json.dumps(told))
+    elif deleted:
         click.echo("Deleted")
 
 
-def _ask(topology: Topology, contents: Contents) -> None:
-    lost = f" and lose {contents.messages:,} messages" if contents.messages else ""
+def _ask(prefix: str, messages: int) -> None:
     if not sys.stdin.isatty():
         raise click.UsageError("the standard input is no terminal: give --yes or --dry-run")
-    click.confirm(f"Delete the levels of {topology.name_prefix}{lost}?", abort=True, err=True)
-
-
-def _contents(topology: Topology, contents: Contents) -> Iterator[str]:
-    if not contents.exists:
-        yield f"Nothing of {topology.name_prefix} exists"
-        return
-    yield f"{topology.name_prefix}: {contents.exchanges} exchanges, {contents.queues} queues"
-    if contents.messages:
-        yield f"{contents.messages:,} messages are lost{_named(list(contents.waiting))}"
-    if contents.consumers:
-        yield (
-            f"{contents.consumers} consumers: workers run, and what they hold is lost. Those that "
-            "use these levels declare them again; stop them first"
-        )
-
-
-def _numbers(contents: Contents) -> dict[str, object]:
-    return {
-        "exchanges": contents.exchanges,
-        "queues": contents.queues,
-        "waiting": contents.waiting,
-        "consumers": contents.consumers,
-    }
-
-
-def _fail_not_empty(error: TopologyNotEmpty, as_json: bool) -> None:
-    waiting = error.waiting
-    message = (
-        f"{sum(waiting.values()):,} messages wait under the prefix {error.prefix!r}"
-        f"{_named(list(waiting))}: wait until they are due, or lose them with --force"
-    )
-    fail(error, message, REFUSED, as_json)
-
-
-def _fail_in_use(error: TopologyInUse, as_json: bool) -> None:
-    consumers = error.consumers
-    message = (
-        f"{sum(consumers.values()):,} consumers take messages under the prefix {error.prefix!r}"
-        f"{_named(list(consumers))}: stop the workers, or start them with --rabbitdelay-modules= "
-        "meanwhile; or lose with --force what they hold"
-    )
-    fail(error, message, REFUSED, as_json)
-
-
-@contextmanager
-def _broker(context: CLIContext, as_json: bool) -> Iterator[Connection]:
-    """Connect to the broker to which tasks are sent; end the command if that or the work fails."""
-    connection = context.app.connection_for_write()
-    try:
-        with connection:
-            yield connection
-    except LayoutConflict as error:
-        fail(error, str(error), REFUSED, as_json)
-    except TopologyNotEmpty as error:
-        _fail_not_empty(error, as_json)
-    except TopologyInUse as error:
-        _fail_in_use(error, as_json)
-    except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
-        fail(error, message, EX_UNAVAILABLE, as_json)
-
-
-def _named(names: Sequence[str]) -> str:
-    """Return a colon and the first of some names."""
-    if not names:
-        return ""
-    more = ", ..." if len(names) > MAX_NAMED else ""
-    return f": {', '.join(names[:MAX_NAMED])}{more}"
+    lost = f" and lose {messages:,} messages" if messages else ""
+    click.confirm(f"Delete the levels of {prefix}{lost}?", abort=True, err=True)

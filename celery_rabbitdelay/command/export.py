@@ -1,12 +1,13 @@
-"""``celery rabbitdelay export``: the topology as Terraform, as definitions, or as a picture."""
+"""``celery rabbitdelay export``: the topology as Terraform, definitions or Mermaid."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
@@ -15,8 +16,17 @@ from celery_rabbitdelay.command.context import json_option
 from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.export.formats import FORMATS, exported
+from celery_rabbitdelay.operations.export.definitions import as_definitions
+from celery_rabbitdelay.operations.export.mermaid import as_mermaid
 from celery_rabbitdelay.operations.export.setting import as_setting, cut
+from celery_rabbitdelay.operations.export.terraform import as_terraform
+
+#: What writes each format, given the topology and the name of the virtual host.
+FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
+    "terraform": as_terraform,
+    "definitions": as_definitions,
+    "mermaid": lambda topology, vhost: as_mermaid(topology),
+}
 
 
 @click.command()
@@ -26,7 +36,7 @@ from celery_rabbitdelay.operations.export.setting import as_setting, cut
     "format_name",
     type=click.Choice(list(FORMATS)),
     required=True,
-    help="A Terraform module, a definitions file for RabbitMQ, or a picture.",
+    help="A Terraform module, a definitions file for RabbitMQ, or a Mermaid flow chart.",
 )
 @click.option(
     "-o",
@@ -58,41 +68,31 @@ def export(
     topology = topology_of(context, options)
     whole = topology.layout
     if max_delay is not None:
-        topology = _cut(topology, max_delay)
+        try:
+            topology = replace(topology, layout=cut(whole, max_delay))
+        except DelayTooLong as error:
+            raise click.UsageError(f"--max-delay: {error}") from error
     host = context.app.connection_for_write().virtual_host or "/" if vhost is None else vhost
-    text = exported(topology, format_name, host)
+    text = FORMATS[format_name](topology, host)
     if output is not None:
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise click.UsageError(f"--output: {error}") from error
     if as_json:
-        click.echo(json.dumps(_as_json(topology, format_name, host, text, output)))
+        found = {
+            "format": format_name,
+            "prefix": topology.prefix,
+            "vhost": host,
+            "fingerprint": topology.identity.fingerprint,
+            "layout": as_setting(topology.layout),
+            "capacity_ms": topology.layout.capacity_ms,
+            "output": None if output is None else str(output),
+            "text": text if output is None else None,
+        }
+        click.echo(json.dumps(found))
     elif output is None:
         click.echo(text, nl=False)
     if topology.layout != whole:
         setting = as_setting(topology.layout)
         click.echo(f"The applications need rabbitdelay_layout = {setting!r}", err=True)
-
-
-def _cut(topology: Topology, max_delay: Fraction) -> Topology:
-    try:
-        layout = cut(topology.layout, max_delay)
-    except DelayTooLong as error:
-        raise click.UsageError(f"--max-delay: {error}") from error
-    return replace(topology, layout=layout)
-
-
-def _as_json(
-    topology: Topology, format_name: str, vhost: str, text: str, output: Path | None
-) -> dict[str, Any]:
-    return {
-        "format": format_name,
-        "prefix": topology.prefix,
-        "vhost": vhost,
-        "fingerprint": topology.identity.fingerprint,
-        "layout": as_setting(topology.layout),
-        "capacity_ms": topology.layout.capacity_ms,
-        "output": None if output is None else str(output),
-        "text": text if output is None else None,
-    }

@@ -26,7 +26,6 @@ from celery_rabbitdelay.operations.mover import Mover
 def _source_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that describe the levels that are emptied."""
     for option in (
-        click.option("--from-generation", type=int, help="Their rabbitdelay_generation."),
         click.option("--from-shards", type=int, help="Their rabbitdelay_shards."),
         click.option("--from-queue-type", help="Their rabbitdelay_queue_type."),
         click.option("--from-tick", type=float, help="Their rabbitdelay_tick."),

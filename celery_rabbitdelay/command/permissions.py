@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final
+from typing import Any, get_args
 
 import click
 from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command.context import delays_of, json_option
 from celery_rabbitdelay.command.topology_options import topology_of, topology_options
-from celery_rabbitdelay.operations.permissions import (
-    ROLES,
-    CelerysOwn,
-    Role,
-    TopicRight,
-    commands,
-    patterns,
-    rights,
-    topic_rights,
-)
-
-MODES: Final = ("auto", "never")
+from celery_rabbitdelay.operations import permissions as needed
 
 
 @click.command()
-@click.argument("role", type=click.Choice(ROLES))
+@click.argument("role", type=click.Choice(get_args(needed.Role)))
 @click.option("--user", required=True, help="The user of the broker.")
 @click.option("--vhost", help="The virtual host; that of the application if omitted.")
 @click.option(
     "--declare",
     "mode",
-    type=click.Choice(MODES),
+    type=click.Choice(("auto", "never")),
     help="Its rabbitdelay_declare; that of the application if omitted.",
 )
 @click.option(
@@ -46,7 +35,7 @@ MODES: Final = ("auto", "never")
 def permissions(
     context: CLIContext,
     /,
-    role: Role,
+    role: needed.Role,
     user: str,
     vhost: str | None,
     mode: str | None,
@@ -57,29 +46,23 @@ def permissions(
     """Print the rabbitmqctl commands that give a user what its ROLE needs, and no more.
 
     The tasks' queues are those of task_queues, or Celery's default queue. No broker is asked.
-    The levels of former generations are among what it may use.
     """
     if topics and role != "producer":
         raise click.UsageError("--topics is for the role producer")
-    delays = delays_of(context)
-    app: Any = context.app
+    settings, app = delays_of(context).settings, context.app
     topology = topology_of(context, options)
     queues = list(app.amqp.Queues(app.conf.task_queues).values())
-    found = list(
-        rights(
-            role,
-            topology,
-            queues,
-            may_declare=(mode or delays.settings.declare) == "auto",
-            modules=delays.settings.modules,
-            celerys_own=CelerysOwn.of(app.conf),
+    may_declare = (mode or settings.declare) == "auto"
+    rights = list(
+        needed.rights(
+            role, topology, queues, app.conf, may_declare=may_declare, modules=settings.modules
         )
     )
-    keys: list[TopicRight] = list(topic_rights(topology, queues)) if topics else []
+    keys = list(needed.topic_rights(topology, queues)) if topics else []
     host = vhost or app.connection_for_write().virtual_host or "/"
     if as_json:
-        configure, write, read = patterns(found)
+        configure, write, read = needed.patterns(rights)
         told = {"user": user, "vhost": host, "configure": configure, "write": write, "read": read}
         click.echo(json.dumps({**told, "topics": [each._asdict() for each in keys]}))
-        return
-    click.echo("\n".join(commands(user, host, found, keys)))
+    else:
+        click.echo("\n".join(needed.commands(user, host, rights, keys)))

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any
 
 import click
 from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command.context import delays_of, json_option
-from celery_rabbitdelay.command.topology_options import (
-    delay_type,
-    topology_of,
-    topology_options,
-)
-from celery_rabbitdelay.levels.delay_text import TAKES, written
+from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
+from celery_rabbitdelay.levels.delay import TAKES, Delay, milliseconds, written
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.route import ExplainedRoute, explain
-
-#: The module that brings a message back from meditation.
-CHECK_IN: Final = "check-in"
 
 
 @click.command(epilog=f"DELAY {TAKES}.")
@@ -54,63 +47,102 @@ def route(
         raise click.UsageError("--queue '': takes the name of a queue")
     found = explain(topology, delay, destination, tolerance=tolerance, task_id=task_id)
     if as_json:
-        click.echo(json.dumps(_as_json(topology, found)))
+        click.echo(json.dumps(found))
         return
-    served = CHECK_IN in delays_of(context).settings.modules
-    click.echo("\n".join([*_words(found, served), "", *_table(found)]))
+    click.echo("\n".join(_words(found)))
+    if found["meditations"] and "check-in" not in delays_of(context).settings.modules:
+        click.echo("rabbitdelay_modules lacks 'check-in': this application's producers refuse it")
+    click.echo("\n".join(["", *_table(found)]))
 
 
-def _as_json(topology: Topology, found: ExplainedRoute) -> dict[str, Any]:
+def explain(
+    topology: Topology,
+    delay: Delay,
+    destination: str,
+    *,
+    tolerance: Delay = 0,
+    task_id: str = "",
+) -> dict[str, Any]:
+    """Return the route of a message, meditation included, as the option ``--json`` prints it.
+
+    After meditation, check-in computes the remaining delay from the due time, so a message that had
+    to wait for check-in skips as much of the levels. The tolerance is not used above the capacity.
+    See :meth:`.Topology.route` for the arguments.
+
+    Raises:
+        InvalidDelay: The delay or the tolerance is invalid.
+    """
+    layout = topology.layout
+    queues = {queue.name: queue.queue_arguments or {} for queue in topology.queues}
+    loop = topology.module_queues.meditation.name
+    loop_ms: int = queues[loop]["x-message-ttl"]
+    delay_ms = max(milliseconds(delay), 0)
+    published = entered = topology.route(delay, destination, task_id, tolerance)
+    meditations = -(-max(delay_ms - layout.capacity_ms, 0) // loop_ms)
+    if meditations:
+        rest = timedelta(milliseconds=delay_ms - meditations * loop_ms)
+        entered = topology.route(rest, destination, task_id)
+    waits = [
+        *([(loop, meditations)] if meditations else []),
+        *((each, 1) for each in entered.stops),
+    ]
+    stops = [
+        {
+            "queue": name,
+            "ttl_ms": queues[name]["x-message-ttl"],
+            "times": times,
+            "next": queues[name]["x-dead-letter-exchange"],
+        }
+        for name, times in waits
+    ]
     return {
-        "delay_ms": found.delay_ms,
-        "total_ms": found.total_ms,
-        "destination": found.destination,
-        "layout": topology.layout.name,
-        "capacity_ms": found.capacity_ms,
-        "meditations": found.meditations,
-        "published": {
-            "exchange": found.published.exchange,
-            "routing_key": found.published.routing_key,
-        },
-        "entered": {"exchange": found.entered.exchange, "routing_key": found.entered.routing_key},
-        "stops": [stop._asdict() for stop in found.stops],
-        "delivery": found.delivery,
+        "delay_ms": delay_ms,
+        # The delay, rounded up to ticks, or to fewer stops within the tolerance, and 1 ms for each
+        # pass-through queue.
+        "total_ms": sum(stop["ttl_ms"] * stop["times"] for stop in stops),
+        "destination": destination,
+        "layout": layout.name,
+        "capacity_ms": layout.capacity_ms,
+        "meditations": meditations,
+        "published": {"exchange": published.exchange, "routing_key": published.routing_key},
+        # Above the capacity, check-in publishes it there after meditation.
+        "entered": {"exchange": entered.exchange, "routing_key": entered.routing_key},
+        "stops": stops,
+        "delivery": topology.delivery.name,
     }
 
 
-def _words(found: ExplainedRoute, is_checkin_served: bool) -> Iterator[str]:
+def _words(found: dict[str, Any]) -> Iterator[str]:
     """The route in sentences."""
-    waits = written(found.total_ms)
-    if found.total_ms != found.delay_ms:
-        waits += f" ({written(found.delay_ms)}, rounded up)"
-    stops = sum(stop.times for stop in found.stops)
-    yield f"{waits} to the queue {found.destination}: {stops} stop{'s' if stops != 1 else ''}"
+    published, entered, queue = found["published"], found["entered"], found["destination"]
+    waits = written(found["total_ms"])
+    if found["total_ms"] != found["delay_ms"]:
+        waits += f" ({written(found['delay_ms'])}, rounded up)"
+    stops = sum(stop["times"] for stop in found["stops"])
+    yield f"{waits} to the queue {queue}: {stops} stop{'s' if stops != 1 else ''}"
     yield (
-        f"The producer publishes to the exchange {found.published.exchange} "
-        f"with the routing key {found.published.routing_key}"
+        f"The producer publishes to the exchange {published['exchange']} "
+        f"with the routing key {published['routing_key']}"
     )
-    if found.meditations:
-        times = "once" if found.meditations == 1 else f"{found.meditations:,} times"
+    if found["meditations"]:
+        first, *_ = found["stops"]
+        times = "once" if found["meditations"] == 1 else f"{found['meditations']:,} times"
         yield (
-            f"The delay is above the capacity of {written(found.capacity_ms)}, so the message "
-            f"meditates: it waits {written(found.stops[0].ttl_ms)} in {found.stops[0].queue} "
-            f"{times}. Then check-in publishes it to {found.entered.exchange} with the routing key "
-            f"{found.entered.routing_key}"
+            f"The delay is above the capacity of {written(found['capacity_ms'])}, so the message "
+            f"meditates: it waits {written(first['ttl_ms'])} in {first['queue']} {times}. Then "
+            f"check-in publishes it to {entered['exchange']} with the routing key "
+            f"{entered['routing_key']}"
         )
-        if not is_checkin_served:
-            yield (
-                f"rabbitdelay_modules lacks {CHECK_IN!r}: this application's producers refuse the "
-                "delay"
-            )
-    yield f"When it is due, {found.delivery} hands it to the queue {found.destination}"
+    yield f"When it is due, {found['delivery']} hands it to the queue {queue}"
 
 
-def _table(found: ExplainedRoute) -> Iterator[str]:
+def _table(found: dict[str, Any]) -> Iterator[str]:
     rows = [("stop", "queue", "waits", "goes on to")]
-    for number, stop in enumerate(found.stops, start=1):
-        times = f"{stop.times:,} x " if stop.times > 1 else ""
-        rows.append((str(number), stop.queue, f"{times}{written(stop.ttl_ms)}", stop.next))
-    rows.append(("due", found.destination, "", ""))
+    for number, stop in enumerate(found["stops"], start=1):
+        times = f"{stop['times']:,} x " if stop["times"] > 1 else ""
+        waits = f"{times}{written(stop['ttl_ms'])}"
+        rows.append((str(number), stop["queue"], waits, stop["next"]))
+    rows.append(("due", found["destination"], "", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from threading import Event
 from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
-from celery.platforms import EX_UNAVAILABLE
 
 from celery_rabbitdelay.command.context import (
-    BROKER_ERRORS,
+    broker_of,
     delays_of,
-    fail,
+    first_of,
     json_option,
     set_by_ctrl_c,
 )
-from celery_rabbitdelay.command.status_text import ASCII_BLOCKS, BLOCKS, status_lines
-from celery_rabbitdelay.operations.status import Status, changes, status_of
-from celery_rabbitdelay.publishing.shown_url import shown_broker
+from celery_rabbitdelay.levels.delay import written
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.status import Status, rates_between, status_of
+from celery_rabbitdelay.worker.status import ARRIVALS
 
 #: The exit status where a queue is missing.
 QUEUES_MISSING: Final = 1
 
 #: Seconds from one look to the next, and the messages that are read, unless the option says it.
 WATCH, REASONS = 2.0, 1000
+
+#: How many reasons the text names; ``--json`` names all of them.
+MAX_REASONS_NAMED: Final = 20
 
 
 @click.command()
@@ -74,57 +78,111 @@ def status(
     if as_json and watch is not None:
         raise click.UsageError("--json prints one object: it cannot be used with --watch")
     delays = delays_of(context)
-    # The levels are where tasks are sent, which may be another broker than the consumers'.
-    connection = context.app.connection_for_write()
-    before = last = None
+    last: Status | None = None
     stopping = Event()
-    try:
-        with connection, nullcontext() if watch is None else set_by_ctrl_c(stopping):
-            while last is None or (watch is not None and not stopping.is_set()):
-                before, last = last, status_of(delays, connection, timeout, most_reasons)
-                if as_json:
-                    click.echo(json.dumps(_as_json(last)))
-                    continue
-                rates = None if before is None else changes(before, last)
-                lines = status_lines(
-                    delays.topology, last, blocks=_blocks(), with_digits=with_digits, rates=rates
-                )
-                _show("\n".join(lines), watch is not None)
+    watching = nullcontext() if watch is None else set_by_ctrl_c(stopping)
+    with broker_of(context, as_json) as connection, watching:
+        while True:
+            before, last = last, status_of(delays, connection, timeout, most_reasons)
+            if as_json:
+                click.echo(json.dumps(_as_json(last)))
+            else:
+                rates = None if before is None else rates_between(before, last)
+                lines = [*status_lines(delays.topology, last, with_digits, rates)]
                 if watch is not None:
-                    stopping.wait(watch)
-    except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
-        fail(error, message, EX_UNAVAILABLE, as_json)
-    if last is not None and last.backlog.missing:
+                    click.clear()  # on a terminal only
+                    lines = [time.strftime("%Y-%m-%d %H:%M:%S"), *lines, ""]
+                click.echo("\n".join(lines))
+            if watch is None or stopping.wait(watch):
+                break
+    if last.backlog.missing:
         raise SystemExit(QUEUES_MISSING)
 
 
-def _show(text: str, again: bool) -> None:
-    if again:
-        click.clear()  # on a terminal only
-        text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n"
-    click.echo(text)
-
-
-def _blocks() -> str:
-    """Return the characters of the bars; none where the standard output is no terminal."""
-    if not sys.stdout.isatty():
-        return ""
-    try:
-        BLOCKS.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return ASCII_BLOCKS
-    return BLOCKS
-
-
 def _as_json(found: Status) -> dict[str, Any]:
-    backlog, next_due = found.backlog, found.next_due
-    tracked = None if next_due.tracked is None else next_due.tracked.isoformat()
+    backlog, reasons = found.backlog, found.reasons
+    read = None if reasons is None else {"read": sum(reasons.values()), "counts": reasons}
     return {
         **backlog._asdict(),
         "others": {name: counts._asdict() for name, counts in backlog.others.items()},
-        "next_due": {**next_due._asdict(), "tracked": tracked},
-        "undeliverable": None if found.reasons is None else found.reasons._asdict(),
+        "next_due": {
+            "tracked": None if found.next_due is None else found.next_due.isoformat(),
+            "within_ms": found.due_within_ms,
+            "registry_error": found.registry_error,
+        },
+        "undeliverable": read,
         "workers": found.workers,
-        "former_generations": found.former_generations,
     }
+
+
+def status_lines(
+    topology: Topology,
+    status: Status,
+    with_digits: bool = False,
+    rates: Mapping[str, float] | None = None,
+) -> Iterator[str]:
+    """Yield the lines of a status.
+
+    Args:
+        topology: The topology.
+        status: The status.
+        with_digits: Whether to list each digit that is not empty.
+        rates: What :func:`.rates_between` returns; None if there is only one look.
+    """
+
+    def rate(name: str) -> str:
+        return "" if rates is None else f" {rates.get(name, 0.0):+10,.1f}/s"
+
+    backlog = status.backlog
+    digit_queues = f"{len(topology.digit_queues)} digit queues"
+    yield f"{topology.prefix}: {topology.layout.name}, {digit_queues}"
+    for level in topology.layout.levels:
+        yield f"  {level.name:16} {backlog.levels[level.name]:10,} waiting{rate(level.name)}"
+        for digit, messages in backlog.digits[level.name].items():
+            if with_digits and messages:
+                yield f"    {level.queue_name(digit):14} {messages:10,}"
+    for name, counts in backlog.others.items():
+        consumers = f", {counts.consumers} consumers" if counts.consumers else ""
+        yield f"  {name:16} {counts.messages:10,} waiting{consumers}{rate(name)}"
+    if backlog.missing:
+        yield f"  {len(backlog.missing)} queues are missing: {first_of(backlog.missing)}"
+    if status.registry_error is not None:
+        yield f"next due: the registry cannot be asked: {status.registry_error}"
+    if status.next_due is not None:
+        left_ms = max(round((status.next_due - datetime.now(UTC)).total_seconds()), 0) * 1000
+        local = status.next_due.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        yield f"next due: {local}, in {written(left_ms)}, of the tracked tasks"
+    if status.due_within_ms is not None:
+        yield f"next due: within {written(status.due_within_ms)}, by what waits in the levels"
+    if rates is not None:
+        yield f"delayed tasks that workers received: {rates[ARRIVALS]:,.1f}/s"
+    if status.reasons is not None:
+        yield f"undeliverable, {sum(status.reasons.values()):,} messages read:"
+        for reason, messages in list(status.reasons.items())[:MAX_REASONS_NAMED]:
+            yield f"  {messages:10,} {reason}"
+        if len(status.reasons) > MAX_REASONS_NAMED:
+            yield f"  and {len(status.reasons) - MAX_REASONS_NAMED:,} other reasons; see --json"
+    if not status.workers:
+        yield "no worker has answered"
+    for worker, modules in sorted(status.workers.items()):
+        yield from _worker_lines(worker, modules)
+
+
+def _worker_lines(worker: str, modules: Mapping[str, Any]) -> Iterator[str]:
+    if "error" in modules:
+        yield f"{worker}: cannot answer: {modules['error']}"
+        return
+    yield worker if modules.keys() - {ARRIVALS} else f"{worker}: serves no module"
+    for name, counts in modules.items():
+        if name == ARRIVALS:
+            yield (
+                f"  {name:16} {counts['received']:10,} delayed ones received, at most "
+                f"{counts['latest']:,.1f} s late in the last ten minutes"
+            )
+        else:
+            yield (
+                f"  {name:16} {counts['received']:10,} received "
+                f"({counts['received_per_second']:,}/s), {counts['published']:,} published "
+                f"({counts['published_per_second']:,}/s), {counts['redelivered']:,} put back, "
+                f"{counts['undeliverable']:,} undeliverable"
+            )

@@ -13,13 +13,13 @@ from celery.bin.base import CLIContext
 from celery_rabbitdelay.command.context import delays_of
 from celery_rabbitdelay.command.parameter_type import ParameterType
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.levels.delay_text import parse_delay
+from celery_rabbitdelay.levels.delay import parse_delay
 from celery_rabbitdelay.levels.topology import Topology
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 #: The options by the setting that each replaces.
-_SETTINGS: Final = ("prefix", "layout", "tick", "queue_type", "shards", "generation")
+_SETTINGS: Final = ("prefix", "layout", "tick", "queue_type", "shards")
 
 
 def _layout(text: str, what: str) -> Any:
@@ -43,7 +43,6 @@ def topology_options(command: _Command) -> _Command:
     The command hands them to :func:`topology_of`.
     """
     for option in (
-        click.option("--generation", type=int, help="The generation of the levels' arguments."),
         click.option("--shards", type=int, help="How many queues each digit has."),
         click.option("--queue-type", help="quorum or classic."),
         click.option("--tick", type=float, help="The resolution in seconds."),

@@ -28,10 +28,7 @@ from celery_rabbitdelay.command.undeliverable_options import (
 from celery_rabbitdelay.command.undeliverable_redrive import redrive
 from celery_rabbitdelay.operations.progress_bar import progress_bar
 from celery_rabbitdelay.operations.purge import purge as purge_messages
-from celery_rabbitdelay.operations.undeliverable import (
-    UndeliverableMessage,
-    undeliverable_messages,
-)
+from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage, undeliverable_messages
 from celery_rabbitdelay.operations.undeliverable_export import (
     as_record,
     new_file,

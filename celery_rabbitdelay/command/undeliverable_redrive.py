@@ -25,12 +25,8 @@ from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDes
 from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS
 from celery_rabbitdelay.operations.destinations import Destinations, Place
 from celery_rabbitdelay.operations.redrive import redrive as redrive_messages
-from celery_rabbitdelay.operations.redrive_destinations import (
-    bound_by,
-    check_exists,
-    redriving_for,
-)
-from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.operations.redrive_destinations import bound_by, check_exists, redriving_for
+from celery_rabbitdelay.publishing.publication import PublishPolicy
 
 
 @click.command()

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from typing import get_args
 
 import click
 from celery.bin.base import CLIContext
-from celery.platforms import EX_UNAVAILABLE
 
-from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
+from celery_rabbitdelay.command.context import broker_of, delays_of, first_of, json_option
 from celery_rabbitdelay.exceptions import InvalidManagementURL
-from celery_rabbitdelay.operations.verify.application import Application
-from celery_rabbitdelay.operations.verify.finding import Report, named
-from celery_rabbitdelay.operations.verify.management_api import (
+from celery_rabbitdelay.operations.verify.checks import verify as verify_broker
+from celery_rabbitdelay.operations.verify.findings import Severity
+from celery_rabbitdelay.operations.verify.management import (
     ManagementAPI,
     management_api_of,
     tls_files_of,
 )
-from celery_rabbitdelay.operations.verify.verification import verify as verify_broker
 from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 
 @click.command()
@@ -37,44 +35,32 @@ from celery_rabbitdelay.publishing.shown_url import shown_broker
 def verify(context: CLIContext, /, as_json: bool, management: str | None, strict: bool) -> None:
     """Find what on the broker loses tasks, or makes them early or late.
 
-    Changes nothing. Exits with 1 if something is a danger, or if --management is given and
-    something could not be looked at.
+    Needs the management API, and a user with the tag "monitoring". Changes nothing. Exits with 1
+    if something is a danger.
     """
-    delays = delays_of(context)
-    # The levels are where tasks are sent, which may be another broker than the consumers'.
-    connection = context.app.connection_for_write()
+    settings = delays_of(context).settings
     try:
-        given = None
-        if management is not None:
-            given = ManagementAPI(management, tls_files_of(connection))
-        with connection:
+        with broker_of(context, as_json) as connection:
+            tls = tls_files_of(connection)
+            given = None if management is None else ManagementAPI(management, tls)
             connect(connection)
-            report = verify_broker(
-                connection, Application.of(delays), given or management_api_of(connection)
-            )
+            api = given or management_api_of(connection)  # at the host that was reached
+            report = verify_broker(connection, settings, context.app.amqp.queues.values(), api)
     except InvalidManagementURL as error:
         raise click.UsageError(str(error)) from error
-    except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
-        fail(error, message, EX_UNAVAILABLE, as_json)
-    click.echo(json.dumps(report.as_dict()) if as_json else "\n".join(_lines(report)))
-    is_bad = report.count("danger") or (strict and report.count("warning"))
-    if is_bad or (management is not None and report.not_seen):
+    number = Counter(finding.severity for finding in report.findings)
+    counts = {severity: number[severity] for severity in get_args(Severity)}
+    if as_json:
+        findings = [finding._asdict() for finding in report.findings]
+        told = {"version": report.version, "prefix": settings.prefix, **counts}
+        click.echo(json.dumps({**told, "findings": findings}))
+    else:
+        for finding in report.findings:
+            click.echo(f"{finding.severity}  {finding.code}: {first_of(finding.subjects, 3)}")
+            click.echo(f"  {finding.what}")
+            click.echo(f"  consequence: {finding.consequence}")
+            click.echo(f"  way out: {finding.remedy}")
+        all_counts = ", ".join(f"{count} {severity}" for severity, count in counts.items())
+        click.echo(f"RabbitMQ {report.version}, {settings.prefix}: {all_counts}")
+    if counts["danger"] or (strict and counts["warning"]):
         raise SystemExit(1)
-
-
-def _lines(report: Report) -> Iterator[str]:
-    for finding in report.findings:
-        yield f"{finding.severity}  {finding.code}: {named(finding.subjects)}"
-        yield f"  {finding.what}"
-        yield f"  consequence: {finding.consequence}"
-        yield f"  way out: {finding.remedy}"
-    unseen: dict[str, list[str]] = {}
-    for each in report.not_seen:
-        what, _, why = each.partition(": ")
-        unseen.setdefault(why, []).append(what)
-    for why, names in unseen.items():
-        yield f"not seen: {', '.join(names)}"
-        yield f"  {why}"
-    counts = ", ".join(f"{report.count(each)} {each}" for each in ("danger", "warning", "note"))
-    yield f"RabbitMQ {report.version}, {report.prefix}: {counts}"

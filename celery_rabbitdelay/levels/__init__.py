@@ -4,6 +4,6 @@ Everything here is a value: nothing opens a connection, and nothing knows of Cel
 here if it says how a delay is written, where a message waits, or what its key and headers mean.
 
 Read ``delay``, ``layout`` (the digits), ``routing_key``, ``topology`` (the levels, and the route of
-a message), ``entities`` (arguments of all queues and exchanges), ``headers``, and ``delay_text``
-(delays as people write them).
+a message), ``entities`` (arguments of all queues and exchanges) and ``headers`` (what is written
+into a message's headers, and what is believed of them).
 """

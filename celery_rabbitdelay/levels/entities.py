@@ -7,10 +7,13 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from kombu import Exchange, Queue
 
-from celery_rabbitdelay.levels.generation import NO_DELIVERY_LIMIT
 from celery_rabbitdelay.levels.layout import MAX_TTL
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
+
+#: How often a message may be given back to its queue. From 4.0 on, RabbitMQ's default is 20, after
+#: which it dead-letters the message; up to 3.13 "no limit" cannot be written.
+NO_DELIVERY_LIMIT: Final = 2**31 - 1
 
 #: Delivery limit of the module queues: a message redelivered more often is assumed to crash workers
 #: and is dead-lettered to ``undeliverable``.
@@ -104,15 +107,12 @@ class ModuleQueues(NamedTuple):
     unrouted: Exchange
 
     @classmethod
-    def of(
-        cls, entities: Entities, capacity_ms: int, waiting_delivery_limit: int | None = None
-    ) -> ModuleQueues:
+    def of(cls, entities: Entities, capacity_ms: int) -> ModuleQueues:
         """Return the module queues for levels of a given capacity.
 
         Args:
             entities: Makes them.
             capacity_ms: The capacity in milliseconds.
-            waiting_delivery_limit: See :class:`.Generation`.
         """
         fanout, queue = partial(entities.exchange, kind="fanout"), entities.queue
         # The alternate exchange of all others; it has none itself.
@@ -123,7 +123,7 @@ class ModuleQueues(NamedTuple):
             queue,
             ttl_ms=ttl_ms,
             dead_letter_to=meditated.name,
-            delivery_limit=waiting_delivery_limit,
+            delivery_limit=NO_DELIVERY_LIMIT,
         )
         return cls(
             undeliverable=queue("undeliverable", last, delivery_limit=NO_DELIVERY_LIMIT),

@@ -1,20 +1,32 @@
-"""The message headers by which a destination is restored, and what is stripped."""
+"""What this package writes into a message's headers, and what it believes of them. Pure.
+
+Anybody may have written the headers of a message that arrives: another client, another version, an
+attacker. What they may say, and what counts as invalid, is decided in this file and nowhere else.
+:func:`parse` reads headers once; everything behind it works with :class:`DelayHeaders`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import operator
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Self, TypeGuard
+
+from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS
 
 #: The instant at which the task may start: int, milliseconds since 1970-01-01 UTC.
 DUE: Final = "rabbitdelay-due"
 
-#: The exchange that the message would have been published to without a delay.
+#: The exchange that the message would have been published to without a delay: str.
 EXCHANGE: Final = "rabbitdelay-exchange"
 
-#: The routing key that it would have been published with.
+#: The routing key that it would have been published with: str.
 ROUTING_KEY: Final = "rabbitdelay-routing-key"
 
-#: The name of the queue that the message was delayed for.
+#: The name of the queue that the message was delayed for: str.
 QUEUE: Final = "rabbitdelay-queue"
 
 #: The priority that distribution gives back to the message: int, above 4.
@@ -23,16 +35,84 @@ PRIORITY: Final = "rabbitdelay-priority"
 #: The ``expiration`` property that distribution gives back to the message: str, milliseconds.
 EXPIRATION: Final = "rabbitdelay-expiration"
 
-#: Marks a message that left the levels before it was due and was put back: a table with ``times``
-#: (how often) and, if distribution gives it back to one queue, the ``exchange`` and the
-#: ``routing-key`` that its consumer is to see.
+#: Marks a message that left the levels before it was due and was put back: a table, see
+#: :class:`PutBack`.
 EARLY: Final = "rabbitdelay-early"
+
+#: How often a message could not be published to its destination: int; when that was tried first:
+#: int, milliseconds since 1970-01-01 UTC; and why it failed then: str.
+ATTEMPTS: Final = "rabbitdelay-attempts"
+FAILED_SINCE: Final = "rabbitdelay-failed-since"
+FIRST_REASON: Final = "rabbitdelay-first-reason"
+
+#: Why a module put the message into ``undeliverable``: str. The broker gives no reason.
+REASON: Final = "rabbitdelay-reason"
+
+#: How often a message was taken out of ``undeliverable`` and published again: int. It stays until
+#: the message reaches its destination.
+REDRIVEN: Final = "rabbitdelay-redriven"
+
+#: The version of the messages' format that a message needs: int; 1 if it is absent.
+VERSION: Final = "rabbitdelay-version"
 
 #: The signature of what these headers say, if the sender has a key: str.
 SIGNATURE: Final = "rabbitdelay-signature"
 
+#: Why a received message could not be read: str. Set where it is received, never sent.
+UNREADABLE: Final = "rabbitdelay-unreadable"
+
+#: The name of the message, different for each message of a task that has a key or is tracked: str.
+COPY: Final = "rabbitdelay-copy"
+
+#: How often the task had been sent anew under its id, after it had run, when this message was sent:
+#: str, digits. Absent: never; "-1" if Redis could not be asked.
+LIFE: Final = "rabbitdelay-life"
+
+#: The key that the task was sent with: str.
+KEY: Final = "rabbitdelay-key"
+
+#: When it was sent, in microseconds since 1970-01-01 UTC by the clock of Redis: str, digits. The
+#: task with the largest one is the newest under its key.
+ORDER: Final = "rabbitdelay-key-order"
+
+#: The job that the task was sent with: str. Several jobs may have had the name, one after another;
+#: :data:`JOB_ID` tells them apart: str.
+JOB: Final = "rabbitdelay-job"
+JOB_ID: Final = "rabbitdelay-job-id"
+
+#: A message with this header is no task, but says that the job named by the two headers above was
+#: committed: True.
+COMMITTED: Final = "rabbitdelay-committed"
+
+#: Set if only one message of each attempt runs, and that one once: True; or the mark that this
+#: message has left already, str.
+ONCE: Final = "rabbitdelay-once"
+
+#: Set by a worker that puts a message back which RabbitMQ had redelivered to it: True.
+REDELIVERED: Final = "rabbitdelay-redelivered"
+
+#: The delay that a client of check-in asks for: milliseconds, an integer or a numeric text. It is
+#: the header of the delayed-message-exchange plugin.
+X_DELAY: Final = "x-delay"
+
+#: The latest version of the messages' format that this version of the package reads. A message says
+#: by its header :data:`VERSION` which one it needs; only a version that needs another number writes
+#: the header. Raise it when an older worker would do the wrong thing with a message; see
+#: docs/explanation/versions.md.
+MESSAGE_VERSION: Final = 1
+
+#: The content types of all that this package has ever made, or will make, begin with this; those of
+#: envelopes, messages with many tasks, go on with the second, and a number, which is the version of
+#: their format.
+OWN_CONTENT_TYPES: Final = "application/vnd.rabbitdelay."
+ENVELOPES: Final = f"{OWN_CONTENT_TYPES}envelope."
+ENVELOPE: Final = f"{ENVELOPES}1"
+
 #: The prefix of all our own headers.
 OWN_PREFIX: Final = "rabbitdelay-"
+
+#: The headers that the registry knows of.
+REGISTRY: Final = frozenset((COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED, COMMITTED))
 
 #: If a message has this header, which tracers and users set, Celery exposes only its value as
 #: ``task.request.headers`` (https://github.com/celery/celery/issues/4875).
@@ -52,6 +132,320 @@ BROKER_HEADERS: Final = frozenset(
     | {f"x-last-death-{what}" for what in ("exchange", "queue", "reason")}
 )
 
+#: The highest normal priority of quorum queues (0-4). Up to 4.2 a message above it would block the
+#: others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
+MAX_PRIORITY: Final = 4
+
+#: AMQP's highest priority, and the longest ``expiration`` that RabbitMQ takes, in milliseconds.
+HIGHEST_PRIORITY: Final = 255
+MAX_EXPIRATION_MS: Final = 2**32 - 1
+
+#: More attempts, and more returns into the levels, than any message can have.
+MAX_COUNT: Final = 2**31
+
+#: Maximum characters of a value in an error text.
+MAX_SHOWN_LENGTH: Final = 200
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+_DIGITS: Final = re.compile("[0-9]{1,10}")
+
+
+class PutBack(NamedTuple):
+    """How a message was put back into the levels that it had left too early.
+
+    Attributes:
+        times: How often it was put back.
+        until_ms: Until when it was put back last, in milliseconds since 1970-01-01 UTC; 0 if that
+            is its due time. It may have to wait for longer than the levels take at once.
+        exchange: The exchange that the task's consumer is to see; None for that of the message.
+        routing_key: The routing key that it is to see, likewise.
+    """
+
+    times: int = 0
+    until_ms: int = 0
+    exchange: str | None = None
+    routing_key: str | None = None
+
+    @classmethod
+    def of(cls, table: object) -> Self:
+        """Read it from the header's value; what is invalid counts as missing."""
+        if not isinstance(table, Mapping):
+            return cls()
+        times, until_ms = table.get("times"), table.get("until")
+        exchange, routing_key = table.get("exchange"), table.get("routing-key")
+        is_whole = isinstance(exchange, str) and isinstance(routing_key, str)
+        return cls(
+            times if is_int(times, 0, MAX_COUNT) else 0,
+            until_ms if is_int(until_ms, 0, MAX_DUE_MS) else 0,
+            exchange if is_whole else None,
+            routing_key if is_whole else None,
+        )
+
+    def expects(self, now_ms: int, tolerated_ms: int) -> bool:
+        """Return whether the message is early because it could not wait for longer at once."""
+        return 0 < self.until_ms <= now_ms + tolerated_ms
+
+    def header(self) -> dict[str, dict[str, Any]]:
+        """Return the header."""
+        table = {
+            "times": self.times,
+            "until": self.until_ms or None,
+            "exchange": self.exchange,
+            "routing-key": self.routing_key,
+        }
+        return {EARLY: {name: value for name, value in table.items() if value is not None}}
+
+
+class Failures(NamedTuple):
+    """The failed attempts to publish a message to its destination.
+
+    Attributes:
+        attempts: How many have failed.
+        since_ms: When the first one failed, in milliseconds since 1970-01-01 UTC.
+        first_reason: Why the first one failed.
+    """
+
+    attempts: int
+    since_ms: int
+    first_reason: str
+
+
+class DelayHeaders(NamedTuple):
+    """What the headers of a delayed message say.
+
+    Attributes:
+        due_ms: The instant at which the task may start, in milliseconds since 1970-01-01 UTC.
+        exchange: The exchange that it would have been published to without a delay.
+        routing_key: The routing key that it would have been published with.
+        queue: The queue that it was delayed for; None if the exchange routes it.
+        priority: The priority, above 4, that distribution gives back to it.
+        expiration: The ``expiration`` that distribution gives back to it.
+        early: How it was put back into the levels that it had left too early.
+        failures: The failed attempts to publish it to its destination.
+        reason: Why it is undeliverable, or why the last attempt has failed.
+        redriven: How often it was taken out of ``undeliverable`` and published again.
+        registry: The headers that the registry knows of, by their names.
+        signature: The signature of what the headers say.
+        others: The user's own headers, and those of Celery.
+    """
+
+    due_ms: int | None = None
+    exchange: str | None = None
+    routing_key: str | None = None
+    queue: str | None = None
+    priority: int | None = None
+    expiration: str | None = None
+    early: PutBack = PutBack()
+    failures: Failures | None = None
+    reason: str | None = None
+    redriven: int = 0
+    registry: Mapping[str, str | bool] = NOTHING
+    signature: str | None = None
+    others: Mapping[str, Any] = NOTHING
+
+    def to_headers(self) -> dict[str, Any]:
+        """Return the headers: the inverse of :func:`parse`."""
+        headers = {**self.others, **self.registry}
+        for name, value in zip(_FIELDS, self[: len(_FIELDS)], strict=True):
+            if value is not None:
+                headers[name] = value
+        if self.early != _NEVER_EARLY:
+            headers |= self.early.header()
+        if self.failures is not None:
+            headers[ATTEMPTS], headers[FAILED_SINCE], headers[FIRST_REASON] = self.failures
+        if self.reason is not None:
+            headers[REASON] = self.reason
+        if self.redriven:
+            headers[REDRIVEN] = self.redriven
+        if self.signature is not None:
+            headers[SIGNATURE] = self.signature
+        return headers
+
+    @property
+    def signed(self) -> tuple[object, ...]:
+        """What a signature covers, in an order that is fixed.
+
+        Not what changes while a message waits.
+        """
+        return (
+            *(self.exchange, self.routing_key, self.queue, self.due_ms, self.priority),
+            *(self.expiration, self.early.exchange, self.early.routing_key),
+        )
+
+    def for_worker(self) -> DelayHeaders:
+        """Return what the worker needs that consumes the task's queue."""
+        return DelayHeaders(
+            self.due_ms,
+            self.exchange,
+            self.routing_key,
+            self.queue,
+            early=self.early,
+            registry=self.registry,
+            others=self.others,
+        )
+
+    def for_consumer(self) -> DelayHeaders:
+        """Return what a consumer gets that another exchange routes the message to."""
+        return DelayHeaders(
+            self.due_ms, early=self.early, registry=self.registry, others=self.others
+        )
+
+
+_NEVER_EARLY: Final = PutBack()
+
+#: The headers of the first fields of :class:`DelayHeaders`, in their order.
+_FIELDS: Final = (DUE, EXCHANGE, ROUTING_KEY, QUEUE, PRIORITY, EXPIRATION)
+
+
+def is_int(value: object, least: int, most: int) -> TypeGuard[int]:
+    """Return whether a value is an integer in a range; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def is_expiration(value: object) -> bool:
+    """Return whether RabbitMQ takes a value as the ``expiration`` of a message."""
+    is_number = isinstance(value, str) and _DIGITS.fullmatch(value) is not None
+    return is_number and int(str(value)) <= MAX_EXPIRATION_MS
+
+
+_INSTANT: Final = partial(is_int, least=0, most=MAX_DUE_MS), "milliseconds since 1970"
+_TEXT: Final = _is_text, "a text"
+_TRUE: Final = partial(operator.is_, True), "True"
+
+#: For each of our headers which values count, and what they are in words.
+_KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    DUE: _INSTANT,
+    EXCHANGE: (_is_text, "an exchange's name"),
+    ROUTING_KEY: (_is_text, "a routing key"),
+    QUEUE: (lambda value: _is_text(value) and value != "", "a queue's name"),
+    PRIORITY: (partial(is_int, least=MAX_PRIORITY + 1, most=HIGHEST_PRIORITY), "a priority"),
+    EXPIRATION: (is_expiration, "a number of milliseconds, as a text"),
+    EARLY: (lambda value: isinstance(value, Mapping), "a table"),
+    ATTEMPTS: (partial(is_int, least=1, most=MAX_COUNT), "a count"),
+    FAILED_SINCE: (partial(is_int, least=1, most=MAX_DUE_MS), _INSTANT[1]),
+    FIRST_REASON: _TEXT,
+    REASON: _TEXT,
+    REDRIVEN: (partial(is_int, least=0, most=MAX_COUNT), "a count"),
+    SIGNATURE: _TEXT,
+    **dict.fromkeys((COPY, LIFE, KEY, ORDER, JOB, JOB_ID), _TEXT),
+    ONCE: (lambda value: value is True or (_is_text(value) and value != ""), "True or a mark"),
+    REDELIVERED: _TRUE,
+    COMMITTED: _TRUE,
+}
+
+
+def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
+    """Read the headers of a message; never raises.
+
+    Args:
+        headers: The headers, as the broker returns them. Anybody may have written them.
+
+    Returns:
+        What they say; an invalid header counts as missing. And for each invalid header a text that
+        says what is wrong with it.
+    """
+    valid: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    for name in _KINDS.keys() & headers.keys():
+        value = headers[name]
+        is_valid, expected = _KINDS[name]
+        if is_valid(value):
+            valid[name] = value
+        elif value is not None:
+            problems[name] = f"its header {name} is {shortened(value)}, not {expected}"
+    get = valid.get
+    has_failed = {ATTEMPTS, FAILED_SINCE, FIRST_REASON} <= valid.keys()
+    parsed = DelayHeaders(
+        get(DUE),
+        get(EXCHANGE),
+        get(ROUTING_KEY),
+        get(QUEUE),
+        get(PRIORITY),
+        get(EXPIRATION),
+        PutBack.of(valid[EARLY]) if EARLY in valid else _NEVER_EARLY,
+        Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON]) if has_failed else None,
+        get(REASON),
+        get(REDRIVEN, 0),
+        {name: valid[name] for name in REGISTRY & valid.keys()},
+        get(SIGNATURE),
+        strip(headers),
+    )
+    return parsed, dict(sorted(problems.items())) if problems else problems
+
+
+def unopened(headers: Mapping[str, Any]) -> DelayHeaders:
+    """Read the headers of a message that is passed on as it came.
+
+    All of them stay but those of the broker, also invalid ones and those of a later version.
+    """
+    parsed, _ = parse(headers)
+    return parsed._replace(others={n: v for n, v in headers.items() if n not in BROKER_HEADERS})
+
+
+def later_version(headers: Mapping[str, Any], content_type: object) -> str | None:
+    """Return why this version of the package cannot read a message; None if it can.
+
+    Messages wait for years, and the workers of a fleet may be of two versions. A message of a later
+    one goes back into the levels, unopened, until a worker of that version receives it; see
+    :meth:`.Redelivery.until_upgraded`. A value of the header that no version writes counts as later
+    too: nothing is opened by guess.
+
+    Args:
+        headers: The message's headers; anybody may have written them.
+        content_type: Its property ``content_type``.
+    """
+    version = headers.get(VERSION, MESSAGE_VERSION)
+    if not is_int(version, 1, MESSAGE_VERSION):
+        return (
+            f"it needs a later version of celery_rabbitdelay: its header {VERSION} is "
+            f"{shortened(version)}, and this version reads messages up to {MESSAGE_VERSION}"
+        )
+    is_own = isinstance(content_type, str) and content_type.startswith(OWN_CONTENT_TYPES)
+    if is_own and content_type != ENVELOPE:
+        return (
+            "it needs a later version of celery_rabbitdelay: its content type is "
+            f"{shortened(content_type)}, and this version opens {ENVELOPE!r}"
+        )
+    return None
+
+
+def refuse_later_version(headers: Mapping[str, Any], content_type: object) -> None:
+    """Raise :class:`.LaterVersion` if only a later version can read a message."""
+    why = later_version(headers, content_type)
+    if why is not None:
+        raise LaterVersion(why)
+
+
+def refuse_sender_selected(headers: Mapping[str, Any]) -> None:
+    """Refuse a message whose headers name further routing keys.
+
+    Raises:
+        UnprocessableMessage: It has such a header.
+    """
+    for name in SENDER_SELECTED:
+        if name in headers:
+            raise UnprocessableMessage(
+                f"it has the header {name}, by which it could reach any queue"
+            )
+
+
+def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers of a message that a client has checked in, as far as it may set them.
+
+    Of the reserved names, these are the exchange, and the version, which check-in refuses. What the
+    broker has added goes as well: up to 3.13, it believes what a client writes there.
+    """
+    kept = strip(headers)
+    for name in (EXCHANGE, VERSION):
+        if name in headers:
+            kept[name] = headers[name]
+    return kept
+
 
 def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return headers without those that the broker and this package added.
@@ -67,11 +461,18 @@ def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(headers: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in headers.items()
-        if name not in BROKER_HEADERS and not is_own(name)
-    }
+    try:
+        return {
+            name: value
+            for name, value in headers.items()
+            if name not in BROKER_HEADERS and not name.startswith(OWN_PREFIX)
+        }
+    except TypeError:  # a name in bytes
+        return {
+            name: value
+            for name, value in headers.items()
+            if name not in BROKER_HEADERS and not is_own(name)
+        }
 
 
 def is_own(name: str | bytes) -> bool:
@@ -79,3 +480,12 @@ def is_own(name: str | bytes) -> bool:
     if isinstance(name, bytes):
         return name.startswith(OWN_PREFIX.encode())
     return name.startswith(OWN_PREFIX)
+
+
+def shortened(value: object) -> str:
+    """Return what a value looks like, in few characters."""
+    try:
+        text = repr(value)
+    except RecursionError:  # anybody may have nested it a thousand deep
+        text = f"a {type(value).__name__} that is nested too deep"
+    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."

@@ -15,8 +15,10 @@ A level is a topic exchange, and a queue for each of its digits, built from komb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import compress, count, product
 from operator import getitem
@@ -25,9 +27,14 @@ from typing import Final, NamedTuple, get_args
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
-from celery_rabbitdelay.levels.entities import Binding, Entities, Identity, ModuleQueues, QueueType
-from celery_rabbitdelay.levels.fingerprint import digest_of
-from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
+from celery_rabbitdelay.levels.entities import (
+    NO_DELIVERY_LIMIT,
+    Binding,
+    Entities,
+    Identity,
+    ModuleQueues,
+    QueueType,
+)
 from celery_rabbitdelay.levels.layout import Layout, Zeros, clock, geometric
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
 
@@ -35,11 +42,8 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
 #: drops a message with a TTL of 0 unless a consumer is waiting for it.
 PASS_THROUGH_TTL: Final = 1
 
-#: The generation that is declared unless the caller says otherwise.
-DEFAULT_GENERATION: Final = 2
-
-#: A generation is known by levels of these ticks. Three levels of base 3 show each kind of binding,
-#: and with the second tick their capacity is above RabbitMQ's longest TTL.
+#: What is declared is known by levels of these ticks. Three levels of base 3 show each kind of
+#: binding, and with the second tick their capacity is above RabbitMQ's longest TTL.
 REFERENCE_TICKS: Final = (0.1, 16_000_000)
 
 
@@ -70,14 +74,12 @@ class Topology:
             broker fails, a message that is being dead-lettered to the next level can be lost).
         shards: How many queues each digit has; a message takes one of them by its task's id. Each
             queue has a leader, and a dead-letter worker, of its own.
-        generation: The set of arguments with which they are declared.
     """
 
     prefix: str = "rabbitdelay"
     layout: Layout = field(default_factory=clock)
     queue_type: QueueType = "quorum"
     shards: int = 1
-    generation: Generation = GENERATIONS[DEFAULT_GENERATION]
 
     def route(
         self, delay: Delay | Due, destination: str, task_id: str = "", tolerance: Delay = 0
@@ -123,27 +125,14 @@ class Topology:
     @cached_property
     def module_queues(self) -> ModuleQueues:
         """The module queues, which are outside the levels."""
-        limit = self.generation.waiting_delivery_limit
-        return ModuleQueues.of(self._entities, self.layout.capacity_ms, limit)
+        return ModuleQueues.of(self._entities, self.layout.capacity_ms)
 
     @cached_property
     def identity(self) -> Identity:
         """Fingerprint, guard and marker."""
         shards = self.keys.shard_words(self.shards)
-        generation = self.generation.fingerprint_word(reference_digest(self.generation))
-        words = (self.layout.fingerprint, self.queue_type, *shards, generation)
+        words = (self.layout.fingerprint, self.queue_type, *shards, f"v{arguments_digest()}")
         return Identity.of(self._entities, "-".join(words))
-
-    @cached_property
-    def name_prefix(self) -> str:
-        """What the name of every exchange and queue begins with, before a dot."""
-        return self.generation.name_prefix(self.prefix)
-
-    @property
-    def former(self) -> tuple[Topology, ...]:
-        """The same levels in all former generations, which older versions have declared."""
-        numbers = [number for number in GENERATIONS if number < self.generation.number]
-        return tuple(replace(self, generation=GENERATIONS[number]) for number in numbers)
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -218,7 +207,7 @@ class Topology:
             ".".join(words),
             ttl_ms=digit * level.place_ms or PASS_THROUGH_TTL,
             dead_letter_to=self._exchange_names[index + 1],
-            delivery_limit=self.generation.waiting_delivery_limit,
+            delivery_limit=NO_DELIVERY_LIMIT,
         )
 
     @cached_property
@@ -229,19 +218,20 @@ class Topology:
 
     @property
     def _entities(self) -> Entities:
-        return Entities(self.name_prefix, self.queue_type)
+        return Entities(self.prefix, self.queue_type)
 
 
 @cache
-def reference_digest(generation: Generation) -> str:
-    """Return a digest of what this version of the package declares in a generation.
+def arguments_digest() -> str:
+    """Return a digest of what this version of the package declares, whatever the layout.
 
-    It is that of a few small topologies, which have all there is in any topology; so it tells
-    whether the generation is declared as it always was, whatever the layout of the application.
+    It is that of a few small topologies, which have all there is in any topology. RabbitMQ does not
+    let an exchange or a queue change its arguments: a version of this package that needs other ones
+    has another digest, and is refused under the prefix; see :class:`.Identity`.
     """
     kinds = product(REFERENCE_TICKS, get_args(Zeros), get_args(QueueType), (1, 2))
     topologies = [
-        Topology("p", geometric(tick, 3, 3, zeros), queue_type, shards, generation)
+        Topology("p", geometric(tick, 3, 3, zeros), queue_type, shards)
         for tick, zeros, queue_type, shards in kinds
     ]
     return digest_of(
@@ -249,3 +239,27 @@ def reference_digest(generation: Generation) -> str:
         [each for topology in topologies for each in topology.queues],
         [each for topology in topologies for each in topology.bindings],
     )
+
+
+def digest_of(
+    exchanges: Iterable[Exchange], queues: Iterable[Queue], bindings: Iterable[Binding]
+) -> str:
+    """Return a digest that changes with any exchange, queue, binding, or argument of one.
+
+    The order does not count.
+    """
+    declared = {
+        "exchanges": sorted(
+            [e.name, e.type, e.durable, e.auto_delete, _written(e.arguments)] for e in exchanges
+        ),
+        "queues": sorted(
+            [q.name, q.durable, q.exclusive, q.auto_delete, _written(q.queue_arguments)]
+            for q in queues
+        ),
+        "bindings": sorted(map(list, bindings)),
+    }
+    return hashlib.sha256(json.dumps(declared).encode()).hexdigest()[:10]
+
+
+def _written(arguments: dict[str, object] | None) -> str:
+    return json.dumps(arguments or {}, sort_keys=True)

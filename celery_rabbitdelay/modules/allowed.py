@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from kombu import Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.publishing.message import shortened
+from celery_rabbitdelay.levels.headers import shortened
 
 #: Names of destinations for which a decision is remembered.
 REMEMBERED: Final = 4096
@@ -137,16 +136,3 @@ def where_in_words(exchange: str, routing_key: str) -> str:
 def not_allowed(where: str) -> str:
     """Return the reason why distribution does not publish a message."""
     return f"distribution may not reach {where}: see rabbitdelay_distribution_allowed"
-
-
-def refuse_sender_selected(headers: Mapping[str, Any]) -> None:
-    """Refuse a message whose headers name further routing keys.
-
-    Raises:
-        UnprocessableMessage: It has such a header.
-    """
-    for name in header_names.SENDER_SELECTED:
-        if name in headers:
-            raise UnprocessableMessage(
-                f"it has the header {name}, by which it could reach any queue"
-            )

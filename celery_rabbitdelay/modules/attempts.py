@@ -17,7 +17,7 @@ from celery_rabbitdelay.exceptions import (
     PublishError,
     UnprocessableMessage,
 )
-from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.levels.headers import DelayHeaders, unopened
 from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered, no_exchange
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -27,8 +27,7 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
-from celery_rabbitdelay.modules.version import LaterVersionWarning
-from celery_rabbitdelay.modules.warning_limit import WarningLimit
+from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning, WarningLimit
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
@@ -58,6 +57,11 @@ class Received:
         self.pending = 0
         self.unpacked = False
         self.rejected = False
+
+    @property
+    def headers(self) -> DelayHeaders:
+        """What the headers of the message say."""
+        return unopened(headers_of(self.message))
 
     def next_outgoing(self) -> Outgoing:
         """Return the next message to publish.
@@ -230,15 +234,15 @@ class Attempts:
         """
         if self._given_up.allows(reason):
             logger.warning("%s: a message is undeliverable: %s", self._name, reason)
-        headers = headers_of(received.message)
-        refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason, headers)
-        if outgoing.is_vouched and outgoing.message is not received.message:
+        redriven = received.headers.redriven
+        refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason, redriven)
+        if outgoing.is_vouched:
             # The module has made it of one that it has let in, so that it may be redriven.
-            self._redelivery.sign(refused.message)
+            refused = refused._replace(message=self._redelivery.sign(refused.message))
         try:
             content = encoded(refused, self._frame_max)
         except UnprocessableMessage:
-            refused = without_headers(self._undeliverable, outgoing.message, reason, headers)
+            refused = without_headers(self._undeliverable, refused)
             content = encoded(refused, self._frame_max)
         return self._publication(received, refused, None, content)
 
@@ -250,7 +254,7 @@ class Attempts:
             outgoing: The same.
             reason: Why this version cannot read it.
         """
-        later = self._redelivery.until_upgraded(outgoing.message, reason)
+        later = self._redelivery.until_upgraded(received.message, reason)
         if later.reroute is None:
             return self.give_up(received, outgoing, reason, later)
         try:
@@ -270,14 +274,12 @@ class Attempts:
         larger than its own limit. Without this, the module would lose its channel, or connect
         again, for each such message until the delivery limit.
         """
-        headers = headers_of(outgoing.message)
-        if headers.keys() - {module_headers.REASON, module_headers.REDRIVEN}:
-            reason = str(headers.get(module_headers.REASON))
+        said = outgoing.message.headers
+        if said != DelayHeaders(reason=said.reason, redriven=said.redriven):
+            reason = f"{said.reason}; its headers are left out: {_reason(error, outgoing)}"
             bare = without_headers(
                 self._undeliverable,
-                outgoing.message,
-                f"{reason}; its headers are left out: {_reason(error, outgoing)}",
-                headers,
+                outgoing._replace(message=outgoing.message.saying(reason=reason)),
             )
             return self._publication(received, bare, None, encoded(bare, self._frame_max))
         logger.error(
@@ -327,7 +329,7 @@ class Attempts:
         self, received: Received, outgoing: Outgoing, destination: str | None, reason: str
     ) -> Publication:
         """Return the publication that puts a message into the levels, to try it again."""
-        later = self._redelivery.after_failure(outgoing, headers_of(received.message), reason)
+        later = self._redelivery.after_failure(outgoing, received.headers, reason)
         if later.reroute is None:
             return self.give_up(received, outgoing, reason, later)
         try:

@@ -15,8 +15,9 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DELAY
+from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.publishing.incoming import seen_of
-from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, shortened
+from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 
 #: Bytes of received messages that a module holds, and bytes that it has in flight, unless a single
 #: message has more.
@@ -72,22 +73,20 @@ class Bounds:
                 f"{self.max_delay:,.0f} s"
             )
 
-    def check_due(self, headers: Mapping[str, Any], now_ms: int) -> None:
+    def check_due(self, due_ms: int | None, now_ms: int) -> None:
         """Refuse the due time of a message that has left the levels, if it is too far ahead.
 
         Whoever let it in has checked its delay. So this is no delay that somebody has asked for:
-        the due time is forged, and the message would go back into the levels for ever. A value that
-        is no due time is another's concern.
+        the due time is forged, and the message would go back into the levels for ever.
 
         Args:
-            headers: The message's headers.
+            due_ms: When it is due, in milliseconds since 1970-01-01 UTC; None if nothing says it.
             now_ms: The time, in milliseconds since 1970-01-01 UTC.
 
         Raises:
             UnprocessableMessage: It is more than ``max_delay`` and :data:`DUE_SLACK_MS` ahead.
         """
-        due_ms = headers.get(header_names.DUE)
-        if isinstance(due_ms, int):
+        if due_ms is not None:
             ahead_ms = due_ms - now_ms - DUE_SLACK_MS
             self.check_delay(header_names.DUE, due_ms, ahead_ms)
 

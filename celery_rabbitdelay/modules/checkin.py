@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import amqp
@@ -17,18 +17,19 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.allowed import refuse_sender_selected, where_in_words
-from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.forwarding import (
-    Outgoing,
-    into_levels,
-    with_headers,
-    without_broker_headers,
+from celery_rabbitdelay.levels.headers import (
+    OWN_CONTENT_TYPES,
+    DelayHeaders,
+    later_version,
+    of_client,
+    refuse_sender_selected,
+    shortened,
 )
-from celery_rabbitdelay.modules.version import OWN_CONTENT_TYPES, later_version
-from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.allowed import where_in_words
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
 _INTEGER: Final = re.compile("-?[0-9]+")
@@ -53,9 +54,7 @@ class CheckIn:
         bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._topology = topology
-        # Workers also serve the check-in of former generations.
-        every = (topology, *topology.former)
-        self._meditated = frozenset(each.module_queues.meditated.name for each in every)
+        self._meditated = topology.module_queues.meditated.name
         self._allowed = allowed
         self._signing_keys = signing_keys
         self._bounds = bounds
@@ -67,11 +66,11 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
-        if headers and info["exchange"] not in self._meditated:
+        if headers and info["exchange"] != self._meditated:
             kept = of_client(headers)
             if header_names.EXCHANGE in kept:
                 # If check-in refuses it, this tells that it is a client's; see ``never_accepted``.
-                kept.setdefault(module_headers.X_DELAY, 0)
+                kept.setdefault(header_names.X_DELAY, 0)
             message.properties["application_headers"] = kept
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
@@ -84,56 +83,57 @@ class CheckIn:
         headers = headers_of(message)
         check_depth(headers)
         refuse_sender_selected(headers)
-        if info["exchange"] in self._meditated:
+        if info["exchange"] == self._meditated:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
             yield self._from_client(message, headers, info["routing_key"])
 
     def _after_meditation(
-        self, message: amqp.Message, headers: dict[str, Any], destination: str
+        self, message: amqp.Message, given: dict[str, Any], destination: str
     ) -> Outgoing:
         """Return a message whose routing key is its destination; see :meth:`.Topology.route`.
 
         A message of a later version waits on, unopened: every version has the same header for the
         due time and the same routing key in meditation.
         """
-        due_ms = headers.get(header_names.DUE)
-        if not isinstance(due_ms, int):
+        waiting = WaitingMessage.unopened(message)
+        due_ms = waiting.headers.due_ms
+        if due_ms is None:
             raise UnprocessableMessage(
-                f"it comes from meditation, but {header_names.DUE} is {shortened(due_ms)}"
+                "it comes from meditation, but its header "
+                f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}"
             )
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
         # Its delay was checked when it came in, maybe by another clock, and another setting.
         due = Due(due_ms * NS_PER_MS, due_ms - time.time_ns() // NS_PER_MS, is_instant=True)
-        waiting = with_headers(message, without_broker_headers(headers))
         return into_levels(self._topology, waiting, due, destination)
 
     def _from_client(
-        self, message: amqp.Message, headers: dict[str, Any], routing_key: str
+        self, message: amqp.Message, given: dict[str, Any], routing_key: str
     ) -> Outgoing:
         content_type = message.properties.get("content_type")
         if str(content_type).startswith(OWN_CONTENT_TYPES):
             raise UnprocessableMessage("it is an envelope, which clients may not check in")
-        why = later_version(headers, content_type)
+        why = later_version(given, content_type)
         if why is not None:
             raise UnprocessableMessage(why)
-        exchange = headers.get(header_names.EXCHANGE) or ""
+        exchange = given.get(header_names.EXCHANGE) or ""
         self._check_destination(exchange, routing_key)
-        delay_ms = client_delay_ms(headers.pop(module_headers.X_DELAY, 0))
-        headers = header_names.strip(headers)
+        delay_ms = client_delay_ms(given.pop(header_names.X_DELAY, 0))
+        sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(given)))
         if not delay_ms:
-            return Outgoing(exchange, routing_key, with_headers(message, headers))
-        self._bounds.check_delay(module_headers.X_DELAY, delay_ms, delay_ms)
+            return Outgoing(exchange, routing_key, sent)
+        self._bounds.check_delay(header_names.X_DELAY, delay_ms, delay_ms)
         due = Due(time.time_ns() + delay_ms * NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
-                f"{module_headers.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
+                f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
                 "since 1970, exceeds 64 bits"
             )
-        waiting = for_distribution(message, headers, due.at_ms, exchange, routing_key)
+        waiting = for_distribution(sent, due.at_ms, exchange, routing_key)
         if self._signing_keys is not None:
-            self._signing_keys.sign(waiting)
+            waiting = self._signing_keys.sign(waiting)
         return into_levels(self._topology, waiting, due)
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:
@@ -152,42 +152,25 @@ class CheckIn:
             )
 
 
-def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the headers of a message that a client has checked in, as far as it may set them.
-
-    Of the reserved names, these are the exchange, and the version, which check-in refuses. What the
-    broker has added goes as well: up to 3.13, it believes what a client writes there.
-    """
-    kept = header_names.strip(headers)
-    for name in (header_names.EXCHANGE, module_headers.VERSION):
-        if name in headers:
-            kept[name] = headers[name]
-    return kept
-
-
 def for_distribution(
-    message: amqp.Message, headers: dict[str, Any], due: int, exchange: str, routing_key: str
-) -> amqp.Message:
+    message: WaitingMessage, due_ms: int, exchange: str, routing_key: str
+) -> WaitingMessage:
     """Return a message for distribution: headers carry everything that distribution restores.
 
     Args:
-        message: The message.
-        headers: The headers that its consumer is to see.
-        due: When it is due, in milliseconds since 1970-01-01 UTC.
+        message: The message, with the headers that its consumer is to see.
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
         exchange: The exchange that it goes to then.
         routing_key: Its routing key.
     """
-    priority, kept = split_priority(message.properties.get("priority"))
-    own = {
-        header_names.DUE: due,
-        header_names.EXCHANGE: exchange,
-        header_names.ROUTING_KEY: routing_key,
-        **kept,
-    }
     expiration = message.properties.get("expiration")
-    if expiration is not None:
-        own[header_names.EXPIRATION] = expiration
-    return with_headers(message, {**headers, **own}, priority=priority, expiration=None)
+    return (
+        message.saying(
+            due_ms=due_ms, exchange=exchange, routing_key=routing_key, expiration=expiration
+        )
+        .having(expiration=None)
+        .with_low_priority()
+    )
 
 
 def client_delay_ms(delay: Any) -> int:
@@ -200,11 +183,11 @@ def client_delay_ms(delay: Any) -> int:
         number = _milliseconds(delay)
     except (TypeError, ValueError, OverflowError) as error:
         raise UnprocessableMessage(
-            f"{module_headers.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
+            f"{header_names.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
         ) from error
     if number < 0:
         raise UnprocessableMessage(
-            f"{module_headers.X_DELAY} is {shortened(number)}, must not be negative"
+            f"{header_names.X_DELAY} is {shortened(number)}, must not be negative"
         )
     return number
 

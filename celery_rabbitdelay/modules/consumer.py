@@ -16,6 +16,7 @@ from amqp.exceptions import AccessRefused, ChannelError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.attempts import Attempts, Received
 from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
@@ -28,9 +29,8 @@ from celery_rabbitdelay.modules.warning_limit import WarningLimit
 from celery_rabbitdelay.publishing.amqp_methods import find_exchanges
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.incoming import seen_of
-from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, shortened
-from celery_rabbitdelay.publishing.policy import PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -435,4 +435,5 @@ class ModuleConsumer:
 
 def _as_it_came(message: amqp.Message) -> Outgoing:
     info: Any = message.delivery_info
-    return Outgoing(info["exchange"], info["routing_key"], message)
+    left = WaitingMessage.unopened(message)
+    return Outgoing(info["exchange"], info["routing_key"], left, is_vouched=False)

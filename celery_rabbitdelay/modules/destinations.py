@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, Final
 
-from celery_rabbitdelay.publishing.message import shortened
+from celery_rabbitdelay.levels.headers import shortened
 
 #: Seconds without an answer after which a destination gets no further messages until it answers.
 SILENCE: Final = 1.0

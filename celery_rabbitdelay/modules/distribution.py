@@ -8,58 +8,33 @@ from typing import Any, Final
 
 import amqp
 
-from celery_rabbitdelay.exceptions import (
-    InvalidEnvelope,
-    RegistryUnavailable,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import InvalidEnvelope, RegistryUnavailable, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.headers import (
+    COMMITTED,
+    ENVELOPE,
+    JOB,
+    JOB_ID,
+    DelayHeaders,
+    parse,
+    refuse_later_version,
+    refuse_sender_selected,
+    shortened,
+)
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.allowed import (
-    ANYWHERE,
-    Reach,
-    not_allowed,
-    refuse_sender_selected,
-    where_in_words,
-)
+from celery_rabbitdelay.modules.allowed import ANYWHERE, Reach, not_allowed, where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.early import PutBack
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Item, Opened
-from celery_rabbitdelay.modules.forwarding import (
-    Outgoing,
-    into_levels,
-    to_undeliverable,
-    with_headers,
-    without_broker_headers,
-)
-from celery_rabbitdelay.modules.version import refuse_later_version
-from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
+from celery_rabbitdelay.modules.envelope import Item, Opened
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
-from celery_rabbitdelay.registry.decision import (
-    COMMITTED,
-    JOB,
-    JOB_ID,
-    Arrival,
-    Decision,
-    Verdict,
-    registry_headers,
-)
-
-#: The headers by which a worker restores a task that comes straight from the levels.
-RESTORED_BY_WORKERS = (
-    header_names.DUE,
-    module_headers.EARLY,
-    header_names.EXCHANGE,
-    header_names.ROUTING_KEY,
-    header_names.QUEUE,
-)
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 
 #: Seconds after which a job is confirmed again, if Redis was away.
 CONFIRM_AGAIN: Final = 5.0
@@ -70,7 +45,7 @@ DISTRIBUTION_WORD: Final = encode_destination(DISTRIBUTION)
 #: The headers that decide whether a message of an envelope is published.
 DECISIVE: Final = frozenset(
     (
-        module_headers.VERSION,
+        header_names.VERSION,
         header_names.EXCHANGE,
         header_names.ROUTING_KEY,
         *header_names.SENDER_SELECTED,
@@ -98,7 +73,7 @@ class Distribution:
     def __init__(
         self,
         topology: Topology,
-        put_back: Callable[[amqp.Message], Outgoing | None] = lambda message: None,
+        put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None,
         look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None,
         reach: Reach = ANYWHERE,
         signing_keys: SigningKeys | None = None,
@@ -112,12 +87,6 @@ class Distribution:
         self._put_back = put_back
         self._look = look
         self._reach = reach
-        # A sender binds a queue in the generation of the levels that it sends into.
-        self._deliveries = {
-            exchange.name: each.delivery.name
-            for each in (topology, *topology.former)
-            for exchange in each.exchanges
-        }
         self._signing_keys = signing_keys
         self._is_signing_required = is_signing_required
         self._bounds = bounds
@@ -132,90 +101,90 @@ class Distribution:
 
         Raises:
             LaterVersion: Only a later version of this package can read it.
-            UnprocessableMessage: Its destination is missing or not allowed, or it is an envelope
-                that cannot be read. Nothing was published for it.
+            UnprocessableMessage: Its destination is missing or not allowed, one of our headers is
+                invalid, or it is an envelope that cannot be read. Nothing was published for it.
         """
-        headers = headers_of(message)
-        refuse_sender_selected(headers)
-        refuse_later_version(headers, message.properties.get("content_type"))
-        check_depth(headers)
-        self._bounds.check_due(headers, time.time_ns() // NS_PER_MS)
+        given = headers_of(message)
+        refuse_sender_selected(given)
+        refuse_later_version(given, message.properties.get("content_type"))
+        check_depth(given)
+        headers = _valid(given)
+        self._bounds.check_due(headers.due_ms, time.time_ns() // NS_PER_MS)
+        received = WaitingMessage.of(message, headers)
         key = _routing_key(message)
         unrouted = self._queue_in_key(key)
         if unrouted is not None and self._keys.has_no_digits(key):
-            queue = unrouted or str(headers.get(header_names.QUEUE))
-            yield self._returned(message, queue)._replace(is_vouched=False)
+            queue = unrouted or str(headers.queue)
+            yield self._returned(received, queue)._replace(is_vouched=False)
             return
-        is_vouched = self._is_vouched(message)
-        is_envelope = message.properties.get("content_type") == CONTENT_TYPE
+        is_vouched = self._is_vouched(received)
+        is_envelope = message.properties.get("content_type") == ENVELOPE
         if unrouted is not None:
             self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
-        if headers.get(COMMITTED) is True:
-            yield from self._confirmed(message, headers)
+        if COMMITTED in headers.registry:
+            yield from self._confirmed(received)
             return
-        one = None if is_envelope else self._outgoing(message, headers, unrouted, is_vouched)
-        early = self._put_back(message)
-        single = early or one
-        found = self._unpacked(message, headers) if single is None else iter([single])
+        one = None
+        if not is_envelope:
+            one = self._outgoing(received, unrouted, is_vouched)
+        single = self._put_back(received) or one
+        found = self._unpacked(received) if single is None else iter([single])
         for outgoing in found:
             yield outgoing if is_vouched else outgoing._replace(is_vouched=False)
 
-    def _confirmed(self, message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
+    def _confirmed(self, message: WaitingMessage) -> Iterator[Outgoing]:
         """Tell the registry that a job was committed; while Redis is away, the note waits again."""
-        job, job_id = headers.get(JOB), headers.get(JOB_ID)
-        is_note = isinstance(job_id, str) and message.properties.get("message_id") == job_id
-        if self._confirm is None or not isinstance(job, str) or not is_note:
+        job, job_id = map(message.headers.registry.get, (JOB, JOB_ID))
+        is_note = job is not None and message.properties.get("message_id") == job_id
+        if self._confirm is None or not is_note:
             what = "there is no registry" if self._confirm is None else "it names no job"
             raise UnprocessableMessage(f"it says that a job was committed, and {what}")
         try:
-            self._confirm(job, str(job_id))
+            self._confirm(str(job), str(job_id))
         except RegistryUnavailable:
-            kept = with_headers(message, without_broker_headers(headers))
-            yield into_levels(self._topology, kept, Due.after(CONFIRM_AGAIN))
+            yield into_levels(self._topology, message, Due.after(CONFIRM_AGAIN))
 
-    def _is_vouched(self, message: amqp.Message) -> bool:
+    def _is_vouched(self, message: WaitingMessage) -> bool:
         """Return whether the sender of a message has shown that it has a key, if there is one.
 
         Raises:
             UnprocessableMessage: It has not, and a signature is required.
         """
-        is_vouched = self._signing_keys is None or self._signing_keys.verify(message)
+        is_vouched = self._signing_keys is None or self._signing_keys.verifies(*message)
         if self._is_signing_required and not is_vouched:
             raise UnprocessableMessage(NOT_SIGNED)
         return is_vouched
 
     def _outgoing(
-        self,
-        message: amqp.Message,
-        headers: dict[str, Any],
-        unrouted: str | None,
-        is_vouched: bool,
+        self, message: WaitingMessage, unrouted: str | None, is_vouched: bool
     ) -> Outgoing:
         """Return what to publish for a message that is no envelope.
 
         Args:
             message: The message.
-            headers: Its headers.
             unrouted: The queue in its routing key, if it has not found this one.
             is_vouched: Whether its signature is valid, if there is a key. Of any other message,
                 nothing is signed: in the phase without required signatures, a stranger would get
                 valid ones.
         """
-        if header_names.EXCHANGE not in headers and unrouted:
-            headers = {**headers, header_names.EXCHANGE: "", header_names.ROUTING_KEY: unrouted}
-        queue = headers.get(header_names.QUEUE)
-        if queue is None:
-            outgoing = _restored(message, headers, headers)
+        headers = message.headers
+        if headers.exchange is None and unrouted:
+            headers = headers._replace(exchange="", routing_key=unrouted)
+        if headers.queue is None:
+            exchange, routing_key = _destination(headers)
+            left = headers.for_consumer()
         else:
-            outgoing = _for_queue(message, headers, queue)
-        if self._signing_keys is not None and is_vouched and _names_origin(outgoing.message):
+            exchange, routing_key, left = "", headers.queue, headers.for_worker()
+        sent = WaitingMessage(message.body, message.properties, left)
+        restored = _with_restored_properties(sent, headers)
+        names_origin = left.queue is not None or left.early.exchange is not None
+        if self._signing_keys is not None and is_vouched and names_origin:
             # Its worker verifies where the task came from.
-            self._signing_keys.sign(outgoing.message)
-        return self._reached(outgoing, message, is_unrouted=unrouted is not None)
+            restored = self._signing_keys.sign(restored)
+        outgoing = Outgoing(exchange, routing_key, restored)
+        return self._reached(outgoing, is_unrouted=unrouted is not None)
 
-    def _reached(
-        self, outgoing: Outgoing, received: amqp.Message, *, is_unrouted: bool = False
-    ) -> Outgoing:
+    def _reached(self, outgoing: Outgoing, *, is_unrouted: bool = False) -> Outgoing:
         """Return a message with how it reaches its destination.
 
         A queue that the application does not name is reached by its binding to the delivery
@@ -224,29 +193,23 @@ class Distribution:
         """
         if self._reach.names(outgoing.exchange, outgoing.routing_key):
             return outgoing
-        queue, delivery = outgoing.routing_key, self._delivery_of(received)
+        queue, delivery = outgoing.routing_key, self._topology.delivery.name
         if is_unrouted:
             return outgoing._replace(trouble=f"no queue {shortened(queue)} is bound to {delivery}")
         return outgoing._replace(through=(delivery, self._keys.key_without_digits(queue)))
 
-    def _delivery_of(self, message: amqp.Message) -> str:
-        """Return the name of the delivery exchange of the levels that a message comes from."""
-        info: Any = message.delivery_info
-        return self._deliveries.get((info or {}).get("exchange", ""), self._topology.delivery.name)
-
-    def _returned(self, message: amqp.Message, queue: str) -> Outgoing:
+    def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
         """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
-        delivery = self._delivery_of(message)
         reason = not_allowed(
             f"{where_in_words('', queue)}, which the application does not name and which is not "
-            f"bound to {delivery}"
+            f"bound to {self._topology.delivery.name}"
         )
         undeliverable = self._topology.module_queues.undeliverable.exchange.name
         return to_undeliverable(undeliverable, Outgoing("", queue, message), reason)
 
     def _asked(
         self,
-        message: amqp.Message,
+        message: WaitingMessage,
         unpacked: Iterator[Outgoing],
         arrivals: Sequence[Arrival],
         look: Callable[[Sequence[Arrival]], Sequence[Decision]],
@@ -274,8 +237,7 @@ class Distribution:
         if waits and not goes_on:
             until_ms = min(each.until_ms for each in waits)
             due = Due(until_ms * NS_PER_MS, 0, is_instant=True)
-            kept = without_broker_headers(headers_of(message))
-            yield into_levels(self._topology, with_headers(message, kept), due)
+            yield into_levels(self._topology, message, due)
             return
         for outgoing, decision in zip(unpacked, decisions, strict=True):
             if decision.verdict is not Verdict.EXPIRED:
@@ -316,54 +278,75 @@ class Distribution:
             f"it names {shortened(named)}"
         )
 
-    def _unpacked(self, message: amqp.Message, headers: Mapping[str, Any]) -> Iterator[Outgoing]:
+    def _unpacked(self, message: WaitingMessage) -> Iterator[Outgoing]:
         """Return what to publish for an envelope.
 
         It is read twice, and never held as a whole. The first time, each message in it is checked:
         an invalid envelope goes to ``undeliverable``, and nothing in it was published before.
         """
-        due_ms = headers.get(header_names.DUE)
-        due_ms = due_ms if isinstance(due_ms, int) else 0
         arrivals = []
         try:
-            envelope = Opened(body_of(message), self._bounds.max_message_bytes)
-            shared = {**headers, **envelope.headers}
+            envelope = Opened(message.body, self._bounds.max_message_bytes)
             is_shared_checked = False
             for item in envelope.items:
                 is_own = _says_otherwise(item)
                 if is_own or not is_shared_checked:
-                    self._check(
-                        {**shared, **item.headers}, {**envelope.properties, **item.properties}
-                    )
+                    self._check(message.headers, envelope, item)
                     is_shared_checked |= not is_own
                 if self._look is not None:
-                    inner_headers = {**envelope.headers, **item.headers}
-                    arrivals.append(Arrival.of(inner_headers, due_ms, "", redelivered=True))
+                    inner, _ = parse({**envelope.headers, **item.headers})
+                    due_ms = message.headers.due_ms or 0
+                    arrivals.append(Arrival.of(inner, due_ms, "", redelivered=True))
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-        unpacked = self._messages(message, headers, envelope)
+        unpacked = self._messages(message.headers, envelope)
         if self._look is None:
             yield from unpacked
         else:
             yield from self._asked(message, unpacked, arrivals, self._look)
 
-    def _check(self, effective_headers: Mapping[str, Any], properties: Mapping[str, Any]) -> None:
+    def _check(self, outer: DelayHeaders, envelope: Opened, item: Item) -> None:
         """Refuse a message of an envelope that distribution may not publish, or not read."""
-        refuse_later_version(effective_headers, properties.get("content_type"))
-        refuse_sender_selected(effective_headers)
-        self._reach.names(*_destination(effective_headers))
+        given = {**envelope.headers, **item.headers}
+        content_type = {**envelope.properties, **item.properties}.get("content_type")
+        refuse_later_version(given, content_type)
+        refuse_sender_selected(given)
+        inner, problems = parse(given)
+        for name in DECISIVE & problems.keys():
+            raise UnprocessableMessage(problems[name])
+        self._reach.names(*_destination(_under(outer, inner)))
 
-    def _messages(
-        self, message: amqp.Message, headers: Mapping[str, Any], envelope: Opened
-    ) -> Iterator[Outgoing]:
+    def _messages(self, outer: DelayHeaders, envelope: Opened) -> Iterator[Outgoing]:
         """Return the messages of an envelope that was checked."""
-        shared = {**headers, **envelope.headers}
-        own = {header_names.DUE: headers.get(header_names.DUE), module_headers.EARLY: None}
+        undeliverable = self._topology.module_queues.undeliverable.exchange.name
         for item in envelope.items:
-            inner = amqp.Message(item.body, **item.properties_with(envelope.properties))
-            effective_headers = {**shared, **item.headers}
-            inner_headers = {**envelope.headers, **item.headers, **own}
-            yield self._reached(_restored(inner, effective_headers, inner_headers), message)
+            inner, problems = parse({**envelope.headers, **item.headers})
+            headers = _under(outer, inner)
+            exchange, routing_key = _destination(headers)
+            left = DelayHeaders(outer.due_ms, registry=inner.registry, others=inner.others)
+            properties = item.properties_with(envelope.properties)
+            message = WaitingMessage(item.body, properties, left)
+            if problems:
+                refused = Outgoing(exchange, routing_key, message)
+                yield to_undeliverable(undeliverable, refused, "; ".join(problems.values()))
+                continue
+            restored = _with_restored_properties(message, headers)
+            yield self._reached(Outgoing(exchange, routing_key, restored))
+
+
+def _valid(given: Mapping[str, Any]) -> DelayHeaders:
+    """Return what the headers of a message say, all of which have to be valid."""
+    headers, problems = parse(given)
+    if problems:
+        raise UnprocessableMessage("; ".join(problems.values()))
+    return headers
+
+
+def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
+    """Return what the headers of a message in an envelope say, with what the envelope's say."""
+    names = ("exchange", "routing_key", "priority", "expiration")
+    own = {name: getattr(inner, name) for name in names}
+    return outer._replace(**{name: value for name, value in own.items() if value is not None})
 
 
 def _says_otherwise(item: Item) -> bool:
@@ -371,25 +354,16 @@ def _says_otherwise(item: Item) -> bool:
     return not DECISIVE.isdisjoint(item.headers) or "content_type" in item.properties
 
 
-def _named_by(headers: Mapping[str, Any]) -> Any:
+def _named_by(headers: DelayHeaders) -> Any:
     """Return what a message's headers say it is for: a queue, or an exchange and a routing key.
 
     None if they say nothing. With a queue, exchange and key only say where a retry of the task
     goes, which its worker checks.
     """
-    queue = headers.get(header_names.QUEUE)
-    if queue is not None:
-        return queue
-    if header_names.EXCHANGE not in headers:
-        return None
-    exchange, routing_key = headers[header_names.EXCHANGE], headers.get(header_names.ROUTING_KEY)
+    if headers.queue is not None or headers.exchange is None:
+        return headers.queue
+    exchange, routing_key = headers.exchange, headers.routing_key
     return routing_key if exchange == "" else (exchange, routing_key)
-
-
-def _names_origin(message: amqp.Message) -> bool:
-    """Return whether a worker restores where a task came from, by the message's headers."""
-    headers = headers_of(message)
-    return header_names.QUEUE in headers or PutBack.of(headers).exchange is not None
 
 
 def _routing_key(message: amqp.Message) -> str:
@@ -398,43 +372,20 @@ def _routing_key(message: amqp.Message) -> str:
     return key
 
 
-def _for_queue(message: amqp.Message, headers: Mapping[str, Any], queue: Any) -> Outgoing:
-    if not isinstance(queue, str):
+def _with_restored_properties(message: WaitingMessage, headers: DelayHeaders) -> WaitingMessage:
+    """Return a message with the priority and the expiration that its headers have kept."""
+    changes: dict[str, Any] = {}
+    if headers.priority is not None:
+        changes["priority"] = headers.priority
+    if headers.expiration is not None or "expiration" in message.properties:
+        changes["expiration"] = headers.expiration
+    return message.having(**changes) if changes else message
+
+
+def _destination(headers: DelayHeaders) -> tuple[str, str]:
+    if headers.exchange is None or headers.routing_key is None:
         raise UnprocessableMessage(
-            f"{header_names.QUEUE} is {shortened(queue)}, not a queue's name"
+            f"its destination is missing: {header_names.EXCHANGE} is {headers.exchange!r}, "
+            f"{header_names.ROUTING_KEY} is {headers.routing_key!r}"
         )
-    kept = {name: headers[name] for name in RESTORED_BY_WORKERS if name in headers}
-    restored = {**header_names.strip(headers), **registry_headers(headers), **kept}
-    return Outgoing("", queue, with_headers(message, restored, **_restored_properties(headers)))
-
-
-def _restored(
-    message: amqp.Message, effective_headers: Mapping[str, Any], headers: Mapping[str, Any]
-) -> Outgoing:
-    exchange, routing_key = _destination(effective_headers)
-    restored = {**header_names.strip(headers), **registry_headers(headers)}
-    for name in (header_names.DUE, module_headers.EARLY):
-        if headers.get(name) is not None:
-            restored[name] = headers[name]
-    properties = _restored_properties(effective_headers)
-    return Outgoing(exchange, routing_key, with_headers(message, restored, **properties))
-
-
-def _restored_properties(effective_headers: Mapping[str, Any]) -> dict[str, Any]:
-    properties = {"expiration": effective_headers.get(header_names.EXPIRATION)}
-    if header_names.PRIORITY in effective_headers:
-        properties["priority"] = effective_headers[header_names.PRIORITY]
-    return properties
-
-
-def _destination(effective_headers: Mapping[str, Any]) -> tuple[str, str]:
-    exchange, routing_key = (
-        effective_headers.get(header_names.EXCHANGE),
-        effective_headers.get(header_names.ROUTING_KEY),
-    )
-    if not isinstance(exchange, str) or not isinstance(routing_key, str):
-        raise UnprocessableMessage(
-            f"its destination is missing: {header_names.EXCHANGE} is {shortened(exchange)}, "
-            f"{header_names.ROUTING_KEY} is {shortened(routing_key)}"
-        )
-    return exchange, routing_key
+    return headers.exchange, headers.routing_key

@@ -10,78 +10,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Final
 
-import amqp
-
-from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.forwarding import (
-    Outgoing,
-    into_levels,
-    with_headers,
-    without_broker_headers,
-)
-from celery_rabbitdelay.publishing.message import headers_of, task_id_of
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.publishing.message import WaitingMessage
 
 #: The longest time, in milliseconds, for which a message is put back at once. A clock that is years
 #: behind, on a machine that has just booted for example, then costs a day and not those years.
 MAX_PAUSE_MS: Final = 86_400_000
-
-
-#: A count above this one is none that a worker has written.
-MAX_TIMES: Final = 2**31
-
-
-class PutBack(NamedTuple):
-    """The contents of the header ``rabbitdelay-early``.
-
-    Attributes:
-        times: How often the message was put back.
-        until_ms: Until when it was put back last, in milliseconds since 1970-01-01 UTC; 0 if that
-            is its due time. It may have to wait for longer than the levels take at once.
-        exchange: The exchange that the task's consumer is to see; None for that of the message.
-        routing_key: The routing key that it is to see, likewise.
-    """
-
-    times: int = 0
-    until_ms: int = 0
-    exchange: str | None = None
-    routing_key: str | None = None
-
-    @classmethod
-    def of(cls, headers: Mapping[str, Any]) -> PutBack:
-        """Read it from a message's headers; unreadable values count as missing."""
-        table = headers.get(module_headers.EARLY)
-        if not isinstance(table, Mapping):
-            return cls()
-        times, until_ms, exchange, routing_key = map(
-            table.get, ("times", "until", "exchange", "routing-key")
-        )
-        if not isinstance(times, int) or not 0 <= times <= MAX_TIMES:
-            times = 0
-        if not isinstance(until_ms, int) or not 0 <= until_ms <= MAX_DUE_MS:
-            until_ms = 0
-        if not isinstance(exchange, str) or not isinstance(routing_key, str):
-            return cls(times, until_ms)
-        return cls(times, until_ms, exchange, routing_key)
-
-    def expects(self, now_ms: int, tolerated_ms: int) -> bool:
-        """Return whether the message is early because it could not wait for longer at once."""
-        return 0 < self.until_ms <= now_ms + tolerated_ms
-
-    def header(self) -> dict[str, dict[str, Any]]:
-        """Return the header."""
-        table = {
-            "times": self.times,
-            "until": self.until_ms or None,
-            "exchange": self.exchange,
-            "routing-key": self.routing_key,
-        }
-        return {module_headers.EARLY: {k: value for k, value in table.items() if value is not None}}
 
 
 class EarlyWarning:
@@ -146,38 +85,35 @@ class EarlyMessages:
         self._now_ms = now_ms
         self._on_early = on_early
 
-    def put_back(self, message: amqp.Message) -> Outgoing | None:
+    def put_back(self, message: WaitingMessage) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.
 
         An envelope goes back as a whole. Body, headers and properties stay, and distribution gets
         the message again, when it is due.
         """
-        headers = headers_of(message)
-        now_ms, earlier = self._now_ms(), PutBack.of(headers)
-        by_ms = early_ms(headers.get(header_names.DUE), now_ms, self._tolerated_ms)
+        now_ms, earlier = self._now_ms(), message.headers.early
+        by_ms = early_ms(message.headers.due_ms, now_ms, self._tolerated_ms)
         if by_ms is None:
             return None
         if not earlier.expects(now_ms, self._tolerated_ms):
-            self.warning.warn(f"Distribution: message {task_id_of(message)}", by_ms)
+            self.warning.warn(f"Distribution: message {message.task_id}", by_ms)
             if self._on_early is not None:
                 self._on_early()
         pause = pause_ms(by_ms, self._topology)
         until_ms = now_ms + pause if pause < by_ms else 0
         again = earlier._replace(times=earlier.times + 1, until_ms=until_ms)
-        kept = {**without_broker_headers(headers), **again.header()}
-        due = Due.after(pause / 1000)
-        return into_levels(self._topology, with_headers(message, kept), due)
+        return into_levels(self._topology, message.saying(early=again), Due.after(pause / 1000))
 
 
-def early_ms(due_ms: object, now_ms: int, tolerated_ms: int) -> int | None:
+def early_ms(due_ms: int | None, now_ms: int, tolerated_ms: int) -> int | None:
     """Return how many milliseconds early a message is; None if it is not, or is by too little.
 
     Args:
-        due_ms: The value of its header ``rabbitdelay-due``.
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC; None if nothing says it.
         now_ms: The time in milliseconds since 1970-01-01 UTC.
         tolerated_ms: How many milliseconds early it may be.
     """
-    if not isinstance(due_ms, int) or isinstance(due_ms, bool):
+    if due_ms is None:
         return None
     return due_ms - now_ms if due_ms - now_ms > tolerated_ms else None
 

@@ -26,12 +26,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
+from celery_rabbitdelay.levels.headers import ENVELOPE, shortened
 from celery_rabbitdelay.modules.bounds import MAX_DEPTH, check_depth
-from celery_rabbitdelay.publishing.message import ENVELOPES, shortened
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES
-
-#: The ``content_type`` property of an envelope; the number is the format's version.
-CONTENT_TYPE: Final = f"{ENVELOPES}1"
 
 #: Maximum messages in an envelope.
 MAX_ENVELOPE_MESSAGES: Final = 100_000
@@ -375,7 +372,7 @@ def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     properties = read.get("properties", {}) if is_object else None
     if not isinstance(headers, dict) or not isinstance(properties, dict):
         raise InvalidEnvelope("a block is not a JSON object of headers and properties")
-    if properties.get("content_type") == CONTENT_TYPE:
+    if properties.get("content_type") == ENVELOPE:
         raise InvalidEnvelope("there is an envelope in it")
     return headers, properties
 

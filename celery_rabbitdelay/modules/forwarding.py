@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
-
-import amqp
+from typing import Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.headers import DelayHeaders, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.publishing.message import (
-    MAX_SHORTSTR_BYTES,
-    PERSISTENT,
-    headers_of,
-    shortened,
-    task_id_of,
-)
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage
 from celery_rabbitdelay.publishing.publication import Address
 from celery_rabbitdelay.publishing.wire import Content
 
-#: The properties that are never forwarded: ``user_id`` has to be the connection's own user
-#: (https://www.rabbitmq.com/docs/validated-user-id), and ``cluster_id`` is deprecated.
-DROPPED_PROPERTIES: Final = ("user_id", "cluster_id", "application_headers")
-
-#: Of a message that has none.
-NO_HEADERS: Final[Mapping[str, Any]] = MappingProxyType({})
-
 #: Bytes of a frame reserved for headers that the broker adds, such as ``x-death``.
 FRAME_RESERVE: Final = 2048
-
-
-#: The longest ``expiration`` of a message that RabbitMQ takes, in milliseconds.
-MAX_EXPIRATION_MS: Final = 2**32 - 1
-
-_DIGITS: Final = re.compile("[0-9]{1,10}")
 
 
 class Outgoing(NamedTuple):
@@ -61,7 +36,7 @@ class Outgoing(NamedTuple):
 
     exchange: str
     routing_key: str
-    message: amqp.Message
+    message: WaitingMessage
     reroute: Address | None = None
     through: tuple[str, str] | None = None
     trouble: str | None = None
@@ -74,7 +49,7 @@ class Outgoing(NamedTuple):
 
 
 def into_levels(
-    topology: Topology, message: amqp.Message, due: Due, destination: str = DISTRIBUTION
+    topology: Topology, message: WaitingMessage, due: Due, destination: str = DISTRIBUTION
 ) -> Outgoing:
     """Return a message that waits in the levels until it is due.
 
@@ -84,7 +59,7 @@ def into_levels(
         due: When it is due.
         destination: The queue that gets it then, or :data:`.DISTRIBUTION`.
     """
-    task_id = task_id_of(message)
+    task_id = message.task_id
 
     def reroute() -> tuple[str, str]:
         route = topology.route(due, destination, task_id)
@@ -93,41 +68,17 @@ def into_levels(
     return Outgoing(*reroute(), message, reroute)
 
 
-def destination_headers(outgoing: Outgoing) -> dict[str, Any]:
-    """Return a message's headers, and those from which distribution restores its destination.
+def with_destination(outgoing: Outgoing) -> WaitingMessage:
+    """Return a message whose headers say where distribution publishes it.
 
-    Where the message has the latter already, they stay: distribution has left them, because its
-    consumer needs them.
+    What they say already stays: distribution has left it, because its consumer needs it.
     """
-    headers = without_broker_headers(headers_of(outgoing.message))
-    headers.setdefault(header_names.EXCHANGE, outgoing.exchange)
-    headers.setdefault(header_names.ROUTING_KEY, outgoing.routing_key)
-    expiration = outgoing.message.properties.get("expiration")
-    if expiration is not None:
-        headers.setdefault(header_names.EXPIRATION, expiration)
-    return headers
-
-
-def without_broker_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return headers without those that RabbitMQ has added."""
-    return {n: value for n, value in headers.items() if n not in header_names.BROKER_HEADERS}
-
-
-def with_headers(
-    message: amqp.Message, headers: Mapping[str, Any], **properties: Any
-) -> amqp.Message:
-    """Return a persistent message with the same body, other headers, and some other properties.
-
-    Args:
-        message: The message.
-        headers: All headers that the new one has.
-        **properties: Properties that replace the old ones; None removes one.
-    """
-    kept = {
-        name: value for name, value in message.properties.items() if name not in DROPPED_PROPERTIES
-    }
-    kept = {**kept, "delivery_mode": PERSISTENT, **properties}
-    return amqp.Message(message.body, application_headers=dict(headers), **kept)
+    message, said = outgoing.message, outgoing.message.headers
+    return message.saying(
+        exchange=outgoing.exchange if said.exchange is None else said.exchange,
+        routing_key=outgoing.routing_key if said.routing_key is None else said.routing_key,
+        expiration=said.expiration or message.properties.get("expiration"),
+    ).having(expiration=None)
 
 
 def encoded(outgoing: Outgoing, frame_max: int) -> Content:
@@ -146,13 +97,13 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
                 f"the {what} {shortened(word)} has more than {MAX_SHORTSTR_BYTES} bytes"
             )
     expiration = outgoing.message.properties.get("expiration")
-    if expiration is not None and not _is_expiration(expiration):
+    if expiration is not None and not is_expiration(expiration):
         # The broker would close the channel, with all that is in flight on it.
         raise UnprocessableMessage(
             f"its expiration is {shortened(expiration)}, not a number of milliseconds"
         )
     try:
-        content = Content.of(outgoing.message)
+        content = Content.of(outgoing.message.amqp())
     except Exception as error:
         # Values of wrong types make py-amqp raise errors of many kinds.
         reason = f"a header or property cannot be written: {shortened(error)}"
@@ -165,38 +116,8 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
     return content
 
 
-def _is_expiration(value: object) -> bool:
-    is_number = isinstance(value, str) and _DIGITS.fullmatch(value) is not None
-    return is_number and int(str(value)) <= MAX_EXPIRATION_MS
-
-
-def without_headers(
-    undeliverable: str, message: amqp.Message, reason: str, received: Mapping[str, Any] = NO_HEADERS
-) -> Outgoing:
-    """Return a message for ``undeliverable`` without its headers, which do not fit into a frame."""
-    headers = {**redriven_header(received), module_headers.REASON: reason}
-    left = amqp.Message(message.body, application_headers=headers, delivery_mode=PERSISTENT)
-    return Outgoing(undeliverable, "", left)
-
-
-def redriven_header(received: Mapping[str, Any]) -> dict[str, int]:
-    """Return the header that counts how often a message was taken out of ``undeliverable``.
-
-    Args:
-        received: The headers of the message that the module has received; anybody may have written
-            them. A value that is no count is dropped.
-    """
-    count = received.get(module_headers.REDRIVEN)
-    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
-        return {module_headers.REDRIVEN: count}
-    return {}
-
-
 def to_undeliverable(
-    undeliverable: str,
-    outgoing: Outgoing,
-    reason: str,
-    received: Mapping[str, Any] = NO_HEADERS,
+    undeliverable: str, outgoing: Outgoing, reason: str, redriven: int = 0
 ) -> Outgoing:
     """Return a message for ``undeliverable``, with its destination and the reason in headers.
 
@@ -204,12 +125,14 @@ def to_undeliverable(
         undeliverable: The name of the exchange of undeliverable messages.
         outgoing: The message, with the exchange and key that it was meant for.
         reason: Why it cannot be delivered.
-        received: The headers of the message that the module has received for it.
+        redriven: How often the message was redriven that the module has received for it.
     """
-    headers = {
-        **destination_headers(outgoing),
-        **redriven_header(received),
-        module_headers.REASON: reason,
-    }
-    message = with_headers(outgoing.message, headers, expiration=None)
+    message = with_destination(outgoing).saying(reason=reason, redriven=redriven)
     return Outgoing(undeliverable, outgoing.routing_key, message)
+
+
+def without_headers(undeliverable: str, outgoing: Outgoing) -> Outgoing:
+    """Return a message for ``undeliverable`` without the headers that do not fit into a frame."""
+    said = outgoing.message.headers
+    kept = DelayHeaders(reason=said.reason, redriven=said.redriven)
+    return Outgoing(undeliverable, "", WaitingMessage(outgoing.message.body, {}, kept))

@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.publishing.message import shortened
 
 
 class Intended(NamedTuple):
@@ -91,7 +90,7 @@ def never_accepted(headers: Mapping[str, Any], topology: Topology, routing_key: 
         return False
     return (
         headers.get(header_names.EXCHANGE) == checkin.exchange.name
-        or module_headers.X_DELAY in headers
+        or header_names.X_DELAY in headers
         or examine(headers, topology, routing_key).last_stop == checkin.name
     )
 

@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Final, NamedTuple, Self, TypeGuard
+from typing import Final
 
 import amqp
 
-from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.headers import DelayHeaders, Failures
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.early import early_ms, pause_ms
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
-    destination_headers,
     into_levels,
-    redriven_header,
     to_undeliverable,
-    with_headers,
-    without_broker_headers,
+    with_destination,
 )
-from celery_rabbitdelay.publishing.message import headers_of, split_priority
+from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
 #: Seconds before the second attempt; each further pause is twice as long as the one before it.
@@ -43,53 +39,7 @@ LONGEST_PAUSE: Final = 600.0
 #: together do not come back together.
 JITTER: Final = (0.75, 1.25)
 
-#: More attempts than any message can have.
-_MAX_ATTEMPTS: Final = 2**31
-
 _MS_PER_S: Final = 1000
-
-
-class Failures(NamedTuple):
-    """The failed attempts to publish a message to its destination, as its headers count them.
-
-    Attributes:
-        attempts: How many have failed.
-        since_ms: When the first one failed, in milliseconds since 1970-01-01 UTC.
-        first_reason: Why the first one failed.
-    """
-
-    attempts: int
-    since_ms: int
-    first_reason: str
-
-    def headers(self, reason: str) -> dict[str, Any]:
-        """Return the headers that count them, with the reason of the last one."""
-        return {
-            module_headers.ATTEMPTS: self.attempts,
-            module_headers.FAILED_SINCE: self.since_ms,
-            module_headers.FIRST_REASON: self.first_reason,
-            module_headers.REASON: reason,
-        }
-
-    @classmethod
-    def after(cls, headers: Mapping[str, Any], reason: str, now_ms: int) -> Self:
-        """Return the failures with one more.
-
-        Args:
-            headers: The headers of the message as it was received; anybody may have written them.
-            reason: Why the attempt has failed.
-            now_ms: The time, in milliseconds since 1970-01-01 UTC.
-        """
-        attempts = headers.get(module_headers.ATTEMPTS)
-        since_ms = headers.get(module_headers.FAILED_SINCE)
-        first_reason = headers.get(module_headers.FIRST_REASON)
-        if (
-            _is_int(attempts, _MAX_ATTEMPTS)
-            and _is_int(since_ms, MAX_DUE_MS)
-            and isinstance(first_reason, str)
-        ):
-            return cls(attempts + 1, min(since_ms, now_ms), first_reason)
-        return cls(1, now_ms, reason)
 
 
 class Redelivery:
@@ -117,47 +67,38 @@ class Redelivery:
         self._now_ns = now_ns
         self._signing_keys = signing_keys
 
-    def after_failure(
-        self, outgoing: Outgoing, received: Mapping[str, Any], reason: str
-    ) -> Outgoing:
+    def after_failure(self, outgoing: Outgoing, received: DelayHeaders, reason: str) -> Outgoing:
         """Return what to publish for a message that its destination has not taken.
 
         Args:
             outgoing: The message, with its destination.
-            received: The headers of the message that the module has received for it.
+            received: What the headers say of the message that the module has received for it.
             reason: Why the destination has not taken it.
 
         Returns:
             The message for the levels; for ``undeliverable`` if it has been tried for too long.
         """
         now_ms = self._now_ns() // NS_PER_MS
-        failures = Failures.after(received, reason, now_ms)
+        failures = _after(received.failures, reason, now_ms)
         if now_ms - failures.since_ms >= self._ms:
             undeliverable = self._topology.module_queues.undeliverable.exchange.name
             explained = _explained(failures, reason)
-            return to_undeliverable(undeliverable, outgoing, explained, received)
-        priority = outgoing.message.properties.get("priority")
-        kept: dict[str, Any] = {}
+            return to_undeliverable(undeliverable, outgoing, explained, received.redriven)
+        message = with_destination(outgoing).saying(
+            failures=failures, reason=reason, redriven=received.redriven
+        )
         # Only distribution gives a priority back, and one of classic levels need not go there.
         if outgoing.trouble is None or self._topology.queue_type == "quorum":
-            priority, kept = split_priority(priority)
-        headers = {
-            **destination_headers(outgoing),
-            **kept,
-            **redriven_header(received),
-            **failures.headers(reason),
-        }
-        message = with_headers(outgoing.message, headers, priority=priority, expiration=None)
+            message = message.with_low_priority()
         if outgoing.is_vouched:
-            self.sign(message)
+            message = self.sign(message)
         destination = outgoing.routing_key if outgoing.trouble else DISTRIBUTION
         due = Due.after(self._pause(failures.attempts))
         return into_levels(self._topology, message, due, destination)
 
-    def sign(self, message: amqp.Message) -> None:
+    def sign(self, message: WaitingMessage) -> WaitingMessage:
         """Sign a message that the module has made, if there is a key."""
-        if self._signing_keys is not None:
-            self._signing_keys.sign(message)
+        return message if self._signing_keys is None else self._signing_keys.sign(message)
 
     def until_upgraded(
         self, message: amqp.Message, reason: str, destination: str = DISTRIBUTION
@@ -179,33 +120,26 @@ class Redelivery:
         Returns:
             The message for the levels; for ``undeliverable`` if it has been tried for too long.
         """
-        headers = without_broker_headers(headers_of(message))
+        left = WaitingMessage.unopened(message).having(expiration=None)
+        waiting = left
+        if self._topology.queue_type == "quorum":
+            waiting = left.with_low_priority()
+            if left.headers.signature is not None or left.headers.priority is not None:
+                waiting = waiting._replace(headers=left.headers)
         now_ms = self._now_ns() // NS_PER_MS
-        by_ms = early_ms(headers.get(header_names.DUE), now_ms, 0)
+        by_ms = early_ms(left.headers.due_ms, now_ms, 0)
         if by_ms is not None:
-            waiting = self._waiting(message, headers)
             due = Due.after(pause_ms(by_ms, self._topology) / _MS_PER_S)
             return into_levels(self._topology, waiting, due, destination)
-        failures = Failures.after(headers, reason, now_ms)
+        failures = _after(left.headers.failures, reason, now_ms)
         if now_ms - failures.since_ms >= self._ms:
-            reason = _explained(failures, reason)
-            left = with_headers(message, {**headers, **failures.headers(reason)}, expiration=None)
             undeliverable = self._topology.module_queues.undeliverable.exchange.name
             key = (message.delivery_info or {}).get("routing_key", "")
+            left = left.saying(failures=failures, reason=_explained(failures, reason))
             return Outgoing(undeliverable, key, left)
-        waiting = self._waiting(message, {**headers, **failures.headers(reason)})
+        waiting = waiting.saying(failures=failures, reason=reason)
         due = Due.after(self._pause(failures.attempts))
         return into_levels(self._topology, waiting, due, destination)
-
-    def _waiting(self, message: amqp.Message, headers: Mapping[str, Any]) -> amqp.Message:
-        """Return a message of a later version with the priority that it may wait with."""
-        given = message.properties.get("priority")
-        if self._topology.queue_type != "quorum":
-            return with_headers(message, headers, expiration=None)
-        priority, kept = split_priority(given)
-        if header_names.SIGNATURE not in headers:
-            headers = {**kept, **headers}
-        return with_headers(message, headers, expiration=None, priority=priority)
 
     def _pause(self, attempts: int) -> float:
         """The seconds until the next attempt."""
@@ -215,6 +149,19 @@ class Redelivery:
         return min(pause, self._topology.layout.capacity_ms / _MS_PER_S)
 
 
+def _after(former: Failures | None, reason: str, now_ms: int) -> Failures:
+    """Return the failed attempts with one more.
+
+    Args:
+        former: Those before it.
+        reason: Why it has failed.
+        now_ms: The time, in milliseconds since 1970-01-01 UTC.
+    """
+    if former is None:
+        return Failures(1, now_ms, reason)
+    return Failures(former.attempts + 1, min(former.since_ms, now_ms), former.first_reason)
+
+
 def _explained(failures: Failures, reason: str) -> str:
     """Return a text with the first and the last reason."""
     if failures.attempts == 1:
@@ -222,7 +169,3 @@ def _explained(failures: Failures, reason: str) -> str:
     since = datetime.fromtimestamp(failures.since_ms / _MS_PER_S, UTC)
     first = "" if failures.first_reason == reason else f"; the first time: {failures.first_reason}"
     return f"{reason} ({failures.attempts} attempts since {since:%Y-%m-%d %H:%M:%S} UTC{first})"
-
-
-def _is_int(value: object, most: int) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

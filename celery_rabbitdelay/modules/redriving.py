@@ -7,7 +7,6 @@ headers say, and only headers with valid values are kept.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
@@ -17,40 +16,30 @@ import amqp
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.headers import (
+    ENVELOPE,
+    MAX_PRIORITY,
+    UNREADABLE,
+    DelayHeaders,
+    of_client,
+    parse,
+    refuse_later_version,
+    refuse_sender_selected,
+    shortened,
+)
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.allowed import (
-    AllowedDestinations,
-    refuse_sender_selected,
-    where_in_words,
-)
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.checkin import client_delay_ms, of_client
-from celery_rabbitdelay.modules.early import PutBack
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_headers
+from celery_rabbitdelay.modules.checkin import client_delay_ms
+from celery_rabbitdelay.modules.envelope import Envelope
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.intended import Intended, intended, never_accepted
-from celery_rabbitdelay.modules.version import refuse_later_version
-from celery_rabbitdelay.publishing.message import (
-    MAX_PRIORITY,
-    body_of,
-    headers_of,
-    shortened,
-    split_priority,
-)
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
-from celery_rabbitdelay.publishing.wire import UNREADABLE
-from celery_rabbitdelay.registry.decision import registry_headers
 
 #: How often a message is redriven at most, unless the caller says otherwise.
 MAX_ATTEMPTS: Final = 3
-
-#: AMQP's highest priority.
-HIGHEST_PRIORITY: Final = 255
-
-#: An ``expiration`` that RabbitMQ takes.
-_MILLISECONDS: Final = re.compile("[0-9]{1,10}")
 
 
 class Redriving:
@@ -122,34 +111,34 @@ class Redriving:
         key: str = information["routing_key"]
         is_new = never_accepted(headers, self._topology, key)
         keys = self._signing_keys
+        received = WaitingMessage.unopened(message)
         # A client of check-in has no key: its destination is checked, as check-in does it.
-        if keys is not None and not (is_new or self._vouches or keys.verify(message)):
+        if keys is not None and not (is_new or self._vouches or keys.verifies(*received)):
             raise UnprocessableMessage(NOT_SIGNED)
         count = self._count(headers) + 1
         if is_new:
             headers = _as_checked_in(headers)
-        due_ms, due = self._due(headers, is_new)
+        said, _ = parse(headers)
+        due_ms, due = self._due(said, headers, is_new)
         destination: Intended | None = None
-        if message.properties.get("content_type") == CONTENT_TYPE:
+        if message.properties.get("content_type") == ENVELOPE:
             if is_new:
                 raise UnprocessableMessage("it is an envelope, which clients may not check in")
-            message, own = self._envelope(message, headers)
+            received, own = self._envelope(received, said)
         else:
             destination = self._checked(headers, key, is_new)
-            own = self._own(headers, destination)
-        own |= {header_names.DUE: due_ms, module_headers.REDRIVEN: count}
-        priority = message.properties.get("priority")
-        if self._topology.queue_type == "quorum":
-            priority, kept = split_priority(priority)
-            own = {**kept, **own}
-        self._check_modules(due, destination, own)
+            own = self._own(said, destination)
+        others = dict(said.others)
         if is_new:
-            headers.pop(module_headers.X_DELAY, None)
-        restored = {**header_names.strip(headers), **own}
-        redriven = with_headers(message, restored, priority=priority, expiration=None)
+            others.pop(header_names.X_DELAY, None)
+        own = own._replace(due_ms=due_ms, redriven=count, others=others)
+        redriven = received._replace(headers=own).having(expiration=None)
+        if self._topology.queue_type == "quorum" and own.priority is None:
+            redriven = redriven.with_low_priority()
+        self._check_modules(due, destination, redriven.headers)
         if keys is not None:
-            keys.sign(redriven)
-        return into_levels(self._topology, redriven, due, self._word(destination, own))
+            redriven = keys.sign(redriven)
+        return into_levels(self._topology, redriven, due, self._word(destination, redriven.headers))
 
     def _count(self, headers: Mapping[str, Any]) -> int:
         """Return how often the message was already redriven.
@@ -157,25 +146,23 @@ class Redriving:
         A client may publish a message anew without the header, which cannot be detected. A value
         that this package never writes counts as exhausted: the message stays.
         """
-        count = headers.get(module_headers.REDRIVEN, 0)
+        count = headers.get(header_names.REDRIVEN, 0)
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise UnprocessableMessage(
-                f"its header {module_headers.REDRIVEN} is {shortened(count)}, not a count"
+                f"its header {header_names.REDRIVEN} is {shortened(count)}, not a count"
             )
         if count >= self._max_attempts:
             times = "once" if count == 1 else f"{count:,} times"
             raise UnprocessableMessage(f"it was redriven {times} already")
         return count
 
-    def _due(self, headers: Mapping[str, Any], is_new: bool) -> tuple[int, Due]:
+    def _due(self, said: DelayHeaders, headers: Mapping[str, Any], is_new: bool) -> tuple[int, Due]:
         """Return the due time in milliseconds for the header, and the end of the new delay.
 
         If the due time has passed, the header keeps it, unless the message waits again.
         """
         now_ms = self._now_ns() // NS_PER_MS
-        was_due_ms = headers.get(header_names.DUE)
-        if not _is_int(was_due_ms, 0, MAX_DUE_MS):
-            was_due_ms = None
+        was_due_ms = said.due_ms
         delay_ms = self._delay_ms or 0
         if is_new:
             delay_ms = max(delay_ms, self._delay_of_client(headers))
@@ -186,7 +173,7 @@ class Redriving:
 
     def _delay_of_client(self, headers: Mapping[str, Any]) -> int:
         try:
-            return client_delay_ms(headers.get(module_headers.X_DELAY, 0))
+            return client_delay_ms(headers.get(header_names.X_DELAY, 0))
         except UnprocessableMessage as invalid:
             if self._delay_ms is None:
                 raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
@@ -230,52 +217,59 @@ class Redriving:
         if not exchange:
             self._ensure(name)
 
-    def _own(self, headers: Mapping[str, Any], destination: Intended) -> dict[str, Any]:
-        """Return the headers of this package that a message keeps."""
-        own = {
-            **_valid(headers),
-            header_names.EXCHANGE: destination.exchange,
-            header_names.ROUTING_KEY: destination.routing_key,
-        }
+    def _own(self, said: DelayHeaders, destination: Intended) -> DelayHeaders:
+        """Return what the headers of a message say from then on."""
+        own = DelayHeaders(
+            exchange=destination.exchange,
+            routing_key=destination.routing_key,
+            queue=destination.queue,
+            priority=said.priority,
+            expiration=said.expiration,
+            registry=said.registry,
+        )
         if destination.queue is not None:
-            return {**own, header_names.QUEUE: destination.queue}
-        put_back = PutBack.of(headers)
-        if put_back.exchange is not None and put_back.routing_key is not None:
+            return own
+        early = said.early
+        if early.exchange is not None and early.routing_key is not None:
             # A worker publishes a retry of the task to this exchange.
-            self._check(Intended(put_back.exchange, put_back.routing_key))
-            own |= put_back._replace(times=0).header()
+            self._check(Intended(early.exchange, early.routing_key))
+            own = own._replace(early=early._replace(times=0))
         return own
 
     def _envelope(
-        self, message: amqp.Message, headers: Mapping[str, Any]
-    ) -> tuple[amqp.Message, dict[str, Any]]:
-        """Return an envelope and the headers of this package that it keeps.
+        self, message: WaitingMessage, said: DelayHeaders
+    ) -> tuple[WaitingMessage, DelayHeaders]:
+        """Return an envelope and what its headers say from then on.
 
         The destination of each message in it is checked.
         """
         try:
-            envelope = Envelope.unpack(body_of(message))
+            envelope = Envelope.unpack(message.body)
             if self._to is not None:
-                envelope, headers = _redirected(envelope, headers, self._to)
-                message = amqp.Message(envelope.pack(), **message.properties)
+                envelope = _redirected(envelope)
+                said = said._replace(exchange="", routing_key=self._to)
+                message = message._replace(body=envelope.pack())
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-        shared = {**headers, **envelope.headers}
-        for destination in {_destination_of({**shared, **item.headers}) for item in envelope.items}:
+        for destination in {
+            _destination_of({**envelope.headers, **item.headers}, said) for item in envelope.items
+        }:
             self._check(destination)
-        names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
-        kept = {name: headers[name] for name in names if isinstance(headers.get(name), str)}
-        return message, {**_valid(headers), **kept}
+        return message, DelayHeaders(
+            exchange=said.exchange,
+            routing_key=said.routing_key,
+            priority=said.priority,
+            expiration=said.expiration,
+            registry=said.registry,
+        )
 
-    def _check_modules(
-        self, due: Due, destination: Intended | None, own: Mapping[str, Any]
-    ) -> None:
+    def _check_modules(self, due: Due, destination: Intended | None, own: DelayHeaders) -> None:
         needs = None
         if destination is None:
             needs = "it is an envelope"
         elif destination.queue is None:
             needs = "only its exchange can route it"
-        elif header_names.PRIORITY in own:
+        elif own.priority is not None:
             needs = f"its priority is above {MAX_PRIORITY}"
         if needs is not None and "distribution" not in self._modules:
             raise UnprocessableMessage(f"no worker serves distribution, and {needs}")
@@ -286,9 +280,9 @@ class Redriving:
                 f"the levels take {capacity_ms / 1000:,.3f} s"
             )
 
-    def _word(self, destination: Intended | None, own: Mapping[str, Any]) -> str:
+    def _word(self, destination: Intended | None, own: DelayHeaders) -> str:
         """Return the queue that a message goes directly to, or distribution."""
-        if destination is None or destination.queue is None or header_names.PRIORITY in own:
+        if destination is None or destination.queue is None or own.priority is not None:
             return DISTRIBUTION
         refuses = "distribution" in self._modules and self._refuses(destination.queue)
         return DISTRIBUTION if refuses else destination.queue
@@ -300,7 +294,7 @@ def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
     Of ours, those that a client may set, and the key that check-in has noted. If the broker took
     the message out of check-in's queue, it has all that its client wrote, and no key is believed.
     """
-    names = ["x-death", module_headers.REDRIVEN]
+    names = ["x-death", header_names.REDRIVEN]
     if "x-death" not in headers:
         names.append(header_names.ROUTING_KEY)
     noted = {name: headers[name] for name in names if name in headers}
@@ -315,47 +309,26 @@ def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> Non
     refuse_sender_selected(headers)
 
 
-def _destination_of(headers: Mapping[str, Any]) -> Intended:
+def _destination_of(given: Mapping[str, Any], outer: DelayHeaders) -> Intended:
     """Return the destination to which distribution publishes a message of an envelope."""
-    refuse_sender_selected(headers)
-    exchange, key = headers.get(header_names.EXCHANGE), headers.get(header_names.ROUTING_KEY)
-    if not isinstance(exchange, str) or not isinstance(key, str):
+    refuse_sender_selected(given)
+    inner, problems = parse(given)
+    exchange = outer.exchange if inner.exchange is None else inner.exchange
+    key = outer.routing_key if inner.routing_key is None else inner.routing_key
+    if problems or exchange is None or key is None:
         raise UnprocessableMessage(
-            f"the destination of a message in the envelope is unknown: {header_names.EXCHANGE} is "
-            f"{shortened(exchange)}, {header_names.ROUTING_KEY} is {shortened(key)}"
+            "the destination of a message in the envelope is unknown: "
+            f"{header_names.EXCHANGE} is {exchange!r}, {header_names.ROUTING_KEY} is {key!r}"
         )
     return Intended(exchange, key)
 
 
-def _redirected(
-    envelope: Envelope, headers: Mapping[str, Any], queue: str
-) -> tuple[Envelope, dict[str, Any]]:
-    """Return an envelope whose messages all go to one queue, and its headers."""
+def _redirected(envelope: Envelope) -> Envelope:
+    """Return an envelope whose messages name no destination of their own."""
     names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
 
     def without(given: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in given.items() if name not in names}
 
     items = tuple(item._replace(headers=without(item.headers)) for item in envelope.items)
-    redirected = Envelope(items, without(envelope.headers), envelope.properties)
-    return redirected, {**headers, names[0]: "", names[1]: queue}
-
-
-def _valid(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those headers for distribution and the registry whose values are valid."""
-    valid: dict[str, Any] = {
-        name: value
-        for name, value in registry_headers(headers).items()
-        if isinstance(value, str) or value is True
-    }
-    priority = headers.get(header_names.PRIORITY)
-    if _is_int(priority, MAX_PRIORITY + 1, HIGHEST_PRIORITY):
-        valid[header_names.PRIORITY] = priority
-    expiration = headers.get(header_names.EXPIRATION)
-    if isinstance(expiration, str) and _MILLISECONDS.fullmatch(expiration):
-        valid[header_names.EXPIRATION] = expiration
-    return valid
-
-
-def _is_int(value: object, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    return Envelope(items, without(envelope.headers), envelope.properties)

@@ -15,17 +15,15 @@ from typing import Any, Final
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.levels.headers import UNREADABLE, later_version, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.publishing.destination import topic_matches
-from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
-from celery_rabbitdelay.publishing.wire import UNREADABLE
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 
 #: The last millisecond that a datetime can express, of the year 9999.
 _LAST_MS: Final = milliseconds_of(datetime.max.replace(tzinfo=UTC))
@@ -80,7 +78,7 @@ def examine(
     reason = (
         # First: a message that no module has put here may have any headers of its sender.
         by_broker
-        or reader.text(module_headers.REASON)
+        or reader.text(header_names.REASON)
         or reader.unreadable_properties()
         or _reason(topology, last_stop, key, queue)
     )
@@ -134,7 +132,7 @@ class _HeaderReader:
 
     def since(self) -> datetime | None:
         """Return when a module first failed to deliver it, or when it left its last stop."""
-        failed = self.instant(module_headers.FAILED_SINCE)
+        failed = self.instant(header_names.FAILED_SINCE)
         if failed is not None:
             return failed
         died = (self._newest_death() or {}).get("time")
@@ -231,7 +229,7 @@ def _entrance(topology: Topology, key: str) -> str | None:
         return None
     levels = zip(topology.layout.levels, digits, strict=True)
     first = next((level.name for level, digit in levels if digit != "0"), None)
-    return f"{topology.name_prefix}.{first}" if first else topology.delivery.name
+    return f"{topology.prefix}.{first}" if first else topology.delivery.name
 
 
 def _path(topology: Topology, exchange: str, key: str) -> Iterator[Binding]:

@@ -1,4 +1,4 @@
-"""How many warnings of a kind a module logs: anybody may send the messages that they are about."""
+"""How many warnings of a kind a worker logs: anybody may send the messages that they are about."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ LOGGED: Final = 5
 
 #: Seconds until the same warning is logged again.
 WARN_EVERY: Final = 60.0
+
+#: Seconds until a worker logs again that messages of a later version go back into the levels.
+WARN_OF_LATER_EVERY: Final = 3600.0
 
 
 class WarningLimit:
@@ -61,3 +64,37 @@ class WarningLimit:
             )
         self._logged.clear()
         self._left_out = 0
+
+
+class LaterVersionWarning:
+    """Warns about messages of a later version: once an hour, and not for each message.
+
+    Args:
+        logger: Where to.
+        clock: Returns seconds, as :func:`time.monotonic`.
+    """
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._warned_at: float | None = None
+
+    def warn(self, what: str, why: str) -> None:
+        """Log that a message goes back into the levels, unless that was logged within the hour.
+
+        Args:
+            what: The message, and who has received it.
+            why: What :func:`.later_version` has returned.
+        """
+        now = self._clock()
+        if self._warned_at is not None and now - self._warned_at < WARN_OF_LATER_EVERY:
+            self._logger.debug("%s goes back into the delay levels: %s.", what, why)
+            return
+        self._warned_at = now
+        self._logger.warning(
+            "%s goes back into the delay levels, unopened: %s. A worker of the later version takes "
+            "it from there; without one, it is undeliverable after rabbitdelay_retry_for. Upgrade "
+            "celery_rabbitdelay on all workers. Others go back without a word for an hour.",
+            what,
+            why,
+        )

@@ -2,9 +2,9 @@
 
 It knows nothing of Spark, and of terminals only how to show a bar.
 
-* To look: ``status`` (what waits, and what is due next), ``route`` (a delay's route explained) and
-  ``verify`` (what on the broker breaks a promise).
-* To lay out: ``declare``, ``delete``, and ``export`` (the topology in other formats).
+* To look: ``status`` (what waits, and what is due next) and ``verify`` (what on the broker breaks
+  a promise).
+* To lay out: ``export`` (the topology in other formats) and ``permissions`` (what each user needs).
 * To move: ``source`` takes messages from queues, ``mover`` publishes them elsewhere and
   acknowledges them once they are confirmed; ``migration`` and ``adoption`` convert them,
   and ``destinations`` binds the queues that they are for.

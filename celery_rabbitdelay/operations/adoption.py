@@ -21,27 +21,20 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.exceptions import DelayTooLong, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.checkin import for_distribution
-from celery_rabbitdelay.modules.forwarding import (
-    Outgoing,
-    into_levels,
-    with_headers,
-    without_broker_headers,
-)
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.operations.mover import Stay
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
 from celery_rabbitdelay.publishing.message import (
-    PERSISTENT,
+    WaitingMessage,
     body_of,
     headers_of,
     kept_properties,
-    shortened,
 )
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import UNREADABLE
-from celery_rabbitdelay.registry.decision import registry_headers
 from celery_rabbitdelay.worker.celery_internals import eta_of
 
 #: The number of queues in a chain, and of bits in a routing key.
@@ -174,7 +167,8 @@ class TaskMessages:
         headers = headers_of(message)
         if "eta" in headers:
             headers["eta"] = None
-        self._producer.further_headers = registry_headers(headers)
+        said, _ = parse(headers)
+        self._producer.says = {"registry": said.registry}
         try:
             delayed = self._producer.delayed_message(
                 body_of(message),
@@ -187,7 +181,6 @@ class TaskMessages:
             )
         except (NeedsDistribution, DelayTooLong) as error:
             raise Stay(str(error)) from error
-        delayed.message.properties["delivery_mode"] = PERSISTENT
         if delayed.queue is not None:
             self._ensure(delayed.queue.name)
         address = partial(self._producer.address, delayed, due)
@@ -297,10 +290,10 @@ class NServiceBusChain:
             raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
         # A delayed retry has the time at which the message was sent first.
         due = key.due(_nservicebus_due(headers))
-        own = header_names.strip(headers)
-        waiting = for_distribution(message, own, due.at_ms, self._exchange, key.routing_key)
+        sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
+        waiting = for_distribution(sent, due.at_ms, self._exchange, key.routing_key)
         if self._signing_keys is not None:
-            self._signing_keys.sign(waiting)
+            waiting = self._signing_keys.sign(waiting)
         return into_levels(self._topology, waiting, due)
 
 
@@ -345,8 +338,7 @@ class EtaTasks:
             returns = max(_count(headers_of(message).get(name)) for name in RETURNS)
             if returns < MOST_RETURNS:
                 raise
-        kept = without_broker_headers(headers_of(message))
-        return Outgoing("", queue, with_headers(message, kept))
+        return Outgoing("", queue, WaitingMessage.unopened(message))
 
     def _delayed(self, message: amqp.Message, queue: str) -> Outgoing:
         eta = self._tasks.eta(message)

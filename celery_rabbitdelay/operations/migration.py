@@ -15,29 +15,23 @@ import amqp
 from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import (
-    SameTopology,
-    TopologyIncomplete,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import SameTopology, TopologyIncomplete, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.headers import (
+    UNREADABLE,
+    later_version,
+    refuse_sender_selected,
+    shortened,
+)
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.allowed import refuse_sender_selected
-from celery_rabbitdelay.modules.forwarding import (
-    Outgoing,
-    into_levels,
-    with_headers,
-    without_broker_headers,
-)
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.modules.version import later_version
 from celery_rabbitdelay.operations.destinations import Destinations, Place
 from celery_rabbitdelay.operations.mover import Mover, Stay, Target
 from celery_rabbitdelay.publishing.declaration import (
@@ -47,9 +41,8 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_if_missing,
     queue_counts,
 )
-from celery_rabbitdelay.publishing.message import headers_of, shortened, split_priority
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import UNREADABLE
 
 
 class Migration:
@@ -112,7 +105,7 @@ class Migration:
         info: Any = message.delivery_info
         if info["exchange"] == self._source.module_queues.meditated.name:
             return self._meditating(message)
-        kept = with_headers(message, without_broker_headers(headers_of(message)))
+        kept = WaitingMessage.unopened(message)
         return Outgoing(self._target.module_queues.checkin.exchange.name, info["routing_key"], kept)
 
     def _meditating(self, message: amqp.Message) -> Outgoing:
@@ -144,42 +137,43 @@ class Migration:
         return name
 
     def _waiting(self, message: amqp.Message, destination: str) -> Outgoing:
-        headers = headers_of(message)
-        if UNREADABLE in headers:
-            raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
-        refuse_sender_selected(headers)
-        due_ms = headers.get(header_names.DUE)
-        if not isinstance(due_ms, int) or isinstance(due_ms, bool) or not 0 <= due_ms <= MAX_DUE_MS:
+        given = headers_of(message)
+        if UNREADABLE in given:
+            raise UnprocessableMessage(f"it cannot be read: {shortened(given[UNREADABLE])}")
+        refuse_sender_selected(given)
+        # A message in the levels has no expiration, so that they drop none before it is due.
+        waiting = WaitingMessage.unopened(message).having(expiration=None)
+        due_ms = waiting.headers.due_ms
+        if due_ms is None:
             raise UnprocessableMessage(
-                f"{header_names.DUE} is {shortened(due_ms)}, not milliseconds since 1970"
+                f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}, "
+                "not milliseconds since 1970"
             )
-        priority = message.properties.get("priority")
-        kept = without_broker_headers(headers)
+        is_vouched = self._vouches or (
+            self._signing_keys is not None and self._signing_keys.verifies(*waiting)
+        )
         if self._target.queue_type == "quorum":
-            # A priority that classic queues have taken; see split_priority.
-            priority, own = split_priority(priority)
-            kept = {**own, **kept}
-            if own and header_names.QUEUE in kept:
+            # A priority that classic queues have taken.
+            lowered = waiting.with_low_priority()
+            if lowered is not waiting and waiting.headers.queue is not None:
                 destination = DISTRIBUTION
+            waiting = lowered
         if destination:
             self._ensure(destination)
         due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
-        # A message in the levels has no expiration, so that they drop none before it is due.
-        moved = with_headers(message, kept, priority=priority, expiration=None)
-        keys = self._signing_keys
-        if keys is not None and (self._vouches or keys.verify(message)):
+        if self._signing_keys is not None and is_vouched:
             # It may have another priority in its headers; and the first key signs.
-            keys.sign(moved)
-        return into_levels(self._target, moved, due, destination)
+            waiting = self._signing_keys.sign(waiting)
+        return into_levels(self._target, waiting, due, destination)
 
     def _undeliverable(self, message: amqp.Message) -> Outgoing:
         info: Any = message.delivery_info
-        headers = headers_of(message)
+        given = headers_of(message)
         # The broker's headers, which give the reason, are removed.
-        reason = examine(headers, self._source, info["routing_key"]).reason
-        kept = {**without_broker_headers(headers), module_headers.REASON: reason}
+        reason = examine(given, self._source, info["routing_key"]).reason
+        kept = WaitingMessage.unopened(message).saying(reason=reason)
         exchange = self._target.module_queues.undeliverable.exchange.name
-        return Outgoing(exchange, info["routing_key"], with_headers(message, kept))
+        return Outgoing(exchange, info["routing_key"], kept)
 
 
 def migration(
@@ -248,7 +242,7 @@ def check_places(source: Place, target: Place) -> None:
         SameTopology: They have the same prefix, in the same virtual host of the same broker.
         OSError: A broker cannot be reached.
     """
-    if source.topology.name_prefix != target.topology.name_prefix:
+    if source.topology.prefix != target.topology.prefix:
         return
     if _are_the_same(source.connection, target.connection):
         raise SameTopology(source.topology.prefix)

@@ -20,11 +20,11 @@ import amqp
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PublishError, UnprocessableMessage
+from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
 from celery_rabbitdelay.operations.source import Source, SourceLost, SourceRefused, Taken
-from celery_rabbitdelay.publishing.message import shortened
-from celery_rabbitdelay.publishing.policy import PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 
 #: Messages that are taken from all queues together before one is acknowledged; at a limited rate,
@@ -264,7 +264,8 @@ class Mover:
         except (Stay, OSError, amqp.AMQPError):
             raise
         except UnprocessableMessage as error:
-            outgoing = Outgoing("", "", taken.message)
+            left = WaitingMessage.unopened(taken.message)
+            outgoing = Outgoing("", "", left)
             return to_undeliverable(self._target.undeliverable, outgoing, str(error)), str(error)
         except Exception as error:
             # A single message, which anybody may have published, does not end the move.

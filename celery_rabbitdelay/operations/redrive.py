@@ -15,14 +15,13 @@ from typing import Final
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PublishError, UnprocessableMessage
+from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import encoded
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.operations.removal import Matches, Progress, Removal, RemovalReport
 from celery_rabbitdelay.operations.undeliverable_reader import reading
-from celery_rabbitdelay.publishing.message import shortened
-from celery_rabbitdelay.publishing.policy import DEFAULT_POLICY, PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publication import DEFAULT_POLICY, Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 
 logger = logging.getLogger(__name__)

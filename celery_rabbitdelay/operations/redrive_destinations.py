@@ -18,19 +18,16 @@ from celery_rabbitdelay.app.destinations import (
     configured_destinations,
     configured_queues,
 )
-from celery_rabbitdelay.exceptions import (
-    InvalidDelay,
-    InvalidDestination,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
+from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS, Redriving
 from celery_rabbitdelay.operations.destinations import Destinations
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
-from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, shortened
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 
 #: Names of queues and exchanges for replies. They get no message unless the application has a queue
 #: or an exchange of such a name.

@@ -12,10 +12,11 @@ from typing import Any, Final, NamedTuple
 import amqp
 from kombu import Connection
 
+from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from celery_rabbitdelay.operations.undeliverable_reader import reading
-from celery_rabbitdelay.publishing.message import body_of, headers_of, shortened
+from celery_rabbitdelay.publishing.message import body_of, headers_of
 
 #: How many messages are read at most by default. The broker needs some 200 bytes for each one until
 #: it is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).

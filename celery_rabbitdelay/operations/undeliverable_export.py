@@ -14,7 +14,7 @@ from typing import IO, Any, TextIO
 import amqp
 
 from celery_rabbitdelay.exceptions import FileNotWritten
-from celery_rabbitdelay.modules import headers as module_headers
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage, as_json
 from celery_rabbitdelay.operations.undeliverable_filter import Contents
 from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES, Content
@@ -28,7 +28,7 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
         message: The message.
     """
     found = message.found
-    redriven = message.headers.get(module_headers.REDRIVEN)
+    redriven = message.headers.get(header_names.REDRIVEN)
     return {
         **_described(number, message),
         "last_stop": found.last_stop,

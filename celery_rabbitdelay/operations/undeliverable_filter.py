@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
-from celery_rabbitdelay.modules.version import later_version
+from celery_rabbitdelay.levels.headers import ENVELOPE, later_version
+from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage
 
 
@@ -37,7 +37,7 @@ class Contents:
         exchange, key = map(headers.get, (header_names.EXCHANGE, header_names.ROUTING_KEY))
         queues = _texts(found.queue, key if exchange == "" else None)
         content_type = message.properties.get("content_type")
-        if content_type != CONTENT_TYPE or later_version(headers, content_type) is not None:
+        if content_type != ENVELOPE or later_version(headers, content_type) is not None:
             return cls(_texts(found.task), _texts(found.task_id), queues)
         try:
             envelope = Envelope.unpack(message.body)

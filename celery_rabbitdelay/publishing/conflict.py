@@ -14,9 +14,9 @@ from typing import Final
 from celery_rabbitdelay.exceptions import LayoutConflict
 from celery_rabbitdelay.levels.topology import Topology
 
-#: Layout, queue type, shards and generation in a fingerprint; see :meth:`.Topology.identity`.
+#: Layout, queue type, shards and arguments in a fingerprint; see :meth:`.Topology.identity`.
 _FINGERPRINT: Final = re.compile(
-    r"(?P<layout>.+)-(?P<queue_type>quorum|classic)(-s(?P<shards>\d+))?-(?P<generation>v\d+.*)"
+    r"(?P<layout>.+)-(?P<queue_type>quorum|classic)(-s(?P<shards>\d+))?-(?P<arguments>v.+)"
 )
 
 #: In what the levels may differ if the fingerprint on the broker is unknown.
@@ -43,10 +43,10 @@ def conflict_with(topology: Topology, reply: str) -> LayoutConflict:
         return LayoutConflict(topology.prefix, reply, advice)
     here, there = _parts(topology.identity.fingerprint), _parts(_declared(topology, reply))
     differing = list(_differing(here, there))
-    if there["layout"] and not differing and here["generation"] != there["generation"]:
+    if there["layout"] and not differing and here["arguments"] != there["arguments"]:
         advice = (
             f"the settings are the same, but another version of celery_rabbitdelay has declared "
-            f"the levels with other arguments ({there['generation']}, here {here['generation']}). "
+            f"the levels with other arguments ({there['arguments']}, here {here['arguments']}). "
             "Run the version that has declared them; or give this one another rabbitdelay_prefix, "
             "and move what waits with `celery rabbitdelay migrate`"
         )
@@ -82,7 +82,7 @@ def _declared(topology: Topology, reply: str) -> str:
 def _parts(fingerprint: str) -> dict[str, str]:
     found = _FINGERPRINT.fullmatch(fingerprint)
     parts = found.groupdict() if found else {}
-    names = ("layout", "queue_type", "shards", "generation")
+    names = ("layout", "queue_type", "shards", "arguments")
     return {name: parts.get(name) or ("1" if name == "shards" else "") for name in names}
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol
 
 from amqp import spec
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
@@ -35,10 +35,6 @@ from celery_rabbitdelay.publishing.kombu_internals import declared_entities, wai
 METHODS_PER_ANSWER: Final = 20
 
 
-#: Is told how much is done, and of how much.
-Progress: TypeAlias = Callable[[int, int], object]
-
-
 class Counts(NamedTuple):
     """The counts that RabbitMQ reports for a queue.
 
@@ -51,7 +47,7 @@ class Counts(NamedTuple):
     consumers: int
 
 
-def declare(connection: Connection, topology: Topology, progress: Progress | None = None) -> None:
+def declare(connection: Connection, topology: Topology) -> None:
     """Declare every exchange, queue and binding of a topology; existing ones are left alone.
 
     The first declaration of the clock takes two to three seconds, a repeated one about 50 ms.
@@ -60,7 +56,6 @@ def declare(connection: Connection, topology: Topology, progress: Progress | Non
     Args:
         connection: Any kombu connection to RabbitMQ; a channel of its own is opened and closed.
         topology: The topology to declare.
-        progress: Called with how many declarations and bindings are done, and of how many.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
@@ -74,7 +69,6 @@ def declare(connection: Connection, topology: Topology, progress: Progress | Non
             *(_bind_method(channel, binding) for binding in topology.bindings),
             # Last: the marker exists only if everything before it was declared.
             topology.identity.marker(channel).declare,
-            progress=progress,
         )
 
 
@@ -228,7 +222,6 @@ def delete(
     topology: Topology,
     *,
     force: bool = False,
-    progress: Progress | None = None,
 ) -> None:
     """Delete a topology from the broker; missing exchanges and queues are passed over.
 
@@ -243,7 +236,6 @@ def delete(
         connection: Any kombu connection to RabbitMQ.
         topology: The topology to delete.
         force: Also delete queues in which messages wait, or that have consumers.
-        progress: Called with how many deletions are done, and of how many.
 
     Raises:
         TopologyNotEmpty: Messages still wait, and ``force`` is False.
@@ -258,7 +250,6 @@ def delete(
             *(queue(channel).delete for queue in topology.queues),
             *(exchange(channel).delete for exchange in reversed(topology.exchanges)),
             topology.identity.guard(channel).delete,
-            progress=progress,
         )
     forget(connection)
 
@@ -277,10 +268,10 @@ def refuse_to_lose(topology: Topology, counts: Mapping[str, Counts | None]) -> N
     found = {name: each for name, each in counts.items() if each is not None}
     waiting = {name: each.messages for name, each in found.items() if each.messages}
     if waiting:
-        raise TopologyNotEmpty(topology.name_prefix, waiting)
+        raise TopologyNotEmpty(topology.prefix, waiting)
     consumers = {name: each.consumers for name, each in found.items() if each.consumers}
     if consumers:
-        raise TopologyInUse(topology.name_prefix, consumers)
+        raise TopologyInUse(topology.prefix, consumers)
 
 
 def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, Counts | None]:
@@ -400,7 +391,7 @@ class _Method(Protocol):
     def __call__(self, *, nowait: bool) -> Any: ...
 
 
-def _pipeline(*methods: _Method, progress: Progress | None = None) -> None:
+def _pipeline(*methods: _Method) -> None:
     """Call methods of one channel with few answers: the broker answers every 20th, and the last.
 
     The broker executes the methods of a channel in their order. When it refuses one, it closes the
@@ -411,8 +402,6 @@ def _pipeline(*methods: _Method, progress: Progress | None = None) -> None:
     for number, method in enumerate(methods, start=1):
         waits = number % METHODS_PER_ANSWER == 0 or number == len(methods)
         method(nowait=not waits)
-        if waits and progress is not None:
-            progress(number, len(methods))
 
 
 def _bind_method(channel: Any, binding: Binding) -> _Method:

@@ -1,17 +1,14 @@
-"""Parts of a message: body, headers, priority, task id. Pure."""
+"""A message that waits: its body, its properties, and what its headers say. Pure."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import amqp
 
-from celery_rabbitdelay.levels import headers as header_names
-
-#: The ``content_type`` properties of envelopes, messages with many tasks, begin with this.
-ENVELOPES: Final = "application/vnd.rabbitdelay.envelope."
+from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, unopened
 
 #: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
 DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
@@ -19,15 +16,14 @@ DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
 #: ``delivery_mode`` of a message that RabbitMQ writes to disk.
 PERSISTENT: Final = 2
 
-#: The highest normal priority of quorum queues (0-4). Up to 4.2 a message above it would block the
-#: others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
-MAX_PRIORITY: Final = 4
-
 #: AMQP's longest name of an exchange, and its longest routing key, in bytes.
 MAX_SHORTSTR_BYTES: Final = 255
 
-#: The properties of a task's message that are kept when it is published again. Not ``user_id``,
-#: which must be the user of the connection (https://www.rabbitmq.com/docs/validated-user-id).
+#: The properties that are never published again: ``user_id`` has to be the connection's own user
+#: (https://www.rabbitmq.com/docs/validated-user-id), and ``cluster_id`` is deprecated.
+DROPPED_PROPERTIES: Final = ("user_id", "cluster_id", "application_headers")
+
+#: The properties of a task's message that are kept when a producer publishes it again.
 KEPT_PROPERTIES: Final = (
     "priority",
     "correlation_id",
@@ -38,8 +34,60 @@ KEPT_PROPERTIES: Final = (
     "app_id",
 )
 
-#: Maximum characters of a value in an error text.
-MAX_SHOWN_LENGTH: Final = 200
+
+class WaitingMessage(NamedTuple):
+    """A message that waits in the levels, or has waited there.
+
+    Attributes:
+        body: Its body.
+        properties: Its AMQP message properties, without the headers.
+        headers: What its headers say.
+    """
+
+    body: bytes
+    properties: Mapping[str, Any]
+    headers: DelayHeaders
+
+    @classmethod
+    def of(cls, message: amqp.Message, headers: DelayHeaders) -> Self:
+        """Return a message that was received, with what its headers say."""
+        properties = dict(message.properties)
+        for name in DROPPED_PROPERTIES:
+            properties.pop(name, None)
+        return cls(body_of(message), properties, headers)
+
+    @classmethod
+    def unopened(cls, message: amqp.Message) -> Self:
+        """Return a message that was received and is passed on as it came."""
+        return cls.of(message, unopened(headers_of(message)))
+
+    @property
+    def task_id(self) -> str:
+        """The task's id: correlation id, message id, or CRC-32 of the body."""
+        return _task_id(self.properties, self.body)
+
+    def saying(self, **changes: Any) -> Self:
+        """Return the message with changes of what its headers say."""
+        return self._replace(headers=self.headers._replace(**changes))
+
+    def having(self, **properties: Any) -> Self:
+        """Return the message with other properties; None removes one."""
+        return self._replace(properties={**self.properties, **properties})
+
+    def with_low_priority(self) -> Self:
+        """Return the message with a priority that quorum queues take in the levels.
+
+        A higher one stands in its headers, and distribution gives it back.
+        """
+        priority = self.properties.get("priority")
+        if priority is None or priority <= MAX_PRIORITY:
+            return self
+        return self.having(priority=MAX_PRIORITY).saying(priority=priority)
+
+    def amqp(self) -> amqp.Message:
+        """Return the message as py-amqp publishes it, persistent."""
+        properties = {**self.properties, "delivery_mode": PERSISTENT}
+        return amqp.Message(self.body, application_headers=self.headers.to_headers(), **properties)
 
 
 def body_of(message: amqp.Message) -> bytes:
@@ -49,10 +97,13 @@ def body_of(message: amqp.Message) -> bytes:
 
 
 def task_id_of(message: amqp.Message) -> str:
-    """Return the task id: correlation id, message id, or CRC-32 of the body."""
-    properties = message.properties
+    """Return the task id of a message; see :attr:`WaitingMessage.task_id`."""
+    return _task_id(message.properties, body_of(message))
+
+
+def _task_id(properties: Mapping[str, Any], body: bytes) -> str:
     given = properties.get("correlation_id") or properties.get("message_id")
-    return str(given or zlib.crc32(body_of(message)))
+    return str(given or zlib.crc32(body))
 
 
 def headers_of(message: amqp.Message) -> dict[str, Any]:
@@ -70,16 +121,3 @@ def kept_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {name: properties[name] for name in KEPT_PROPERTIES if properties.get(name) is not None}
     return {"priority": None, **kept}
-
-
-def split_priority(priority: int | None) -> tuple[int | None, dict[str, int]]:
-    """Return the priority that a message waits with, and the headers that keep a higher one."""
-    if priority is None or priority <= MAX_PRIORITY:
-        return priority, {}
-    return MAX_PRIORITY, {header_names.PRIORITY: priority}
-
-
-def shortened(value: object) -> str:
-    """Return what a value looks like, in few characters."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."

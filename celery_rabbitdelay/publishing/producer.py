@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import amqp
 from kombu import Connection, Exchange, Producer, Queue
 from kombu.common import Broadcast, maybe_declare
 
@@ -24,14 +23,8 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import serialized
-from celery_rabbitdelay.publishing.message import (
-    DEFAULT_MAX_MESSAGE_BYTES,
-    MAX_PRIORITY,
-    body_of,
-    split_priority,
-    task_id_of,
-)
-from celery_rabbitdelay.publishing.policy import BACKOFF, RESENDS
+from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
+from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -46,7 +39,7 @@ class Delayed(NamedTuple):
         queue: The queue that it is for; None if the exchange routes it.
     """
 
-    message: amqp.Message
+    message: WaitingMessage
     destination: str
     task_id: str
     queue: Queue | None
@@ -78,7 +71,7 @@ class DelayedProducer(Producer):
         signing_keys: What signs each message; None: messages are not signed.
 
     Attributes:
-        further_headers: Headers of this package that each message gets besides.
+        says: What else the headers of each message say: fields of :class:`.DelayHeaders`.
     """
 
     def __init__(
@@ -103,7 +96,7 @@ class DelayedProducer(Producer):
         self.may_refuse = may_refuse
         self.signing_keys = signing_keys
         self.max_message_bytes = max_message_bytes
-        self.further_headers: Mapping[str, Any] = {}
+        self.says: Mapping[str, Any] = {}
 
     def publish_delayed(
         self,
@@ -172,7 +165,7 @@ class DelayedProducer(Producer):
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
         self.publisher.publish(
-            delayed.message,
+            delayed.message.amqp(),
             partial(self.address, delayed, due),
             timeout=self.timeout,
             resends=resends,
@@ -229,32 +222,23 @@ class DelayedProducer(Producer):
         properties.pop("expiration", None)
         # kombu's default.
         priority = properties.setdefault("priority", 0) or 0
-        own_headers = {
-            **header_names.strip(headers or {}),
-            header_names.DUE: due.at_ms,
-            header_names.EXCHANGE: destination.exchange,
-            header_names.ROUTING_KEY: destination.routing_key,
-            **self.further_headers,
-        }
         # It goes to one destination; modules refuse a message that names others.
-        for name in header_names.SENDER_SELECTED:
-            own_headers.pop(name, None)
+        own_headers = {
+            name: value
+            for name, value in header_names.strip(headers or {}).items()
+            if name not in header_names.SENDER_SELECTED
+        }
         queue = destination.queue
-        is_too_high = self.topology.queue_type == "quorum" and priority > MAX_PRIORITY
+        is_too_high = self.topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
         if queue is None or is_too_high:
             self._need_distribution(
                 str(destination) if queue is None else f"a message of priority {priority}"
             )
-        if is_too_high:
-            properties["priority"], kept = split_priority(priority)
-            own_headers.update(kept)
-        if queue is None:
-            name = DISTRIBUTION
-        else:
-            own_headers[header_names.QUEUE] = queue.name
+        name = DISTRIBUTION
+        if queue is not None and not is_too_high:
             refuses = "distribution" in self.modules and may_refuse(queue, self.may_refuse)
-            name = DISTRIBUTION if is_too_high or refuses else queue.name
-        body, content_type, content_encoding = serialized(
+            name = DISTRIBUTION if refuses else queue.name
+        body, properties["content_type"], properties["content_encoding"] = serialized(
             self,
             body,
             own_headers,
@@ -266,16 +250,20 @@ class DelayedProducer(Producer):
         reply_to = properties.get("reply_to")
         if isinstance(reply_to, Queue):
             properties["reply_to"] = reply_to.name
-        message = amqp.Message(
-            body,
-            content_type=content_type,
-            content_encoding=content_encoding,
-            application_headers=own_headers,
-            **properties,
+        said = header_names.DelayHeaders(
+            due.at_ms,
+            destination.exchange,
+            destination.routing_key,
+            None if queue is None else queue.name,
+            others=own_headers,
         )
-        self.check_size(len(body_of(message)), name, due)
-        self.sign(message)
-        return Delayed(message, name, task_id_of(message), queue)
+        message = WaitingMessage(
+            body.encode() if isinstance(body, str) else body, properties, said._replace(**self.says)
+        )
+        if is_too_high:
+            message = message.with_low_priority()
+        self.check_size(len(message.body), name, due)
+        return Delayed(self.sign(message), name, message.task_id, queue)
 
     def check_size(self, size: int, destination: str, due: Due) -> None:
         """Refuse a message that a module would refuse, after it has waited.
@@ -297,10 +285,9 @@ class DelayedProducer(Producer):
         if self.max_message_bytes is not None and size > self.max_message_bytes:
             raise MessageTooLarge(size, self.max_message_bytes)
 
-    def sign(self, message: amqp.Message) -> None:
-        """Sign a message anew whose headers have changed, if the producer has a key."""
-        if self.signing_keys is not None:
-            self.signing_keys.sign(message)
+    def sign(self, message: WaitingMessage) -> WaitingMessage:
+        """Return a message, signed if the producer has a key."""
+        return message if self.signing_keys is None else self.signing_keys.sign(message)
 
     def _declare(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]

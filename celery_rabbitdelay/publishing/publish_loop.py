@@ -33,8 +33,7 @@ from celery_rabbitdelay.exceptions import (
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.permissions import missing_permission
-from celery_rabbitdelay.publishing.policy import PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 
 #: If a source takes this many seconds or more for a message, messages are written at once, not in
 #: batches.

@@ -25,14 +25,15 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.connection import PublishingConnection, remaining
 from celery_rabbitdelay.publishing.permissions import missing_permission
-from celery_rabbitdelay.publishing.policy import (
+from celery_rabbitdelay.publishing.publication import (
     BACKOFF,
     DEFAULT_POLICY,
     RESENDS,
     TIMEOUT,
+    Address,
+    Publication,
     PublishPolicy,
 )
-from celery_rabbitdelay.publishing.publication import Address, Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.shown_url import shown_broker
 

@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, TypeAlias
 
-import amqp
-
 from celery_rabbitdelay.exceptions import InvalidSigningKey
-from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.publishing.message import ENVELOPES, body_of, headers_of
+from celery_rabbitdelay.levels.headers import ENVELOPES, DelayHeaders
+from celery_rabbitdelay.publishing.message import WaitingMessage
 
 #: Minimum bytes of a key: as many as the hash has (https://www.rfc-editor.org/rfc/rfc2104#section-3).
 MIN_KEY_BYTES: Final = 32
@@ -29,32 +27,16 @@ NOT_SIGNED: Final = "it has no valid signature: see rabbitdelay_signing_key"
 #: The version of what is signed and how; the beginning of each signature.
 VERSION: Final = "1:"
 
-#: The headers that are signed, and the type of each.
-SIGNED_HEADERS: Final[Mapping[str, type]] = {
-    header_names.EXCHANGE: str,
-    header_names.ROUTING_KEY: str,
-    header_names.QUEUE: str,
-    header_names.DUE: int,
-    header_names.PRIORITY: int,
-    header_names.EXPIRATION: str,
-}
-
-#: The fields of the header ``rabbitdelay-early`` that are signed, both texts. The others change
-#: while a message waits.
-SIGNED_OF_EARLY: Final = ("exchange", "routing-key")
-
-#: The properties that are signed, all of them texts.
+#: The properties that are signed, all of them texts. Which headers are is said by
+#: :attr:`.DelayHeaders.signed`.
 SIGNED_PROPERTIES: Final = ("correlation_id", "message_id")
-
 
 #: Stands for a value that is missing.
 _NOTHING: Final = "-"
 
 #: The places of two parts in which the messages of a template differ; see ``_parts``.
-_DUE: Final = list(SIGNED_HEADERS).index(header_names.DUE)
-_CORRELATION: Final = (
-    len(SIGNED_HEADERS) + len(SIGNED_OF_EARLY) + SIGNED_PROPERTIES.index("correlation_id")
-)
+_DUE: Final = DelayHeaders(due_ms=0).signed.index(0)
+_CORRELATION: Final = len(DelayHeaders().signed) + SIGNED_PROPERTIES.index("correlation_id")
 
 #: Takes the due time, the correlation id and the body of a message; returns its signature.
 Signer: TypeAlias = Callable[[int, str | None, bytes], str]
@@ -81,43 +63,38 @@ class SigningKeys:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._keys)} hidden)"
 
-    def sign(self, message: amqp.Message) -> None:
-        """Write the signature of a message into its headers; replace one that it has.
+    def sign(self, message: WaitingMessage) -> WaitingMessage:
+        """Return a message with its signature, which has to be the last change of it.
 
-        It has to be the last change of the message. If what is signed has a wrong type, the message
-        has no signature afterwards.
+        It has none if what is signed has a wrong type.
         """
-        headers = message.properties["application_headers"]
-        signature = self.signature(headers, message.properties, body_of(message))
-        headers.pop(header_names.SIGNATURE, None)
-        if signature is not None:
-            headers[header_names.SIGNATURE] = signature
+        return message.saying(signature=self.signature(*message))
 
     def signature(
-        self, headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes
+        self, body: bytes, properties: Mapping[str, Any], headers: DelayHeaders
     ) -> str | None:
         """Return the signature of a message; None if what is signed has a wrong type.
 
         Args:
-            headers: Its headers; those that are not signed do not matter.
-            properties: Its AMQP message properties, likewise.
             body: Its body; only that of an envelope matters.
+            properties: Its AMQP message properties; those that are not signed do not matter.
+            headers: What its headers say.
         """
-        signed = _signed(headers, properties, body)
+        signed = _signed(body, properties, headers)
         if signed is None:
             return None
         return VERSION + hmac.digest(self._keys[0], signed, "sha256").hex()
 
-    def signer(self, headers: Mapping[str, Any], properties: Mapping[str, Any]) -> Signer | None:
+    def signer(self, properties: Mapping[str, Any], headers: DelayHeaders) -> Signer | None:
         """Return what signs many messages that differ in few places; None if it cannot.
 
         It is several times as fast as :meth:`signature`.
 
         Args:
-            headers: The headers that all of them have.
             properties: The properties that all of them have.
+            headers: What the headers say that all of them have.
         """
-        parts = _parts(headers, properties)
+        parts = _parts(properties, headers)
         if parts is None:
             return None
         before, between, after = (
@@ -130,24 +107,21 @@ class SigningKeys:
             correlation = _NOTHING if correlation_id is None else _part(correlation_id)
             signed = f"{before},{_part(str(due_ms))},{between},{correlation},{after}"
             if is_envelope:
-                signed = f"{signed},{_digest(properties, body)}"
+                signed = f"{signed},{_digest(body, properties)}"
             encoded = signed.encode("utf-8", "surrogatepass")
             return VERSION + hmac.digest(key, encoded, "sha256").hex()
 
         return sign
 
-    def verifies(
-        self, headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes
-    ) -> bool:
+    def verifies(self, body: bytes, properties: Mapping[str, Any], headers: DelayHeaders) -> bool:
         """Return whether a message has a valid signature; takes the same as :meth:`signature`.
 
         Anybody may have written the message: it never raises.
         """
-        given = headers.get(header_names.SIGNATURE)
-        signed = _signed(headers, properties, body)
-        if not isinstance(given, str) or signed is None:
+        signed = _signed(body, properties, headers)
+        if headers.signature is None or signed is None:
             return False
-        found = given.encode("utf-8", "surrogatepass")
+        found = headers.signature.encode("utf-8", "surrogatepass")
         # All keys, so that the time tells nothing about them.
         valid = [
             hmac.compare_digest(
@@ -156,10 +130,6 @@ class SigningKeys:
             for key in self._keys
         ]
         return any(valid)
-
-    def verify(self, message: amqp.Message) -> bool:
-        """Return whether a message that was received has a valid signature."""
-        return self.verifies(headers_of(message), message.properties, body_of(message))
 
 
 def _checked(key: object) -> bytes:
@@ -175,39 +145,25 @@ def _checked(key: object) -> bytes:
     return key
 
 
-def _signed(headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes) -> bytes | None:
-    """Return what is signed, as bytes; None if a value has a wrong type."""
-    parts = _parts(headers, properties)
+def _signed(body: bytes, properties: Mapping[str, Any], headers: DelayHeaders) -> bytes | None:
+    """Return what is signed, as bytes; None if a property has a wrong type."""
+    parts = _parts(properties, headers)
     if parts is None:
         return None
     if _is_envelope(properties):
-        parts.append(_digest(properties, body))
+        parts.append(_digest(body, properties))
     return ",".join(parts).encode("utf-8", "surrogatepass")
 
 
-def _parts(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str] | None:
-    """Return what is signed of headers and properties, in an order that is fixed.
+def _parts(properties: Mapping[str, Any], headers: DelayHeaders) -> list[str] | None:
+    """Return what is signed of properties and headers, in an order that is fixed.
 
     Each value stands behind its length, so that no two messages have the same parts.
     """
-    parts = []
-    for name, kind in SIGNED_HEADERS.items():
-        value = headers.get(name)
-        if value is None:
-            parts.append(_NOTHING)
-        elif not isinstance(value, kind) or isinstance(value, bool):
-            return None
-        else:
-            parts.append(_part(f"{value:d}" if kind is int else str(value)))
-    early = headers.get(header_names.EARLY)
-    told = early if isinstance(early, Mapping) else {}
-    others = [told.get(name) for name in SIGNED_OF_EARLY]
-    others += [properties.get(name) for name in SIGNED_PROPERTIES]
-    for value in others:
-        if value is not None and not isinstance(value, str):
-            return None
-        parts.append(_NOTHING if value is None else _part(value))
-    return parts
+    named = [properties.get(name) for name in SIGNED_PROPERTIES]
+    if not all(value is None or isinstance(value, str) for value in named):
+        return None
+    return [_NOTHING if value is None else _part(str(value)) for value in (*headers.signed, *named)]
 
 
 def _part(text: str) -> str:
@@ -219,6 +175,6 @@ def _is_envelope(properties: Mapping[str, Any]) -> bool:
     return isinstance(content_type, str) and content_type.startswith(ENVELOPES)
 
 
-def _digest(properties: Mapping[str, Any], body: bytes) -> str:
+def _digest(body: bytes, properties: Mapping[str, Any]) -> str:
     """Return the part of an envelope's body."""
     return f"{_part(properties['content_type'])},{sha256(body).hexdigest()}"

@@ -112,9 +112,7 @@ class Store:
         self._errors = errors
         self._refusals = errors[:1]
         self._scripts: dict[str, Any] = {}
-        self._is_single = False
-        self._own: Any = None
-        self._lock = Lock()
+        self._is_plain = False
         self.on_call: Callable[[float, bool], None] | None = None
 
     def call_each(self, calls: Sequence[Call]) -> list[Any]:
@@ -174,26 +172,21 @@ class Store:
         """
         return self._pipelined(add)
 
-    def exists(self, keys: Sequence[str]) -> bool:
-        """Return whether at least one of the keys is there.
+    def asker(self) -> Asker | None:
+        """Connect, for the caller alone, to ask whether keys are there.
 
-        A worker calls it for most tasks that arrive. So for a single server it keeps a connection,
-        which takes a third of the processor time that redis-py's pools and pipelines take. Behind
-        Sentinel, it would stay connected to a former master.
+        None if the connection is encrypted, or the server may become another one: a cluster's, or
+        one behind Sentinel.
         """
-        if not self._is_single:
-            return any(self.commands(lambda pipeline: [pipeline.exists(key) for key in keys]))
-        return bool(self._try(lambda: self._ask_alone("EXISTS", *keys)))
+        if not self._is_plain:
+            return None
 
-    def _ask_alone(self, *command: str) -> Any:
-        with self._lock:
-            self._own = connection = self._own or self._client.connection_pool.get_connection()
-            try:
-                connection.send_packed_command(connection.pack_command(*command))
-                return connection.read_response()
-            except BaseException:
-                connection.disconnect()  # what was not read is not the answer to the next question
-                raise
+        def connect() -> Any:
+            connection = self._client.connection_pool.make_connection()
+            connection.connect()
+            return connection
+
+        return Asker(self._try(connect), self)
 
     def hashes(self, keys: Sequence[str], *fields: str) -> list[list[str | None] | str]:
         """Return fields of hashes, in one round trip to each server.
@@ -214,9 +207,6 @@ class Store:
 
     def close(self) -> None:
         """Close all connections."""
-        with self._lock:
-            if self._own is not None:
-                self._own.disconnect()
         self._client.close()
 
     def _pipelined(self, add: Callable[[Any], object]) -> list[Any]:
@@ -255,6 +245,37 @@ class Store:
         if name not in self._scripts:
             self._scripts[name] = self._client.register_script(_text(name))
         return self._scripts[name]
+
+
+class Asker:
+    """Asks whether keys are there, on a connection of its own: for an event loop.
+
+    Args:
+        connection: A connection of redis-py, which is open.
+        store: Where the keys are kept.
+    """
+
+    def __init__(self, connection: Any, store: Store) -> None:
+        self._connection = connection
+        self._store = store
+        self._began = 0.0
+        self.file_descriptor: int = connection._sock.fileno()
+
+    def ask(self, keys: Sequence[str]) -> None:
+        """Ask whether at least one of the keys is there."""
+        self._began = time.monotonic()
+        self._connection.send_command("EXISTS", *keys)
+
+    def answer(self) -> bool:
+        """Read the answer; called once the file descriptor can be read."""
+        is_there = bool(self._connection.read_response())
+        if self._store.on_call is not None:
+            self._store.on_call(time.monotonic() - self._began, True)
+        return is_there
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.disconnect()
 
 
 def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0) -> Store:
@@ -310,7 +331,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
             store = Store(
                 _client(scheme, url, given), scheme.endswith("+cluster"), errors, copies, timeout
             )
-            store._is_single = not store.is_cluster and not scheme.startswith("sentinel")
+            store._is_plain = scheme in ("redis", "unix", "redis+socket")
             return store
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong

@@ -7,38 +7,16 @@ from enum import Enum
 from random import getrandbits
 from typing import Any, Final, NamedTuple, Self
 
-#: The name of the message, different for each message of a task that has a key or is tracked: str.
-COPY: Final = "rabbitdelay-copy"
-
-#: How often the task had been sent anew under its id, after it had run, when this message was sent:
-#: str, digits. Absent: never; "-1" if Redis could not be asked.
-LIFE: Final = "rabbitdelay-life"
-
-#: The key that the task was sent with: str.
-KEY: Final = "rabbitdelay-key"
-
-#: When it was sent, in microseconds since 1970-01-01 UTC by the clock of Redis: str, digits. The
-#: task with the largest one is the newest under its key.
-ORDER: Final = "rabbitdelay-key-order"
-
-#: The job that the task was sent with: str. Several jobs may have had the name, one after another;
-#: :data:`JOB_ID` tells them apart: str.
-JOB: Final = "rabbitdelay-job"
-JOB_ID: Final = "rabbitdelay-job-id"
-
-#: A message with this header is no task, but says that the job named by the two headers above was
-#: committed: True.
-COMMITTED: Final = "rabbitdelay-committed"
-
-#: Set if only one message of each attempt runs, and that one once: True; or the mark that this
-#: message has left already, str.
-ONCE: Final = "rabbitdelay-once"
-
-#: Set by a worker that puts a message back which RabbitMQ had redelivered to it: True.
-REDELIVERED: Final = "rabbitdelay-redelivered"
-
-#: The headers of a message that the registry knows of.
-HEADERS: Final = frozenset((COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED))
+from celery_rabbitdelay.levels.headers import (
+    COPY,
+    JOB,
+    JOB_ID,
+    KEY,
+    LIFE,
+    ONCE,
+    ORDER,
+    DelayHeaders,
+)
 
 #: The life of a message whose sender could not ask Redis: no other message is of the same one.
 UNKNOWN_LIFE: Final = -1
@@ -107,12 +85,12 @@ class Ticket(NamedTuple):
     order: int = 0
 
     @classmethod
-    def of(cls, headers: Mapping[str, Any]) -> Self:
-        """Read it from a message's headers, which any sender may have written."""
-        life = headers.get(LIFE)
+    def of(cls, words: Mapping[str, Any]) -> Self:
+        """Read it from what the headers say, which any sender may have written."""
+        life = words.get(LIFE)
         return cls(
             UNKNOWN_LIFE if life == str(UNKNOWN_LIFE) else _digits(life),
-            _digits(headers.get(ORDER)),
+            _digits(words.get(ORDER)),
         )
 
     @property
@@ -159,23 +137,25 @@ class Arrival(NamedTuple):
         return bool(self.copy or self.job or self.once or self.key)
 
     @classmethod
-    def of(cls, headers: Mapping[str, Any], due_ms: int, queue: str, redelivered: bool) -> Arrival:
-        """Read it from the headers of a task's message, which any sender may have written."""
-        if HEADERS.isdisjoint(headers):
-            return cls(_text(headers.get("id")), due_ms, redelivered=redelivered)
-        task_id, once = _text(headers.get("id")), headers.get(ONCE)
-        is_once = bool(task_id) and (once is True or _text(once) != "")
+    def of(cls, headers: DelayHeaders, due_ms: int, queue: str, redelivered: bool) -> Arrival:
+        """Return the arrival of a message, by what its headers say."""
+        words, others = headers.registry, headers.others
+        task_id = _text(others.get("id"))
+        if not words:
+            return cls(task_id, due_ms, redelivered=redelivered)
+        once = words.get(ONCE) if task_id else None
+        copy, key, job, job_id = (_text(words.get(name)) for name in (COPY, KEY, JOB, JOB_ID))
         return cls(
             task_id,
             due_ms,
-            attempt_of(headers.get("retries"), headers.get("replaced_task_nesting")),
-            _text(headers.get(COPY)),
-            Ticket.of(headers),
-            _text(headers.get(KEY)),
-            _text(headers.get(JOB)),
-            _text(headers.get(JOB_ID)),
-            (queue or "-") if is_once else "",
-            _text(once) if is_once else "",
+            attempt_of(others.get("retries"), others.get("replaced_task_nesting")),
+            copy,
+            Ticket.of(words),
+            key,
+            job,
+            job_id,
+            (queue or "-") if once is not None else "",
+            _text(once),
             redelivered,
         )
 
@@ -212,11 +192,6 @@ def attempt_of(retries: object, nesting: object) -> str:
         nesting: How often it was replaced: Celery's header ``replaced_task_nesting``.
     """
     return f"{_number(retries)}.{_number(nesting)}"
-
-
-def registry_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a message's headers that the registry knows of."""
-    return {name: headers[name] for name in HEADERS if name in headers}
 
 
 def _number(value: object) -> int:

@@ -197,8 +197,6 @@ class Registry:
         A task that was cancelled does not run, and one that was postponed does later.
         """
         records = [self.names.task(each.task_id) for each in arrivals]
-        if not records or not self.store.exists(records):
-            return [RUNS] * len(arrivals)
         decisions = []
         for each, found in zip(
             arrivals, self.store.hashes(records, "cancelled", "not_before"), strict=True

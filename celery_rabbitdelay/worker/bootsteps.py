@@ -39,7 +39,6 @@ from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.former_generations import services_of_former
 from celery_rabbitdelay.worker.inspection import conf, query_task, scheduled
 from celery_rabbitdelay.worker.origin import Origins
 from celery_rabbitdelay.worker.restore import RestoringStrategies
@@ -313,7 +312,7 @@ class Modules(bootsteps.StartStopStep):
             modules = checked("rabbitdelay_modules", tuple(words))
         for name in modules:
             service = _service(worker.app, name, self._declaration)
-            self._services += [service, *services_of_former(service)]
+            self._services.append(service)
         for service in self._services:
             service.start()
 

@@ -12,29 +12,25 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.instruments import (
-    CANCELLED,
-    DUPLICATES,
-    EXPIRED,
-    RETURNED,
-    SUPERSEDED,
-)
+from celery_rabbitdelay.app.instruments import CANCELLED, DUPLICATES, EXPIRED, RETURNED, SUPERSEDED
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
+from celery_rabbitdelay.levels.headers import ONCE, DelayHeaders
 from celery_rabbitdelay.registry.breaker import Breaker
-from celery_rabbitdelay.registry.decision import ONCE, Arrival, Decision, Verdict, new_copy
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict, new_copy
 from celery_rabbitdelay.worker.arrivals import record_lateness
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,
     discard_as_revoked,
+    has_event_loop,
     id_of,
     name_of_queue,
     prefetch_count,
     run_strategy,
 )
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
-from celery_rabbitdelay.worker.put_back import Waited
+from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
 
 logger = get_logger(__name__)
 
@@ -60,6 +56,8 @@ FORGOTTEN: Final = (
     "it is older than the registry's memory (rabbitdelay_registry_keep): whether it was cancelled, "
     "or has run, is not known any more"
 )
+
+RUNS: Final = Decision(Verdict.RUN)
 
 #: The signals about tasks that do not run.
 DISCARDED: Final = {
@@ -89,7 +87,7 @@ class _Due(NamedTuple):
         body: The body that Celery passes to a strategy.
         ack: Acknowledges the message; the function that Celery passes to a strategy.
         go_on: Passes the task to Celery.
-        waited: Its delay in the levels.
+        waited: What its headers have said.
         arrival: What the registry is asked.
         task: The task's name.
         queue: The queue that the message came from.
@@ -99,7 +97,7 @@ class _Due(NamedTuple):
     body: Any
     ack: Callable[..., Any]
     go_on: Callable[[], Any]
-    waited: Waited
+    waited: DelayHeaders
     arrival: Arrival
     task: str
     queue: str
@@ -129,6 +127,15 @@ class Decisions(BatchThread[_Due]):
         self._breaker = Breaker()
         self._down_since: float | None = None
         self._warned_at = -WARN_EVERY
+        names = self._registry.names
+        self._plain: PlainArrivals[_Due] = PlainArrivals(
+            consumer,
+            lambda due: names.task(due.arrival.task_id),
+            lambda due: self._carry_out_all([due], [RUNS]),
+            self.give,
+            self.gather_for,
+            self._registry.store.timeout,
+        )
 
     @property
     def is_breaker_open(self) -> bool:
@@ -141,7 +148,7 @@ class Decisions(BatchThread[_Due]):
         body: Any,
         ack: Callable[..., Any],
         go_on: Callable[[], Any],
-        waited: Waited,
+        waited: DelayHeaders,
         task: str,
     ) -> None:
         """Ask about a task; the event loop then does what the registry says.
@@ -151,26 +158,43 @@ class Decisions(BatchThread[_Due]):
             body: The body that Celery passes to a strategy.
             ack: The function that Celery passes to a strategy.
             go_on: Passes the task to Celery.
-            waited: Its delay in the levels.
+            waited: What its headers have said.
             task: The task's name.
         """
         queue = name_of_queue(self._consumer, message) or ""
         redelivered = bool(message.delivery_info.get("redelivered"))
-        due_ms = waited.due_ms if isinstance(waited.due_ms, int) else 0
-        headers: dict[str, Any] = message.headers
+        said = waited
         if isinstance(body, Mapping):  # Celery's message protocol 1
-            headers = {**headers, "id": id_of(message), "retries": body.get("retries")}
-        arrival = Arrival.of(headers, due_ms, queue, redelivered)
+            others = {**waited.others, "id": id_of(message), "retries": body.get("retries")}
+            said = waited._replace(others=others)
+        arrival = Arrival.of(said, waited.due_ms or 0, queue, redelivered)
         if arrival.once and not arrival.mark:
             arrival = arrival._replace(mark=new_copy())
-        self.give(_Due(message, body, ack, go_on, waited, arrival, task, queue))
+        due = _Due(message, body, ack, go_on, waited, arrival, task, queue)
+        if self._plain.is_open and not arrival.has_options:
+            self._plain.give(due)
+        else:
+            self.give(due)
 
     def begin(self) -> None:
         """Say at the start whether Redis answers, and note since when all is tracked."""
         try:
             self._breaker.call(self._registry.index.complete_since)
+            self._open_plain()
         except RegistryUnavailable as error:
             self._failed(error)
+
+    def stop(self) -> None:
+        """End the thread; the broker delivers again what was not worked on."""
+        self._plain.close()
+        super().stop()
+
+    def _open_plain(self) -> None:
+        """Connect for the event loop, unless it is connected; called in the thread."""
+        if not self._plain.is_open and has_event_loop(self._consumer):
+            asker = self._registry.store.asker()
+            if asker is not None:
+                self.actions.add(partial(self._plain.open, asker))
 
     def work(self, batch: list[_Due]) -> None:
         """Ask about tasks, and let the event loop do what the registry says."""
@@ -207,6 +231,7 @@ class Decisions(BatchThread[_Due]):
                 for each in arrivals
             ]
         self._succeeded()
+        self._open_plain()
         return decisions
 
     def _failed(self, error: RegistryUnavailable) -> None:

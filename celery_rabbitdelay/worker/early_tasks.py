@@ -19,9 +19,11 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
-from celery_rabbitdelay.modules.early import EarlyWarning, PutBack, early_ms
-from celery_rabbitdelay.modules.version import LaterVersionWarning
+from celery_rabbitdelay.levels.headers import DelayHeaders
+from celery_rabbitdelay.modules.early import EarlyWarning, early_ms
+from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.worker.batch_thread import Action
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,
     eta_of,
@@ -33,8 +35,7 @@ from celery_rabbitdelay.worker.celery_internals import (
     run_strategy,
     write_pending_acknowledgements,
 )
-from celery_rabbitdelay.worker.loop_actions import Action
-from celery_rabbitdelay.worker.put_back import Early, PutBackThread, Waited
+from celery_rabbitdelay.worker.put_back import Early, PutBackThread
 
 logger = get_logger(__name__)
 
@@ -67,7 +68,7 @@ class EarlyTasks:
         body: Any,
         ack: Callable[..., Any],
         go_on: Callable[[], Any],
-        waited: Waited | None = None,
+        waited: DelayHeaders | None = None,
         takes_eta: bool = True,
         ask: Action | None = None,
     ) -> bool:
@@ -83,7 +84,7 @@ class EarlyTasks:
             body: The body that Celery passes to a strategy.
             ack: Acknowledges the message; the function that Celery passes to a strategy.
             go_on: Passes the task to Celery, which holds it until its ``eta``.
-            waited: Its delay in the levels; None if it was not in the levels.
+            waited: What its headers have said; None if it was not in the levels.
             takes_eta: Whether to take a task for its ``eta``.
             ask: Asks the registry about a task that has left the levels; None without one.
         """
@@ -110,10 +111,10 @@ class EarlyTasks:
             hold()
             return True
         if waited is not None:
-            expected = PutBack(until_ms=waited.until_ms)
-            if not expected.expects(due.at_ms - due.delay_ms, self._tolerated_ms):
+            earlier = waited.early
+            if not earlier.expects(due.at_ms - due.delay_ms, self._tolerated_ms):
                 self._warning.warn(f"Task {message.headers.get('id')}", due.delay_ms)
-            waited = waited._replace(times=waited.times + 1)
+            waited = waited._replace(early=earlier._replace(times=earlier.times + 1))
         acknowledge = partial(acknowledge_message, self._consumer, ack)
         self.thread.give(Early(message, destination, due, due.at_ms, waited, acknowledge, hold))
         return True
@@ -132,7 +133,7 @@ class EarlyTasks:
         self,
         message: Message,
         ack: Callable[..., Any],
-        waited: Waited,
+        waited: DelayHeaders,
         until_ms: int,
         due_ms: int,
         otherwise: Action,
@@ -143,7 +144,7 @@ class EarlyTasks:
         Args:
             message: The task's message.
             ack: As for :meth:`try_enqueue`.
-            waited: Its delay in the levels.
+            waited: What its headers have said.
             until_ms: Until when it is to wait, in milliseconds since 1970-01-01 UTC.
             due_ms: Its due time, likewise, which its header tells from then on.
             otherwise: What the event loop runs if the levels do not take it.
@@ -185,7 +186,7 @@ class EarlyTasks:
         early = Early(message, destination, now, now.at_ms, None, acknowledge, again, why)
         self.thread.give(early)
 
-    def _due_after_levels(self, waited: Waited | None) -> Due | None:
+    def _due_after_levels(self, waited: DelayHeaders | None) -> Due | None:
         """Return when a task is due that has left the levels too early; None if it has not."""
         if waited is None:
             return None
@@ -209,7 +210,7 @@ class EarlyTasks:
         due = Due.at(instant)
         return due if due.delay_ms > self._tick_ms else None
 
-    def _destination(self, message: Message, waited: Waited | None) -> Destination | None:
+    def _destination(self, message: Message, waited: DelayHeaders | None) -> Destination | None:
         """Return where the message came from; None if it cannot return there from the levels."""
         info, name = message.delivery_info, name_of_queue(self._consumer, message)
         queue: kombu.Queue | None = self._consumer.app.amqp.queues.get(name)

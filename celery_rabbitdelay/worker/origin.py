@@ -10,16 +10,19 @@ from kombu import Message
 
 from celery_rabbitdelay.app.destinations import distribution_reach
 from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.worker.celery_internals import name_of_queue
 
 logger = get_logger(__name__)
 
-#: Takes a message, with the exchange and the routing key that its headers name; returns those that
-#: a retry of its task goes to.
-Origin: TypeAlias = Callable[[Message, Any, Any], tuple[str, str]]
+#: Takes a message, what its headers say, and the exchange and the routing key that they name;
+#: returns those that a retry of its task goes to.
+Origin: TypeAlias = Callable[[Message, DelayHeaders, Any, Any], tuple[str, str]]
 
 
-def as_it_says(message: Message, exchange: Any, routing_key: Any) -> tuple[str, str]:
+def as_it_says(
+    message: Message, headers: DelayHeaders, exchange: Any, routing_key: Any
+) -> tuple[str, str]:
     """Return what the headers name."""
     return exchange, routing_key
 
@@ -42,12 +45,14 @@ class Origins:
         settings = consumer.app.rabbitdelay.settings
         self._signing_keys = settings.signing_keys if settings.signing_required else None
 
-    def checked(self, message: Message, exchange: Any, routing_key: Any) -> tuple[str, str]:
+    def checked(
+        self, message: Message, headers: DelayHeaders, exchange: Any, routing_key: Any
+    ) -> tuple[str, str]:
         """Return where a retry goes: an :data:`Origin`."""
         queue = name_of_queue(self._consumer, message) or ""
         if (exchange, routing_key) == ("", queue):
             return exchange, routing_key
-        if not self._is_signed(message):
+        if not self._is_signed(message, headers):
             why = "is not signed: see rabbitdelay_signing_key"
         elif not self._reaches(exchange, routing_key):
             why = "may not be published there: see rabbitdelay_distribution_allowed"
@@ -62,9 +67,9 @@ class Origins:
         )
         return "", queue
 
-    def _is_signed(self, message: Message) -> bool:
+    def _is_signed(self, message: Message, headers: DelayHeaders) -> bool:
         keys = self._signing_keys
-        return keys is None or keys.verifies(message.headers, message.properties, b"")
+        return keys is None or keys.verifies(b"", message.properties, headers)
 
     def _reaches(self, exchange: object, routing_key: object) -> bool:
         if not isinstance(exchange, str) or not isinstance(routing_key, str):

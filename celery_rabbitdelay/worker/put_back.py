@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import kombu
 from celery.utils.log import get_logger
@@ -20,41 +20,29 @@ from celery_rabbitdelay.exceptions import (
     PermissionMissing,
     PublishError,
 )
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.modules.early import PutBack, pause_ms
+from celery_rabbitdelay.levels.headers import (
+    MAX_PRIORITY,
+    ONCE,
+    REDELIVERED,
+    DelayHeaders,
+    PutBack,
+    parse,
+)
+from celery_rabbitdelay.modules.early import pause_ms
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable, without_headers
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.publishing.destination import Destination
-from celery_rabbitdelay.publishing.message import MAX_PRIORITY, kept_properties
-from celery_rabbitdelay.publishing.policy import PublishPolicy
+from celery_rabbitdelay.publishing.message import WaitingMessage, kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.registry.decision import ONCE, REDELIVERED, registry_headers
-from celery_rabbitdelay.worker.batch_thread import BatchThread
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import as_received, lower_prefetch, raise_prefetch
-from celery_rabbitdelay.worker.loop_actions import Action
 
 logger = get_logger(__name__)
 
 #: Seconds between two attempts to publish a message after a temporary error.
 RETRY_INTERVAL: Final = 1.0
-
-
-class Waited(NamedTuple):
-    """The delay of a message that has left the levels, as its headers tell it.
-
-    Attributes:
-        due_ms: Its header ``rabbitdelay-due``.
-        times: How often it was put back into the levels already.
-        straight: Whether it came straight from the levels, and not through distribution.
-        until_ms: Until when it was put back last, if that is not its due time; otherwise 0.
-    """
-
-    due_ms: object
-    times: int
-    straight: bool
-    until_ms: int = 0
 
 
 @dataclass(slots=True)
@@ -66,7 +54,7 @@ class Early:
         destination: The queue that it was consumed from, its exchange and its routing key.
         due: Until when it is to wait.
         due_ms: Its due time, which its header tells; in milliseconds since 1970-01-01 UTC.
-        waited: Its delay in the levels; None if it has an ``eta`` and was never in the levels.
+        waited: What its headers have said; None if it has an ``eta`` and was never in the levels.
         acknowledge: Acknowledges it.
         hold: Called if the levels do not take it: passes the task to Celery, which holds it.
         forgotten: Why it is for ``undeliverable``; empty if it waits.
@@ -82,7 +70,7 @@ class Early:
     destination: Destination
     due: Due
     due_ms: int
-    waited: Waited | None
+    waited: DelayHeaders | None
     acknowledge: Action
     hold: Action
     later_version: str = ""
@@ -154,15 +142,16 @@ class PutBackThread(BatchThread[Early]):
         self, producer: DelayedProducer, early: Early
     ) -> tuple[kombu.Queue | None, Publication]:
         """Return what replaces a message, and the queue that has to exist."""
-        if early.unpublishable:
-            reason = f"{early.later_version}; {early.unpublishable}"
-            bare = without_headers(self._undeliverable, as_received(early.message), reason)
-            return None, Publication.of(bare.message, lambda: bare.address, early)
-        if early.forgotten:
+        if early.unpublishable or early.forgotten:
             origin, received = early.destination, as_received(early.message)
-            outgoing = Outgoing(origin.exchange, origin.routing_key, received)
-            bare = to_undeliverable(self._undeliverable, outgoing, early.forgotten)
-            return None, Publication.of(bare.message, lambda: bare.address, early)
+            outgoing = Outgoing(
+                origin.exchange, origin.routing_key, WaitingMessage.unopened(received)
+            )
+            reason = early.forgotten or f"{early.later_version}; {early.unpublishable}"
+            left = to_undeliverable(self._undeliverable, outgoing, reason)
+            if early.unpublishable:
+                left = without_headers(self._undeliverable, left)
+            return None, Publication.of(left.message.amqp(), lambda: left.address, early)
         if early.later_version:
             queue = early.destination.queue
             assert queue is not None
@@ -172,11 +161,11 @@ class PutBackThread(BatchThread[Early]):
             if later.reroute is None:
                 logger.warning("A task is undeliverable: %s", early.later_version)
             address = later.reroute or (lambda: (later.exchange, later.routing_key))
-            return queue, Publication.of(later.message, address, early)
+            return queue, Publication.of(later.message.amqp(), address, early)
         due = early.due if early.waited is None else self._pause(early.due)
         delayed = self._delayed(producer, early, due)
         address = partial(producer.address, delayed, due)
-        return delayed.queue, Publication.of(delayed.message, address, early)
+        return delayed.queue, Publication.of(delayed.message.amqp(), address, early)
 
     def _publish(
         self, producer: DelayedProducer, queue: kombu.Queue | None, publications: list[Publication]
@@ -271,39 +260,37 @@ class PutBackThread(BatchThread[Early]):
     def _delayed(self, producer: DelayedProducer, early: Early, due: Due) -> Delayed:
         """Return what replaces a message, and waits until ``due``."""
         message = early.message
-        headers: dict[str, Any] = dict(message.headers)
-        if "eta" in headers:
-            headers["eta"] = None
+        users: dict[str, Any] = dict(message.headers)
+        if "eta" in users:
+            users["eta"] = None
         properties = kept_properties(message.properties)
         destination = early.destination
-        own = PutBack() if early.waited is None else PutBack(early.waited.times)
+        headers, _ = parse(message.headers)
+        again = PutBack() if early.waited is None else PutBack(early.waited.early.times)
         if due.at_ms < early.due.at_ms:
-            own = own._replace(until_ms=due.at_ms)
+            again = again._replace(until_ms=due.at_ms)
         if self._needs_distribution(early, properties["priority"] or 0):
             # Distribution publishes by exchange and key: to this queue, and to no other.
             assert destination.queue is not None
-            own = own._replace(exchange=destination.exchange, routing_key=destination.routing_key)
+            again = again._replace(
+                exchange=destination.exchange, routing_key=destination.routing_key
+            )
             destination = Destination(None, "", destination.queue.name)
-        producer.further_headers = registry_headers(message.headers)
-        if ONCE in message.headers and message.delivery_info.get("redelivered"):
-            producer.further_headers[REDELIVERED] = True
-        delayed = producer.delayed_message(
+        registry = dict(headers.registry)
+        if ONCE in registry and message.delivery_info.get("redelivered"):
+            registry[REDELIVERED] = True
+        producer.says = {"due_ms": early.due_ms, "early": again, "registry": registry}
+        return producer.delayed_message(
             message.body,
             destination,
             due,
-            headers=headers,
+            headers=users,
             # kombu has decompressed the body.
-            compression=headers.pop("compression", None),
+            compression=users.pop("compression", None),
             content_type=message.content_type,
             content_encoding=message.content_encoding,
             **properties,
         )
-        own_headers = delayed.message.properties["application_headers"]
-        own_headers[header_names.DUE] = early.due_ms
-        if own != PutBack():
-            own_headers.update(own.header())
-        producer.sign(delayed.message)
-        return delayed
 
     def _pause(self, due: Due) -> Due:
         """Return until when to put a task back: until it is due, or less; see :func:`pause_ms`."""
@@ -318,7 +305,7 @@ class PutBackThread(BatchThread[Early]):
         levels.
         """
         is_too_high = self._delays.topology.queue_type == "quorum" and priority > MAX_PRIORITY
-        return is_too_high or (early.waited is not None and not early.waited.straight)
+        return is_too_high or (early.waited is not None and early.waited.queue is None)
 
 
 def _is_permanent(error: Exception) -> bool:

@@ -12,22 +12,14 @@ from kombu import Message
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.instruments import EARLY, TAKEN_OVER
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.modules.early import PutBack
-from celery_rabbitdelay.modules.version import later_version
-from celery_rabbitdelay.registry.decision import REDELIVERED, registry_headers
+from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
 from celery_rabbitdelay.worker.arrivals import Arrivals, record_lateness
 from celery_rabbitdelay.worker.celery_internals import id_of, name_of_queue
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.origin import Origin, as_it_says
-from celery_rabbitdelay.worker.put_back import Waited
 
 logger = get_logger(__name__)
-
-#: The headers that every message which comes straight from the levels has.
-RESTORABLE: Final = frozenset(
-    {header_names.DUE, header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE}
-)
 
 #: When the task was published, as Sentry's Celery integration notes it: float, seconds since
 #: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
@@ -64,8 +56,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self._tasks = consumer.app.tasks
         self._takeover = takeover
         self._origin = origin
-        topology = consumer.app.rabbitdelay.topology
-        self._deliveries = {each.delivery.name for each in (topology, *topology.former)}
+        self._delivery = consumer.app.rabbitdelay.topology.delivery.name
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
@@ -130,7 +121,7 @@ class RestoringStrategies(dict[str, Strategy]):
         Distribution publishes by that exchange what is for a queue that only a binding reaches, and
         nothing is ever published there by name: a retry of the task would be undeliverable.
         """
-        if message.delivery_info.get("exchange") in self._deliveries:
+        if message.delivery_info.get("exchange") == self._delivery:
             queue = name_of_queue(self._consumer, message)
             if queue is not None:
                 message.delivery_info.update(exchange="", routing_key=queue)
@@ -139,7 +130,7 @@ class RestoringStrategies(dict[str, Strategy]):
         return name_of_queue(self._consumer, message) or ""
 
 
-def restore(message: Message, origin: Origin = as_it_says) -> Waited | None:
+def restore(message: Message, origin: Origin = as_it_says) -> DelayHeaders | None:
     """Undo what the levels did to a message. Any other message stays as it is.
 
     The exchange and the routing key become those that the message would have had without a delay:
@@ -153,33 +144,29 @@ def restore(message: Message, origin: Origin = as_it_says) -> Waited | None:
         origin: Returns the exchange and the routing key, for those that the headers name.
 
     Returns:
-        What the levels knew of the message; None if it was not delayed.
+        What its headers have said; None if it was not delayed.
     """
-    headers: dict[str, Any] = message.headers
-    if not headers or header_names.DUE not in headers:
+    given: dict[str, Any] = message.headers
+    if not given or header_names.DUE not in given:
         return None
-    kept = {header_names.DUE: headers[header_names.DUE], **registry_headers(headers)}
-    put_back, straight = PutBack.of(headers), header_names.QUEUE in headers
-    if straight:
-        if not headers.keys() >= RESTORABLE or not all(
-            isinstance(headers[name], str) for name in RESTORABLE - {header_names.DUE}
-        ):
+    headers, _ = header_names.parse(given)
+    claimed = headers.early.exchange, headers.early.routing_key
+    if header_names.QUEUE in given:
+        claimed = headers.exchange, headers.routing_key
+        if None in (headers.queue, *claimed):
             return None
-        claimed: tuple[Any, Any] = headers[header_names.EXCHANGE], headers[header_names.ROUTING_KEY]
-        kept[header_names.QUEUE] = headers[header_names.QUEUE]
-    else:
-        claimed = put_back.exchange, put_back.routing_key
-    if straight or put_back.exchange is not None:
-        exchange, routing_key = origin(message, *claimed)
+    if claimed[0] is not None:
+        exchange, routing_key = origin(message, headers, *claimed)
         message.delivery_info.update(exchange=exchange, routing_key=routing_key)
-    restored = header_names.strip(headers)
+    said = DelayHeaders(headers.due_ms, queue=headers.queue, registry=headers.registry)
+    kept, restored = said.to_headers(), dict(headers.others)
     nested = restored.get(header_names.NESTED_HEADERS)
     for shown in (restored, nested) if isinstance(nested, dict) else (restored,):
         shown.update(kept)
-        if SENTRY_ENQUEUED in shown and isinstance(kept[header_names.DUE], int):
-            shown[SENTRY_ENQUEUED] = kept[header_names.DUE] / 1000
-    headers.clear()
-    headers.update(restored)
-    if headers.get(REDELIVERED) is True:
+        if SENTRY_ENQUEUED in shown and headers.due_ms is not None:
+            shown[SENTRY_ENQUEUED] = headers.due_ms / 1000
+    given.clear()
+    given.update(restored)
+    if header_names.REDELIVERED in headers.registry:
         message.delivery_info["redelivered"] = True
-    return Waited(kept[header_names.DUE], put_back.times, straight, put_back.until_ms)
+    return headers

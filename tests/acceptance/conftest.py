@@ -18,12 +18,7 @@ from typing import Any, ClassVar, Final
 import docker  # type: ignore[import-untyped]
 import pytest
 from docker.errors import DockerException  # type: ignore[import-untyped]
-from pytest_celery import (
-    CeleryTestBackend,
-    CeleryTestBroker,
-    CeleryTestSetup,
-    CeleryTestWorker,
-)
+from pytest_celery import CeleryTestBackend, CeleryTestBroker, CeleryTestSetup, CeleryTestWorker
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing import Certificates

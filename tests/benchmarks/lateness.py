@@ -62,8 +62,7 @@ from kombu.utils.json import dumps
 from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import binary, clock
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.publishing.policy import PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for

@@ -34,8 +34,7 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 from celery_rabbitdelay.levels.layout import binary, clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare, declare_destination
-from celery_rabbitdelay.publishing.policy import PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer

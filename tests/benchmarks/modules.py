@@ -28,11 +28,12 @@ import amqp
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE, parse
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, MAX_ENVELOPE_MESSAGES, Envelope, Item
+from celery_rabbitdelay.modules.envelope import MAX_ENVELOPE_MESSAGES, Envelope, Item
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
@@ -75,9 +76,10 @@ def message(keys: SigningKeys | None = None, **headers: Any) -> amqp.Message:
 
 
 def signed(message: amqp.Message, keys: SigningKeys | None) -> amqp.Message:
-    if keys is not None:
-        keys.sign(message)
-    return message
+    if keys is None:
+        return message
+    headers, _ = parse(headers_of(message))
+    return keys.sign(WaitingMessage.of(message, headers)).amqp()
 
 
 class Bench:
@@ -159,7 +161,7 @@ def one_round(bench: Bench) -> dict[str, float]:
     plain = (("", end, message()) for _ in range(MESSAGES))
     rates["raw, confirmed (messages/s)"] = MESSAGES / publish(bench.connection, plain)
 
-    five_hours: dict[str, Any] = {module_headers.X_DELAY: 5 * 3_600_000}
+    five_hours: dict[str, Any] = {header_names.X_DELAY: 5 * 3_600_000}
     checkin = topology.module_queues.checkin.exchange.name
     publish(bench.connection, ((checkin, end, message(**five_hours)) for _ in range(MESSAGES)))
     rates["check-in (messages/s)"] = bench.rate("check-in", bench.waiting, MESSAGES)
@@ -172,7 +174,7 @@ def one_round(bench: Bench) -> dict[str, float]:
     rates["distribution (messages/s)"] = bench.rate("distribution", end, MESSAGES)
 
     held = Envelope(tuple(Item(BODY, {"id": str(each)}) for each in range(1000)))
-    letter = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
+    letter = amqp.Message(held.pack(), content_type=ENVELOPE, application_headers=told)
     signed(letter, bench.keys)
     publish(bench.connection, ((exchange, key, letter) for _ in range(MESSAGES // 1000)))
     rates["distribution, enveloped (tasks/s)"] = bench.rate("distribution", end, MESSAGES)
@@ -191,7 +193,7 @@ def unpacking(bench: Bench) -> None:
     held = Envelope(
         tuple(Item(b"x" * 50, {"id": str(each)}) for each in range(MAX_ENVELOPE_MESSAGES))
     )
-    letter = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
+    letter = amqp.Message(held.pack(), content_type=ENVELOPE, application_headers=told)
     signed(letter, bench.keys)
     look = bench.app.tasks["look"]
     with bench.worker("distribution") as worker:

@@ -22,8 +22,7 @@ from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import Layout, Level
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import bind_destination, declare
-from celery_rabbitdelay.publishing.policy import PublishPolicy
-from celery_rabbitdelay.publishing.publication import Address, Publication
+from celery_rabbitdelay.publishing.publication import Address, Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 

@@ -17,7 +17,7 @@ from kombu import Exchange, Queue, binding
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.registry.decision import COPY, JOB, KEY, ONCE
+from celery_rabbitdelay.levels.headers import COPY, JOB, KEY, ONCE
 from tests.chaos.ledger import Start
 from tests.chaos.notes import Notes, now_ms
 

@@ -27,9 +27,10 @@ import amqp
 from kombu import Connection, Consumer, Exchange, Queue
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
@@ -110,7 +111,7 @@ def publish(
         message = amqp.Message(b"x", application_headers={**told, "id": ids[0]})
     else:
         held = Envelope(tuple(Item(b"x", {"id": each}) for each in ids))
-        message = amqp.Message(held.pack(), content_type=CONTENT_TYPE, application_headers=told)
+        message = amqp.Message(held.pack(), content_type=ENVELOPE, application_headers=told)
     publisher.publish(message, lambda: topology.route(delay + 0.001, DISTRIBUTION)[:2])
 
 

@@ -13,7 +13,8 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.kombu import Topology, examine
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.levels.headers import ENVELOPE
+from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from tests.chaos.cluster import Node
 from tests.chaos.ledger import Whereabouts
@@ -106,7 +107,7 @@ def _messages(connection: Connection, name: str) -> Iterator[Any]:
 
 def _ids(message: Any) -> list[str]:
     """Return the ids of a message's tasks; an envelope has many."""
-    if message.content_type == CONTENT_TYPE:
+    if message.content_type == ENVELOPE:
         with suppress(InvalidEnvelope):
             items = Envelope.unpack(message.body).items
             return [str(each.headers.get("id")) for each in items]

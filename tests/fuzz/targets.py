@@ -11,6 +11,7 @@ from typing import Any, Final
 import amqp
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -19,14 +20,7 @@ from celery_rabbitdelay.modules.bounds import MAX_DEPTH, Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
-from celery_rabbitdelay.modules.envelope import (
-    CONTENT_TYPE,
-    Envelope,
-    Item,
-    Opened,
-    compressed,
-    length_prefixed,
-)
+from celery_rabbitdelay.modules.envelope import Envelope, Item, Opened, compressed, length_prefixed
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.redriving import Redriving
@@ -34,6 +28,7 @@ from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content
+from tests.unit.waiting import waiting
 
 TOPOLOGY: Final = Topology("f", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
 MODULES: Final = TOPOLOGY.module_queues
@@ -116,8 +111,8 @@ def _depth(value: Any) -> int:
 def _refused(message: amqp.Message, reason: str) -> None:
     """Assert that a refused message gets to ``undeliverable``, as it is or bare."""
     info: Any = message.delivery_info
-    outgoing = Outgoing(info["exchange"], info["routing_key"], message)
-    _check([to_undeliverable(UNDELIVERABLE, outgoing, reason, headers_of(message))], None)
+    outgoing = Outgoing(info["exchange"], info["routing_key"], waiting(message))
+    _check([to_undeliverable(UNDELIVERABLE, outgoing, reason)], None)
 
 
 def check_in(given: bytes) -> None:
@@ -173,8 +168,8 @@ def undeliverable(given: bytes) -> None:
         return
     assert redriven.reroute is not None
     _check([redriven], ALLOWED)
-    headers = headers_of(redriven.message)
-    if message.properties.get("content_type") != CONTENT_TYPE:
+    headers = redriven.message.headers.to_headers()
+    if message.properties.get("content_type") != ENVELOPE:
         exchange, key = headers["rabbitdelay-exchange"], headers["rabbitdelay-routing-key"]
         assert ALLOWED.includes(exchange, key)
         assert headers.get("rabbitdelay-queue", "allowed") == "allowed"
@@ -225,7 +220,7 @@ def _seeds() -> list[bytes]:
         (Item(b"body", {"id": "a"}, {"priority": 1}),), {"lang": "py"}, {"type": "t"}
     ).pack()
     bound = _message(packed, **told)
-    bound.properties["content_type"] = CONTENT_TYPE
+    bound.properties["content_type"] = ENVELOPE
     death = {
         "queue": MODULES.checkin.name,
         "exchange": MODULES.checkin.exchange.name,

@@ -10,9 +10,10 @@ from random import Random
 from struct import pack
 from typing import Any, Final
 
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, length_prefixed
+from celery_rabbitdelay.modules.envelope import Envelope, Item, length_prefixed
 from tests.hostile.fields import BAD_TEXTS, any_field, array, integer, nested, properties, table
 from tests.hostile.fields import text as field_text
 
@@ -314,7 +315,7 @@ def _to_allowed(topology: Topology) -> dict[bytes, bytes]:
 def _envelope(
     random: Draw, topology: Topology
 ) -> tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]:
-    return _to_allowed(topology), {"content_type": CONTENT_TYPE.encode()}, _packed(random, topology)
+    return _to_allowed(topology), {"content_type": ENVELOPE.encode()}, _packed(random, topology)
 
 
 def _packed(random: Draw, topology: Topology) -> bytes:
@@ -326,7 +327,7 @@ def _packed(random: Draw, topology: Topology) -> bytes:
         "unknown": lambda: Item(mark, {}, {"body": "y", "self": 1, "channel": {}}),
         "typed": lambda: Item(mark, {}, {"priority": "high", "content_type": 7}),
         "large": lambda: Item(b"\0" * (MAX_BODY + 1) + mark),
-        "envelope": lambda: Item(mark, {}, {"content_type": CONTENT_TYPE}),
+        "envelope": lambda: Item(mark, {}, {"content_type": ENVELOPE}),
         "huge": lambda: Item(mark, {"n": 10**300}),
         "surrogate": lambda: Item(mark, {"rabbitdelay-routing-key": "\ud800"}),
     }

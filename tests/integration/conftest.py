@@ -21,13 +21,7 @@ from tests.integration.arrivals import count
 from tests.integration.modules import OPEN
 from tests.integration.notes import Notes
 from tests.integration.publishing import posting
-from tests.integration.registering import (
-    KEEP_MS,
-    KINDS,
-    MARGIN_MS,
-    RedisSetup,
-    assert_all_expire,
-)
+from tests.integration.registering import KEEP_MS, KINDS, MARGIN_MS, RedisSetup, assert_all_expire
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker
 

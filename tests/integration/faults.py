@@ -105,14 +105,12 @@ def refusing_stranger(place: Place) -> None:
 
 
 def never_declares(place: Place) -> None:
-    unknown = Queue("invoices", queue_arguments=QUORUM)
-    destinations = (place.orders, unknown)
-    place.application = replace(place.application, may_declare=False, destinations=destinations)
+    another_destination(place)
+    place.settings = replace(place.settings, declare="never")
 
 
 def another_destination(place: Place) -> None:
-    destinations = (place.orders, Queue("invoices", queue_arguments=QUORUM))
-    place.application = replace(place.application, destinations=destinations)
+    place.destinations.append(Queue("invoices", queue_arguments=QUORUM))
 
 
 def unbound_destination(place: Place) -> None:
@@ -122,7 +120,7 @@ def unbound_destination(place: Place) -> None:
 
 def unbound_without_distribution(place: Place) -> None:
     unbound_destination(place)
-    place.application = replace(place.application, modules=("check-in",))
+    place.settings = replace(place.settings, modules=("check-in",))
 
 
 def classic_destination(place: Place) -> None:
@@ -204,7 +202,7 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
     "drop-undeliverable": (
         policy("undeliverable", delivery_limit=5),
         "danger",
-        {"policy-delivery-limit"},
+        {"policy-drops-undeliverable"},
     ),
     "impatient-module": (
         policy("distribution", delivery_limit=5),
@@ -212,12 +210,12 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
         {"policy-delivery-limit"},
     ),
     "operator-policy": (operator_policy_despite_the_guard, "danger", {"policy-message-ttl"}),
-    "destination-expires": (policy("orders", expires=60_000), "warning", {"policy-expires"}),
-    "destination-ttl": (policy("orders", message_ttl=1000), "warning", {"policy-message-ttl"}),
+    "destination-expires": (policy("orders", expires=60_000), "warning", {"destination-expires"}),
+    "destination-ttl": (policy("orders", message_ttl=1000), "warning", {"destination-message-ttl"}),
     "destination-drops-poison": (
         policy("orders", delivery_limit=5),
         "warning",
-        {"policy-delivery-limit"},
+        {"destination-delivery-limit"},
     ),
     "destination-drops": (policy("orders", max_length=5), "warning", {"destination-drops"}),
     "destination-refuses": (
@@ -227,25 +225,25 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
     ),
     "unknown-destination-refuses": (refusing_stranger, "danger", {"destination-refuses"}),
     "destination-not-declared": (never_declares, "danger", {"destination-missing"}),
-    "destination-not-yet-declared": (another_destination, "note", {"destination-missing"}),
+    "destination-not-yet-declared": (another_destination, "note", {"destination-not-declared"}),
     "destination-unbound": (unbound_destination, "warning", {"destination-unbound"}),
-    "destination-cut-off": (unbound_without_distribution, "danger", {"destination-unbound"}),
+    "destination-cut-off": (unbound_without_distribution, "danger", {"destination-cut-off"}),
     "destination-classic": (classic_destination, "note", {"destination-classic"}),
     "destination-differs": (other_destination, "danger", {"destination-differs"}),
     "may-not-declare": (
         may_only(configure=r"^(orders|shop\.(layout|s).*|amq\.gen.*)"),
         "danger",
-        {"permission-configure"},
+        {"permission-missing"},
     ),
-    "may-not-send": (may_only(write=r"^(orders|amq\..*)"), "danger", {"permission-write"}),
-    "may-not-bind": (may_only(read=r"^(amq\.gen|shop\.[^d])"), "danger", {"permission-read"}),
+    "may-not-send": (may_only(write=r"^(orders|amq\..*)"), "danger", {"permission-missing"}),
+    "may-not-bind": (may_only(read=r"^(amq\.gen|shop\.[^d])"), "danger", {"permission-missing"}),
     "may-not-consume": (
         may_only(read=r"^(amq\.gen|shop\.delivery)"),
         "danger",
-        {"permission-read"},
+        {"permission-missing"},
     ),
-    "older-layout": (older_layout, "danger", {"orphan"}),
-    "empty-older-layout": (empty_older_layout, "note", {"orphan"}),
+    "older-layout": (older_layout, "danger", {"orphan", "orphan-empty"}),
+    "empty-older-layout": (empty_older_layout, "note", {"orphan-empty"}),
     "clock-ahead": (fast_clock, "warning", {"clock-difference"}),
     "clock-behind": (slow_clock, "warning", {"clock-difference"}),
 }

@@ -6,6 +6,7 @@ A test module that uses the fixtures imports them and names them in its ``__all_
 from __future__ import annotations
 
 import json
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +20,11 @@ from uuid import uuid4
 import pytest
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.verify.application import Application
-from celery_rabbitdelay.operations.verify.finding import Report
-from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
-from celery_rabbitdelay.operations.verify.verification import verify
+from celery_rabbitdelay.operations.verify.checks import verify
+from celery_rabbitdelay.operations.verify.findings import Report
+from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import SHORT
@@ -44,12 +44,13 @@ class Place:
         self.node = node
         self.name = f"verify-{uuid4().hex[:8]}"
         self.url = f"{node.url.removesuffix('//')}/{self.name}"
-        self.topology = Topology("shop", SHORT, queue_type)
+        self.settings = Settings(prefix="shop", layout=SHORT, queue_type=queue_type)
+        self.topology = self.settings.topology
         self.orders = Queue("orders", queue_arguments=QUORUM)
-        self.application = Application(self.topology, (self.orders,))
+        self.destinations = [self.orders]
         self.connection = Connection(self.url)
         self.api = ManagementAPI(node.management_url)
-        self.now: Callable[[], float] | None = None
+        self.now: Callable[[], float] = time.time
 
     def declare(self) -> None:
         """Declare levels and destination."""
@@ -97,12 +98,10 @@ class Place:
         self.put("permissions", self.name, name, configure=configure, write=write, read=read)
         self.connection = Connection(self.url.replace("guest:guest", f"{name}:secret"))
 
-    def verify(self, management: bool = True) -> Report:
+    def verify(self) -> Report:
         """Look for faults."""
-        clock = {} if self.now is None else {"now": self.now}
-        api = self.api if management else None
         with self.connection.clone() as connection:
-            return verify(connection, self.application, api, **clock)
+            return verify(connection, self.settings, self.destinations, self.api, self.now)
 
     def verify_until(self, codes: set[str]) -> Report:
         """Look for faults until they are these, as far as the broker reports them late."""

@@ -7,8 +7,9 @@ from typing import Any, Final
 from kombu import Connection
 
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.worker import Worker
 
@@ -38,7 +39,7 @@ def put_in_envelope(connection: Connection, shop: Any, items: list[Item], **told
         exchange=exchange,
         routing_key=routing_key,
         headers={headers.DUE: 5, **told},
-        content_type=CONTENT_TYPE,
+        content_type=ENVELOPE,
         content_encoding="binary",
     )
 

@@ -20,11 +20,7 @@ from celery_rabbitdelay.publishing.declaration import (
     is_declared,
     missing,
 )
-from celery_rabbitdelay.testing import (
-    RabbitMQServer,
-    ServerNotStarted,
-    wait_for,
-)
+from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.shop import PATIENCE, QUEUES

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from celery.platforms import EX_UNAVAILABLE
-from kombu import Connection, Queue
+from kombu import Connection
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.kombu import Topology, bind_destination, declare, missing
-from celery_rabbitdelay.operations.declare import declare_everything
 from celery_rabbitdelay.publishing.declaration import is_declared, queue_counts
 from tests.integration.arrivals import count
 from tests.integration.modules import wait_until_served
@@ -173,7 +172,10 @@ def test_delete_refuses_while_messages_wait_unless_forced(
     for command in ("delete --yes", "delete --dry-run"):
         told = run_celery(hours, f"rabbitdelay {command} --json")
         assert told.returncode == 1
-        assert "3 messages wait under the prefix" in checked("error", told.stdout)["error"]
+        assert (
+            "3 messages still wait in 2 queues under the prefix"
+            in checked("error", told.stdout)["error"]
+        )
         assert "--force" in told.stderr
     assert missing(connection, topology) == ()
 
@@ -214,19 +216,12 @@ def test_delete_refuses_while_workers_may_hold_messages_unless_forced(
     for command in ("delete --yes", "delete --dry-run"):
         told = run_celery(configuration, f"rabbitdelay {command} --json")
         assert told.returncode == 1
-        assert "2 consumers take messages under" in checked("error", told.stdout)["error"]
+        assert "2 consumers still take messages from" in checked("error", told.stdout)["error"]
         assert "--rabbitdelay-modules=" in told.stderr
     assert missing(connection, shop.rabbitdelay.topology) == ()
     told = run_celery(configuration, "rabbitdelay delete --dry-run --force")
     assert told.returncode == 0, told.stderr
     assert "2 consumers: workers run" in told.stdout
-
-
-def test_delete_names_the_generation(configuration: dict[str, Any], prefix: str) -> None:
-    told = run_celery(configuration, "rabbitdelay delete --dry-run --generation 3")
-    assert told.stdout.strip() == f"Nothing of {prefix}.v3 exists"
-    told = run_celery(configuration, "rabbitdelay delete --dry-run --generation 3 --json")
-    assert checked("delete", told.stdout)["name_prefix"] == f"{prefix}.v3"
 
 
 @pytest.mark.parametrize("command", ["declare", "declare --dry-run", "delete --yes"])
@@ -255,11 +250,16 @@ def test_options_describe_another_topology(
 
 
 def test_queues_that_each_worker_has_for_itself_are_not_declared(
-    connection: Connection, topology: Topology, queue: Queue, prefix: str
+    configuration: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
 ) -> None:
-    own = [Queue(f"{prefix}-exclusive", exclusive=True), Broadcast(f"{prefix}-all")]
+    own = {"exclusive_queue": True, "broadcast_queue": True}
+    queues = make_shop(**own).amqp.queues.values()
+    alone = [each for each in queues if each.exclusive or isinstance(each, Broadcast)]
+    assert len(alone) == 2
 
-    declared = declare_everything(connection, topology, [queue, *own])
+    told = run_celery({**configuration, **own}, "rabbitdelay declare --queues --json")
 
-    assert declared.bound == declared.missing_queues == (queue.name,)
-    assert set(queue_counts(connection, own).values()) == {None}
+    found = checked("declare", told.stdout)
+    names = [each.name for each in queues if each not in alone]
+    assert found["bound"] == found["missing_queues"] == names
+    assert set(queue_counts(connection, alone).values()) == {None}

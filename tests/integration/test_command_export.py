@@ -21,7 +21,7 @@ from celery_rabbitdelay.kombu import (
     geometric,
     missing,
 )
-from celery_rabbitdelay.operations.export.formats import exported
+from celery_rabbitdelay.operations.export.definitions import as_definitions
 from celery_rabbitdelay.publishing.declaration import check_complete, is_declared
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.conftest import LEVELS
@@ -78,7 +78,7 @@ def test_imported_definitions_are_what_declare_makes(
     with Connection(empty) as connection:
         assert missing(connection, topology)
 
-        import_text(exported(topology, "definitions", prefix))
+        import_text(as_definitions(topology, prefix))
 
         assert missing(connection, topology) == ()
         assert is_declared(connection, topology)

@@ -16,9 +16,9 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.publishing.message import body_of
 from celery_rabbitdelay.publishing.wire import Content
 from tests.integration.arrivals import count, take, wait_until_waiting
@@ -44,8 +44,8 @@ def name(connection: Connection, shop: Any, topology: Topology) -> str:
     queue, now_ms = named(shop, "default"), int(time.time() * 1000)
 
     def failed(seconds: int, reason: str, **more: Any) -> dict[str, Any]:
-        since = {module_headers.FAILED_SINCE: now_ms - seconds * 1000}
-        return straight(queue, **since, **{module_headers.REASON: reason}, **more)
+        since = {header_names.FAILED_SINCE: now_ms - seconds * 1000}
+        return straight(queue, **since, **{header_names.REASON: reason}, **more)
 
     tried = "the queue is full ({} attempts since 2026-11-22 10:00:00 UTC; the first time: gone)"
     item = Item(b"[]", {"task": "inner", "id": "id-inner"})
@@ -58,7 +58,7 @@ def name(connection: Connection, shop: Any, topology: Topology) -> str:
         amqp.Message(
             Envelope((item, item)).pack(),
             application_headers=straight("elsewhere", own=b"\xff"),
-            content_type=CONTENT_TYPE,
+            content_type=ENVELOPE,
             delivery_mode=2,
         ),
         message("stranger", {header_names.QUEUE: "secret"}),

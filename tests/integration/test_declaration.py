@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import amqp
 import pytest
 from amqp.exceptions import AccessRefused, NotFound
 from kombu import Connection, Queue
@@ -17,8 +18,9 @@ from celery_rabbitdelay.exceptions import (
     TopologyInUse,
     TopologyNotEmpty,
 )
+from celery_rabbitdelay.levels import topology as topology_module
 from celery_rabbitdelay.levels.entities import QueueType
-from celery_rabbitdelay.levels.layout import binary, clock, geometric
+from celery_rabbitdelay.levels.layout import binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
@@ -281,3 +283,32 @@ def test_an_exclusive_queue_is_bound_over_its_own_connection_and_left_alone_by_o
         # It goes with its consumer.
         bodies = {arrival.body for arrival in take(connection, [exclusive], 2)}
     assert bodies == {"hello", "by operators"}
+
+
+def test_a_message_that_waits_may_be_given_back_any_number_of_times(
+    connection: Connection, make_topology: Callable[..., Topology]
+) -> None:
+    """By default, RabbitMQ 4 passes it on to the next level after the twentieth time."""
+    topology = make_topology(custom([("hours", 3, 3600), ("minutes", 60, 60)]))
+    declare(connection, topology)
+    route = topology.route(3600, "nobody")
+    channel: Any = connection.default_channel
+    channel.basic_publish(amqp.Message(b"", delivery_mode=2), route.exchange, route.routing_key)
+    (stop,) = route.stops
+    for _ in range(25):
+        wait_for(lambda: count(connection, stop) == 1, "the message")
+        channel.basic_reject(channel.basic_get(stop).delivery_tag, requeue=True)
+    wait_for(lambda: count(connection, stop) == 1, "the message")
+
+
+def test_a_release_with_other_arguments_is_refused(
+    connection: Connection, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The declared levels stay as they are."""
+    declare(connection, topology)
+    with monkeypatch.context() as other:
+        other.setattr(topology_module, "arguments_digest", lambda: "0123456789")
+        release = Topology(topology.prefix, SHORT)
+        with pytest.raises(LayoutConflict, match="another version of celery_rabbitdelay has"):
+            declare(connection, release)
+    assert is_declared(connection, topology)

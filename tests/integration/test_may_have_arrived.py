@@ -22,8 +22,7 @@ from celery_rabbitdelay.exceptions import (
     PublishError,
     TopologyIncomplete,
 )
-from celery_rabbitdelay.publishing.policy import PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for

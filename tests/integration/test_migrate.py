@@ -20,8 +20,9 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.operations.destinations import Place
 from celery_rabbitdelay.operations.migration import waiting
 from celery_rabbitdelay.operations.mover import Mover, Stay, Target
@@ -67,7 +68,7 @@ def ids_in(connection: Connection, topology: Topology) -> Counter[str]:
         assert found_one is not None or time.monotonic() < deadline
         taken += [found_one] if found_one else []
     for message, *_ in taken:
-        if message.properties.get("content_type") == CONTENT_TYPE:
+        if message.properties.get("content_type") == ENVELOPE:
             found.update(
                 str(item.headers["id"]) for item in Envelope.unpack(body_of(message)).items
             )

@@ -23,12 +23,13 @@ from celery_rabbitdelay.publishing.amqp_methods import find_exchanges
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.unit.waiting import waiting
 
 Receive = Callable[[amqp.Message], Iterator[Outgoing]]
 
 
 def outgoing(exchange: str, key: str, body: bytes = b"x") -> Outgoing:
-    return Outgoing(exchange, key, amqp.Message(body, delivery_mode=2))
+    return Outgoing(exchange, key, waiting(amqp.Message(body, delivery_mode=2)))
 
 
 class Serving:
@@ -256,7 +257,9 @@ def test_many_messages_that_close_the_channel_are_found_without_sending_the_othe
     source: Queue,
     target: Queue,
 ) -> None:
-    bad = Outgoing("", target.name, amqp.Message(b"never", expiration="soon", delivery_mode=2))
+    bad = Outgoing(
+        "", target.name, waiting(amqp.Message(b"never", expiration="soon", delivery_mode=2))
+    )
     good = [outgoing("", target.name, str(number).encode()) for number in range(10)]
     copies: list[int] = []
     with serving(lambda _: iter([*[bad] * 40, *good, *[bad] * 30])) as served:

@@ -21,13 +21,7 @@ from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.modules import OPEN, check_in, put_in_envelope
 from tests.integration.shop import named
-from tests.integration.unreadable import (
-    FAR_TIMESTAMP,
-    LATIN_ID,
-    LATIN_KEY,
-    Raw,
-    publish_with_key,
-)
+from tests.integration.unreadable import FAR_TIMESTAMP, LATIN_ID, LATIN_KEY, Raw, publish_with_key
 from tests.integration.worker import Worker
 
 #: Good messages before the bad one, and behind it.

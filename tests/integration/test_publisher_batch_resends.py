@@ -12,8 +12,7 @@ import pytest
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageRefused, MessageReturned
-from celery_rabbitdelay.publishing.policy import PublishPolicy
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for

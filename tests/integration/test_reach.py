@@ -10,8 +10,8 @@ import pytest
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -83,7 +83,7 @@ def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Ar
 
 
 def reason(arrival: Arrival) -> str:
-    return str(arrival.message.headers[module_headers.REASON])
+    return str(arrival.message.headers[header_names.REASON])
 
 
 def test_a_forged_message_for_a_queue_of_somebody_else_is_undeliverable_at_once(
@@ -223,7 +223,7 @@ def test_a_queue_that_only_its_producer_knows_gets_what_goes_through_distributio
     for arrival in arrivals:
         told = {each for each in arrival.message.headers if each.startswith("rabbitdelay-")}
         assert headers.DUE in told
-        assert not {module_headers.ATTEMPTS, module_headers.REASON} & told
+        assert not {header_names.ATTEMPTS, header_names.REASON} & told
 
 
 def test_a_list_is_all_that_distribution_reaches(

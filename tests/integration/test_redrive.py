@@ -13,10 +13,10 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.operations import undeliverable_reader
 from celery_rabbitdelay.operations.purge import purge
@@ -84,7 +84,7 @@ def test_messages_come_to_their_queue_and_the_others_stay_in_their_order(
         assert bodies(connection, declared) == [*range(0, 95, 2)]
     # The header says how often; the others are those of any delayed message.
     headers = arrived[0].message.headers
-    assert headers == straight(queue.name, **{module_headers.REDRIVEN: 1})
+    assert headers == straight(queue.name, **{header_names.REDRIVEN: 1})
 
 
 def test_of_many_messages_none_comes_twice_and_the_others_keep_their_order(
@@ -163,7 +163,7 @@ def test_a_message_that_comes_back_is_redriven_no_more_than_it_may_be(
         assert (report.examined, report.removed) == (1, 1)
         wait_until_waiting(connection, name, 1)
         (copy,) = undeliverable_messages(connection, declared)
-        assert copy.headers[module_headers.REDRIVEN] == attempt
+        assert copy.headers[header_names.REDRIVEN] == attempt
 
     report = redrive(connection, declared, redriving)
     assert report.left == {"it was redriven 3 times already": 1}
@@ -205,7 +205,7 @@ def test_forged_headers_reach_nothing(
         straight(own, **{header_names.EXCHANGE: 7}),
         {"x-death": [{"queue": "x", "routing-keys": [f"0.0.{secret.name}"]}]},
         *(
-            straight(own, **{module_headers.REDRIVEN: wrong})
+            straight(own, **{header_names.REDRIVEN: wrong})
             for wrong in (3, 2**40, -1, "1", True, [1], {"a": 1}, 0.5)
         ),
     ]
@@ -222,12 +222,12 @@ def test_forged_headers_reach_nothing(
             content_type=content_type,
         )
         for each, content_type in (
-            (inner, CONTENT_TYPE),
-            (copied, CONTENT_TYPE),
+            (inner, ENVELOPE),
+            (copied, ENVELOPE),
             (Item(b"fine"), "application/vnd.rabbitdelay.envelope.2"),
         )
     ]
-    broken = amqp.Message(b"no envelope", content_type=CONTENT_TYPE)
+    broken = amqp.Message(b"no envelope", content_type=ENVELOPE)
     messages = [message("x", each) for each in forged] + [*envelopes, broken]
     name = put(connection, topology, *messages)
     put(connection, topology, message("x", {}), routing_key=f"0.0.{secret.name}")
@@ -340,7 +340,7 @@ def test_messages_of_every_kind_run_as_they_would_have(
     came_by = [(note["exchange"], note["routing_key"]) for note in of_each_kind]
     assert sorted(came_by) == sorted(expected)
     assert of_each_kind[3]["priority"] == 9
-    assert all(module_headers.REDRIVEN not in note["headers"] for note in notes)
+    assert all(header_names.REDRIVEN not in note["headers"] for note in notes)
     assert count(connection, name) == 0
 
 
@@ -365,7 +365,7 @@ def test_attempts_are_counted_through_distribution(
         amqp.Message(
             Envelope((item,)).pack(),
             application_headers={header_names.DUE: 5, **gone},
-            content_type=CONTENT_TYPE,
+            content_type=ENVELOPE,
             delivery_mode=2,
         ),
     )
@@ -376,7 +376,7 @@ def test_attempts_are_counted_through_distribution(
             assert report.removed == 2, report
             wait_until_waiting(connection, name, 2)
             copies = list(undeliverable_messages(connection, topology))
-            assert [each.headers[module_headers.REDRIVEN] for each in copies] == [attempt] * 2
+            assert [each.headers[header_names.REDRIVEN] for each in copies] == [attempt] * 2
         report = redrive(connection, topology, redriving)
     assert report.left == {"it was redriven 2 times already": 2}
 
@@ -413,7 +413,7 @@ def test_what_a_client_checks_in_and_check_in_refuses_keeps_its_delay(
         "x-delay": 1000,
         header_names.EXCHANGE: checkin,
         header_names.ROUTING_KEY: queue.name,
-        module_headers.REASON: "check-in may not reach the queue",
+        header_names.REASON: "check-in may not reach the queue",
     }
     wrong = {**refused, "x-delay": "soon"}
     put(connection, declared, message("later", refused), message("wrong", wrong))

@@ -16,11 +16,7 @@ from celery_rabbitdelay.registry.connection import Call, Store
 from celery_rabbitdelay.registry.decision import Outcome, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
-from celery_rabbitdelay.registry.registry import (
-    MAX_JOB_PAUSE_MS,
-    MIN_JOB_PAUSE_MS,
-    Registry,
-)
+from celery_rabbitdelay.registry.registry import MAX_JOB_PAUSE_MS, MIN_JOB_PAUSE_MS, Registry
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.registering import (
     KEEP_MS,

@@ -24,7 +24,7 @@ from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Worker
 
 #: Seconds; long enough for a test to cancel a task before it is due.
-DELAY = 2.0
+DELAY = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +92,9 @@ def test_a_task_that_has_arrived_is_released(shop: Any, noted: Notes) -> None:
 
 @pytest.mark.parametrize("track", [True, False])
 def test_a_postponed_task_runs_later_and_once(shop: Any, noted: Notes, track: bool) -> None:
-    result = send(shop, noted, "postponed", delay=0.8, track=track)
-    due = time.time() + 3
-    outcome = shop.rabbitdelay.postpone(result, delay=3)
+    result = send(shop, noted, "postponed", delay=DELAY, track=track)
+    due = time.time() + DELAY + 1
+    outcome = shop.rabbitdelay.postpone(result, delay=DELAY + 1)
     assert outcome is (Outcome.DONE if track else Outcome.UNKNOWN)
     wait_for(lambda: ran(noted), "the task", PATIENCE)
     assert time.time() >= due
@@ -123,16 +123,16 @@ def test_a_task_with_a_key_cannot_run_earlier_unless_it_is_tracked(shop: Any, no
 def test_the_newest_task_under_a_key_runs(shop: Any, noted: Notes) -> None:
     key = f"order:{uuid4().hex}"
     for number in range(5):
-        send(shop, noted, number, delay=1.0 - 0.1 * number, key=key)
-    wait_until_passed(shop, noted, 1)
+        send(shop, noted, number, delay=DELAY - 0.1 * number, key=key)
+    wait_until_passed(shop, noted)
     assert ran(noted) == [4]
 
 
 def test_a_task_without_a_delay_supersedes_what_waits_and_runs_now(shop: Any, noted: Notes) -> None:
     key = f"order:{uuid4().hex}"
-    send(shop, noted, "waits", delay=1, key=key)
+    send(shop, noted, "waits", delay=DELAY, key=key)
     send(shop, noted, "now", key=key)
-    wait_until_passed(shop, noted, 1)
+    wait_until_passed(shop, noted)
     assert ran(noted) == ["now"]
 
 

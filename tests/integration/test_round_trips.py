@@ -16,11 +16,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import TopologyNotEmpty
 from celery_rabbitdelay.levels.layout import clock
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.amqp_methods import (
-    PASSIVE_BATCH,
-    find_exchanges,
-    find_queues,
-)
+from celery_rabbitdelay.publishing.amqp_methods import PASSIVE_BATCH, find_exchanges, find_queues
 from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,

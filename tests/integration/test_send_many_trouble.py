@@ -12,7 +12,8 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.rows import Row
 from celery_rabbitdelay.exceptions import RowsNotConfirmed
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope
+from celery_rabbitdelay.levels.headers import ENVELOPE
+from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.shop import named
@@ -92,7 +93,7 @@ def _takes_queues(broker: RabbitMQServer) -> bool:
 def _rows_of(message: Any) -> list[int]:
     body = message.body
     data: bytes = body.encode() if isinstance(body, str) else bytes(body)
-    if message.content_type == CONTENT_TYPE:
+    if message.content_type == ENVELOPE:
         bodies = [item.body for item in Envelope.unpack(data).items]
     else:
         bodies = [data]

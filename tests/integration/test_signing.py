@@ -12,8 +12,8 @@ from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.kombu import SigningKeys
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.operations.redrive import redrive
 from celery_rabbitdelay.operations.redrive_destinations import redriving_for
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
@@ -113,14 +113,18 @@ def test_what_is_not_signed_by_this_key_is_undeliverable(
     queue(connection.default_channel).declare()
     told = {headers.DUE: 5, headers.EXCHANGE: queue.exchange.name, headers.ROUTING_KEY: "a"}
     for keys in (None, SigningKeys(FOREIGN), SigningKeys(NEW)):
-        signature = None if keys is None else keys.signature(told, {"correlation_id": "1"}, b"")
+        signature = (
+            None
+            if keys is None
+            else keys.signature(b"", {"correlation_id": "1"}, headers.parse(told)[0])
+        )
         signed = {} if signature is None else {headers.SIGNATURE: signature}
         publish(connection, signing, {**told, **signed}, correlation_id="1")
         # The same signature is of no use for anything else.
         publish(connection, signing, {**told, **signed, headers.DUE: 6}, correlation_id="1")
     put_in_envelope(connection, signing, [], **told)
     found = undeliverable(connection, signing, 6)
-    assert {each.message.headers[module_headers.REASON] for each in found} == {NOT_SIGNED}
+    assert {each.message.headers[header_names.REASON] for each in found} == {NOT_SIGNED}
     assert len(take(connection, [queue], 1)) == 1
     assert count(connection, queue.name) == 0
 
@@ -178,7 +182,7 @@ def test_keys_are_rotated_while_tasks_wait(
         arrivals = take(connection, [Queue(named(shop, "mirror"))], 10)
         assert len(arrivals) == 10
         (refused,) = undeliverable(connection, shop)
-    assert refused.message.headers[module_headers.REASON] == NOT_SIGNED
+    assert refused.message.headers[header_names.REASON] == NOT_SIGNED
     assert not [key for key in (OLD, NEW, FOREIGN) if key in worker.log]
 
 

@@ -16,7 +16,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.spark.versions import HAS_FILTERS
 from tests.integration.arrivals import wait_until_waiting
@@ -106,8 +105,8 @@ def undeliverable(shop: Any) -> Iterator[str]:
         "task": "shop.remind",
         header_names.QUEUE: "reminders",
         header_names.DUE: 1_900_000_000_123,
-        module_headers.REASON: "nobody took it",
-        module_headers.FAILED_SINCE: 1_900_000_060_123,
+        header_names.REASON: "nobody took it",
+        header_names.FAILED_SINCE: 1_900_000_060_123,
     }
     messages = [
         amqp.Message(b"[[7], {}, {}]", application_headers=told),

@@ -17,7 +17,6 @@ from kombu import Connection
 from celery_rabbitdelay.exceptions import ReadTooLong
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.operations import undeliverable_reader
 from celery_rabbitdelay.operations.undeliverable import headers_as_json, undeliverable_messages
 from celery_rabbitdelay.publishing.declaration import declare
@@ -185,8 +184,8 @@ def test_a_message_tells_what_it_is_and_since_when_it_lies_there(
         "task": "shop.remind",
         header_names.QUEUE: "reminders",
         header_names.DUE: 1_900_000_000_123,
-        module_headers.REASON: "nobody took it",
-        module_headers.FAILED_SINCE: 1_900_000_060_000,
+        header_names.REASON: "nobody took it",
+        header_names.FAILED_SINCE: 1_900_000_060_000,
         "own": ["x", 1, None, {"a": b"\xff"}],
     }
     put(connection, declared, amqp.Message(b"\x00body", application_headers=told))

@@ -46,7 +46,7 @@ def test_a_sound_broker_exits_with_0(place: Place, settings: dict[str, Any]) -> 
 
     assert told.returncode == 0, told.stdout + told.stderr
     assert told.stdout.endswith(", shop: 0 danger, 0 warning, 0 note\n")
-    assert answer["findings"] == answer["not_seen"] == []
+    assert answer["findings"] == []
 
 
 def test_a_danger_exits_with_1_and_says_the_way_out(place: Place, settings: dict[str, Any]) -> None:
@@ -75,19 +75,18 @@ def test_a_warning_exits_with_1_only_if_asked_to(place: Place, settings: dict[st
     assert run_celery(settings, f"{command} --strict").returncode == 1
 
 
-def test_what_is_not_seen_is_said_and_fails_only_if_the_api_was_named(
-    settings: dict[str, Any],
-) -> None:
+def test_without_the_management_api_the_error_says_how_to_name_it(settings: dict[str, Any]) -> None:
     told = run_celery(settings, f"rabbitdelay verify --management {NOWHERE}")
     # Its default port is not the one of this node.
     asked = run_celery(settings, "rabbitdelay verify -j")
 
-    assert told.returncode == 1
-    assert "not seen: bindings, policies" in told.stdout
-    assert "  the management API http://127.0.0.1:1 cannot be used: " in told.stdout
+    assert told.returncode == asked.returncode == EX_UNAVAILABLE
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("Error: the management API http://127.0.0.1:1 cannot be used: ")
+    assert "rabbitmq-plugins enable rabbitmq_management" in line
+    assert "RABBITDELAY_MANAGEMENT_URL" in line
     assert "very-secret" not in told.stdout + told.stderr
-    assert asked.returncode == 0
-    assert checked("verify", asked.stdout)["not_seen"]
+    assert "http://127.0.0.1:15672" in checked("error", asked.stdout)["error"]
 
 
 @pytest.mark.parametrize("url", ["amqp://guest:very-secret@host", "very-secret@host:x", "http://"])

@@ -15,7 +15,6 @@ from kombu.compression import compress
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
@@ -30,10 +29,10 @@ WARNING: Final = "needs a later version of celery_rabbitdelay"
 
 #: What the redelivery of this version adds to a message.
 COUNTED: Final = {
-    module_headers.ATTEMPTS,
-    module_headers.FAILED_SINCE,
-    module_headers.FIRST_REASON,
-    module_headers.REASON,
+    header_names.ATTEMPTS,
+    header_names.FAILED_SINCE,
+    header_names.FIRST_REASON,
+    header_names.REASON,
 }
 
 #: The content type of an envelope of a later version.
@@ -101,7 +100,7 @@ def test_distribution_keeps_them_going_until_a_later_version_takes_them(
     with Worker(configuration) as worker:
         wait_until_served(worker)
         into_levels(connection, shop, DISTRIBUTION, body, own, content_type=LATER, priority=3)
-        versioned = {**own, module_headers.VERSION: 2}
+        versioned = {**own, header_names.VERSION: 2}
         into_levels(connection, shop, DISTRIBUTION, body, versioned, message_id="2")
         # This one goes on meanwhile, through the same queue.
         shop.tasks["note"].apply_async((1,), {"key": notes.key}, delay=1, priority=9)
@@ -121,7 +120,7 @@ def test_distribution_keeps_them_going_until_a_later_version_takes_them(
         assert headers.keys() >= COUNTED
         assert headers["rabbitdelay-new"] == {"a": 1}
         assert headers["x-mine"] == "kept"
-        is_envelope = module_headers.VERSION not in headers
+        is_envelope = header_names.VERSION not in headers
         assert message.content_type == (LATER if is_envelope else None)
         assert (message.properties.get("priority") == 3) == is_envelope
 
@@ -136,7 +135,7 @@ def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back
 ) -> None:
     with Worker(configuration) as worker:
         body, headers, properties = note_of(shop, notes, 1)
-        sent, own = body, {**headers, module_headers.VERSION: 2, "rabbitdelay-new": [2]}
+        sent, own = body, {**headers, header_names.VERSION: 2, "rabbitdelay-new": [2]}
         if compression:
             sent, own["compression"] = compress(body, compression)
         queue = named(shop, "default")
@@ -150,7 +149,7 @@ def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back
     assert arrival.body == json.loads(body)
     found = arrival.message.headers
     assert {name: found[name] for name in own} == own
-    assert found[module_headers.ATTEMPTS] >= 1
+    assert found[header_names.ATTEMPTS] >= 1
     assert arrival.message.properties["correlation_id"] == properties["correlation_id"]
 
 
@@ -165,7 +164,7 @@ def test_where_no_later_version_comes_they_lie_in_undeliverable_with_the_reason(
     with Worker({**configuration, **settings}) as worker:
         wait_until_served(worker)
         body, headers, properties = note_of(shop, notes, 1)
-        versioned = {**headers, module_headers.VERSION: 9}
+        versioned = {**headers, header_names.VERSION: 9}
         into_levels(connection, shop, named(shop, "default"), body, versioned, **properties)
         into_levels(connection, shop, DISTRIBUTION, b"later", {}, content_type=LATER)
         name = shop.rabbitdelay.topology.module_queues.undeliverable.name
@@ -188,7 +187,7 @@ def test_a_task_whose_headers_leave_no_room_for_the_count_is_undeliverable(
     with Worker(configuration) as worker:
         wait_until_served(worker)
         body, headers, properties = note_of(shop, notes, 1)
-        long = {**headers, module_headers.VERSION: 2, "x-long": "x" * 130_000}
+        long = {**headers, header_names.VERSION: 2, "x-long": "x" * 130_000}
         # It arrives, and with what counts its attempts it would exceed a frame.
         long["x-long"] += "x" * (131_040 - encoded_bytes(long, properties))
         into_levels(connection, shop, named(shop, "default"), body, long, **properties)
@@ -218,7 +217,7 @@ def test_check_in_refuses_them_at_once(
     with Worker({**configuration, **OPEN}) as worker:
         wait_until_served(worker)
         key = named(shop, "default")
-        check_in(connection, shop, key, headers={"x-delay": 5, module_headers.VERSION: 2})
+        check_in(connection, shop, key, headers={"x-delay": 5, header_names.VERSION: 2})
         check_in(connection, shop, key, headers={"x-delay": 5}, content_type=LATER)
         name = topology.module_queues.undeliverable.name
         wait_for(lambda: count(connection, name) == 2, "two undeliverable messages", 60)

@@ -21,10 +21,10 @@ from celery_rabbitdelay.exceptions import (
     MessageReturned,
     PublishError,
 )
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import attempts as attempts_module
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.attempts import Attempts, Received
 from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered
 from celery_rabbitdelay.modules.forwarding import Outgoing
@@ -32,6 +32,7 @@ from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
+from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology()
 UNDELIVERABLE = TOPOLOGY.module_queues.undeliverable.exchange.name
@@ -104,13 +105,13 @@ class Consumer:
 
     def has_to_wait(self, outgoing: Outgoing) -> bool:
         """Whether a message is not published before its destination has answered others."""
-        received = Received(outgoing.message, iter(()))
+        received = Received(outgoing.message.amqp(), iter(()))
         publication = self.attempts.first(received, outgoing, self.silent_for)
         assert received.pending == (publication is not None)
         return publication is None
 
     def publish(self, outgoing: Outgoing) -> Publication:
-        received = Received(outgoing.message, iter(()))
+        received = Received(outgoing.message.amqp(), iter(()))
         publication = self.attempts.first(received, outgoing, self.silent_for)
         assert publication is not None
         return publication
@@ -133,11 +134,11 @@ class Consumer:
 
 
 def for_exchange(exchange: str = "office", **headers: Any) -> Outgoing:
-    return Outgoing(exchange, "paper", amqp.Message(b"body", application_headers=headers))
+    return Outgoing(exchange, "paper", waiting(amqp.Message(b"body", application_headers=headers)))
 
 
 def for_queue(queue: str = "letters") -> Outgoing:
-    return Outgoing("", queue, amqp.Message(b"body"))
+    return Outgoing("", queue, waiting(amqp.Message(b"body")))
 
 
 def for_levels(exchange: str = "rabbitdelay.seconds.x1") -> Outgoing:
@@ -147,11 +148,11 @@ def for_levels(exchange: str = "rabbitdelay.seconds.x1") -> Outgoing:
     def address() -> tuple[str, str]:
         return exchange, f"0.0.0.0.0.0.{next(seconds)}.0.letters"
 
-    return Outgoing(*address(), amqp.Message(b"body"), address)
+    return Outgoing(*address(), waiting(amqp.Message(b"body")), address)
 
 
 def for_undeliverable() -> Outgoing:
-    return Outgoing(UNDELIVERABLE, "paper", amqp.Message(b"body"))
+    return Outgoing(UNDELIVERABLE, "paper", waiting(amqp.Message(b"body")))
 
 
 def pending(publication: Publication) -> int:
@@ -165,7 +166,7 @@ def headers(publication: Publication) -> dict[str, Any]:
 
 
 def reason(publication: Publication) -> str:
-    text: str = headers(publication)[module_headers.REASON]
+    text: str = headers(publication)[header_names.REASON]
     return text
 
 

@@ -12,6 +12,7 @@ from kombu import Connection, Exchange, Queue
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ONCE, UNREADABLE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.adoption import (
@@ -22,11 +23,8 @@ from celery_rabbitdelay.operations.adoption import (
     TaskMessages,
 )
 from celery_rabbitdelay.operations.mover import Stay
-from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import UNREADABLE
-from celery_rabbitdelay.registry.decision import ONCE
 
 TOPOLOGY = Topology("test")
 REPORTS = Exchange("reports", "topic")
@@ -68,13 +66,13 @@ def in_seconds(seconds: float) -> str:
 
 
 def due_in(outgoing: Outgoing) -> float:
-    due: int = headers_of(outgoing.message)[header_names.DUE]
+    due: int = outgoing.message.headers.to_headers()[header_names.DUE]
     return due / 1000 - time.time()
 
 
 def test_a_native_task_waits_until_its_eta_and_then_goes_where_it_was_sent() -> None:
     outgoing = native(calculate_routing_key(40, "paper.daily"), eta=in_seconds(40))
-    headers = headers_of(outgoing.message)
+    headers = outgoing.message.headers.to_headers()
     assert 20 < due_in(outgoing) < 40.001
     assert (headers[header_names.EXCHANGE], headers[header_names.QUEUE]) == (
         "reports",
@@ -99,7 +97,7 @@ def test_an_eta_that_is_earlier_than_the_chain_does_not_count() -> None:
 def test_a_native_task_for_a_fanout_exchange_goes_through_distribution() -> None:
     outgoing = native(calculate_routing_key(40, "everyone"), eta=in_seconds(40))
     assert outgoing.routing_key.endswith(".%distribution")
-    assert headers_of(outgoing.message)[header_names.EXCHANGE] == "news"
+    assert outgoing.message.headers.to_headers()[header_names.EXCHANGE] == "news"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_what_cannot_be_read_stays() -> None:
 
 def test_the_registrys_headers_stay() -> None:
     outgoing = native(calculate_routing_key(40, "daily"), 5, MODULES, **{ONCE: True})
-    assert headers_of(outgoing.message)[ONCE] is True
+    assert outgoing.message.headers.to_headers()[ONCE] is True
 
 
 def test_a_task_that_keeps_celerys_own_delays_stays() -> None:
@@ -151,7 +149,7 @@ def nservicebus(seconds: int, level: int, sent: datetime, **headers: Any) -> Out
 
 def test_a_message_of_nservicebus_ends_where_its_chain_ends() -> None:
     outgoing = nservicebus(40, 5, datetime.now(UTC) - timedelta(seconds=10))
-    headers = headers_of(outgoing.message)
+    headers = outgoing.message.headers.to_headers()
     assert 10 < due_in(outgoing) <= 30.001
     assert headers[header_names.EXCHANGE] == "nsb.v2.delay-delivery"
     assert headers[header_names.ROUTING_KEY] == "endpoint"
@@ -192,7 +190,7 @@ def eta_task(**headers: Any) -> Outgoing:
 def test_a_task_with_an_eta_returns_to_its_queue() -> None:
     outgoing = eta_task(eta=in_seconds(40))
     assert 20 < due_in(outgoing) < 40.001
-    assert headers_of(outgoing.message)[header_names.QUEUE] == "daily"
+    assert outgoing.message.headers.to_headers()[header_names.QUEUE] == "daily"
 
 
 @pytest.mark.parametrize("is_past", [False, True])
@@ -207,4 +205,4 @@ def test_a_task_that_was_given_back_often_is_published_to_its_queue_anew(header:
     # RabbitMQ would drop it after some more times.
     outgoing = eta_task(**{header: 8})
     assert (outgoing.exchange, outgoing.routing_key) == ("", "daily")
-    assert header not in headers_of(outgoing.message)
+    assert header not in outgoing.message.headers.to_headers()

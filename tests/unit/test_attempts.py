@@ -9,7 +9,6 @@ import pytest
 
 from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.attempts import Received
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
 from celery_rabbitdelay.publishing.message import headers_of
@@ -33,6 +32,7 @@ from tests.unit.consumer_model import (
     pending,
     reason,
 )
+from tests.unit.waiting import waiting
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_message_goes_to_its_destination_and_is_tried_there_once(
     outgoing = for_exchange(mine=1)
     publication = consumer.publish(outgoing)
     assert publication.address() == ("office", "paper")
-    assert publication.content == Content.of(outgoing.message)
+    assert publication.content == Content.of(outgoing.message.amqp())
     assert publication.deadline == 5.0 + TIMEOUT
     assert publication.single_attempt
     assert pending(publication) == 1
@@ -86,7 +86,7 @@ def test_a_refused_message_goes_back_into_the_levels_with_its_attempts_counted(
     consumer.clock.now = 5.0
     later = consumer.answer(publication, NACKED)
     assert is_tried_again(later)
-    assert headers(later)[module_headers.ATTEMPTS] == 1
+    assert headers(later)[header_names.ATTEMPTS] == 1
     assert headers(later)["mine"] == 1
     assert headers(later)[header_names.EXCHANGE] == "office"
     assert later.content.body == b"body"
@@ -100,7 +100,7 @@ def test_a_refused_message_goes_back_into_the_levels_with_its_attempts_counted(
     assert consumer.counts == (1, 1, 0)
 
     again = consumer.publish(for_exchange(**headers(later)))
-    assert headers(consumer.answer(again, NACKED))[module_headers.ATTEMPTS] == 2
+    assert headers(consumer.answer(again, NACKED))[header_names.ATTEMPTS] == 2
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_a_message_that_was_tried_for_too_long_is_undeliverable_with_all_that_is
 ) -> None:
     consumer = Consumer(monkeypatch, seconds=60)
     failed_before: dict[str, Any] = {
-        module_headers.ATTEMPTS: 6,
-        module_headers.FAILED_SINCE: 1_000_000_000_000,
-        module_headers.FIRST_REASON: "it was full",
+        header_names.ATTEMPTS: 6,
+        header_names.FAILED_SINCE: 1_000_000_000_000,
+        header_names.FIRST_REASON: "it was full",
     }
     last = consumer.answer(consumer.publish(for_exchange(**failed_before)), NACKED)
     assert is_undeliverable(last)
@@ -158,7 +158,7 @@ def test_a_message_that_amqp_cannot_carry_is_undeliverable_without_its_headers(
 ) -> None:
     given_up = consumer.publish(for_exchange(no_amqp_type=object()))
     assert is_undeliverable(given_up)
-    assert headers(given_up).keys() == {module_headers.REASON}
+    assert headers(given_up).keys() == {header_names.REASON}
     assert reason(given_up).startswith("a header or property cannot be written")
     assert given_up.content.body == b"body"
     assert pending(given_up) == 1
@@ -181,7 +181,7 @@ def test_a_message_whose_frame_has_no_room_for_our_headers_is_undeliverable_with
     consumer = Consumer(monkeypatch, frame_max=size + 2048)
     given_up = consumer.answer(consumer.publish(outgoing), NACKED)
     assert is_undeliverable(given_up)
-    assert headers(given_up).keys() == {module_headers.REASON}
+    assert headers(given_up).keys() == {header_names.REASON}
     assert reason(given_up).startswith("the broker nacked it")
     assert "its headers and properties take" in reason(given_up)
     consumer.confirm(given_up)
@@ -238,15 +238,17 @@ def test_what_the_levels_will_never_take_is_undeliverable(
 def test_what_undeliverable_never_takes_goes_there_without_headers_and_then_by_the_broker(
     consumer: Consumer,
 ) -> None:
-    told = {module_headers.REASON: "why", "CC": "no list"}
+    told = {header_names.REASON: "why", "CC": "no list"}
     publication = consumer.publish(
-        Outgoing("rabbitdelay.undeliverable", "k", amqp.Message(b"x", application_headers=told))
+        Outgoing(
+            "rabbitdelay.undeliverable", "k", waiting(amqp.Message(b"x", application_headers=told))
+        )
     )
     bare = consumer.answer(publication, REFUSED)
     assert bare.address() == ("rabbitdelay.undeliverable", "")
     received = bare.subject.received
-    assert headers_of(bare.content.message()).keys() == {module_headers.REASON}
-    assert headers_of(bare.content.message())[module_headers.REASON] == (
+    assert headers_of(bare.content.message()).keys() == {header_names.REASON}
+    assert headers_of(bare.content.message())[header_names.REASON] == (
         "why; its headers are left out: the broker does not take it: too large"
     )
     bare.error = REFUSED

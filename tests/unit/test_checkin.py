@@ -10,17 +10,18 @@ import pytest
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     encoded,
     to_undeliverable,
     without_headers,
 )
+from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology("t", custom([("seconds", 10, 1)]))
 UNDELIVERABLE = TOPOLOGY.module_queues.undeliverable.exchange.name
@@ -49,18 +50,18 @@ def receive(monkeypatch: pytest.MonkeyPatch) -> Callable[[amqp.Message], Outgoin
 def test_a_delay_is_a_number_or_looks_like_one(receive: Any, delay: Any) -> None:
     outgoing = receive(message(application_headers={"x-delay": delay, "mine": 1}))
     assert (outgoing.exchange, outgoing.routing_key) == ("t.seconds.x1", "3.%distribution")
-    assert outgoing.message.properties["application_headers"] == {
+    assert outgoing.message.headers.to_headers() == {
         "mine": 1,
         headers.DUE: NOW + 3000,
         headers.EXCHANGE: "",
         headers.ROUTING_KEY: "q",
     }
-    assert outgoing.message.properties["delivery_mode"] == 2
+    assert outgoing.message.amqp().properties["delivery_mode"] == 2
 
 
 def test_what_distribution_is_to_restore_waits_in_headers(receive: Any) -> None:
     given = message(application_headers={"x-delay": 1}, priority=9, expiration="60")
-    properties = receive(given).message.properties
+    properties = receive(given).message.amqp().properties
     told = properties["application_headers"]
     assert (told[headers.PRIORITY], told[headers.EXPIRATION]) == (9, "60")
     assert (properties["priority"], properties["expiration"]) == (4, None)
@@ -69,7 +70,7 @@ def test_what_distribution_is_to_restore_waits_in_headers(receive: Any) -> None:
 def test_a_delay_above_the_capacity_meditates_and_comes_back(receive: Any) -> None:
     outgoing = receive(message(application_headers={"x-delay": 25_000}))
     assert outgoing.exchange == "t.meditation"
-    told = outgoing.message.properties["application_headers"]
+    told = outgoing.message.headers.to_headers()
     back = receive(
         message("t.meditated", "", application_headers={**told, headers.DUE: NOW + 7000})
     )
@@ -91,7 +92,7 @@ def test_a_message_without_a_delay_is_passed_on_at_once(receive: Any) -> None:
         given = {**told, "mine": 1, headers.EXCHANGE: "office", "x-death": []}
         outgoing = receive(message(application_headers=given, priority=9, expiration="60"))
         assert (outgoing.exchange, outgoing.routing_key) == ("office", "q")
-        properties = outgoing.message.properties
+        properties = outgoing.message.amqp().properties
         assert properties["application_headers"] == {"mine": 1}
         assert (properties["priority"], properties["expiration"]) == (9, "60")
 
@@ -104,7 +105,7 @@ def test_a_message_without_headers_goes_to_the_queue_that_its_key_names(receive:
 def test_a_millisecond_is_a_delay_already(receive: Any) -> None:
     outgoing = receive(message(application_headers={"x-delay": 0.1, headers.EXCHANGE: "office"}))
     assert (outgoing.exchange, outgoing.routing_key) == ("t.seconds.x1", "1.%distribution")
-    told = outgoing.message.properties["application_headers"]
+    told = outgoing.message.headers.to_headers()
     assert (told[headers.DUE], told[headers.EXCHANGE]) == (NOW + 1, "office")
 
 
@@ -115,7 +116,9 @@ def test_an_exchange_alone_is_a_destination(receive: Any) -> None:
 
 
 def test_a_priority_and_no_expiration_need_no_headers(receive: Any) -> None:
-    properties = receive(message(application_headers={"x-delay": 1}, priority=4)).message.properties
+    properties = (
+        receive(message(application_headers={"x-delay": 1}, priority=4)).message.amqp().properties
+    )
     assert properties["priority"] == 4
     assert not {headers.PRIORITY, headers.EXPIRATION} & set(properties["application_headers"])
 
@@ -133,7 +136,7 @@ def test_the_latest_due_time_is_the_last_that_an_integer_of_amqp_holds(
     latest = 2**63 - 1 - NOW
     outgoing = receive(message(application_headers={"x-delay": latest}))
     assert outgoing.exchange == "t.meditation"
-    assert outgoing.message.properties["application_headers"][headers.DUE] == 2**63 - 1
+    assert outgoing.message.headers.to_headers()[headers.DUE] == 2**63 - 1
     with pytest.raises(UnprocessableMessage) as caught:
         receive(message(application_headers={"x-delay": latest + 1}))
     assert caught.value.reason == (
@@ -203,8 +206,8 @@ def test_after_meditation_no_header_of_the_broker_is_left_and_all_others_are(
     deaths = {"x-death": [{"queue": "t.meditation"}], "x-first-death-queue": "t.meditation"}
     back = receive(message("t.meditated", "", application_headers={**told, **deaths}, priority=3))
     assert (back.exchange, back.routing_key) == ("t.seconds.x1", "4.%distribution")
-    assert back.message.properties["application_headers"] == told
-    assert back.message.properties["priority"] == 3
+    assert back.message.headers.to_headers() == told
+    assert back.message.amqp().properties["priority"] == 3
     assert back.message.body == b"body"
 
 
@@ -264,7 +267,7 @@ def test_the_shard_is_that_of_the_task() -> None:
         ({"application_headers": {"x-delay": "-1000"}}, "x-delay is -1000, must not be negative"),
         (
             {"exchange": "t.meditated", "application_headers": {headers.DUE: "soon"}},
-            "it comes from meditation, but rabbitdelay-due is 'soon'",
+            "it comes from meditation, but its header rabbitdelay-due is 'soon'",
         ),
     ],
 )
@@ -289,7 +292,7 @@ def test_the_reason_of_a_refusal_names_what_was_found_and_the_way_out(
         ({"application_headers": {"x-delay": 1, "CC": ["secret"]}}, "header CC"),
         ({"application_headers": {"BCC": ["secret"]}}, "header BCC"),
         ({"application_headers": {"x-delay": 1, headers.EXCHANGE: 5}}, "not an exchange's name"),
-        ({"content_type": CONTENT_TYPE, "application_headers": {"x-delay": 1}}, "an envelope"),
+        ({"content_type": ENVELOPE, "application_headers": {"x-delay": 1}}, "an envelope"),
         ({"key": "secret"}, "may not reach"),
         ({"exchange": "t.meditated"}, "from meditation, but"),
     ],
@@ -305,11 +308,11 @@ def test_what_is_hostile_is_refused_in_few_words(
 @pytest.mark.parametrize(
     "outgoing",
     [
-        Outgoing("x" * 256, "k", amqp.Message(b"")),
-        Outgoing("x", "k" * 256, amqp.Message(b"")),
-        Outgoing("x", "k", amqp.Message(b"", priority="high")),
-        Outgoing("x", "k", amqp.Message(b"", application_headers={"long": "x" * 130_000})),
-        Outgoing("x", "k", amqp.Message(b"", application_headers={"what": object()})),
+        Outgoing("x" * 256, "k", waiting(amqp.Message(b""))),
+        Outgoing("x", "k" * 256, waiting(amqp.Message(b""))),
+        Outgoing("x", "k", waiting(amqp.Message(b"", priority="high"))),
+        Outgoing("x", "k", waiting(amqp.Message(b"", application_headers={"long": "x" * 130_000}))),
+        Outgoing("x", "k", waiting(amqp.Message(b"", application_headers={"what": object()}))),
     ],
 )
 def test_what_amqp_cannot_carry_is_known_before_it_is_sent(outgoing: Outgoing) -> None:
@@ -317,7 +320,7 @@ def test_what_amqp_cannot_carry_is_known_before_it_is_sent(outgoing: Outgoing) -
         encoded(outgoing, 131_072)
     reason = caught.value.reason
     assert len(reason) < 500
-    left = without_headers(UNDELIVERABLE, outgoing.message, reason)
-    assert encoded(left, 131_072)
-    told = to_undeliverable(UNDELIVERABLE, Outgoing("x", "k", amqp.Message(b"")), reason)
+    explained = to_undeliverable(UNDELIVERABLE, outgoing, reason)
+    assert encoded(without_headers(UNDELIVERABLE, explained), 131_072)
+    told = to_undeliverable(UNDELIVERABLE, Outgoing("x", "k", waiting(amqp.Message(b""))), reason)
     assert encoded(told, 131_072)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidDelay
-from celery_rabbitdelay.levels.delay import milliseconds
-from celery_rabbitdelay.levels.delay_text import parse_delay, written
+from celery_rabbitdelay.levels.delay import milliseconds, parse_delay, written
 
 
 @pytest.mark.parametrize(

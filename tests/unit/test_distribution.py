@@ -11,25 +11,17 @@ import pytest
 from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMessage
 from celery_rabbitdelay.levels import delay
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import COMMITTED, COPY, ENVELOPE, JOB, JOB_ID, ONCE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, _Items
+from celery_rabbitdelay.modules.envelope import Envelope, Item, _Items
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import task_id_of
-from celery_rabbitdelay.registry.decision import (
-    COMMITTED,
-    COPY,
-    JOB,
-    JOB_ID,
-    ONCE,
-    Arrival,
-    Decision,
-    Verdict,
-)
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
+from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology()
 distributed = Distribution(TOPOLOGY).receive
@@ -42,9 +34,7 @@ QUEUE = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
 
 def letter(*items: Item, **told: str) -> amqp.Message:
     headers = {header_names.DUE: DUE, **told}
-    return amqp.Message(
-        Envelope(items).pack(), content_type=CONTENT_TYPE, application_headers=headers
-    )
+    return amqp.Message(Envelope(items).pack(), content_type=ENVELOPE, application_headers=headers)
 
 
 def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself() -> None:
@@ -59,7 +49,7 @@ def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself
 
     assert (one.exchange, one.routing_key, one.message.body) == ("", "queue", b"one")
     assert (two.exchange, two.routing_key, two.message.body) == ("posts", "airmail", b"two")
-    assert one.message.properties["application_headers"] == {"id": "1", header_names.DUE: DUE}
+    assert one.message.headers.to_headers() == {"id": "1", header_names.DUE: DUE}
 
 
 def test_an_envelope_of_which_one_message_goes_nowhere_is_refused_whole() -> None:
@@ -80,12 +70,14 @@ def waited(headers: dict[str, Any], **properties: Any) -> amqp.Message:
 
 def properties_of(message: amqp.Message) -> dict[str, Any]:
     (outgoing,) = distributed(message)
-    return {k: value for k, value in outgoing.message.properties.items() if value is not None}
+    return {
+        k: value for k, value in outgoing.message.amqp().properties.items() if value is not None
+    }
 
 
 def test_a_message_arrives_as_it_was_sent_but_for_its_due_time() -> None:
     message = waited(
-        {header_names.DUE: DUE, module_headers.REASON: "full", "x-death": [], "x-mine": 1},
+        {header_names.DUE: DUE, header_names.REASON: "full", "x-death": [], "x-mine": 1},
         app_id="shop",
     )
     (outgoing,) = distributed(message)
@@ -120,18 +112,30 @@ def test_a_priority_that_could_wait_as_it_was_stays_and_no_expiration_appears() 
     [
         (
             {header_names.EXCHANGE: 5},
-            "rabbitdelay-exchange is 5, rabbitdelay-routing-key is 'paper'",
+            "its header rabbitdelay-exchange is 5, not an exchange's name",
+        ),
+        (
+            {header_names.EXCHANGE: 5, header_names.DUE: "soon"},
+            (
+                "its header rabbitdelay-due is 'soon', not milliseconds since 1970; "
+                "its header rabbitdelay-exchange is 5, not an exchange's name"
+            ),
         ),
         (
             {header_names.ROUTING_KEY: None},
-            "rabbitdelay-exchange is 'office', rabbitdelay-routing-key is None",
+            (
+                "its destination is missing: "
+                "rabbitdelay-exchange is 'office', rabbitdelay-routing-key is None"
+            ),
         ),
     ],
 )
-def test_a_message_without_exchange_or_key_is_refused(headers: dict[str, Any], why: str) -> None:
+def test_a_message_is_refused_that_lacks_exchange_or_key_or_has_an_invalid_header(
+    headers: dict[str, Any], why: str
+) -> None:
     with pytest.raises(UnprocessableMessage) as caught:
         list(distributed(waited(headers)))
-    assert caught.value.reason == f"its destination is missing: {why}"
+    assert caught.value.reason == why
 
 
 def test_the_due_time_of_an_envelope_is_that_of_each_message_in_it() -> None:
@@ -139,8 +143,8 @@ def test_the_due_time_of_an_envelope_is_that_of_each_message_in_it() -> None:
     (outgoing,) = distributed(
         letter(Item(b"one", {**known, header_names.DUE: 1, header_names.PRIORITY: 7}))
     )
-    assert outgoing.message.properties["application_headers"] == {header_names.DUE: DUE}
-    assert outgoing.message.properties["priority"] == 7
+    assert outgoing.message.headers.to_headers() == {header_names.DUE: DUE}
+    assert outgoing.message.amqp().properties["priority"] == 7
 
 
 def test_a_message_for_a_known_queue_goes_to_it_and_keeps_what_a_worker_restores() -> None:
@@ -150,12 +154,12 @@ def test_a_message_for_a_known_queue_goes_to_it_and_keeps_what_a_worker_restores
         header_names.ROUTING_KEY: "paper",
         header_names.QUEUE: "letters",
     }
-    own = {header_names.PRIORITY: 9, module_headers.ATTEMPTS: 3, "x-death": [], "mine": 1}
+    own = {header_names.PRIORITY: 9, header_names.ATTEMPTS: 3, "x-death": [], "mine": 1}
     message = amqp.Message(b"body", application_headers={**told, **own}, priority=4)
     (outgoing,) = distributed(message)
     assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
-    assert outgoing.message.properties["application_headers"] == {**told, "mine": 1}
-    assert outgoing.message.properties["priority"] == 9
+    assert outgoing.message.headers.to_headers() == {**told, "mine": 1}
+    assert outgoing.message.amqp().properties["priority"] == 9
 
 
 def test_a_queue_that_is_no_text_is_refused() -> None:
@@ -184,7 +188,7 @@ def test_a_message_without_our_headers_is_for_the_queue_in_its_key(
         return
     (outgoing,) = distributed(message)
     assert (outgoing.exchange, outgoing.routing_key) == ("", queue)
-    assert outgoing.message.properties["application_headers"] == {"mine": 1}
+    assert outgoing.message.headers.to_headers() == {"mine": 1}
 
 
 class Registry:
@@ -226,7 +230,7 @@ def tasks(number: int) -> amqp.Message:
 def ids(outgoing: Sequence[Outgoing]) -> list[str]:
     """The ids of tasks that go to their queue."""
     assert {(each.exchange, each.routing_key) for each in outgoing} <= {("", "queue")}
-    return [each.message.properties["application_headers"]["id"] for each in outgoing]
+    return [each.message.headers.to_headers()["id"] for each in outgoing]
 
 
 def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope() -> None:
@@ -261,10 +265,10 @@ def test_an_envelope_is_read_twice_with_and_without_a_registry(
     assert read == 2
 
 
-def test_a_due_time_that_is_no_number_is_none_for_the_registry() -> None:
+def test_a_due_time_that_is_missing_is_zero_for_the_registry() -> None:
     registry = Registry(RUN)
     message = tasks(1)
-    message.properties["application_headers"][header_names.DUE] = "soon"
+    del message.properties["application_headers"][header_names.DUE]
     assert ids(registry.distributed(message)) == ["0"]
     assert registry.asked == [[Arrival("0", 0, redelivered=True)]]
 
@@ -297,14 +301,14 @@ def test_an_envelope_whose_tasks_all_wait_for_their_job_goes_back_as_a_whole(
         # While the levels do not take it, its route is computed anew.
         assert later.reroute is not None
         assert later.message.body == message.body
-        assert later.message.properties["content_type"] == CONTENT_TYPE
-        assert later.message.properties["application_headers"] == {header_names.DUE: DUE, **QUEUE}
+        assert later.message.amqp().properties["content_type"] == ENVELOPE
+        assert later.message.headers.to_headers() == {header_names.DUE: DUE, **QUEUE}
 
 
 def test_cancelled_tasks_wait_in_their_envelope_with_those_whose_job_is_open() -> None:
     registry = Registry(Decision(Verdict.CANCELLED), ITS_JOB_IS_OPEN, Decision(Verdict.SUPERSEDED))
     (later,) = registry.distributed(tasks(3))
-    assert later.message.properties["content_type"] == CONTENT_TYPE
+    assert later.message.amqp().properties["content_type"] == ENVELOPE
 
 
 def test_the_envelope_waits_until_the_first_of_its_tasks_asks_again(
@@ -331,7 +335,7 @@ def test_the_registry_is_told_of_a_job_that_was_committed() -> None:
     assert told == [("june", "1")]
     # Nobody has signed the name of the job, but its id.
     for wrong in ({JOB_ID: "2"}, {JOB: 7}, {JOB_ID: None}):
-        with pytest.raises(UnprocessableMessage, match="it names no job"):
+        with pytest.raises(UnprocessableMessage, match=r"it names no job|job is 7, not a text"):
             list(distribution.receive(note(**wrong)))
     assert len(told) == 1
     with pytest.raises(UnprocessableMessage, match="there is no registry"):
@@ -348,7 +352,7 @@ def test_while_the_registry_is_away_the_note_of_a_commit_waits(
 
     (later,) = Distribution(TOPOLOGY, confirm=away).receive(note())
     assert later.exchange == TOPOLOGY.route(5, DISTRIBUTION).exchange
-    assert later.message.properties["application_headers"][COMMITTED] is True
+    assert later.message.headers.to_headers()[COMMITTED] is True
 
 
 def test_an_envelope_without_tasks_becomes_nothing() -> None:
@@ -370,7 +374,7 @@ def test_while_the_registry_is_away_all_tasks_go_on_to_workers_who_know_what_to_
 
 def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() -> None:
     registry = Registry(RUN)
-    back = Outgoing("levels", "key", amqp.Message(b""))
+    back = Outgoing("levels", "key", waiting(amqp.Message(b"")))
     distribution = Distribution(TOPOLOGY, lambda message: back, registry.look)
     (outgoing,) = distribution.receive(tasks(1))
     assert outgoing.message is back.message

@@ -82,7 +82,7 @@ def test_meditation_takes_a_capacity_or_what_rabbitmq_allows(capacity_ms: int, t
     meditation = arguments(modules.meditation)
     assert meditation["x-message-ttl"] == ttl_ms
     assert meditation["x-dead-letter-exchange"] == modules.meditated.name == "p.meditated"
-    assert "x-delivery-limit" not in meditation
+    assert meditation["x-delivery-limit"] == 2_147_483_647
 
 
 def test_clients_publish_to_exchanges_that_are_called_like_their_queues() -> None:

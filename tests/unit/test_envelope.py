@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import envelope
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item, Opened
+from celery_rabbitdelay.modules.envelope import Envelope, Item, Opened
 
 distributed = Distribution(Topology()).receive
 
@@ -49,7 +50,7 @@ def test_what_this_format_has_once_written_is_read() -> None:
 
 
 def test_the_format_says_its_version_and_its_limits() -> None:
-    assert CONTENT_TYPE == "application/vnd.rabbitdelay.envelope.1"
+    assert ENVELOPE == "application/vnd.rabbitdelay.envelope.1"
     assert envelope.MAX_ENVELOPE_MESSAGES == 100_000
     assert envelope.MAX_ENVELOPE_BYTES == 67_108_864
 
@@ -178,7 +179,7 @@ def test_a_number_at_which_the_broker_would_close_the_connection_is_refused(numb
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_an_envelope_in_an_envelope_is_refused(is_shared: bool) -> None:
     """Each could hold a thousand, without end."""
-    inner = {"content_type": CONTENT_TYPE}
+    inner = {"content_type": ENVELOPE}
     body = Envelope(
         (Item(b"x", {}, {} if is_shared else inner),), {}, inner if is_shared else {}
     ).pack()
@@ -227,7 +228,7 @@ def test_what_json_cannot_write_is_refused_where_it_is_packed() -> None:
 
 def _message(held: Envelope, **own: Any) -> amqp.Message:
     return amqp.Message(
-        held.pack(), content_type=CONTENT_TYPE, application_headers={headers.DUE: 5, **own}
+        held.pack(), content_type=ENVELOPE, application_headers={headers.DUE: 5, **own}
     )
 
 
@@ -241,14 +242,14 @@ def test_distribution_gives_each_message_its_own_and_what_all_share() -> None:
     first, second = distributed(_message(held, **where))
     assert (first.exchange, first.routing_key) == ("office", "paper")
     assert (first.message.body, second.message.body) == (b"one", b"two")
-    found = first.message.properties["application_headers"]
+    found = first.message.headers.to_headers()
     assert found == {"task": "t", "id": "1", headers.DUE: 5}
-    assert first.message.properties["content_type"] == "application/json"
-    assert [each.message.properties["priority"] for each in (first, second)] == [0, 2]
+    assert first.message.amqp().properties["content_type"] == "application/json"
+    assert [each.message.amqp().properties["priority"] for each in (first, second)] == [0, 2]
 
 
 def test_distribution_refuses_what_it_cannot_open_or_send() -> None:
     with pytest.raises(UnprocessableMessage, match="destination is missing"):
         list(distributed(_message(Envelope((Item(b"one"),)))))
     with pytest.raises(UnprocessableMessage, match="envelope cannot be opened"):
-        list(distributed(amqp.Message(b"x", content_type=CONTENT_TYPE)))
+        list(distributed(amqp.Message(b"x", content_type=ENVELOPE)))

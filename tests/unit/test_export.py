@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import Result
@@ -16,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.command.export import FORMATS
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
-from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import Zeros
 from celery_rabbitdelay.operations.export.definitions import definitions
-from celery_rabbitdelay.operations.export.formats import FORMATS, exported
-from celery_rabbitdelay.operations.export.graph import graph
+from celery_rabbitdelay.operations.export.mermaid import as_mermaid
 from celery_rabbitdelay.operations.export.setting import as_setting, cut
+from celery_rabbitdelay.operations.export.terraform import as_terraform
 from tests.json_schemas import checked
 from tests.unit.declaring_model import DeclaringModel
 from tests.unit.strategies import layouts
@@ -44,12 +43,9 @@ ALL = [
 
 
 @pytest.mark.parametrize("layout", ALL)
-@pytest.mark.parametrize("generation", GENERATIONS.values(), ids=lambda each: each.word)
-def test_the_terraform_module_makes_what_declare_makes(
-    layout: Layout, generation: Generation
-) -> None:
-    topology = Topology("shop.delay", layout, generation=generation)
-    module = Module(exported(topology, "terraform"), name="other")
+def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
+    topology = Topology("shop.delay", layout)
+    module = Module(as_terraform(topology), name="other")
     made = DeclaringModel(replace(topology, prefix="other"))
 
     exchanges = module.resources("rabbitmq_exchange")
@@ -98,7 +94,7 @@ def test_the_definitions_have_what_declare_makes(layout: Layout) -> None:
 
 
 def test_the_marker_comes_last_and_queues_are_never_destroyed() -> None:
-    text = exported(Topology(), "terraform")
+    text = as_terraform(Topology())
     order = Module(text).order()
     assert order["rabbitmq_exchange.all"] == ["rabbitmq_exchange.guard"]
     assert order["rabbitmq_queue.all"] == ["rabbitmq_exchange.all"]
@@ -110,7 +106,7 @@ def test_the_marker_comes_last_and_queues_are_never_destroyed() -> None:
 
 def test_the_module_says_its_inputs_and_the_setting_of_the_applications() -> None:
     topology = Topology("shop", geometric(factor=60, levels=4, tick=1))
-    module = Module(exported(topology, "terraform", 'a"${b}'))
+    module = Module(as_terraform(topology, 'a"${b}'))
     defaults = {name: each["default"] for name, each in module.variables.items()}
     assert defaults == {"name": "shop", "vhost": 'a"$${b}', "max_delay": 60**4 - 1}
     (condition,) = module.variables["max_delay"]["validation"]
@@ -130,7 +126,7 @@ def test_a_layout_that_only_python_can_make_has_no_setting() -> None:
     odd = Layout("mine", clock().levels)
     assert as_setting(odd) is None
     assert as_setting(Layout("clock", clock().levels[1:])) is None
-    assert Module(exported(Topology(layout=odd), "terraform")).output["layout"]["value"] is None
+    assert Module(as_terraform(Topology(layout=odd))).output["layout"]["value"] is None
 
 
 @given(layouts, st.data())
@@ -155,13 +151,19 @@ def test_a_delay_that_no_level_holds_cannot_be_cut() -> None:
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_the_drawings_show_every_level_and_where_it_leads(layout: Layout) -> None:
+def test_the_flow_chart_shows_every_level_and_where_it_leads(layout: Layout) -> None:
     topology = Topology("shop", layout)
-    drawing = graph(topology)
-    ids = {node.id for node in drawing.nodes}
-    assert len(ids) == len(drawing.nodes)
-    assert {edge.source for edge in drawing.edges} | {e.target for e in drawing.edges} <= ids
-    # Each pair of exchange and level that a binding joins has one edge, and no other has.
+    front, title, end, kind, *lines = as_mermaid(topology).splitlines()
+    assert (front, end, kind) == ("---", "---", "flowchart LR")
+    assert title.startswith('title: "shop: ')
+    node = re.compile(r'  (\w+)(?:\(\[|\{\{|\[\[|\[\()"[^"]+"(?:\]\)|\}\}|\]\]|\)\])')
+    arrow = re.compile(r'  (\w+) (-->|==>|-\.->)(?:\|"([^"|]+)"\|)? (\w+)')
+    nodes = [found[1] for line in lines if (found := node.fullmatch(line))]
+    arrows = [found.groups() for line in lines if (found := arrow.fullmatch(line))]
+    assert len(nodes) + len(arrows) == len(lines)
+    assert len(set(nodes)) == len(nodes) == 2 * len(layout.levels) + 7
+    assert {name for source, _, _, target in arrows for name in (source, target)} == set(nodes)
+    # Each pair of exchange and level that a binding joins has one arrow, and no other has.
     of_queue = {
         queue.name: f"queues{index}"
         for index, level in enumerate(layout.levels)
@@ -179,46 +181,24 @@ def test_the_drawings_show_every_level_and_where_it_leads(layout: Layout) -> Non
         if each.source in of_exchange and "distribution" not in each.target
     }
     drawn = [
-        (edge.source, edge.target)
-        for edge in drawing.edges
-        if edge.line == "route" and edge.source.startswith("exchange")
+        (source, target)
+        for source, line, _, target in arrows
+        if line == "-->" and source.startswith("exchange")
     ]
     assert set(drawn) == bound
     assert len(set(drawn)) == len(drawn)
-    dead_letters = {(e.source, e.target) for e in drawing.edges if e.line == "dead-letter"}
+    dead_letters = {(source, target) for source, line, _, target in arrows if line == "-.->"}
     assert {
         (of_queue[queue.name], of_exchange[(queue.queue_arguments or {})["x-dead-letter-exchange"]])
         for queue in topology.digit_queues
     } == dead_letters - {("meditation", "checkin")}
 
 
-@pytest.mark.parametrize("layout", ALL)
-def test_each_drawing_has_all_nodes_and_edges(layout: Layout) -> None:
-    topology = Topology("shop", layout)
-    drawing = graph(topology)
-    svg = ElementTree.fromstring(exported(topology, "svg"))
-    name = "{http://www.w3.org/2000/svg}"
-    boxes = [each.get("id") for each in svg.iter(f"{name}rect") if each.get("id")]
-    assert boxes == [node.id for node in drawing.nodes]
-    lines = [each for each in svg.iter(f"{name}path") if each.get("marker-end")]
-    assert len(lines) == len(drawing.edges)
-
-    mermaid = exported(topology, "mermaid").splitlines()
-    assert mermaid[3] == "flowchart LR"
-    arrow = re.compile(r'  (\w+) (?:-->|==>|-\.->)(?:\|"([^"|]*)"\|)? (\w+)')
-    arrows = [found.groups("") for line in mermaid if (found := arrow.fullmatch(line))]
-    assert arrows == [(each.source, each.label, each.target) for each in drawing.edges]
-
-    dot = exported(topology, "dot").splitlines()
-    assert sum(" -> " in line for line in dot) == len(drawing.edges)
-    assert sum("shape=" in line for line in dot) == len(drawing.nodes)
-
-
 def test_the_command_writes_every_format(offline: Callable[..., Result], tmp_path: Path) -> None:
     for name in FORMATS:
         told = offline("export", "--format", name, "--prefix", "shop", "--layout", "binary")
         assert told.exit_code == 0, told.output
-        assert told.stdout == exported(Topology("shop", binary()), name)
+        assert told.stdout == FORMATS[name](Topology("shop", binary()), "/")
         path = tmp_path / name
         options = ("-f", name, "-o", str(path), "--prefix", "shop", "--layout", "binary", "-j")
         found = checked("export", offline("export", *options).stdout)
@@ -248,10 +228,10 @@ def test_the_command_leaves_out_levels_that_the_longest_delay_does_not_need(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-f", "yaml"], "'yaml' is not one of"),
+        (["-f", "svg"], "'svg' is not one of"),
         ([], "--format"),
-        (["-f", "dot", "--max-delay", "9999999d"], "above the layout's capacity"),
-        (["-f", "dot", "-o", "/nowhere/at/all"], "--output: "),
+        (["-f", "mermaid", "--max-delay", "9999999d"], "above the layout's capacity"),
+        (["-f", "mermaid", "-o", "/nowhere/at/all"], "--output: "),
     ],
 )
 def test_what_the_command_cannot_write_is_a_usage_error(

@@ -6,14 +6,67 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, PutBack
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.publishing import wire
-from celery_rabbitdelay.registry import decision as registry_headers
 from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, RestoringStrategies, restore
+
+MAX_MS = 2**63 - 1
+OWN = sorted(headers._KINDS)
+
+instants = st.integers(0, MAX_MS)
+texts = st.text(max_size=8)
+others = st.dictionaries(
+    texts.filter(lambda name: not headers.is_own(name) and name not in headers.BROKER_HEADERS),
+    st.none() | st.booleans() | st.integers() | texts,
+    max_size=3,
+)
+put_backs = st.builds(
+    lambda times, until, to: PutBack(times, until, *to),
+    st.integers(0, 2**31),
+    instants,
+    st.just((None, None)) | st.tuples(texts, texts),
+)
+words: dict[str, Any] = {
+    **dict.fromkeys((headers.COPY, headers.KEY, headers.JOB, headers.JOB_ID), texts),
+    headers.ONCE: st.just(True) | texts.filter(bool),
+    **dict.fromkeys((headers.REDELIVERED, headers.COMMITTED), st.just(True)),
+}
+
+#: Whatever this package writes.
+written = st.builds(
+    DelayHeaders,
+    st.none() | instants,
+    st.none() | texts,
+    st.none() | texts,
+    st.none() | texts.filter(bool),
+    st.none() | st.integers(5, 255),
+    st.none() | st.integers(0, 2**32 - 1).map(str),
+    put_backs,
+    st.none() | st.builds(Failures, st.integers(1, 2**31), st.integers(1, MAX_MS), texts),
+    st.none() | texts,
+    st.integers(0, 2**31),
+    st.fixed_dictionaries({}, optional=words),
+    st.none() | texts,
+    others,
+)
+
+#: Whatever anybody writes; py-amqp reads names that are not UTF-8 as bytes.
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+tables: Any = st.dictionaries(
+    st.sampled_from(OWN) | st.sampled_from(sorted(headers.BROKER_HEADERS)) | texts | st.binary(),
+    anything,
+)
 
 ADDED_BY_THE_BROKER: dict[str, Any] = {
     "x-death": [{"queue": "rabbitdelay.seconds.1"}],
@@ -39,21 +92,64 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
     assert headers.ROUTING_KEY == "rabbitdelay-routing-key"
     assert headers.PRIORITY == "rabbitdelay-priority"
     assert headers.EXPIRATION == "rabbitdelay-expiration"
-    assert module_headers.EARLY == "rabbitdelay-early"
-    assert module_headers.ATTEMPTS == "rabbitdelay-attempts"
-    assert module_headers.FAILED_SINCE == "rabbitdelay-failed-since"
-    assert module_headers.FIRST_REASON == "rabbitdelay-first-reason"
-    assert module_headers.REASON == "rabbitdelay-reason"
-    assert registry_headers.COPY == "rabbitdelay-copy"
-    assert registry_headers.KEY == "rabbitdelay-key"
-    assert registry_headers.JOB == "rabbitdelay-job"
-    assert registry_headers.ONCE == "rabbitdelay-once"
-    assert wire.UNREADABLE == "rabbitdelay-unreadable"
+    assert header_names.EARLY == "rabbitdelay-early"
+    assert header_names.ATTEMPTS == "rabbitdelay-attempts"
+    assert header_names.FAILED_SINCE == "rabbitdelay-failed-since"
+    assert header_names.FIRST_REASON == "rabbitdelay-first-reason"
+    assert header_names.REASON == "rabbitdelay-reason"
+    assert header_names.COPY == "rabbitdelay-copy"
+    assert header_names.KEY == "rabbitdelay-key"
+    assert header_names.JOB == "rabbitdelay-job"
+    assert header_names.ONCE == "rabbitdelay-once"
+    assert header_names.UNREADABLE == "rabbitdelay-unreadable"
     assert wire.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
 
 
+@given(written)
+def test_what_is_written_is_read_again(said: DelayHeaders) -> None:
+    assert headers.parse(said.to_headers()) == (said, {})
+
+
+@given(tables)
+def test_whatever_headers_say_is_read_and_what_is_invalid_counts_as_missing(
+    found: dict[Any, Any],
+) -> None:
+    said, problems = headers.parse(found)
+    assert headers.parse(said.to_headers()) == (said, {})
+    for name, problem in problems.items():
+        assert found[name] is not None
+        assert problem.startswith(f"its header {name} is ")
+        assert len(problem) < 400
+    given = {name for name in OWN if found.get(name) is not None}
+    valid = {name: found[name] for name in given - problems.keys()}
+    together = {headers.ATTEMPTS, headers.FAILED_SINCE, headers.FIRST_REASON}
+    expected = {n: v for n, v in valid.items() if n not in together or together <= valid.keys()}
+    back = said.to_headers()
+    for name, value in expected.items():
+        if name not in (headers.EARLY, headers.REDRIVEN):
+            assert back[name] == value
+    assert said.redriven == valid.get(headers.REDRIVEN, 0)
+
+
+@given(tables)
+def test_a_message_that_is_passed_on_unopened_keeps_all_headers_but_those_of_the_broker(
+    found: dict[Any, Any],
+) -> None:
+    kept = {name: value for name, value in found.items() if name not in headers.BROKER_HEADERS}
+    assert repr(headers.unopened(found).to_headers()) == repr({**kept})
+
+
+def test_headers_nested_a_thousand_deep_are_read() -> None:
+    deep: Any = {}
+    for _ in range(5_000):
+        deep = {"headers": deep}
+    said, problems = headers.parse({headers.EARLY: deep, headers.DUE: deep, **deep})
+    assert said.due_ms is None
+    assert problems.keys() == {headers.DUE}
+
+
 def test_the_delay_s_header_is_that_of_the_delayed_message_exchange_plugin() -> None:
-    assert module_headers.X_DELAY == "x-delay"
+    assert header_names.X_DELAY == "x-delay"
 
 
 def test_nested_headers_are_called_as_celery_reads_them() -> None:
@@ -164,12 +260,14 @@ def test_a_destination_of_another_type_is_none_that_we_have_written(name: str, v
 
 
 @pytest.mark.parametrize("due", [None, "soon", b"\xff", {}, [], 1.5, True, -(2**63)])
-def test_a_due_time_of_any_type_is_restored(due: Any) -> None:
+def test_a_task_whose_due_time_is_invalid_is_restored_without_it(due: Any) -> None:
     found = {**DELAYED, headers.DUE: due, SENTRY_ENQUEUED: 1.5}
     message = Message(headers=found, delivery_info={"exchange": "", "routing_key": "0.q"})
     waited = restore(message)
     assert waited is not None
-    assert waited.due_ms == due
+    assert waited.due_ms is None
+    assert headers.DUE not in message.headers
+    assert {SENTRY_ENQUEUED: 1.5}.items() <= message.headers.items()
 
 
 def test_headers_nested_a_thousand_deep_and_names_in_bytes_are_stripped() -> None:

@@ -33,7 +33,6 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
@@ -99,7 +98,7 @@ class Maker:
 
     def expected(self, each: Call) -> tuple[dict[str, Any], bytes]:
         """The properties and the body as Celery makes them, through AMQP and back."""
-        return read(Content.of(self.by_celery(each).delayed.message))
+        return read(Content.of(self.by_celery(each).delayed.message.amqp()))
 
     def alone(self, each: Call) -> tuple[dict[str, Any], bytes]:
         return read(self.writer.content(each))
@@ -109,7 +108,7 @@ class Maker:
         items = b"".join(map(self.writer.item, calls))
         properties, body = read(self.writer.envelope(items, calls[0].due.at_ms))
         return [
-            (dict(out.message.properties), body_of(out.message))
+            (dict(out.message.amqp().properties), out.message.body)
             for out in distributed(amqp.Message(body, **properties))
         ]
 
@@ -330,7 +329,7 @@ def test_headers_of_one_call_are_no_other_s() -> None:
     given: dict[str, Any] = {"mine": {"a": 1}}
     maker = Maker({"headers": given})
     first, second = call((1,), {}), call((2,), {})
-    assert headers_of(maker.made.delayed.message)["id"] == maker.first.task_id
+    assert maker.made.delayed.message.headers.to_headers()["id"] == maker.first.task_id
     for each in (first, second):
         assert maker.alone(each)[0]["application_headers"]["id"] == each.task_id
     assert given == {"mine": {"a": 1}}

@@ -16,11 +16,9 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.layout import binary, clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.migration import Migration
 from celery_rabbitdelay.operations.mover import Stay
-from celery_rabbitdelay.publishing.message import headers_of
 
 SOURCE = Topology("old", binary(), shards=3)
 TARGET = Topology("new", clock(), shards=2)
@@ -85,7 +83,7 @@ def test_a_waiting_message_goes_on_for_the_rest_of_its_delay(
     # Rounded up to ticks: never early.
     assert DUE - now <= digits_of(outgoing) <= DUE - now + 60_000
     assert ensured == ([destination] if destination else [])
-    assert headers_of(outgoing.message) == task()
+    assert outgoing.message.headers.to_headers() == task()
     assert outgoing.reroute is not None
 
 
@@ -94,8 +92,8 @@ def test_what_the_broker_has_added_is_left_out_and_the_users_own_stays(
 ) -> None:
     deaths = {"x-death": [{"queue": "old.seconds.1"}], "x-delivery-count": 2, "x-mine": "kept"}
     outgoing = convert("old.s.1", key_of(SOURCE, "emails"), task(**deaths), priority=3)
-    assert headers_of(outgoing.message) == task(**{"x-mine": "kept"})
-    assert outgoing.message.properties["priority"] == 3
+    assert outgoing.message.headers.to_headers() == task(**{"x-mine": "kept"})
+    assert outgoing.message.amqp().properties["priority"] == 3
 
 
 def test_a_message_that_is_due_goes_to_its_queue_at_once(convert: Callable[..., Outgoing]) -> None:
@@ -129,18 +127,18 @@ def test_what_a_client_has_checked_in_is_checked_in_at_the_target(
     headers = {"x-delay": 5000, "rabbitdelay-exchange": "reports"}
     outgoing = convert(MODULES.checkin.name, "daily", headers, expiration="9000")
     assert (outgoing.exchange, outgoing.routing_key) == ("new.checkin", "daily")
-    assert headers_of(outgoing.message) == headers
-    assert outgoing.message.properties["expiration"] == "9000"
+    assert outgoing.message.headers.to_headers() == headers
+    assert outgoing.message.amqp().properties["expiration"] == "9000"
 
 
 def test_an_undeliverable_message_keeps_its_reason(convert: Callable[..., Outgoing]) -> None:
-    known = convert(MODULES.undeliverable.name, "key", {module_headers.REASON: "no such queue"})
+    known = convert(MODULES.undeliverable.name, "key", {header_names.REASON: "no such queue"})
     assert known.exchange == "new.undeliverable"
-    assert headers_of(known.message) == {module_headers.REASON: "no such queue"}
+    assert known.message.headers.to_headers() == {header_names.REASON: "no such queue"}
     died = {"x-death": [{"queue": MODULES.checkin.name, "routing-keys": ["key"]}]}
-    told = headers_of(convert(MODULES.undeliverable.name, "key", died).message)
+    told = convert(MODULES.undeliverable.name, "key", died).message.headers.to_headers()
     assert told == {
-        module_headers.REASON: "delivery limit of old.checkin exceeded: no worker acknowledged it"
+        header_names.REASON: "delivery limit of old.checkin exceeded: no worker acknowledged it"
     }
 
 
@@ -159,8 +157,8 @@ def test_a_priority_that_quorum_levels_do_not_take_goes_through_distribution(
 ) -> None:
     outgoing = convert("old.s.1", key_of(SOURCE, "emails"), task(), priority=9)
     assert outgoing.routing_key.endswith(".%distribution")
-    assert outgoing.message.properties["priority"] == 4
-    assert headers_of(outgoing.message)[header_names.PRIORITY] == 9
+    assert outgoing.message.amqp().properties["priority"] == 4
+    assert outgoing.message.headers.to_headers()[header_names.PRIORITY] == 9
 
 
 @pytest.mark.parametrize("due", [None, "soon", -1, True, 2**63, 1.5])
@@ -194,10 +192,10 @@ def test_a_message_for_an_exchange_keeps_a_high_priority_for_distribution(
     headers = task()
     del headers[header_names.QUEUE]
     outgoing = convert("old.s.1", key_of(SOURCE, DISTRIBUTION), headers, priority=9)
-    assert outgoing.message.properties["priority"] == 4
-    assert headers_of(outgoing.message)[header_names.PRIORITY] == 9
+    assert outgoing.message.amqp().properties["priority"] == 4
+    assert outgoing.message.headers.to_headers()[header_names.PRIORITY] == 9
 
 
 def test_an_expiration_does_not_count_in_the_levels(convert: Callable[..., Outgoing]) -> None:
     outgoing = convert("old.s.1", key_of(SOURCE, "emails"), task(), expiration="5000")
-    assert outgoing.message.properties["expiration"] is None
+    assert outgoing.message.amqp().properties["expiration"] is None

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from amqp import spec
 from amqp.exceptions import AccessRefused, NotFound
+from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu import Exchange, Queue
@@ -19,12 +20,10 @@ from celery_rabbitdelay.exceptions import (
     MissingPermission,
     PermissionMissing,
 )
-from celery_rabbitdelay.levels.generation import GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import binary
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.permissions import (
-    CelerysOwn,
     Right,
     Role,
     commands,
@@ -33,6 +32,8 @@ from celery_rabbitdelay.operations.permissions import (
     topic_rights,
 )
 from celery_rabbitdelay.publishing.permissions import missing_permission, permissions_named
+
+CONF = Celery(set_as_current=False).conf
 
 QUEUES = [
     Queue("mail", Exchange("mail", type="direct"), "mail"),
@@ -116,53 +117,35 @@ def test_the_error_of_another_message_has_the_permission_too() -> None:
 def test_no_role_reaches_another_prefix_or_queue(
     role: Role, may_declare: bool, topology: Topology
 ) -> None:
-    told = patterns(rights(role, topology, QUEUES, may_declare=may_declare))
+    told = patterns(rights(role, topology, QUEUES, CONF, may_declare=may_declare))
     for pattern in filter(None, told):
         for name in (f"x{topology.prefix}.delivery", topology.prefix, "other.delivery", "secret"):
             assert not re.search(pattern, name), pattern
         assert not re.search(pattern, "axb.delivery")
 
 
-@pytest.mark.parametrize("generation", GENERATIONS.values(), ids=lambda each: each.word)
-def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone(
-    generation: Generation,
-) -> None:
-    topology = Topology(generation=generation)
-    configure, write, read = patterns(rights("producer", topology, QUEUES, may_declare=False))
+def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone() -> None:
+    topology = Topology()
+    configure, write, read = patterns(rights("producer", topology, QUEUES, CONF, may_declare=False))
     assert configure == read == ""
     writable = {each.name for each in topology.exchanges if re.search(write, each.name)}
     assert writable == {each.name for each in topology.exchanges if each.type == "topic"}
     assert not any(re.search(write, queue.name) for queue in topology.queues)
-
-
-@pytest.mark.parametrize("role", ["producer", "check-in"])
-def test_who_declares_nothing_may_use_former_generations_too(role: Role) -> None:
-    topology = Topology(generation=GENERATIONS[3])
-    _, write, _ = patterns(rights(role, topology, QUEUES, may_declare=False))
-    for each in (topology, *topology.former):
-        entered = [each.delivery.name] if role == "producer" else [f"{each.name_prefix}.checkin"]
-        assert all(re.search(write, name) for name in entered), each.name_prefix
-
-
-def test_topic_permissions_are_for_former_generations_too() -> None:
-    topology = Topology(generation=GENERATIONS[3])
-    restricted = {each.exchange for each in topic_rights(topology, QUEUES)}
-    _, write, _ = patterns(rights("producer", topology, QUEUES, may_declare=False))
-    for each in (topology, *topology.former):
-        names = {exchange.name for exchange in each.exchanges if re.search(write, exchange.name)}
-        assert names
-        assert names <= restricted
+    # Each has a topic permission where there are any.
+    assert {each.exchange for each in topic_rights(topology, QUEUES)} == writable
 
 
 def test_celery_s_own_names_are_those_of_the_settings() -> None:
-    own = CelerysOwn("shop", "shop-events", "shop-ev", has_replies=True)
-    told = patterns(rights("worker", Topology(), QUEUES, may_declare=False, celerys_own=own))
+    own = Celery(set_as_current=False).conf
+    own.update(control_exchange="shop", event_exchange="shop-events", event_queue_prefix="shop-ev")
+    own.update(result_backend="rpc://")
+    told = patterns(rights("worker", Topology(), QUEUES, own, may_declare=False))
     for pattern in told:
         for name in ("shop.pidbox", "w@h.shop.pidbox", "shop-events", "shop-ev.1"):
             assert re.search(pattern, name), pattern
         for name in ("celery.pidbox", "celeryev", "celeryev.1"):
             assert not re.search(pattern, name), pattern
-    given_rights = rights("producer", Topology(), QUEUES, may_declare=False, celerys_own=own)
+    given_rights = rights("producer", Topology(), QUEUES, own, may_declare=False)
     configure, write, read = patterns(given_rights)
     reply_to = "5f5d29a1-6c45-3a24-9a3b-0f7e4f8b1c11"
     assert re.search(configure, reply_to)
@@ -171,32 +154,31 @@ def test_celery_s_own_names_are_those_of_the_settings() -> None:
 
 
 def test_a_worker_may_have_its_own_queue_for_a_broadcast() -> None:
-    told = patterns(rights("worker", Topology(), [Broadcast("news")], may_declare=False))
+    told = patterns(rights("worker", Topology(), [Broadcast("news")], CONF, may_declare=False))
     for pattern in told:
         assert re.search(pattern, Broadcast("news").name)
         assert re.search(pattern, "news")
         assert not re.search(pattern, "bcast.x")
     # It binds the queue, and no producer does.
     configure, write, _ = patterns(
-        rights("producer", Topology(), [Broadcast("news")], may_declare=True)
+        rights("producer", Topology(), [Broadcast("news")], CONF, may_declare=True)
     )
     assert re.search(configure, "news")
     assert not re.search(write, Broadcast("news").name)
 
 
-def test_a_worker_reads_the_modules_of_former_generations_too() -> None:
-    topology = Topology(generation=GENERATIONS[3])
-    given_rights = list(rights("worker", topology, QUEUES, may_declare=False))
-    _, _, read = patterns(given_rights)
-    for each in (topology, *topology.former):
-        modules = each.module_queues
-        assert re.search(read, modules.checkin.name)
+def test_a_worker_reads_the_queues_of_its_modules() -> None:
+    modules = Topology().module_queues
+    for served in (["check-in", "distribution"], ["distribution"]):
+        given_rights = rights("worker", Topology(), QUEUES, CONF, may_declare=False, modules=served)
+        _, _, read = patterns(given_rights)
+        assert bool(re.search(read, modules.checkin.name)) == ("check-in" in served)
         assert re.search(read, modules.distribution.name)
         assert not re.search(read, modules.undeliverable.name)
 
 
 def test_a_queue_that_others_declare_is_only_read() -> None:
-    given_rights = list(rights("worker", Topology(), QUEUES, may_declare=False))
+    given_rights = list(rights("worker", Topology(), QUEUES, CONF, may_declare=False))
     configure, _, read = patterns(given_rights)
     assert re.search(configure, "mail")
     assert not re.search(configure, "daily.reports")
@@ -218,7 +200,7 @@ def test_a_restricted_producer_may_use_each_key_of_its_queues(
 
 
 def test_the_commands_are_quoted_for_a_shell() -> None:
-    told = list(commands("o'neill", "my host", [Right("write", "a", "")], []))
+    told = list(commands("o'neill", "my host", [Right("write", "a")], []))
     assert told == [
         "rabbitmqctl set_permissions -p 'my host' 'o'\"'\"'neill' '' '^(a)$' ''",
     ]

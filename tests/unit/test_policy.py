@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_rabbitdelay.publishing.policy import MIN_PAUSE, PublishPolicy
+from celery_rabbitdelay.publishing.publication import MIN_PAUSE, PublishPolicy
 
 #: Each pause is partly random, so each is looked at so many times.
 LOOKS = 200

@@ -10,8 +10,7 @@ import pytest
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionBlocked, ConnectionLost
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled, Unconfirmed
-from celery_rabbitdelay.publishing.policy import DEFAULT_POLICY
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publication import DEFAULT_POLICY, Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop
 from celery_rabbitdelay.publishing.wire import Content
 

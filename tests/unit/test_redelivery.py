@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels import delay, headers
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
+from tests.unit.waiting import said, waiting
 
 TOPOLOGY = Topology()
 UNDELIVERABLE = TOPOLOGY.module_queues.undeliverable.exchange.name
@@ -60,11 +62,11 @@ def standstill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def message(**told: Any) -> Outgoing:
     properties: dict[str, Any] = {"application_headers": {headers.DUE: NOW - 10}, **told}
-    return Outgoing("office", "paper", amqp.Message(b"body", **properties))
+    return Outgoing("office", "paper", waiting(amqp.Message(b"body", **properties)))
 
 
 def headers_of(outgoing: Outgoing) -> dict[str, Any]:
-    found: dict[str, Any] = outgoing.message.properties["application_headers"]
+    found: dict[str, Any] = outgoing.message.headers.to_headers()
     return found
 
 
@@ -81,24 +83,24 @@ def test_the_pauses_double_from_a_second_to_ten_minutes() -> None:
     received: dict[str, Any] = {}
     pauses = []
     for attempt in range(1, 15):
-        later = redelivery.after_failure(message(), received, "it is full")
+        later = redelivery.after_failure(message(), said(received), "it is full")
         received = headers_of(later)
-        assert received[module_headers.ATTEMPTS] == attempt
+        assert received[header_names.ATTEMPTS] == attempt
         pauses.append(pause_of(later))
     assert pauses[:4] == [1.0, 2.0, 4.0, 8.0]
     assert pauses[-5:] == [512.0, *[TEN_MINUTES] * 4]
 
 
 def test_the_count_of_redriving_stays_while_a_message_is_tried_again() -> None:
-    received = {module_headers.REDRIVEN: 2}
+    received = {header_names.REDRIVEN: 2}
     for seconds in (86_400, 0):
-        later = Clock().redelivery(seconds).after_failure(message(), received, "it is full")
-        assert headers_of(later)[module_headers.REDRIVEN] == 2
+        later = Clock().redelivery(seconds).after_failure(message(), said(received), "it is full")
+        assert headers_of(later)[header_names.REDRIVEN] == 2
 
 
 def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
     redelivery = Redelivery(TOPOLOGY, 60)
-    pauses = {pause_of(redelivery.after_failure(message(), {}, "")) for _ in range(200)}
+    pauses = {pause_of(redelivery.after_failure(message(), DelayHeaders(), "")) for _ in range(200)}
     assert len(pauses) > 3
     # In the levels, it is rounded up to a tenth of a second.
     assert min(pauses) >= 0.75
@@ -108,19 +110,19 @@ def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
 def test_what_comes_back_is_what_was_sent() -> None:
     clock = Clock()
     first = message(priority=9, expiration="5000", app_id="shop")
-    later = clock.redelivery().after_failure(first, {}, "it is full")
+    later = clock.redelivery().after_failure(first, DelayHeaders(), "it is full")
     assert later.reroute is not None
     assert later.reroute() == (later.exchange, later.routing_key)
-    assert "expiration" not in later.message.properties or (
-        later.message.properties["expiration"] is None
+    assert "expiration" not in later.message.amqp().properties or (
+        later.message.amqp().properties["expiration"] is None
     )
-    assert later.message.properties["priority"] == 4
-    (again,) = Distribution(TOPOLOGY).receive(later.message)
+    assert later.message.amqp().properties["priority"] == 4
+    (again,) = Distribution(TOPOLOGY).receive(later.message.amqp())
     assert (again.exchange, again.routing_key, again.message.body) == ("office", "paper", b"body")
     assert headers_of(again) == {headers.DUE: NOW - 10}
-    assert again.message.properties["priority"] == 9
-    assert again.message.properties["expiration"] == "5000"
-    assert again.message.properties["app_id"] == "shop"
+    assert again.message.amqp().properties["priority"] == 9
+    assert again.message.amqp().properties["expiration"] == "5000"
+    assert again.message.amqp().properties["app_id"] == "shop"
 
 
 def test_a_message_for_a_known_queue_keeps_what_its_worker_restores() -> None:
@@ -130,9 +132,9 @@ def test_a_message_for_a_known_queue_keeps_what_its_worker_restores() -> None:
         headers.ROUTING_KEY: "paper",
         headers.QUEUE: "letters",
     }
-    first = Outgoing("", "letters", amqp.Message(b"", application_headers=told))
-    later = Clock().redelivery().after_failure(first, {}, "it is full")
-    (again,) = Distribution(TOPOLOGY).receive(later.message)
+    first = Outgoing("", "letters", waiting(amqp.Message(b"", application_headers=told)))
+    later = Clock().redelivery().after_failure(first, DelayHeaders(), "it is full")
+    (again,) = Distribution(TOPOLOGY).receive(later.message.amqp())
     assert (again.exchange, again.routing_key) == ("", "letters")
     assert headers_of(again) == told
 
@@ -145,20 +147,20 @@ def test_after_its_time_a_message_is_undeliverable_with_the_first_and_the_last_r
     redelivery = clock.redelivery(seconds)
     received: dict[str, Any] = {}
     if seconds:
-        later = redelivery.after_failure(message(), {}, "it is full")
+        later = redelivery.after_failure(message(), DelayHeaders(), "it is full")
         received = headers_of(later)
         clock.now_ms += 59_999
-        later = redelivery.after_failure(message(), received, "it is full")
+        later = redelivery.after_failure(message(), said(received), "it is full")
         received = headers_of(later)
         assert later.exchange != UNDELIVERABLE
         clock.now_ms += 1
-    last = redelivery.after_failure(message(), received, "it is gone")
+    last = redelivery.after_failure(message(), said(received), "it is gone")
     assert last.exchange == UNDELIVERABLE
     assert last.reroute is None
     told = headers_of(last)
     assert (told[headers.EXCHANGE], told[headers.ROUTING_KEY]) == ("office", "paper")
     since = " (3 attempts since 2027-01-15 08:00:00 UTC; the first time: it is full)"
-    assert told[module_headers.REASON] == "it is gone" + (since if seconds else "")
+    assert told[header_names.REASON] == "it is gone" + (since if seconds else "")
 
 
 @given(values, values, values)
@@ -166,13 +168,13 @@ def test_whatever_a_stranger_has_written_a_message_is_tried_again_or_given_up(
     attempts: Any, since: Any, reason: Any
 ) -> None:
     received = {
-        module_headers.ATTEMPTS: attempts,
-        module_headers.FAILED_SINCE: since,
-        module_headers.FIRST_REASON: reason,
+        header_names.ATTEMPTS: attempts,
+        header_names.FAILED_SINCE: since,
+        header_names.FIRST_REASON: reason,
     }
-    later = Clock().redelivery().after_failure(message(), received, "it is full")
+    later = Clock().redelivery().after_failure(message(), said(received), "it is full")
     if later.reroute is not None:
-        assert headers_of(later)[module_headers.ATTEMPTS] >= 1
+        assert headers_of(later)[header_names.ATTEMPTS] >= 1
         assert 0 < pause_of(later) <= TEN_MINUTES
 
 
@@ -193,29 +195,29 @@ def test_a_message_is_counted_anew_if_its_numbers_are_none_that_a_module_can_hav
     attempts: int, since: int, is_counted_on: bool
 ) -> None:
     received = {
-        module_headers.ATTEMPTS: attempts,
-        module_headers.FAILED_SINCE: since,
-        module_headers.FIRST_REASON: "it was full",
+        header_names.ATTEMPTS: attempts,
+        header_names.FAILED_SINCE: since,
+        header_names.FIRST_REASON: "it was full",
     }
-    later = Clock().redelivery(seconds=NOW).after_failure(message(), received, "it is gone")
+    later = Clock().redelivery(seconds=NOW).after_failure(message(), said(received), "it is gone")
     assert headers_of(later) == {
         **headers_of(message()),
         headers.EXCHANGE: "office",
         headers.ROUTING_KEY: "paper",
-        module_headers.ATTEMPTS: attempts + 1 if is_counted_on else 1,
-        module_headers.FAILED_SINCE: min(since, NOW) if is_counted_on else NOW,
-        module_headers.FIRST_REASON: "it was full" if is_counted_on else "it is gone",
-        module_headers.REASON: "it is gone",
+        header_names.ATTEMPTS: attempts + 1 if is_counted_on else 1,
+        header_names.FAILED_SINCE: min(since, NOW) if is_counted_on else NOW,
+        header_names.FIRST_REASON: "it was full" if is_counted_on else "it is gone",
+        header_names.REASON: "it is gone",
     }
 
 
 def test_no_pause_is_above_the_capacity() -> None:
     topology = Topology(layout=custom([("seconds", 6, 1)]))
     received = {
-        module_headers.ATTEMPTS: 9,
-        module_headers.FAILED_SINCE: NOW,
-        module_headers.FIRST_REASON: "x",
+        header_names.ATTEMPTS: 9,
+        header_names.FAILED_SINCE: NOW,
+        header_names.FIRST_REASON: "x",
     }
-    later = Clock().redelivery(topology=topology).after_failure(message(), received, "full")
+    later = Clock().redelivery(topology=topology).after_failure(message(), said(received), "full")
     assert later.exchange == "rabbitdelay.seconds.x1"
     assert later.routing_key.startswith("5.")

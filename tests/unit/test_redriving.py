@@ -13,18 +13,19 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import delay, headers
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE, UNREADABLE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import UNREADABLE
+from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology("p", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
 CHECKIN = TOPOLOGY.module_queues.checkin
@@ -71,7 +72,7 @@ def redrive(
 
 
 def told(outgoing: Outgoing) -> dict[str, Any]:
-    found: dict[str, Any] = outgoing.message.properties["application_headers"]
+    found: dict[str, Any] = outgoing.message.headers.to_headers()
     return found
 
 
@@ -98,16 +99,16 @@ def test_a_task_goes_straight_to_its_queue_with_its_own_headers() -> None:
     left = {
         "x-death": died("p.ms.500"),
         "x-delivery-count": 3,
-        module_headers.REASON: "full",
-        module_headers.ATTEMPTS: 9,
-        module_headers.FAILED_SINCE: 5,
-        module_headers.FIRST_REASON: "gone",
+        header_names.REASON: "full",
+        header_names.ATTEMPTS: 9,
+        header_names.FAILED_SINCE: 5,
+        header_names.FIRST_REASON: "gone",
         "rabbitdelay-later": "of a version to come",
     }
     outgoing = redrive(straight(**own, **left), properties={"priority": 3, "reply_to": "r"})
     assert (outgoing.exchange, outgoing.routing_key) == ("p.delivery", "0.0.reports")
-    assert told(outgoing) == straight(**own, **{module_headers.REDRIVEN: 1})
-    properties = outgoing.message.properties
+    assert told(outgoing) == straight(**own, **{header_names.REDRIVEN: 1})
+    properties = outgoing.message.amqp().properties
     assert (properties["priority"], properties["reply_to"]) == (3, "r")
     assert properties["delivery_mode"] == 2
     assert outgoing.message.body == b"body"
@@ -140,11 +141,11 @@ def test_what_only_its_exchange_can_route_goes_through_distribution() -> None:
     given = for_exchange(
         "topic",
         "daily.x",
-        **{headers.PRIORITY: 9, headers.EXPIRATION: "700", module_headers.EARLY: early},
+        **{headers.PRIORITY: 9, headers.EXPIRATION: "700", header_names.EARLY: early},
     )
     outgoing = redrive(given, properties={"priority": 4})
     assert outgoing.routing_key == "0.0." + encode_destination(DISTRIBUTION)
-    kept = {**given, module_headers.EARLY: {**early, "times": 0}, module_headers.REDRIVEN: 1}
+    kept = {**given, header_names.EARLY: {**early, "times": 0}, header_names.REDRIVEN: 1}
     assert told(outgoing) == kept
 
 
@@ -160,8 +161,8 @@ def test_what_only_its_exchange_can_route_goes_through_distribution() -> None:
         (headers.EXPIRATION, "1" * 11),
         ("rabbitdelay-key", ["k"]),
         ("rabbitdelay-once", 1),
-        (module_headers.EARLY, {"times": 2}),
-        (module_headers.EARLY, "x"),
+        (header_names.EARLY, {"times": 2}),
+        (header_names.EARLY, "x"),
     ],
 )
 def test_headers_whose_values_are_invalid_are_left_out(name: str, wrong: Any) -> None:
@@ -173,7 +174,7 @@ def test_a_high_priority_waits_as_a_lower_one_in_quorum_queues(queue_type: Any) 
     topology = Topology("p", TOPOLOGY.layout, queue_type)
     outgoing = redrive(straight(), properties={"priority": 9}, topology=topology)
     is_quorum = queue_type == "quorum"
-    assert outgoing.message.properties["priority"] == (4 if is_quorum else 9)
+    assert outgoing.message.amqp().properties["priority"] == (4 if is_quorum else 9)
     assert told(outgoing).get(headers.PRIORITY) == (9 if is_quorum else None)
     word = encode_destination(DISTRIBUTION) if is_quorum else "reports"
     assert outgoing.routing_key == f"0.0.{word}"
@@ -221,7 +222,7 @@ def test_what_check_in_has_not_accepted_keeps_its_delay(
     assert told(outgoing) == {
         **for_exchange(exchange, "daily"),
         headers.DUE: due_ms,
-        module_headers.REDRIVEN: 1,
+        header_names.REDRIVEN: 1,
     }
     longer = redrive(given, key="daily", delay_ms=1000)
     assert told(longer)[headers.DUE] == NOW + 1000
@@ -247,7 +248,7 @@ def test_what_check_in_has_refused_goes_nowhere_else_without_the_operator_s_word
     check_in.admit(message)
     with pytest.raises(UnprocessableMessage) as refused:
         list(check_in.receive(message))
-    outgoing = Outgoing(CHECKIN.exchange.name, key, message)
+    outgoing = Outgoing(CHECKIN.exchange.name, key, waiting(message))
     given = told(to_undeliverable("p.undeliverable", outgoing, refused.value.reason))
     options: dict[str, Any] = {"key": key, "signing_keys": keys}
     with pytest.raises(UnprocessableMessage, match="not one that check-in may reach"):
@@ -255,7 +256,7 @@ def test_what_check_in_has_refused_goes_nowhere_else_without_the_operator_s_word
     # By what it says, as check-in does; and by what the operator says.
     for more in ({"checkin_allowed": ALLOWED}, {"checkin_allowed": public, "to": "reports"}):
         redriven = redrive(given, **more, **options)
-        assert keys.verify(redriven.message)
+        assert keys.verifies(*redriven.message)
 
 
 def test_a_task_that_check_in_has_accepted_keeps_a_header_of_its_own() -> None:
@@ -282,16 +283,16 @@ def test_a_task_that_check_in_has_accepted_keeps_a_header_of_its_own() -> None:
         (straight(**{UNREADABLE: "year 55840"}), "cannot be read"),
         (
             for_exchange(
-                "topic", "x", **{module_headers.EARLY: {"exchange": "amq.x", "routing-key": ""}}
+                "topic", "x", **{header_names.EARLY: {"exchange": "amq.x", "routing-key": ""}}
             ),
             "exchange 'amq.x' is not one",
         ),
         *(
-            (straight(**{module_headers.REDRIVEN: wrong}), "not a count")
+            (straight(**{header_names.REDRIVEN: wrong}), "not a count")
             for wrong in (-1, "1", True, None, 1.0, [1])
         ),
-        (straight(**{module_headers.REDRIVEN: 3}), "it was redriven 3 times already"),
-        (straight(**{module_headers.REDRIVEN: 2**60}), "times already"),
+        (straight(**{header_names.REDRIVEN: 3}), "it was redriven 3 times already"),
+        (straight(**{header_names.REDRIVEN: 2**60}), "times already"),
         ({"x-death": died(CHECKIN.name), "x-delay": "soon"}, "give a delay"),
     ],
 )
@@ -333,13 +334,13 @@ def test_each_time_counts_until_it_is_enough() -> None:
     given: dict[str, Any] = straight()
     for _ in range(3):
         given = told(redrive(given))
-        counts.append(given[module_headers.REDRIVEN])
+        counts.append(given[header_names.REDRIVEN])
     assert counts == [1, 2, 3]
     with pytest.raises(UnprocessableMessage, match="3 times"):
         redrive(given)
-    assert told(redrive(given, max_attempts=4))[module_headers.REDRIVEN] == 4
+    assert told(redrive(given, max_attempts=4))[header_names.REDRIVEN] == 4
     with pytest.raises(UnprocessableMessage, match="redriven once already"):
-        redrive(straight(**{module_headers.REDRIVEN: 1}), max_attempts=1)
+        redrive(straight(**{header_names.REDRIVEN: 1}), max_attempts=1)
 
 
 def test_with_a_queue_to_go_to_the_headers_of_the_destination_do_not_count() -> None:
@@ -353,7 +354,7 @@ def test_with_a_queue_to_go_to_the_headers_of_the_destination_do_not_count() -> 
 def envelope(*items: Item, shared: Mapping[str, Any] | None = None, **options: Any) -> Outgoing:
     body = Envelope(items, shared or {}).pack()
     given = options.pop("given", for_exchange("topic", "daily.x"))
-    properties = {"content_type": CONTENT_TYPE, "priority": 0}
+    properties = {"content_type": ENVELOPE, "priority": 0}
     return redrive(given, body=body, properties=properties, **options)
 
 
@@ -361,7 +362,7 @@ def test_an_envelope_goes_back_as_a_whole() -> None:
     items = (Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"}))
     outgoing = envelope(*items, shared={"task": "t"})
     assert outgoing.routing_key == "0.0." + encode_destination(DISTRIBUTION)
-    assert told(outgoing) == for_exchange("topic", "daily.x", **{module_headers.REDRIVEN: 1})
+    assert told(outgoing) == for_exchange("topic", "daily.x", **{header_names.REDRIVEN: 1})
     assert outgoing.message.body == Envelope(items, {"task": "t"}).pack()
 
 
@@ -386,8 +387,8 @@ def test_an_envelope_stays_if_one_of_its_messages_may_not_go(
 def test_envelopes_of_other_versions_and_of_clients_stay() -> None:
     for properties, own, reason in (
         ({"content_type": "application/vnd.rabbitdelay.envelope.2"}, straight(), "version"),
-        ({"content_type": CONTENT_TYPE}, straight(), "cannot be opened"),
-        ({"content_type": CONTENT_TYPE}, {"x-delay": 5}, "clients may not check in"),
+        ({"content_type": ENVELOPE}, straight(), "cannot be opened"),
+        ({"content_type": ENVELOPE}, {"x-delay": 5}, "clients may not check in"),
     ):
         with pytest.raises(UnprocessableMessage, match=reason):
             redrive(own, properties=properties)
@@ -397,7 +398,7 @@ def test_all_messages_of_an_envelope_can_go_to_one_queue() -> None:
     items = (Item(b"1", {"id": "1", headers.EXCHANGE: "other"}), Item(b"2", {"id": "2"}))
     outgoing = envelope(*items, shared={headers.ROUTING_KEY: "x"}, to="aside", given={})
     assert told(outgoing)[headers.ROUTING_KEY] == "aside"
-    read = Envelope.unpack(outgoing.message.body)  # type: ignore[arg-type]
+    read = Envelope.unpack(outgoing.message.body)
     assert read.headers == {}
     assert read.items == (Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"}))
 
@@ -417,12 +418,12 @@ claims = st.fixed_dictionaries(
         headers.QUEUE: claimed(*NAMES),
         headers.PRIORITY: claimed(9, 255),
         headers.EXPIRATION: claimed("700"),
-        module_headers.EARLY: claimed({"exchange": "topic"})
+        header_names.EARLY: claimed({"exchange": "topic"})
         | st.fixed_dictionaries(
             {"exchange": st.sampled_from(NAMES), "routing-key": st.sampled_from(NAMES)}
         ),
-        module_headers.REDRIVEN: claimed(1, 2, 3),
-        module_headers.X_DELAY: claimed(500, "500"),
+        header_names.REDRIVEN: claimed(1, 2, 3),
+        header_names.X_DELAY: claimed(500, "500"),
         "x-death": claimed(*map(died, [*NAMES, "p.ms.500", "p.meditation"])),
         "id": claimed("4d5e"),
     },
@@ -445,14 +446,14 @@ def test_no_header_reaches_more_than_what_is_allowed(
     properties, body = dict[str, Any](), b""
     if inner is not None:
         body = Envelope((Item(b"", inner),)).pack()
-        properties = {"content_type": CONTENT_TYPE}
+        properties = {"content_type": ENVELOPE}
     try:
         outgoing = redrive({**given_headers, **selected}, key=key, body=body, properties=properties)
     except UnprocessableMessage:
         return
     sent = told(outgoing)
     assert not selected
-    assert 1 <= sent[module_headers.REDRIVEN] <= 3
+    assert 1 <= sent[header_names.REDRIVEN] <= 3
     word = outgoing.routing_key.split(".")[-1]
     if outgoing.exchange == TOPOLOGY.module_queues.meditation.exchange.name:
         word = encode_destination(outgoing.routing_key)
@@ -465,8 +466,8 @@ def test_no_header_reaches_more_than_what_is_allowed(
         assert word == encode_destination(DISTRIBUTION)
     effective = {**sent, **(inner or {})}
     assert ALLOWED.includes(effective[headers.EXCHANGE], effective[headers.ROUTING_KEY])
-    if inner is None and module_headers.EARLY in sent:
-        early = sent[module_headers.EARLY]
+    if inner is None and header_names.EARLY in sent:
+        early = sent[header_names.EARLY]
         assert ALLOWED.includes(early["exchange"], early["routing-key"])
 
 
@@ -491,7 +492,7 @@ def test_what_a_client_wrote_is_not_believed_if_the_broker_took_it_from_check_in
         headers.DUE: NOW + 5000,
         headers.EXCHANGE: "",
         headers.ROUTING_KEY: "reports",
-        module_headers.REDRIVEN: 1,
+        header_names.REDRIVEN: 1,
         "x-own": 1,
     }
 

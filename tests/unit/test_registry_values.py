@@ -8,16 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from celery_rabbitdelay.registry.decision import (
-    COPY,
-    JOB,
-    LIFE,
-    ONCE,
-    ORDER,
-    Arrival,
-    Ticket,
-)
+from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, ONCE, ORDER
+from celery_rabbitdelay.registry.decision import Arrival, Ticket
 from celery_rabbitdelay.registry.names import SHARDS, Names, shard_of
+from tests.unit.waiting import said
 
 scalars = st.one_of(
     st.none(),
@@ -41,7 +35,7 @@ names = st.text(st.characters())  # half of a surrogate pair as well
 def test_an_arrival_is_read_from_any_headers(
     headers: dict[str, Any], due_ms: int, redelivered: bool
 ) -> None:
-    arrival = Arrival.of(headers, due_ms, "queue", redelivered)
+    arrival = Arrival.of(said(headers), due_ms, "queue", redelivered)
     assert (arrival.due_ms, arrival.redelivered) == (due_ms, redelivered)
     for field, header in (("task_id", "id"), ("copy", COPY), ("job", JOB)):
         value = headers.get(header)
@@ -54,14 +48,14 @@ def test_an_arrival_is_read_from_any_headers(
 
 def test_an_arrival_says_where_and_at_which_attempt() -> None:
     headers = {"id": "7", ONCE: True, COPY: "copy", JOB: "job", LIFE: "2", ORDER: "3"}
-    arrival = Arrival.of(headers, 5, "pay", True)
+    arrival = Arrival.of(said(headers), 5, "pay", True)
     ticket = Ticket(2, 3)
     expected = Arrival("7", 5, "0.0", "copy", ticket, job="job", once="pay", redelivered=True)
     assert arrival == expected
     of = {**headers, "retries": 3, "replaced_task_nesting": 1}
-    assert Arrival.of(of, 5, "pay", True).attempt == "3.1"
-    assert Arrival.of({**headers, "retries": "3"}, 5, "pay", True).attempt == "0.0"
-    assert Arrival.of({**headers, ONCE: "mark"}, 5, "", True)[-3:] == ("-", "mark", True)
+    assert Arrival.of(said(of), 5, "pay", True).attempt == "3.1"
+    assert Arrival.of(said({**headers, "retries": "3"}), 5, "pay", True).attempt == "0.0"
+    assert Arrival.of(said({**headers, ONCE: "mark"}), 5, "", True)[-3:] == ("-", "mark", True)
 
 
 @given(st.integers(-1, 2**53 - 1), st.integers(0, 2**53 - 1))

@@ -11,7 +11,7 @@ from celery.app.defaults import DEFAULTS
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.resending import Resending
-from celery_rabbitdelay.publishing.policy import BACKOFF
+from celery_rabbitdelay.publishing.publication import BACKOFF
 
 #: Celery's own policy: three retries.
 CELERYS = DEFAULTS["task_publish_retry_policy"]

@@ -10,9 +10,9 @@ from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_rabbitdelay.command.route import explain
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.route import explain
+from celery_rabbitdelay.levels.topology import Route, Topology
 from tests.json_schemas import checked
 from tests.unit.broker_model import BrokerModel
 from tests.unit.strategies import custom_layouts
@@ -28,37 +28,38 @@ def test_the_explained_route_is_the_one_that_a_message_takes(
     delay_ms %= 4 * layout.capacity_ms
     found = explain(topology, delay_ms / 1000, "reports", task_id="t")
 
-    walk = BrokerModel(topology, ("reports",)).walk(found.entered)
-    levels = found.stops[1:] if found.meditations else found.stops
-    assert tuple(stop.queue for stop in levels) == walk.stops
+    walk = BrokerModel(topology, ("reports",)).walk(Route(**found["entered"], stops=()))
+    levels = found["stops"][1:] if found["meditations"] else found["stops"]
+    assert tuple(stop["queue"] for stop in levels) == walk.stops
     assert walk.delivered_to == {"reports"}
-    looped = found.stops[0].ttl_ms * found.meditations if found.meditations else 0
-    assert looped + walk.waited_ms == found.total_ms
+    looped = found["stops"][0]["ttl_ms"] * found["meditations"] if found["meditations"] else 0
+    assert looped + walk.waited_ms == found["total_ms"]
     passed = walk.waited_ms if layout.zeros == "queue" else 0
-    assert 0 <= found.total_ms - delay_ms < layout.tick_ms + (passed and len(layout.levels))
+    assert 0 <= found["total_ms"] - delay_ms < layout.tick_ms + (passed and len(layout.levels))
 
 
 def test_27_seconds_through_levels_of_15_meditate_once() -> None:
     topology = Topology("p", custom([("a", 2, 8), ("b", 2, 4), ("c", 2, 2), ("d", 2, 1)]))
     found = explain(topology, 27, "my-key")
-    assert found.meditations == 1
-    assert found.published == topology.route(27, "my-key")
-    assert found.entered.routing_key == "1.1.0.0.my-key"
-    assert [stop.ttl_ms for stop in found.stops] == [15_000, 8000, 4000]
+    assert found["meditations"] == 1
+    published = topology.route(27, "my-key")
+    assert found["published"].items() <= published._asdict().items()
+    assert found["entered"]["routing_key"] == "1.1.0.0.my-key"
+    assert [stop["ttl_ms"] for stop in found["stops"]] == [15_000, 8000, 4000]
 
 
 def test_a_delay_far_above_the_capacity_meditates_as_often_as_needed() -> None:
     topology = Topology("p", custom([("seconds", 6, 1)]))
     for delay, times in ((5, 0), (5.1, 1), (10, 1), (11, 2), (1000, 199)):
-        assert explain(topology, delay, "q").meditations == times
+        assert explain(topology, delay, "q")["meditations"] == times
 
 
 def test_a_tolerance_saves_stops() -> None:
     topology = Topology(layout=clock())
-    assert len(explain(topology, 3599, "q").stops) == 2
+    assert len(explain(topology, 3599, "q")["stops"]) == 2
     found = explain(topology, 3599, "q", tolerance=60)
-    assert [stop.queue for stop in found.stops] == ["rabbitdelay.hours.1"]
-    assert (found.delay_ms, found.total_ms) == (3_599_000, 3_600_000)
+    assert [stop["queue"] for stop in found["stops"]] == ["rabbitdelay.hours.1"]
+    assert (found["delay_ms"], found["total_ms"]) == (3_599_000, 3_600_000)
 
 
 def test_the_command_says_it_in_words_and_as_a_table(offline: Callable[..., Result]) -> None:

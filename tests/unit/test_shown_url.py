@@ -9,7 +9,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidManagementURL, InvalidOption, InvalidSetting
-from celery_rabbitdelay.operations.verify.management_api import ManagementAPI
+from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.publishing.shown_url import (
     has_password,
     shown_broker,

@@ -10,27 +10,24 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import (
-    InvalidSetting,
-    InvalidSigningKey,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.attempts import Attempts, Received
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.destinations import MissingExchanges
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.early import EarlyMessages
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.operations.migration import Migration
-from celery_rabbitdelay.publishing.message import headers_of
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
+from tests.unit.waiting import said, signed, verifies
 
 KEY = "k" * MIN_KEY_BYTES
 OTHER = "o" * MIN_KEY_BYTES
@@ -45,15 +42,14 @@ messages = st.fixed_dictionaries(
     {
         header_names.EXCHANGE: texts,
         header_names.ROUTING_KEY: texts,
-        header_names.QUEUE: st.none() | texts,
+        header_names.QUEUE: st.none() | texts.filter(bool),
         header_names.DUE: st.none() | st.integers(0, 2**62),
         header_names.PRIORITY: st.none() | st.integers(5, 255),
-        header_names.EXPIRATION: st.none() | texts,
-        "early-exchange": st.none() | texts,
-        "early-routing-key": st.none() | texts,
+        header_names.EXPIRATION: st.none() | st.integers(0, 2**32 - 1).map(str),
+        "early": st.none() | st.tuples(texts, texts),
         "correlation_id": st.none() | texts,
         "message_id": st.none() | texts,
-        "content_type": st.sampled_from(["application/json", CONTENT_TYPE]),
+        "content_type": st.sampled_from(["application/json", ENVELOPE]),
         "body": st.binary(max_size=20),
     }
 )
@@ -69,9 +65,8 @@ def made(fields: dict[str, Any], **unsigned: Any) -> amqp.Message:
         for name, value in fields.items()
         if name.startswith(header_names.OWN_PREFIX) and value is not None
     }
-    early = {"exchange": fields["early-exchange"], "routing-key": fields["early-routing-key"]}
-    early = {name: value for name, value in early.items() if value is not None}
-    if early:
+    if fields["early"] is not None:
+        early = dict(zip(("exchange", "routing-key"), fields["early"], strict=True))
         headers[header_names.EARLY] = {**early, "times": unsigned.pop("times", 1)}
     properties = {name: fields[name] for name in PROPERTIES if fields[name] is not None}
     return amqp.Message(fields["body"], application_headers={**headers, **unsigned}, **properties)
@@ -87,16 +82,15 @@ def with_signature_of(message: amqp.Message, signed: amqp.Message) -> amqp.Messa
 def test_a_signature_does_not_verify_once_anything_that_it_covers_has_changed(
     fields: dict[str, Any], data: st.DataObject
 ) -> None:
-    signed = made(fields)
-    KEYS.sign(signed)
-    assert KEYS.verify(signed)
+    message = signed(KEYS, made(fields))
+    assert verifies(KEYS, message)
     names = sorted(fields)
-    if fields["content_type"] != CONTENT_TYPE:
+    if fields["content_type"] != ENVELOPE:
         names.remove("body")
     changed_name = data.draw(st.sampled_from(names))
     changed = {**fields, changed_name: data.draw(messages)[changed_name]}
     assume(changed != fields)
-    assert not KEYS.verify(with_signature_of(made(changed), signed))
+    assert not verifies(KEYS, with_signature_of(made(changed), message))
 
 
 @given(messages)
@@ -104,36 +98,31 @@ def test_messages_of_a_template_have_the_same_signature_as_each_by_itself(
     fields: dict[str, Any],
 ) -> None:
     message = made(fields)
-    headers, properties = headers_of(message), message.properties
-    shared = {name: each for name, each in headers.items() if name != header_names.DUE}
-    sign = KEYS.signer(shared, {**properties, "correlation_id": None})
+    properties, shared = message.properties, said(headers_of(message))._replace(due_ms=None)
+    sign = KEYS.signer({**properties, "correlation_id": None}, shared)
     assert sign is not None
     signature = sign(7, fields["correlation_id"], fields["body"])
-    headers = {**shared, header_names.DUE: 7}
-    assert signature == KEYS.signature(headers, properties, fields["body"])
+    assert signature == KEYS.signature(fields["body"], properties, shared._replace(due_ms=7))
 
 
 @given(messages, messages)
 def test_two_messages_share_a_signature_only_if_they_say_the_same(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    said = [
-        {k: v for k, v in each.items() if k != "body" or each["content_type"] == CONTENT_TYPE}
+    told = [
+        {k: v for k, v in each.items() if k != "body" or each["content_type"] == ENVELOPE}
         for each in (one, other)
     ]
-    assume(said[0] != said[1])
-    signed = made(one)
-    KEYS.sign(signed)
-    assert not KEYS.verify(with_signature_of(made(other), signed))
+    assume(told[0] != told[1])
+    assert not verifies(KEYS, with_signature_of(made(other), signed(KEYS, made(one))))
 
 
 @given(messages, st.integers(2, 9))
 def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], times: int) -> None:
-    signed = made(fields)
-    KEYS.sign(signed)
-    later = made(fields, times=times, **{module_headers.ATTEMPTS: 3, "x-death": [], "mine": 1})
-    assert KEYS.verify(with_signature_of(later, signed))
-    assert KEYS.verify(Content.of(signed).message())
+    message = signed(KEYS, made(fields))
+    later = made(fields, times=times, **{header_names.ATTEMPTS: 3, "x-death": [], "mine": 1})
+    assert verifies(KEYS, with_signature_of(later, message))
+    assert verifies(KEYS, Content.of(message).message())
 
 
 @given(
@@ -151,24 +140,26 @@ def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], ti
 def test_whatever_a_stranger_writes_verifies_nothing_and_raises_nothing(
     headers: dict[str, Any],
 ) -> None:
-    assert not KEYS.verifies(headers, {"correlation_id": 5}, b"")
+    assert not KEYS.verifies(b"", {"correlation_id": 5}, said(headers))
     message = amqp.Message(b"", application_headers=headers)
-    assert not KEYS.verify(message)
-    # A module signs what it lets in; it leaves unsigned what could not be verified again.
-    KEYS.sign(message)
-    assert KEYS.verify(message) == (header_names.SIGNATURE in headers_of(message))
+    assert not verifies(KEYS, message)
+    # A module signs what it lets in, of which it has dropped what is invalid.
+    assert verifies(KEYS, signed(KEYS, message))
+    # It leaves unsigned what could not be verified again.
+    message.properties["correlation_id"] = 5
+    assert header_names.SIGNATURE not in headers_of(signed(KEYS, message))
 
 
 def test_the_first_key_signs_and_all_verify() -> None:
     old, new, both = SigningKeys(OTHER), KEYS, SigningKeys([KEY, OTHER])
     messages_of = {}
     for name, keys in (("old", old), ("both", both)):
-        messages_of[name] = amqp.Message(b"", application_headers={header_names.DUE: DUE})
-        keys.sign(messages_of[name])
-    assert both.verify(messages_of["old"])
-    assert not new.verify(messages_of["old"])
-    assert new.verify(messages_of["both"])
-    assert not old.verify(messages_of["both"])
+        message = amqp.Message(b"", application_headers={header_names.DUE: DUE})
+        messages_of[name] = signed(keys, message)
+    assert verifies(both, messages_of["old"])
+    assert not verifies(new, messages_of["old"])
+    assert verifies(new, messages_of["both"])
+    assert not verifies(old, messages_of["both"])
 
 
 @pytest.mark.parametrize("keys", [[], "", "k" * (MIN_KEY_BYTES - 1), [KEY, "short"], [5]])
@@ -203,10 +194,8 @@ def delayed(*items: Item, sign: Any = True, **headers: Any) -> amqp.Message:
     message = amqp.Message(b"body", application_headers=told, correlation_id="id")
     if items:
         body = Envelope(items).pack()
-        message = amqp.Message(body, application_headers=told, content_type=CONTENT_TYPE)
-    if sign:
-        KEYS.sign(message)
-    return message
+        message = amqp.Message(body, application_headers=told, content_type=ENVELOPE)
+    return signed(KEYS, message) if sign else message
 
 
 def distribution(**options: Any) -> Distribution:
@@ -219,7 +208,7 @@ def test_distribution_opens_nothing_that_is_not_signed() -> None:
     unsigned = delayed(sign=False)
     unrouted = amqp.Message(b"x", application_headers={header_names.DUE: DUE})
     unrouted.delivery_info = {"routing_key": TOPOLOGY.route(0, "letters").routing_key}
-    put_back: list[amqp.Message] = []
+    put_back: list[WaitingMessage] = []
     for message in (unsigned, delayed(Item(b"x"), sign=False), unrouted):
         with pytest.raises(UnprocessableMessage, match=NOT_SIGNED):
             list(distribution(put_back=put_back.append).receive(message))
@@ -232,12 +221,12 @@ def test_distribution_opens_nothing_that_is_not_signed() -> None:
 def test_what_arrives_has_no_signature() -> None:
     for message in (delayed(), delayed(Item(b"x"))):
         (outgoing,) = distribution().receive(message)
-        assert outgoing.message.headers == {header_names.DUE: DUE}
+        assert outgoing.message.headers.to_headers() == {header_names.DUE: DUE}
 
 
 def test_a_task_for_one_queue_is_signed_for_its_worker() -> None:
     (outgoing,) = distribution().receive(delayed(**{header_names.QUEUE: "letters"}))
-    assert KEYS.verify(outgoing.message)
+    assert verifies(KEYS, outgoing.message)
 
 
 def test_what_is_let_through_without_a_signature_gets_none() -> None:
@@ -247,16 +236,16 @@ def test_what_is_let_through_without_a_signature_gets_none() -> None:
     forged = {header_names.EXCHANGE: "billing", header_names.QUEUE: "letters"}
     for told in (forged, {header_names.EXCHANGE: "billing"}):
         (outgoing,) = lenient.receive(delayed(sign=False, **told))
-        assert header_names.SIGNATURE not in headers_of(outgoing.message)
-        later = redelivery.after_failure(outgoing, {}, "full")
-        assert header_names.SIGNATURE not in headers_of(later.message)
+        assert header_names.SIGNATURE not in outgoing.message.headers.to_headers()
+        later = redelivery.after_failure(outgoing, DelayHeaders(), "full")
+        assert header_names.SIGNATURE not in later.message.headers.to_headers()
     (outgoing,) = lenient.receive(delayed(Item(b"x", {"id": "1"}), sign=False))
-    later = redelivery.after_failure(outgoing, {}, "full")
-    assert header_names.SIGNATURE not in headers_of(later.message)
+    later = redelivery.after_failure(outgoing, DelayHeaders(), "full")
+    assert header_names.SIGNATURE not in later.message.headers.to_headers()
     # It signs again what was signed.
     (outgoing,) = lenient.receive(delayed(**forged))
-    assert KEYS.verify(outgoing.message)
-    assert KEYS.verify(redelivery.after_failure(outgoing, {}, "full").message)
+    assert verifies(KEYS, outgoing.message)
+    assert verifies(KEYS, redelivery.after_failure(outgoing, DelayHeaders(), "full").message)
 
 
 @pytest.mark.parametrize("sign", [True, False])
@@ -278,7 +267,7 @@ def test_only_what_was_signed_is_signed_in_undeliverable(sign: bool) -> None:
         received = Received(message, iter(()))
         (outgoing,) = lenient.receive(message)
         left = attempts.give_up(received, outgoing, "the broker does not take it")
-        assert KEYS.verify(left.content.message()) is sign
+        assert verifies(KEYS, left.content.message()) is sign
 
 
 def test_what_waits_to_be_tried_again_is_signed_and_opened_again() -> None:
@@ -286,8 +275,8 @@ def test_what_waits_to_be_tried_again_is_signed_and_opened_again() -> None:
     for message in (delayed(), delayed(Item(b"x", {"id": "1"}))):
         (outgoing,) = distribution().receive(message)
         for _ in range(3):
-            later = redelivery.after_failure(outgoing, headers_of(message), "full")
-            message = later.message
+            later = redelivery.after_failure(outgoing, said(headers_of(message)), "full")
+            message = later.message.amqp()
             (outgoing,) = distribution().receive(message)
         assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
 
@@ -298,7 +287,7 @@ def test_an_early_message_stays_signed() -> None:
     for _ in range(2):
         (outgoing,) = distribution(put_back=early.put_back).receive(message)
         assert outgoing.reroute is not None
-        message = outgoing.message
+        message = outgoing.message.amqp()
     assert list(distribution().receive(message))
 
 
@@ -308,8 +297,8 @@ def test_check_in_signs_what_it_lets_in_and_drops_what_a_client_has_signed() -> 
     message = amqp.Message(b"hello", application_headers=forged, expiration="5")
     message.delivery_info = {"exchange": "rabbitdelay.checkin", "routing_key": "letters"}
     (waiting,) = checkin.receive(message)
-    (outgoing,) = distribution().receive(waiting.message)
-    assert outgoing.message.properties["expiration"] == "5"
+    (outgoing,) = distribution().receive(waiting.message.amqp())
+    assert outgoing.message.amqp().properties["expiration"] == "5"
 
 
 def test_what_meditates_stays_signed() -> None:
@@ -317,7 +306,7 @@ def test_what_meditates_stays_signed() -> None:
     message = delayed(**{header_names.DUE: 2**42})
     message.delivery_info = {"exchange": "rabbitdelay.meditated", "routing_key": ""}
     (waiting,) = checkin.receive(message)
-    assert KEYS.verify(waiting.message)
+    assert verifies(KEYS, waiting.message)
 
 
 @pytest.mark.parametrize("vouches", [False, True])
@@ -333,14 +322,14 @@ def test_a_migration_signs_what_was_signed_and_more_only_where_it_is_told_to(
     message.delivery_info = {"routing_key": source.route(60, "").routing_key}
     moved = migration.convert(message, "old.minutes.1").message
     # It has another header now, for its priority.
-    assert headers_of(moved)[header_names.PRIORITY] == 9
-    assert SigningKeys(OTHER).verify(moved) == (sign or vouches)
+    assert moved.headers.priority == 9
+    assert verifies(SigningKeys(OTHER), moved) == (sign or vouches)
 
 
 def test_old_messages_go_on_as_before_where_there_is_no_key() -> None:
     (outgoing,) = Distribution(TOPOLOGY).receive(delayed(sign=False))
-    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, {}, "full")
-    assert header_names.SIGNATURE not in headers_of(later.message)
+    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, DelayHeaders(), "full")
+    assert header_names.SIGNATURE not in later.message.headers.to_headers()
 
 
 def test_a_recorded_signature_verifies_in_every_version() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
-from celery_rabbitdelay.app.written_rows import WrittenRows
+from celery_rabbitdelay.app.rows import WrittenRows
 from celery_rabbitdelay.spark.grouped_columns import Cutter
 
 

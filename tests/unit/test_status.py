@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 
-from celery_rabbitdelay.command.status_text import ASCII_BLOCKS, BLOCKS, bars, status_lines
+from celery_rabbitdelay.command.status import status_lines
 from celery_rabbitdelay.kombu import Layout, Topology, clock, custom
-from celery_rabbitdelay.operations.status import (
-    NextDue,
-    Reasons,
-    Status,
-    _printable,
-    changes,
-    next_due_within,
-)
+from celery_rabbitdelay.operations.status import Status, _printable, due_within, rates_between
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.publishing.declaration import Counts
 
@@ -50,26 +43,15 @@ def test_something_is_due_within_the_shortest_of_the_longest_waits(
     layout: Layout, waiting: Any, bound: timedelta | None
 ) -> None:
     topology = Topology(layout=layout)
-    found = next_due_within(topology, backlog(topology, waiting))
+    found = due_within(topology, backlog(topology, waiting))
     assert found == (None if bound is None else bound // timedelta(milliseconds=1))
 
 
 def test_what_meditates_is_due_after_the_loop_and_the_levels_at_the_latest() -> None:
     topology = Topology(layout=LAYOUT)
     capacity_ms = LAYOUT.capacity_ms
-    found = next_due_within(topology, backlog(topology, {}, meditation=1, undeliverable=5))
+    found = due_within(topology, backlog(topology, {}, meditation=1, undeliverable=5))
     assert found == 2 * capacity_ms
-
-
-def test_each_digit_has_a_bar_as_high_as_it_is_beside_the_largest() -> None:
-    assert bars([0, 1, 4, 8], BLOCKS) == "·▁▄█"
-    assert bars([0, 1, 1000], BLOCKS) == "·▁█"
-    assert bars([0, 0], BLOCKS) == "··"
-    assert bars([0, 1, 3], ASCII_BLOCKS) == ".-#"
-
-
-def test_a_level_of_very_many_digits_keeps_to_its_place() -> None:
-    assert bars([0] * 100 + [5] * 80, BLOCKS) == "·" * 33 + "▆" + "█" * 26
 
 
 def look(
@@ -77,42 +59,41 @@ def look(
 ) -> Status:
     workers = {name: {"tasks": {"received": n, "latest": 0.0}} for name, n in received.items()}
     counts = backlog(Topology(layout=LAYOUT), waiting, **others)
-    return Status(taken_at, counts, NextDue(None, None), workers)
+    return Status(taken_at, counts, workers)
 
 
 def test_rates_are_what_changed_between_two_looks_in_a_second() -> None:
     before = look(10.0, {"hours.x1": {1: 50}}, {"a": 100, "b": 5, "gone": 9}, meditation=4)
     after = look(12.0, {"hours.x1": {1: 40}, "minutes.x1": {7: 3}}, {"a": 120, "b": 0, "new": 8})
-    assert changes(before, after) == {"hours.x1": -5.0, "minutes.x1": 1.5, "tasks": 10.0}
+    assert rates_between(before, after) == {"hours.x1": -5.0, "minutes.x1": 1.5, "tasks": 10.0}
 
-    lines = list(status_lines(Topology(layout=LAYOUT), after, rates=changes(before, after)))
+    lines = list(status_lines(Topology(layout=LAYOUT), after, rates=rates_between(before, after)))
     assert f"  {'hours.x1':16} {40:10,} waiting       -5.0/s" in lines
     assert "delayed tasks that workers received: 10.0/s" in lines
 
 
-def test_the_digits_are_listed_and_drawn() -> None:
-    topology = Topology(layout=LAYOUT)
+def test_the_digits_that_are_not_empty_are_listed() -> None:
     found = look(0.0, {"hours.x1": {1: 40, 3: 10}}, {})
-    lines = list(status_lines(topology, found, blocks=BLOCKS, with_digits=True))
-    assert f"  {'hours.x1':16} {50:10,} waiting  █·▂··" in lines
-    assert f"    {'hours.1':14} {40:10,} {'#' * 40}" in lines
-    assert f"    {'hours.3':14} {10:10,} {'#' * 10}" in lines
+    lines = list(status_lines(Topology(layout=LAYOUT), found, with_digits=True))
+    assert f"  {'hours.x1':16} {50:10,} waiting" in lines
+    assert f"    {'hours.1':14} {40:10,}" in lines
+    assert f"    {'hours.3':14} {10:10,}" in lines
     assert not any(line.strip().startswith("hours.2 ") for line in lines)
 
 
 def test_the_next_due_time_is_that_of_the_registry_and_that_of_the_levels() -> None:
     topology = Topology(layout=LAYOUT)
     due = datetime.now(UTC) + timedelta(hours=2)
-    found = look(0.0, {}, {})._replace(next_due=NextDue(due, 3_600_000))
+    found = look(0.0, {}, {})._replace(next_due=due, due_within_ms=3_600_000)
     lines = list(status_lines(topology, found))
     assert any(line.startswith("next due: ") and "of the tracked tasks" in line for line in lines)
     assert "next due: within 1:00:00, by what waits in the levels" in lines
-    lost = found._replace(next_due=NextDue(None, None, "Redis is away"))
+    lost = found._replace(next_due=None, registry_error="Redis is away")
     assert "next due: the registry cannot be asked: Redis is away" in status_lines(topology, lost)
 
 
 def test_many_reasons_are_shown_in_part_and_none_can_write_to_the_terminal() -> None:
-    reasons = Reasons(60, {f"reason {number}": 2 for number in range(30)})
+    reasons = {f"reason {number}": 2 for number in range(30)}
     found = look(0.0, {}, {})._replace(reasons=reasons)
     lines = list(status_lines(Topology(layout=LAYOUT), found))
     assert "undeliverable, 60 messages read:" in lines

@@ -82,6 +82,6 @@ def test_what_the_exchange_routes_waits_in_quorum_levels_with_a_priority_of_four
     producer = DelayedProducer(publisher, topology, modules=["distribution"])
     nowhere = Destination(None, "news", "paper")
     delayed = producer.delayed_message("body", nowhere, Due.after(60), priority=priority)
-    properties = delayed.message.properties
+    properties = delayed.message.amqp().properties
     assert properties["priority"] == waits_with
     assert properties["application_headers"].get(headers.PRIORITY) == kept

@@ -160,6 +160,7 @@ def test_all_that_the_clock_declares_is_what_brokers_hold_already() -> None:
         "x-dead-letter-strategy": "at-least-once",
         "x-overflow": "reject-publish",
         "x-queue-leader-locator": "balanced",
+        "x-delivery-limit": 2**31 - 1,
     }
     day, hour, minute = 86_400_000, 3_600_000, 60_000
     levels = [
@@ -215,9 +216,9 @@ def test_all_that_the_clock_declares_is_what_brokers_hold_already() -> None:
         "rabbitdelay.undeliverable": ("fanout", None),
     }
     guard, marker = topology.identity.guard, topology.identity.marker
-    assert topology.identity.fingerprint == "clock-a934f5bbf4-quorum-v2"
+    assert topology.identity.fingerprint == "clock-a934f5bbf4-quorum-v41a81445ab"
     assert (marker.name, marker.type, marker.arguments) == (
-        *("rabbitdelay.layout.clock-a934f5bbf4-quorum-v2", "fanout"),
+        *("rabbitdelay.layout.clock-a934f5bbf4-quorum-v41a81445ab", "fanout"),
         None,
     )
     assert (guard.name, guard.type, guard.arguments) == (
@@ -231,40 +232,40 @@ def test_all_that_the_clock_declares_is_what_brokers_hold_already() -> None:
     [
         (
             Topology(),
-            "clock-a934f5bbf4-quorum-v2",
-            "d47a203e41dc",
+            "clock-a934f5bbf4-quorum-v41a81445ab",
+            "0afa875852b5",
         ),
         (
             Topology(queue_type="classic"),
-            "clock-a934f5bbf4-classic-v2",
-            "e1864b91754d",
+            "clock-a934f5bbf4-classic-v41a81445ab",
+            "f484daa0afdf",
         ),
         (
             Topology("p", clock(zeros="skip"), shards=2),
-            "clock-c61849cdd8-quorum-s2-v2",
-            "ef7269af1082",
+            "clock-c61849cdd8-quorum-s2-v41a81445ab",
+            "609bcce88a40",
         ),
         (
             Topology("p", binary(levels=5, zeros="queue")),
-            "binary-03b67241a4-quorum-v2",
-            "8e1ffaf51f67",
+            "binary-03b67241a4-quorum-v41a81445ab",
+            "ff3f1bdba6d6",
         ),
         (
             Topology("p", clock(tick=0.001)),
-            "clock-2f7dcc3aa6-quorum-v2",
-            "ae3ac4aa4d7f",
+            "clock-2f7dcc3aa6-quorum-v41a81445ab",
+            "1988485b24c0",
         ),
         (
             Topology("p", geometric(levels=3), shards=3),
-            "geometric-c118dcb1dc-quorum-s3-v2",
-            "09c4a595b236",
+            "geometric-c118dcb1dc-quorum-s3-v41a81445ab",
+            "9deab2b9ed64",
         ),
     ],
 )
 def test_a_topology_declares_what_it_always_has(
     topology: Topology, fingerprint: str, digest: str
 ) -> None:
-    """A declaration that changes needs another VERSION, so that brokers refuse to mix the two."""
+    """Brokers refuse to mix two declarations; a change makes users move to another prefix."""
 
     def told(exchange: Exchange) -> list[Any]:
         return [exchange.name, exchange.type, exchange.durable, exchange.arguments]

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.levels.headers import ENVELOPE
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.undeliverable import Undeliverable
 from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage
 from celery_rabbitdelay.operations.undeliverable_export import shown_body
@@ -72,7 +73,7 @@ def test_an_envelope_is_meant_by_each_of_its_tasks() -> None:
     items = (Item(b"", {"id": "1"}), Item(b"", {"id": "2", "task": "shop.pay"}))
     body = Envelope(items, {"task": "shop.ship"}).pack()
     told = {headers.EXCHANGE: "", headers.ROUTING_KEY: "letters"}
-    packed = copy(body=body, told=told, content_type=CONTENT_TYPE)
+    packed = copy(body=body, told=told, content_type=ENVELOPE)
     assert UndeliverableFilter(tasks=["shop.pay"], ids=["1"], queues=["letters"]).matches(packed)
     assert not UndeliverableFilter(tasks=["shop.remind"]).matches(packed)
     assert Contents.of(packed).messages == 2
@@ -80,7 +81,7 @@ def test_an_envelope_is_meant_by_each_of_its_tasks() -> None:
 
 @given(st.binary())
 def test_what_is_no_envelope_is_none(body: bytes) -> None:
-    contents = Contents.of(copy(body=body, content_type=CONTENT_TYPE))
+    contents = Contents.of(copy(body=body, content_type=ENVELOPE))
     assert contents.tasks == {"shop.remind"} or contents.messages is not None
 
 

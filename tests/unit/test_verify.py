@@ -2,67 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.command.context import first_of
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.verify.amqp_probes import ClockProbe, check_clock
-from celery_rabbitdelay.operations.verify.application import Application
-from celery_rabbitdelay.operations.verify.broker import check_features, check_version
-from celery_rabbitdelay.operations.verify.destinations import check_destinations
-from celery_rabbitdelay.operations.verify.effective_policy import effective_policies
-from celery_rabbitdelay.operations.verify.finding import Finding, merged, named
-from celery_rabbitdelay.operations.verify.inventory import (
-    FoundExchange,
-    FoundQueue,
-    Inventory,
-    Node,
-    Policy,
+from celery_rabbitdelay.operations.verify.checks import (
+    check_bindings,
+    check_broker,
+    check_destinations,
+    check_entities,
+    check_orphans,
+    check_replicas,
 )
-from celery_rabbitdelay.operations.verify.layout import check_layout
-from celery_rabbitdelay.operations.verify.management_api import ManagementAPI, management_api_of
-from celery_rabbitdelay.operations.verify.orphans import check_orphans
-from celery_rabbitdelay.operations.verify.policies import check_policies
-from celery_rabbitdelay.operations.verify.replicas import check_nodes, check_replicas
+from celery_rabbitdelay.operations.verify.findings import FAULTS, Severity, findings_of
+from celery_rabbitdelay.operations.verify.management import (
+    Inventory,
+    ManagementAPI,
+    management_api_of,
+)
+from celery_rabbitdelay.operations.verify.policies import check_policies, effective_policies
 
-EMPTY = Inventory({}, {}, frozenset())
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command_line.md"
 
-QUEUE = FoundQueue("rabbitdelay.hours.7", "quorum", {}, True, False, False, "a", ("a",), ("a",))
+HOURS = "rabbitdelay.hours.7"
+
+EMPTY = Inventory(version="4.0.5")
 
 
-def sound() -> Inventory:
+def queue_of(name: str, **others: Any) -> dict[str, Any]:
+    found = {"name": name, "type": "quorum", "durable": True, "auto_delete": False, "node": "a"}
+    return {**found, "arguments": {}, "members": ["a"], "online": ["a"], **others}
+
+
+def sound(topology: Topology) -> Inventory:
     """The inventory of a broker on which a topology is declared, and nothing else."""
-    topology = Topology()
-    found = {
-        queue.name: QUEUE._replace(name=queue.name, arguments=queue.queue_arguments or {})
-        for queue in topology.queues
-    }
+    flags = {"durable": True, "auto_delete": False, "internal": False}
+    queues = [queue_of(each.name, arguments=each.queue_arguments) for each in topology.queues]
     exchanges = {
-        each.name: FoundExchange(
-            each.name, str(each.type), each.arguments or {}, True, False, False
-        )
+        each.name: {
+            **flags,
+            "name": each.name,
+            "type": each.type,
+            "arguments": each.arguments or {},
+        }
         for each in (*topology.exchanges, *topology.identity[1:])
     }
-    return Inventory(found, exchanges, frozenset(topology.bindings))
+    bindings = frozenset(topology.bindings)
+    return Inventory("4.0.5", {each["name"]: each for each in queues}, exchanges, bindings)
 
 
-def policy(definition: dict[str, Any], priority: int = 0, **others: Any) -> Policy:
-    default = Policy("p", "", "queues", priority, definition, False)
-    return default._replace(**others)
+def policy(definition: dict[str, Any], priority: int = 0, **others: Any) -> dict[str, Any]:
+    found = {"kind": "policy", "name": "p", "pattern": "", "apply-to": "queues"}
+    return {**found, "priority": priority, "definition": definition, **others}
 
 
-def in_effect(*policies: Policy, queue: FoundQueue = QUEUE) -> list[dict[str, Any]]:
-    found = effective_policies(replace(EMPTY, policies=policies), queue)
-    return [dict(each.definition) for each in found]
+def in_effect(*policies: dict[str, Any]) -> list[dict[str, Any]]:
+    found = EMPTY._replace(queues={HOURS: queue_of(HOURS)}, policies=policies)
+    return [
+        {key: value for key, (value, _) in effective.items()}
+        for effective in effective_policies(found, HOURS)
+    ]
+
+
+def test_the_reference_has_every_code() -> None:
+    section = REFERENCE.read_text().partition("## `verify`")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[a-z].*?) \| (\w+) \|", section, re.MULTILINE)
+    told = {code: severity for codes, severity in rows for code in re.findall(r"`(.+?)`", codes)}
+    assert told == {code: fault.severity for code, fault in FAULTS.items()}
 
 
 def test_nothing_is_wrong_with_a_sound_layout() -> None:
-    assert list(check_layout(Application(Topology()), sound())) == []
-    assert list(check_orphans(Topology(), sound(), lambda _: 0)) == []
+    settings = Settings()
+    inventory = sound(settings.topology)
+    assert list(check_broker(settings, inventory)) == []
+    assert list(check_entities(settings, inventory)) == []
+    assert list(check_bindings(settings.topology, inventory)) == []
+    assert list(check_orphans(settings.topology, inventory, lambda _: 0)) == []
 
 
 @pytest.mark.parametrize(
@@ -80,17 +102,8 @@ def test_nothing_is_wrong_with_a_sound_layout() -> None:
     ],
 )
 def test_the_version_is_too_old_or_has_a_fault(version: str, codes: list[str]) -> None:
-    assert [finding.code for finding in check_version(version)] == codes
-
-
-def test_a_flag_that_is_not_needed_is_only_a_warning() -> None:
-    flags = replace(EMPTY, disabled_flags=("stream_queue", "other"))
-    assert [each.severity for each in check_features(flags)] == ["danger", "warning"]
-
-
-def test_a_partition_is_a_danger() -> None:
-    nodes = (Node("a", True, ("b",)), Node("b", True, ()))
-    assert [each.code for each in check_nodes(replace(EMPTY, nodes=nodes))] == ["partition"]
+    found = check_broker(Settings(), Inventory(version=version))
+    assert [code for code, *_ in found] == codes
 
 
 @pytest.mark.parametrize(
@@ -108,11 +121,9 @@ def test_a_partition_is_a_danger() -> None:
     ],
 )
 def test_replicas_are_counted(members: str, online: str, nodes: str, codes: list[str]) -> None:
-    queue = QUEUE._replace(members=tuple(members), online=tuple(online))
-    inventory = replace(
-        EMPTY, queues={queue.name: queue}, nodes=tuple(Node(name, True, ()) for name in nodes)
-    )
-    assert [each.code for each in check_replicas(inventory, [queue.name])] == codes
+    queue = queue_of(HOURS, members=list(members), online=list(online))
+    inventory = EMPTY._replace(queues={HOURS: queue}, nodes=dict.fromkeys(nodes, True))
+    assert [code for code, *_ in check_replicas(inventory, [HOURS])] == codes
 
 
 def test_without_policies_none_is_in_effect() -> None:
@@ -130,7 +141,9 @@ def test_of_several_policies_of_one_priority_each_may_be_in_effect() -> None:
 
 def test_the_smaller_bound_is_in_effect_and_the_overflow_of_the_operator() -> None:
     own = policy({"max-length": 2, "overflow": "reject-publish", "expires": 9})
-    operators = policy({"max-length": 3, "overflow": "drop-head", "expires": 1}, is_operator=True)
+    operators = policy(
+        {"max-length": 3, "overflow": "drop-head", "expires": 1}, kind="operator policy"
+    )
     assert in_effect(own, operators) == [{"max-length": 2, "overflow": "drop-head", "expires": 1}]
 
 
@@ -148,23 +161,15 @@ def test_the_smaller_bound_is_in_effect_and_the_overflow_of_the_operator() -> No
     ],
 )
 def test_a_policy_matches_by_name_and_type(apply_to: str, pattern: str, matches: bool) -> None:
-    found = in_effect(policy({"expires": 1}, apply_to=apply_to, pattern=pattern))
+    found = in_effect({**policy({"expires": 1}, pattern=pattern), "apply-to": apply_to})
     assert found == [{"expires": 1} if matches else {}]
 
 
-def test_what_the_broker_reports_is_taken_where_policies_cannot_be_seen() -> None:
-    unseen = replace(EMPTY, policies=None, effective={QUEUE.name: {"expires": 1}})
-    [found] = check_policies(
-        replace(unseen, queues={QUEUE.name: QUEUE}), {QUEUE.name: "level"}, "rabbitdelay", "/"
-    )
-    assert found.what == "a policy or an operator policy sets expires to 1"
-
-
 def test_a_classic_queue_of_the_levels_may_have_any_overflow_and_delivery_limit() -> None:
-    queue = QUEUE._replace(type="classic", arguments={"x-dead-letter-exchange": "x"})
+    queue = queue_of(HOURS, type="classic", arguments={"x-dead-letter-exchange": "x"})
     bad = policy({"overflow": "drop-head", "delivery-limit": 1})
-    inventory = replace(EMPTY, queues={queue.name: queue}, policies=(bad,))
-    assert list(check_policies(inventory, {queue.name: "level"}, "rabbitdelay", "/")) == []
+    inventory = EMPTY._replace(queues={HOURS: queue}, policies=(bad,))
+    assert list(check_policies(Topology(), inventory, (), "/")) == []
 
 
 def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None:
@@ -172,58 +177,65 @@ def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None
     names = {
         "rabbitdelay.weeks.1": waits,
         "rabbitdelay.weeks.x1.0.s3": waits,
+        "rabbitdelay.weeks.2": waits,
         "rabbitdelay.reports.2024": {"x-message-ttl": 1, "x-dead-letter-exchange": "mine"},
         "rabbitdelay.eu.days.1": waits,
         "other.weeks.1": waits,
     }
-    queues = {name: QUEUE._replace(name=name, arguments=names[name]) for name in names}
-    counts = {"rabbitdelay.weeks.1": 5, "rabbitdelay.weeks.x1.0.s3": None}
-    found = list(check_orphans(Topology(), replace(EMPTY, queues=queues), counts.__getitem__))
-    assert [each.subjects[0].removeprefix("queue ") for each in found] == list(counts)
-    assert [each.severity for each in found] == ["danger", "danger"]
+    queues = {name: queue_of(name, arguments=own) for name, own in names.items()}
+    counts = {"rabbitdelay.weeks.1": 5, "rabbitdelay.weeks.x1.0.s3": None, "rabbitdelay.weeks.2": 0}
+    found = list(check_orphans(Topology(), EMPTY._replace(queues=queues), counts.__getitem__))
+    assert [(code, subject.removeprefix("queue ")) for code, subject, _ in found] == [
+        ("orphan", "rabbitdelay.weeks.1"),
+        ("orphan", "rabbitdelay.weeks.x1.0.s3"),
+        ("orphan-empty", "rabbitdelay.weeks.2"),
+    ]
 
 
 def test_the_levels_of_another_prefix_that_begins_alike_are_no_orphans() -> None:
-    other = Topology("rabbitdelay.eu")
-    queues = {
-        queue.name: QUEUE._replace(name=queue.name, arguments=queue.queue_arguments or {})
-        for queue in other.queues
-    }
-    exchanges = {
-        each.name: FoundExchange(each.name, "topic", {}, True, False, False)
-        for each in (*other.exchanges, *other.identity[1:])
-    }
-    inventory = replace(EMPTY, queues=queues, exchanges=exchanges)
+    inventory = sound(Topology("rabbitdelay.eu"))
     assert list(check_orphans(Topology(), inventory, lambda _: 5)) == []
 
 
-def test_queues_that_go_with_their_consumer_need_not_exist() -> None:
-    passing = (Queue("a", exclusive=True), Queue("b", auto_delete=True))
-    assert list(check_destinations(Application(Topology(), passing), sound())) == []
+def test_queues_that_differ_by_the_type_of_the_virtual_host_are_the_same() -> None:
+    inventory = EMPTY._replace(queues={"q": queue_of("q", arguments={"x-queue-type": "quorum"})})
+    settings = Settings()
+    assert list(check_destinations(settings, [Queue("q")], inventory)) == []
+    [(code, *_)] = check_destinations(settings, [Queue("q", max_length=5)], inventory)
+    assert code == "destination-differs"
 
 
 @pytest.mark.parametrize(
-    ("at_least", "at_most", "difference"),
-    [(-0.5, 0.6, 0.0), (3.0, 4.1, 3.0), (-4.1, -3.0, 3.0)],
+    ("ahead", "text"),
+    [(0.0, None), (0.9, None), (3.4, "at least 3 s ahead of"), (-3.4, "at least 3 s behind")],
 )
-def test_clocks_differ_by_the_least_that_is_possible(
-    at_least: float, at_most: float, difference: float
-) -> None:
-    probe = ClockProbe(at_least, at_most)
-    assert probe.difference == difference
-    assert bool(list(check_clock(probe, Application(Topology())))) == (difference > 1)
+def test_clocks_that_differ_by_more_than_workers_tolerate(ahead: float, text: str | None) -> None:
+    inventory = EMPTY._replace(clock_ahead=ahead)
+    found = findings_of(check_broker(Settings(early_tolerance=1.0), inventory))
+    assert [text in each.what for each in found if text] == [True] * bool(text)
+    assert bool(found) == bool(text)
 
 
 def test_findings_that_differ_in_their_subjects_alone_are_one_and_the_worst_comes_first() -> None:
-    note = Finding("note", "n", ("a",), "what", "consequence", "remedy")
-    danger = note._replace(severity="danger", code="d")
-    together = merged([note, danger, note._replace(subjects=("b",)), note])
-    assert together == (danger, note._replace(subjects=("a", "b")))
+    bound = {"bound": "max-length = 5"}
+    note, danger, other = findings_of(
+        [
+            ("destination-classic", "a", {}),
+            ("destination-refuses", "a", {**bound, "queue": "a"}),
+            ("destination-classic", "b", {}),
+            ("destination-classic", "a", {}),
+            ("destination-refuses", "b", {**bound, "queue": "b"}),
+        ]
+    )[::-1]
+    assert [danger.subjects, other.subjects, note.subjects] == [("b",), ("a",), ("a", "b")]
+    assert [each.severity for each in (danger, other, note)] == ["danger", "danger", "note"]
+    assert danger.remedy == "add 'b' to rabbitdelay_may_refuse"
+    assert {fault.severity for fault in FAULTS.values()} == set(get_args(Severity))
 
 
 def test_of_many_subjects_the_first_are_named() -> None:
-    assert named(("a", "b", "c")) == "a, b, c"
-    assert named(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
+    assert first_of(("a", "b", "c"), 3) == "a, b, c"
+    assert first_of(("a", "b", "c", "d", "e"), 3) == "a, b, c and 2 more"
 
 
 @pytest.mark.parametrize(

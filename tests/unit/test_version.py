@@ -12,21 +12,17 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE, MESSAGE_VERSION, later_version
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import headers as module_headers
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import CONTENT_TYPE, Envelope, Item
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.modules.version import (
-    MESSAGE_VERSION,
-    LaterVersionWarning,
-    later_version,
-)
+from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning
 from celery_rabbitdelay.operations.migration import Migration
 from celery_rabbitdelay.operations.mover import Stay
 
@@ -36,7 +32,7 @@ NOW_MS = 1_900_000_000_000
 
 #: What only a later version can read: by its header, and by its content type.
 LATER: list[dict[str, Any]] = [
-    {"application_headers": {module_headers.VERSION: MESSAGE_VERSION + 1}},
+    {"application_headers": {header_names.VERSION: MESSAGE_VERSION + 1}},
     {"content_type": "application/vnd.rabbitdelay.envelope.2"},
     {"content_type": "application/vnd.rabbitdelay.parcel.1"},
 ]
@@ -52,8 +48,8 @@ def later_message(given: dict[str, Any], **headers: Any) -> amqp.Message:
     return message
 
 
-@pytest.mark.parametrize("headers", [{}, {module_headers.VERSION: MESSAGE_VERSION}])
-@pytest.mark.parametrize("content_type", [None, "application/json", CONTENT_TYPE])
+@pytest.mark.parametrize("headers", [{}, {header_names.VERSION: MESSAGE_VERSION}])
+@pytest.mark.parametrize("content_type", [None, "application/json", ENVELOPE])
 def test_this_version_reads_what_it_writes(headers: dict[str, Any], content_type: Any) -> None:
     assert later_version(headers, content_type) is None
 
@@ -63,7 +59,7 @@ def test_this_version_reads_what_it_writes(headers: dict[str, Any], content_type
 @example(1.0)
 def test_nothing_is_opened_by_guess(version: Any) -> None:
     reads = type(version) is int and 1 <= version <= MESSAGE_VERSION
-    found = later_version({module_headers.VERSION: version}, None)
+    found = later_version({header_names.VERSION: version}, None)
     assert (found is None) == reads
 
 
@@ -75,10 +71,8 @@ def test_distribution_leaves_it_to_a_later_version(given_as: dict[str, Any]) -> 
 
 def test_an_envelope_with_one_message_of_a_later_version_stays_closed() -> None:
     own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "q"}
-    items = (Item(b"1", own), Item(b"2", {**own, module_headers.VERSION: 2}))
-    message = amqp.Message(
-        Envelope(items).pack(), content_type=CONTENT_TYPE, application_headers={}
-    )
+    items = (Item(b"1", own), Item(b"2", {**own, header_names.VERSION: 2}))
+    message = amqp.Message(Envelope(items).pack(), content_type=ENVELOPE, application_headers={})
     with pytest.raises(LaterVersion):
         next(Distribution(TOPOLOGY).receive(message))
 
@@ -94,18 +88,18 @@ def test_it_goes_back_into_the_levels_as_it_is_with_growing_pauses(
         outgoing = redelivery.until_upgraded(message, "it is of a later version")
         assert outgoing.reroute is not None
         assert outgoing.exchange in {each.name for each in TOPOLOGY.exchanges}
-        message = outgoing.message
+        message = outgoing.message.amqp()
         headers = dict(message.properties["application_headers"])
-        assert headers.pop(module_headers.ATTEMPTS) == attempt
+        assert headers.pop(header_names.ATTEMPTS) == attempt
         for name in ("FAILED_SINCE", "FIRST_REASON", "REASON"):
-            headers.pop(getattr(module_headers, name))
+            headers.pop(getattr(header_names, name))
         assert headers == before.properties["application_headers"]
         assert message.body == before.body
         assert message.properties["priority"] == 3
         assert message.properties.get("content_type") == before.properties.get("content_type")
     outgoing = redelivery.until_upgraded(message, "it is of a later version")
     assert outgoing.exchange == MODULES.undeliverable.exchange.name
-    found = examine(outgoing.message.properties["application_headers"], TOPOLOGY)
+    found = examine(outgoing.message.headers.to_headers(), TOPOLOGY)
     assert "later version" in found.reason
     assert "145 attempts" in found.reason
 
@@ -119,7 +113,7 @@ def test_a_high_priority_never_waits_in_quorum_levels(destination: str, is_early
         message = later_message(LATER[0], **headers)
         message.properties["priority"] = 9
         redelivery = Redelivery(topology, 86_400, now_ns=lambda: now_ms * 1_000_000)
-        found = redelivery.until_upgraded(message, "later", destination).message.properties
+        found = redelivery.until_upgraded(message, "later", destination).message.amqp().properties
         return found["priority"], found["application_headers"].get(header_names.PRIORITY)
 
     assert waiting(TOPOLOGY) == (4, 9)
@@ -133,19 +127,19 @@ def test_one_that_is_early_waits_until_it_is_due_and_that_is_no_attempt() -> Non
     redelivery = Redelivery(TOPOLOGY, 0, now_ns=lambda: (NOW_MS - 3_600_000) * 1_000_000)
     outgoing = redelivery.until_upgraded(later_message(LATER[0]), "later")
     assert outgoing.exchange == "rabbitdelay.hours.x1"
-    assert module_headers.ATTEMPTS not in outgoing.message.properties["application_headers"]
+    assert header_names.ATTEMPTS not in outgoing.message.headers.to_headers()
 
 
 def test_without_redelivery_it_is_undeliverable_at_once_with_its_headers() -> None:
     redelivery = Redelivery(TOPOLOGY, 0, now_ns=lambda: NOW_MS * 1_000_000)
     outgoing = redelivery.until_upgraded(later_message(LATER[0]), "because it is later")
-    headers = outgoing.message.properties["application_headers"]
+    headers = outgoing.message.headers.to_headers()
     assert headers["rabbitdelay-new"] == [1]
-    assert headers[module_headers.REASON] == "because it is later"
+    assert headers[header_names.REASON] == "because it is later"
     assert outgoing.exchange == MODULES.undeliverable.exchange.name
 
 
-@pytest.mark.parametrize("given_as", [*LATER, {"content_type": CONTENT_TYPE}])
+@pytest.mark.parametrize("given_as", [*LATER, {"content_type": ENVELOPE}])
 def test_no_client_checks_in_what_only_a_later_version_can_read(given_as: dict[str, Any]) -> None:
     message = later_message(given_as)
     message.delivery_info = {"exchange": MODULES.checkin.exchange.name, "routing_key": "q"}
@@ -161,7 +155,7 @@ def test_it_meditates_on_unopened(given_as: dict[str, Any]) -> None:
     (outgoing,) = CheckIn(TOPOLOGY, lambda exchange, key: False).receive(message)
     assert (outgoing.exchange, outgoing.routing_key) == (MODULES.meditation.exchange.name, "q")
     for name in ("application_headers", "content_type"):
-        assert outgoing.message.properties.get(name) == message.properties.get(name)
+        assert outgoing.message.amqp().properties.get(name) == message.properties.get(name)
 
 
 @pytest.mark.parametrize("given_as", LATER)
@@ -186,7 +180,7 @@ def test_migrate_leaves_it_where_it_waits_and_takes_what_is_undeliverable(
 
 
 def test_an_undeliverable_message_tells_that_it_is_of_a_later_version() -> None:
-    headers = {module_headers.VERSION: 2, module_headers.REASON: "the queue is full"}
+    headers = {header_names.VERSION: 2, header_names.REASON: "the queue is full"}
     found = examine(headers, TOPOLOGY)
     assert found.reason.startswith("the queue is full; it needs a later version")
 

@@ -17,9 +17,9 @@ from amqp.serialization import dumps
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_rabbitdelay.levels.headers import UNREADABLE
 from celery_rabbitdelay.publishing.incoming import _frame_handler
 from celery_rabbitdelay.publishing.wire import (
-    UNREADABLE,
     Content,
     ack_frames,
     publish_frames,

@@ -9,8 +9,7 @@ The version before comes from the git history. Where that is missing, as in a sh
 unpacked archive, the program says so and ends with the status 2; ``--former FOLDER`` names a folder
 that holds the package of that version instead.
 
-With ``--generation 3``, this version declares another generation of the levels beside the former
-one. The exit status is 1 where a task is lost or early.
+The exit status is 1 where a task is lost or early.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ from typing import Any, Final
 import redis
 from kombu import Connection
 
-from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import Server
@@ -111,7 +109,6 @@ def main() -> None:
     """Run both versions and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tasks", type=int, default=20_000, help="of both producers together")
-    parser.add_argument("--generation", type=int, default=DEFAULT_GENERATION, choices=GENERATIONS)
     parser.add_argument("--former", type=Path, help="a folder with the package of another version")
     options = parser.parse_args()
     broker_root = os.environ.get("RABBITDELAY_BROKER_ROOT")
@@ -126,10 +123,9 @@ def main() -> None:
         broker = stack.enter_context(RabbitMQServer(Path(broker_root) if broker_root else None))
         redis_server = stack.enter_context(RedisServer())
         servers = {"BESIDE_BROKER": broker.url, "BESIDE_REDIS": redis_server.url}
-        settings = {"rabbitdelay_generation": options.generation}
         versions = [
             Version("before", former, folder / "app-before", servers, {}),
-            Version("today", REPOSITORY, folder / "app-today", servers, settings),
+            Version("today", REPOSITORY, folder / "app-today", servers, {}),
         ]
         for version in versions:
             stack.enter_context(version)
@@ -142,7 +138,7 @@ def main() -> None:
         runs = _runs(notes, 2 * each)
         status = _report(runs, 2 * each)
         with Connection(broker.url) as connection:
-            status |= _report_left(connection, options.generation)
+            status |= _report_left(connection)
     raise SystemExit(status)
 
 
@@ -180,13 +176,12 @@ def _report(runs: list[list[Any]], number: int) -> int:
     return FAILED if lost or early else 0
 
 
-def _report_left(connection: Connection, generation: int) -> int:
+def _report_left(connection: Connection) -> int:
     """Print what is left in the levels; return the exit status."""
-    topology = Topology(PREFIX, custom(LEVELS), generation=GENERATIONS[generation])
+    topology = Topology(PREFIX, custom(LEVELS))
     left = {
         name: counts.messages
-        for each in (*topology.former, topology)
-        for name, counts in queue_counts(connection, each.queues).items()
+        for name, counts in queue_counts(connection, topology.queues).items()
         if counts is not None and counts.messages
     }
     print(f"left in the levels: {left or 'nothing'}")

@@ -22,7 +22,7 @@ from kombu import Connection
 import celery_rabbitdelay
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS
-from celery_rabbitdelay.levels.generation import GENERATIONS
+from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.early import EarlyMessages
@@ -34,6 +34,7 @@ from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from tests.integration.arrivals import count
 from tests.integration.shop import make_app, named
+from tests.unit.waiting import waiting
 from tests.upgrade.recording import Recorded, as_read, publish_raw, write
 
 #: The prefix of everything that is recorded.
@@ -54,8 +55,8 @@ FORTY_YEARS: Final = 40 * 365 * 86_400
 
 #: How the recorded topologies are declared, besides :data:`PREFIX` and :data:`LEVELS`.
 TOPOLOGIES: Final[list[dict[str, Any]]] = [
-    *({"queue_type": "quorum", "shards": 1, "generation": number} for number in GENERATIONS),
-    {"queue_type": "classic", "shards": 2, "generation": 2},
+    {"queue_type": "quorum", "shards": 1},
+    {"queue_type": "classic", "shards": 2},
 ]
 
 
@@ -183,12 +184,12 @@ class Recorder:
         )
 
     def _publish(self, outgoing: Outgoing) -> None:
-        content = Content.of(outgoing.message)
+        content = Content.of(outgoing.message.amqp())
         publish_raw(self._connection, outgoing.exchange, outgoing.routing_key, content)
 
     def _client(self, number: int) -> None:
         exchange, key = f"{PREFIX}.checkin", named(self._shop, "default")
-        self._publish(Outgoing(exchange, key, self._message(number, **{"x-delay": 1000})))
+        self._publish(Outgoing(exchange, key, waiting(self._message(number, **{"x-delay": 1000}))))
 
     def _without_queue(self, number: int) -> None:
         # Nobody has bound it, so it comes to distribution with the broker's own headers.
@@ -197,22 +198,22 @@ class Recorder:
         headers = message.properties["application_headers"]
         for name in (header_names.QUEUE, header_names.ROUTING_KEY):
             headers[name] = f"{PREFIX}.topic.reports"
-        self._publish(Outgoing(route.exchange, route.routing_key, message))
+        self._publish(Outgoing(route.exchange, route.routing_key, waiting(message)))
 
     def _tried_again(self, number: int) -> None:
         redelivery = Redelivery(self._topology, 86_400, lambda least, most: 0.9)
-        outgoing = Outgoing("", named(self._shop, "default"), self._restorable(number))
-        self._publish(redelivery.after_failure(outgoing, {}, "the broker nacked it"))
+        outgoing = Outgoing("", named(self._shop, "default"), waiting(self._restorable(number)))
+        self._publish(redelivery.after_failure(outgoing, DelayHeaders(), "the broker nacked it"))
 
     def _early(self, number: int) -> None:
         message = self._restorable(number)
         message.properties["application_headers"][header_names.DUE] += int(DELAY * 1000)
-        early = EarlyMessages(self._topology, 1000).put_back(message)
+        early = EarlyMessages(self._topology, 1000).put_back(waiting(message))
         assert early is not None
         self._publish(early)
 
     def _undeliverable(self, number: int) -> None:
-        outgoing = Outgoing("", named(self._shop, "default"), self._restorable(number))
+        outgoing = Outgoing("", named(self._shop, "default"), waiting(self._restorable(number)))
         self._publish(to_undeliverable(f"{PREFIX}.undeliverable", outgoing, "the queue is full"))
 
 
@@ -223,9 +224,7 @@ def _definitions(broker: RabbitMQServer) -> list[dict[str, Any]]:
         host = f"host-{number}"
         broker.ctl("add_vhost", host)
         broker.ctl("set_permissions", "-p", host, "guest", ".*", ".*", ".*")
-        generation = GENERATIONS[kind["generation"]]
-        layout = custom(LEVELS)
-        topology = Topology(PREFIX, layout, kind["queue_type"], kind["shards"], generation)
+        topology = Topology(PREFIX, custom(LEVELS), **kind)
         with Connection(broker.url).clone(virtual_host=host) as connection:
             declare(connection, topology)
         exported = json.loads(broker.ctl("export_definitions", "-", "--format", "json"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,10 +15,8 @@ from kombu import Connection
 
 import celery_rabbitdelay
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.generation import GENERATIONS
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.generations import former_generations
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import make_app
@@ -63,12 +60,10 @@ def test_this_version_has_a_recording() -> None:
 
 
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: folder.name)
-@pytest.mark.parametrize("generation", GENERATIONS)
 def test_every_recorded_message_arrives_once_and_none_early(
-    recorded_on: dict[str, Any], folder: Path, generation: int
+    recorded_on: dict[str, Any], folder: Path
 ) -> None:
-    """Also where this version declares another generation beside the recorded one."""
-    settings = {**recorded_on, "rabbitdelay_generation": generation}
+    settings = recorded_on
     shop = make_app(settings)
     notes = Notes(shop)
     notes.key = NOTES_KEY
@@ -95,16 +90,13 @@ def test_every_recorded_message_arrives_once_and_none_early(
             runs = notes.wait(0)
             assert sorted(run["given"][0] for run in runs) == sorted(numbers - undeliverable)
             options = "rabbitdelay undeliverable redrive"
-            told = run_celery({**settings, "rabbitdelay_generation": 2}, options)
+            told = run_celery(settings, options)
             assert told.returncode == 0, told.stderr
             wait_until(notes, numbers)
             runs = notes.wait(0)
         assert Counter(run["given"][0] for run in runs) == Counter(numbers)
         for run in runs:
             assert run["at"] * 1000 >= max(due[run["given"][0]], run["headers"]["rabbitdelay-due"])
-        if generation > 2:
-            present = Topology(PREFIX, custom(LEVELS), generation=GENERATIONS[generation])
-            assert former_generations(connection, present) == {2: 0}
     notes.forget()
     shop.close()
 
@@ -113,10 +105,7 @@ def test_every_recorded_message_arrives_once_and_none_early(
 def test_what_each_version_has_declared_is_declared_by_this_one(folder: Path) -> None:
     """RabbitMQ refuses any difference, and every worker would end."""
     for recorded in read_definitions(folder):
-        kind = dict(recorded["topology"])
-        generation = GENERATIONS[kind.pop("generation")]
-        topology = Topology(PREFIX, custom(LEVELS), generation=generation)
-        topology = replace(topology, **kind)
+        topology = Topology(PREFIX, custom(LEVELS), **recorded["topology"])
         identity = topology.identity
         exchanges = (*topology.exchanges, identity.guard, identity.marker)
         assert {

@@ -1,5 +1,5 @@
-"""A topology written in other formats: Terraform, RabbitMQ's definitions, Mermaid, DOT and SVG.
+"""A topology written in other formats: a file for each, all of them pure.
 
-All of it is pure. One file for each format; ``entities`` has what both Terraform and definitions
-need, ``graph`` what the three drawings show, and ``formats`` all formats by their names.
+``definitions`` has everything that is declared; ``terraform`` writes the same as a module.
+``setting`` turns a layout into the value of ``rabbitdelay_layout``.
 """

@@ -9,17 +9,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.export.entities import (
-    all_bindings,
-    all_exchanges,
-    all_queues,
-)
 
 
-def definitions(topology: Topology, vhost: str = "/") -> dict[str, Any]:
-    """Return the exchanges, queues and bindings of a topology.
+def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str, Any]]]:
+    """Return the exchanges, queues and bindings that ``declare`` makes.
+
+    The guard, which refuses other layouts under the prefix, is the first exchange. The marker,
+    which tells processes that the topology is complete, is the last one.
 
     The virtual host has to exist: an import that names it would reset its description, its tags
     and its default queue type.
@@ -31,24 +28,33 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, Any]:
     common = {"vhost": vhost, "durable": True, "auto_delete": False}
     return {
         "exchanges": [
-            {**each._asdict(), **common, "internal": False} for each in all_exchanges(topology)
+            {
+                "name": each.name,
+                "type": each.type,
+                "arguments": dict(each.arguments or {}),
+                **common,
+                "internal": False,
+            }
+            for each in (topology.identity.guard, *topology.exchanges, topology.identity.marker)
         ],
-        "queues": [{**each._asdict(), **common} for each in all_queues(topology)],
-        "bindings": [_binding(each, vhost) for each in all_bindings(topology)],
+        "queues": [
+            {"name": each.name, "arguments": dict(each.queue_arguments or {}), **common}
+            for each in topology.queues
+        ],
+        "bindings": [
+            {
+                "source": each.source,
+                "vhost": vhost,
+                "destination": each.target,
+                "destination_type": "exchange" if each.target_is_exchange else "queue",
+                "routing_key": each.pattern,
+                "arguments": {},
+            }
+            for each in topology.bindings
+        ],
     }
 
 
 def as_definitions(topology: Topology, vhost: str = "/") -> str:
     """Return the same as JSON."""
     return json.dumps(definitions(topology, vhost), indent=2) + "\n"
-
-
-def _binding(binding: Binding, vhost: str) -> dict[str, Any]:
-    return {
-        "source": binding.source,
-        "vhost": vhost,
-        "destination": binding.target,
-        "destination_type": "exchange" if binding.target_is_exchange else "queue",
-        "routing_key": binding.pattern,
-        "arguments": {},
-    }

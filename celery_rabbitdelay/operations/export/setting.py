@@ -6,7 +6,7 @@ to name the layout as it was named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import InvalidLayout
@@ -53,13 +53,11 @@ def cut(layout: Layout, max_delay: Delay) -> Layout:
     """
     max_ms = milliseconds(max_delay)
     layout.check_capacity(max_ms)
-    return next((each for each in _lowest(layout) if each.capacity_ms >= max_ms), layout)
-
-
-def _lowest(layout: Layout) -> Iterator[Layout]:
-    """Yield the lowest level, the lowest two, and so on, without the whole layout."""
     for first in range(len(layout.levels) - 1, 0, -1):
-        yield custom(_levels(layout, first), layout.zeros)
+        lowest = custom(_levels(layout, first), layout.zeros)
+        if lowest.capacity_ms >= max_ms:
+            return lowest
+    return layout
 
 
 def _options(layout: Layout) -> dict[str, Any]:

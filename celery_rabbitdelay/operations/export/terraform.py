@@ -13,16 +13,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from celery_rabbitdelay.levels.delay_text import written
-from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.levels.delay import written
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.export.entities import (
-    PlainExchange,
-    all_bindings,
-    all_exchanges,
-    all_queues,
-)
+from celery_rabbitdelay.operations.export.definitions import definitions
 from celery_rabbitdelay.operations.export.setting import as_setting
+
+#: Arguments whose values are names.
+_NAMES: Final = ("alternate-exchange", "x-dead-letter-exchange")
 
 _HEAD: Final = """\
 # The delay levels of celery_rabbitdelay: layout {layout}, zeros passed by {zeros}, longest delay
@@ -43,16 +40,6 @@ variable "name" {{
   description = "The first part of all names: rabbitdelay_prefix of the applications."
   type        = string
   default     = {prefix}
-
-  validation {{
-    condition     = can(regex("^[A-Za-z0-9_:.-]{{1,100}}$", var.name))
-    error_message = "Takes 1 to 100 letters, digits, '-', '_', ':' and '.'."
-  }}
-
-  validation {{
-    condition     = !startswith(var.name, "amq.")
-    error_message = "Names that begin with 'amq.' are the broker's own."
-  }}
 }}
 
 variable "vhost" {{
@@ -176,20 +163,40 @@ def as_terraform(topology: Topology, vhost: str = "/") -> str:
 
 
 def _locals(topology: Topology) -> Iterator[str]:
-    guard, *exchanges, marker = all_exchanges(topology)
-    names = _Names(topology.prefix)
+    made = definitions(topology)
+
+    def bare(name: str) -> str:
+        return name.removeprefix(f"{topology.prefix}.")
+
+    def arguments(entity: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: _Template(f"${{var.name}}.{bare(value)}") if key in _NAMES else value
+            for key, value in entity["arguments"].items()
+        }
+
+    exchanges = {
+        bare(each["name"]): {"type": each["type"], "arguments": arguments(each)}
+        for each in made["exchanges"]
+    }
+    first, *_, last = exchanges
     yield "locals {"
-    yield f"  guard  = {_value({'name': names.bare(guard.name), **names.exchange(guard)})}"
-    yield f"  marker = {_value({'name': names.bare(marker.name), **names.exchange(marker)})}"
+    yield f"  guard  = {_value({'name': first, **exchanges.pop(first)})}"
+    yield f"  marker = {_value({'name': last, **exchanges.pop(last)})}"
     yield ""
-    yield from _map("exchanges", {names.bare(e.name): names.exchange(e) for e in exchanges})
+    yield from _map("exchanges", exchanges)
     yield ""
-    queues = all_queues(topology)
-    yield from _map("queues", {names.bare(q.name): names.arguments(q.arguments) for q in queues})
+    yield from _map("queues", {bare(each["name"]): arguments(each) for each in made["queues"]})
     yield ""
-    bindings = map(names.binding, all_bindings(topology))
-    keys = ("source", "routing_key", "destination")
-    yield from _map("bindings", {" ".join(map(b.__getitem__, keys)): b for b in bindings})
+    bindings = {}
+    for each in made["bindings"]:
+        source, target = bare(each["source"]), bare(each["destination"])
+        bindings[f"{source} {each['routing_key']} {target}"] = {
+            "source": source,
+            "destination": target,
+            "destination_type": each["destination_type"],
+            "routing_key": each["routing_key"],
+        }
+    yield from _map("bindings", bindings)
     yield "}"
 
 
@@ -201,41 +208,6 @@ def _map(name: str, entries: Mapping[str, Any]) -> Iterator[str]:
     for key, value in zip(keys, entries.values(), strict=True):
         yield f"    {key.ljust(width)} = {_value(value)}"
     yield "  }"
-
-
-class _Names:
-    """Takes the prefix off, or puts the input ``name`` in its place.
-
-    Args:
-        prefix: The prefix.
-    """
-
-    #: Arguments whose values are names.
-    NAMED: Final = ("alternate-exchange", "x-dead-letter-exchange")
-
-    def __init__(self, prefix: str) -> None:
-        self._start = f"{prefix}."
-
-    def bare(self, name: str) -> str:
-        assert name.startswith(self._start), name
-        return name.removeprefix(self._start)
-
-    def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: _Template(f"${{var.name}}.{self.bare(value)}") if key in self.NAMED else value
-            for key, value in arguments.items()
-        }
-
-    def exchange(self, exchange: PlainExchange) -> dict[str, Any]:
-        return {"type": exchange.type, "arguments": self.arguments(exchange.arguments)}
-
-    def binding(self, binding: Binding) -> dict[str, str]:
-        return {
-            "source": self.bare(binding.source),
-            "destination": self.bare(binding.target),
-            "destination_type": "exchange" if binding.target_is_exchange else "queue",
-            "routing_key": binding.pattern,
-        }
 
 
 class _Template(str):

@@ -1,178 +1,168 @@
-"""Policies and operator policies that break a promise."""
+"""Policies, operator policies and bounds that lose tasks, or make them early or late. Pure."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
+from math import inf
+from typing import Any, Final, TypeAlias
 
-from celery_rabbitdelay.operations.verify.effective_policy import effective_policies
-from celery_rabbitdelay.operations.verify.finding import Finding, Severity
-from celery_rabbitdelay.operations.verify.inventory import FoundQueue, Inventory, Policy
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.verify.findings import Row
+from celery_rabbitdelay.operations.verify.management import Inventory, Json
 
-#: What a queue is for: ``level`` (a digit, or meditation: messages wait for their TTL), ``module``
-#: (check-in and distribution), ``undeliverable``, ``destination``.
-Role: TypeAlias = Literal["level", "module", "undeliverable", "destination"]
-
-#: The policy that the documentation recommends for the levels: it keeps other policies away.
+#: The definition of the policy that the documentation recommends for the levels: it keeps other
+#: policies away.
 GUARD: Final = json.dumps({"overflow": "reject-publish"})
 
 #: Its priority.
 GUARD_PRIORITY: Final = 1000
 
+#: Keys of which a policy and an operator policy both hold, so that the smaller value counts:
+#: https://www.rabbitmq.com/docs/policies#operator-policies. Of all others, the operator's counts.
+SMALLER_COUNTS: Final = frozenset(
+    {"delivery-limit", "expires", "max-length", "max-length-bytes", "message-ttl"}
+)
 
-class _Harm(NamedTuple):
-    """What one key of a policy does to a queue."""
+BOUNDS: Final = ("max-length", "max-length-bytes")
 
-    severity: Severity
-    code: str
-    key: str
-    consequence: str
+#: What policies set for a queue: by the key, the value and the policy that it comes from.
+Effective: TypeAlias = Mapping[str, tuple[Any, Json]]
 
 
 def check_policies(
-    inventory: Inventory, roles: Mapping[str, Role], prefix: str, virtual_host: str
-) -> Iterator[Finding]:
-    """Find policies that lose tasks, or make them early or late.
-
-    Bounds on destinations are checked by ``destinations``.
+    topology: Topology, inventory: Inventory, destinations: Iterable[str], virtual_host: str
+) -> Iterator[Row]:
+    """Find policies that break a promise; those that bound destinations are :func:`check_bounds`'.
 
     Args:
+        topology: The topology.
         inventory: The broker's queues and policies.
-        roles: What the queues are for, by their names.
-        prefix: The prefix of the topology.
-        virtual_host: The virtual host.
+        destinations: The names of the tasks' queues.
+        virtual_host: Its name, for the remedy.
     """
-    for name, role in roles.items():
-        queue = inventory.queues.get(name)
-        if queue is None:
-            continue
-        for effective in effective_policies(inventory, queue):
-            for harm in _harms(role, queue, effective.definition):
-                source = effective.sources.get(harm.key)
-                yield Finding(
-                    harm.severity,
-                    harm.code,
-                    (f"queue {name}",),
-                    f"{_title(source)} sets {harm.key} to {effective.definition[harm.key]!r}",
-                    harm.consequence,
-                    _remedy(source, role, prefix, virtual_host),
+    ours = [queue.name for queue in topology.queues]
+    for name, find in (
+        *((each, _of_ours) for each in ours),
+        *((e, _of_tasks) for e in destinations),
+    ):
+        for effective in effective_policies(inventory, name):
+            values = {key: value for key, (value, _) in effective.items()}
+            for code, key in find(inventory.queues[name], values):
+                value, policy = effective[key]
+                yield (
+                    code,
+                    f"queue {name}",
+                    {
+                        "policy": _title(policy),
+                        "key": key,
+                        "value": value,
+                        "guard": _guard(topology.prefix, policy, virtual_host),
+                    },
                 )
 
 
-def _harms(role: Role, queue: FoundQueue, definition: Mapping[str, Any]) -> Iterator[_Harm]:
-    if role == "destination":
-        yield from _harms_to_destination(queue, definition)
+def check_bounds(
+    inventory: Inventory, destinations: Iterable[str], may_refuse: Callable[[str], bool]
+) -> Iterator[Row]:
+    """Find tasks' queues that drop tasks when they are full, or refuse them unknown to us.
+
+    Args:
+        inventory: The broker's queues and policies.
+        destinations: The names of the tasks' queues.
+        may_refuse: Returns whether the application knows that a queue may refuse tasks.
+    """
+    for name in destinations:
+        for effective in effective_policies(inventory, name):
+            policies = {f"x-{key}": value for key, (value, _) in effective.items()}
+            values = {**inventory.queues[name]["arguments"], **policies}
+            bounds = [f"{key} = {values[f'x-{key}']}" for key in BOUNDS if f"x-{key}" in values]
+            if not bounds:
+                continue
+            told = {"bound": ", ".join(bounds), "queue": name}
+            if not str(values.get("x-overflow")).startswith("reject-publish"):
+                yield "destination-drops", f"queue {name}", told
+            elif not may_refuse(name):
+                yield "destination-refuses", f"queue {name}", told
+
+
+def effective_policies(inventory: Inventory, name: str) -> Iterator[Effective]:
+    """Yield what policies and operator policies come to for a queue, if it exists.
+
+    There are several if several policies of the highest priority match: RabbitMQ takes any of them.
+    They are computed from the policies, because RabbitMQ reports what is in effect some seconds
+    late.
+    """
+    if (queue := inventory.queues.get(name)) is None:
         return
-    yield from _expiry(role, queue, definition)
-    yield from _bounds(role, definition)
-    is_quorum = queue.type == "quorum"
+    kinds = ("policy", "operator policy")
+    for own, operators in product(*(_highest(inventory, kind, queue) for kind in kinds)):
+        effective = {key: (value, own) for key, value in own["definition"].items()}
+        for key, value in operators["definition"].items():
+            if key not in SMALLER_COUNTS or key not in effective or value < effective[key][0]:
+                effective[key] = (value, operators)
+        yield effective
+
+
+def _highest(inventory: Inventory, kind: str, queue: Json) -> list[Json]:
+    found = [each for each in inventory.policies if each["kind"] == kind and _matches(each, queue)]
+    highest = max((policy["priority"] for policy in found), default=0)
+    return [each for each in found if each["priority"] == highest] or [{"definition": {}}]
+
+
+def _matches(policy: Json, queue: Json) -> bool:
+    if policy["apply-to"] not in ("all", "queues", f"{queue['type']}_queues"):
+        return False
+    try:
+        return re.search(policy["pattern"], queue["name"]) is not None
+    except re.error:
+        # Erlang knows expressions that Python does not know; it is better to look in vain.
+        return True
+
+
+def _of_ours(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield code and key of what harms a queue of the levels or of a module."""
+    arguments, is_quorum = queue["arguments"], queue["type"] == "quorum"
+    if "expires" in values:
+        yield "policy-expires", "expires"
+    if values.get("message-ttl", inf) < arguments.get("x-message-ttl", inf):
+        yield "policy-message-ttl", "message-ttl"
+    for key in BOUNDS:
+        if key in values:
+            yield "policy-max-length", key
     # The policy's overflow counts, not the argument's; of dead-lettering, the argument's counts
     # wherever there is one (rabbit_quorum_queue:args_policy_lookup).
-    if "x-dead-letter-exchange" in queue.arguments:
-        if is_quorum and definition.get("overflow", "reject-publish") != "reject-publish":
-            yield _Harm(
-                "danger",
-                "policy-overflow",
-                "overflow",
-                "RabbitMQ then dead-letters at most once: a message on its way to the next queue "
-                "is lost if that queue or its node is away",
-            )
-        if "dead-letter-routing-key" in definition:
-            yield _Harm(
-                "danger",
-                "policy-dead-letter",
-                "dead-letter-routing-key",
-                "a message loses the routing key that leads it to its queue, and goes to "
-                "undeliverable",
-            )
-    limit = definition.get("delivery-limit")
-    if is_quorum and limit is not None and 0 <= limit < queue.arguments.get("x-delivery-limit", 0):
-        if role == "undeliverable":
-            consequence = f"a message that was looked at {limit} times is dropped"
-            yield _Harm("danger", "policy-delivery-limit", "delivery-limit", consequence)
-        elif role == "module":
-            consequence = (
-                f"a message goes to undeliverable after {limit} failed workers, whatever the cause"
-            )
-            yield _Harm("warning", "policy-delivery-limit", "delivery-limit", consequence)
+    if "x-dead-letter-exchange" in arguments:
+        if is_quorum and values.get("overflow", "reject-publish") != "reject-publish":
+            yield "policy-overflow", "overflow"
+        if "dead-letter-routing-key" in values:
+            yield "policy-dead-letter", "dead-letter-routing-key"
+    if is_quorum and 0 <= values.get("delivery-limit", -1) < arguments.get("x-delivery-limit", 0):
+        # Only undeliverable messages go nowhere from there.
+        stays = "x-dead-letter-exchange" in arguments
+        yield "policy-delivery-limit" if stays else "policy-drops-undeliverable", "delivery-limit"
 
 
-def _expiry(role: Role, queue: FoundQueue, definition: Mapping[str, Any]) -> Iterator[_Harm]:
-    if "expires" in definition:
-        yield _Harm(
-            "danger",
-            "policy-expires",
-            "expires",
-            "RabbitMQ deletes the queue with all messages in it once it has had no consumer for "
-            "that long; declaring it again does not prevent that",
-        )
-    ttl = definition.get("message-ttl")
-    own = queue.arguments.get("x-message-ttl")
-    if ttl is None or (own is not None and ttl >= own):
-        return
-    consequences = {
-        "level": "tasks leave the level before their time; workers put them back again and again",
-        "module": "messages go to undeliverable if no worker takes them for that long",
-        "undeliverable": "undeliverable messages are dropped after that time",
-    }
-    yield _Harm("danger", "policy-message-ttl", "message-ttl", consequences[role])
+def _of_tasks(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield code and key of what harms a task's queue."""
+    for key in ("expires", "message-ttl"):
+        if key in values:
+            yield f"destination-{key}", key
+    if queue["type"] == "quorum" and values.get("delivery-limit", -1) >= 0:
+        yield "destination-delivery-limit", "delivery-limit"
 
 
-def _bounds(role: Role, definition: Mapping[str, Any]) -> Iterator[_Harm]:
-    consequences = {
-        "level": "a full queue refuses tasks: sending fails, and the level before it stalls",
-        "module": "a full queue refuses messages: check-in fails, and the last level stalls",
-        "undeliverable": "a full queue drops or refuses messages: undeliverable ones are lost, or "
-        "stall the levels",
-    }
-    for key in ("max-length", "max-length-bytes"):
-        if key in definition:
-            yield _Harm("danger", "policy-max-length", key, consequences[role])
+def _title(policy: Json) -> str:
+    name, pattern, priority = policy["name"], policy["pattern"], policy["priority"]
+    return f"the {policy['kind']} '{name}' for '{pattern}', priority {priority},"
 
 
-def _harms_to_destination(queue: FoundQueue, definition: Mapping[str, Any]) -> Iterator[_Harm]:
-    if "expires" in definition:
-        yield _Harm(
-            "warning",
-            "policy-expires",
-            "expires",
-            "RabbitMQ deletes the queue with all tasks in it once no worker has consumed from it "
-            "for that long",
-        )
-    goes = "are dropped"
-    if definition.get("dead-letter-exchange") or queue.arguments.get("x-dead-letter-exchange"):
-        goes = "leave the queue for its dead-letter exchange"
-    if definition.get("message-ttl", "") != "":
-        consequence = f"due tasks {goes} if no worker takes them for that long"
-        yield _Harm("warning", "policy-message-ttl", "message-ttl", consequence)
-    if definition.get("delivery-limit", -1) >= 0 and queue.type == "quorum":
-        limit = definition["delivery-limit"]
-        consequence = f"tasks {goes} once they were redelivered more than {limit} times"
-        yield _Harm("warning", "policy-delivery-limit", "delivery-limit", consequence)
-
-
-def _title(policy: Policy | None) -> str:
-    if policy is None:
-        return "a policy or an operator policy"
-    kind = "operator policy" if policy.is_operator else "policy"
-    return f"the {kind} '{policy.name}' for '{policy.pattern}', priority {policy.priority},"
-
-
-def _remedy(policy: Policy | None, role: Role, prefix: str, virtual_host: str) -> str:
-    if role == "destination":
-        return "leave the key out, or narrow the policy's pattern, if tasks must not be lost there"
-    if policy is not None and policy.is_operator:
-        return (
-            "change the operator policy's pattern so that it does not match the queues that begin "
-            f"with {prefix + '.'!r}; a policy of their own does not keep it away"
-        )
-    priority = max(GUARD_PRIORITY, 0 if policy is None else policy.priority + 1)
-    words = ("-p", virtual_host, "--priority", str(priority), "--apply-to", "queues", prefix)
+def _guard(prefix: str, policy: Json, virtual_host: str) -> str:
+    """Return the command for a policy that keeps another one away from the levels."""
+    priority = max(GUARD_PRIORITY, policy["priority"] + 1)
+    where = ("-p", virtual_host, "--priority", str(priority), "--apply-to", "queues")
     pattern = f"^{re.escape(prefix)}\\."
-    return (
-        "rabbitmqctl set_policy " + shlex.join([*words, pattern, GUARD]) + "; an operator policy "
-        "has to leave these queues out by its pattern"
-    )
+    return f"rabbitmqctl set_policy {shlex.join([*where, prefix, pattern, GUARD])}"

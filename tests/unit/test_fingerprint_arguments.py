@@ -1,8 +1,7 @@
-"""Generations: every argument is part of the fingerprint, and each generation has its own names."""
+"""Every argument of what is declared is part of the fingerprint, which no other one replaces."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +10,8 @@ from hypothesis import strategies as st
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.entities import Binding
-from celery_rabbitdelay.levels.fingerprint import digest_of
-from celery_rabbitdelay.levels.generation import DIGESTS, GENERATIONS, Generation
 from celery_rabbitdelay.levels.layout import binary, clock, custom, geometric
-from celery_rabbitdelay.levels.topology import DEFAULT_GENERATION, Topology, reference_digest
-from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.levels.topology import Topology, arguments_digest, digest_of
 from celery_rabbitdelay.publishing.conflict import conflict_with
 
 SMALL = geometric(levels=2, factor=3)
@@ -34,39 +30,25 @@ def digest(topology: Topology, **instead: Any) -> str:
     return digest_of(**{**parts, **instead})
 
 
-@pytest.mark.parametrize("number", GENERATIONS)
-def test_a_generation_never_changes_once_it_is_released(number: int) -> None:
-    """Where this fails, do not write the new digest: make another generation.
+def test_what_is_declared_does_not_change_by_accident() -> None:
+    """Where this fails, brokers that hold the former arguments refuse this version.
 
-    Brokers hold what the released versions have declared, and RabbitMQ refuses other arguments.
+    RabbitMQ does not let an exchange or a queue change them; users have to move to another prefix.
     """
-    assert reference_digest(GENERATIONS[number]) == DIGESTS[number]
+    assert arguments_digest() == "41a81445ab"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.zeros}")
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_the_second_generation_has_the_fingerprint_that_it_always_had(
+def test_a_fingerprint_names_layout_queue_type_shards_and_arguments(
     layout: Any, queue_type: Any, shards: int
 ) -> None:
     topology = Topology("p", layout, queue_type, shards)
     shard = f"-s{shards}" if shards > 1 else ""
-    expected = f"{layout.fingerprint}-{queue_type}{shard}-v2"
+    expected = f"{layout.fingerprint}-{queue_type}{shard}-v{arguments_digest()}"
     assert topology.identity.fingerprint == expected
     assert topology.identity.guard.name == "p.layout"
-    assert topology.name_prefix == "p"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.zeros}")
-@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
-def test_arguments_that_no_generation_has_give_another_fingerprint(
-    layout: Any, queue_type: Any
-) -> None:
-    """As a release would that changes an argument and forgets to make a generation of it."""
-    known = Topology("p", layout, queue_type)
-    changed = replace(known, generation=replace(known.generation, waiting_delivery_limit=7))
-    assert changed.name_prefix == known.name_prefix
-    assert changed.identity.fingerprint.startswith(f"{known.identity.fingerprint}-")
 
 
 def altered(value: Any) -> Any:
@@ -120,43 +102,12 @@ def test_every_binding_is_in_the_digest(data: st.DataObject) -> None:
     assert digest(topology, bindings=shuffled) == digest(topology)
 
 
-def test_the_third_generation_lets_a_message_be_given_back_any_number_of_times() -> None:
-    second, third = (Topology("p", SMALL, generation=GENERATIONS[each]) for each in (2, 3))
-    modules = third.module_queues
-    for queue in (*third.digit_queues, modules.meditation):
+def test_a_message_that_waits_may_be_given_back_any_number_of_times() -> None:
+    topology = Topology("p", SMALL)
+    for queue in (*topology.digit_queues, topology.module_queues.meditation):
         assert (queue.queue_arguments or {})["x-delivery-limit"] == 2**31 - 1
-    for queue in (*second.digit_queues, second.module_queues.meditation):
-        assert "x-delivery-limit" not in (queue.queue_arguments or {})
-    classic = Topology("p", SMALL, "classic", generation=GENERATIONS[3])
+    classic = Topology("p", SMALL, "classic")
     assert "x-delivery-limit" not in (classic.digit_queues[0].queue_arguments or {})
-
-
-def test_generations_share_no_name_under_a_prefix() -> None:
-    def names(topology: Topology) -> set[str]:
-        identity = topology.identity
-        exchanges = (*topology.exchanges, identity.guard, identity.marker)
-        return {each.name for each in exchanges} | {each.name for each in topology.queues}
-
-    second, third = (Topology("p", SMALL, generation=GENERATIONS[each]) for each in (2, 3))
-    assert names(second).isdisjoint(names(third))
-    assert all(name.startswith("p.v3.") for name in names(third))
-    assert third.delivery.name == "p.v3.delivery"
-    assert third.route(0.3, "q").stops == ("p.v3.ms.300",)
-    assert [each.name_prefix for each in third.former] == ["p"]
-    assert second.former == ()
-
-
-def test_the_default_generation_is_the_one_whose_names_are_promised() -> None:
-    assert DEFAULT_GENERATION == 2
-    assert Topology().generation == Generation(2)
-
-
-def test_check_in_knows_what_has_meditated_in_a_former_generation() -> None:
-    third = Topology("p", SMALL, generation=GENERATIONS[3])
-    assert CheckIn(third, lambda exchange, key: True)._meditated == {
-        "p.v3.meditated",
-        "p.meditated",
-    }
 
 
 REPLY = (
@@ -172,14 +123,16 @@ REPLY = (
         (Topology("p", SMALL, shards=3), "rabbitdelay_shards (3 there, 1 here)"),
         (Topology("p", binary()), "rabbitdelay_layout or rabbitdelay_tick (binary-"),
         (
-            Topology("p", SMALL, generation=Generation(2, 7)),
+            None,
             "another version of celery_rabbitdelay has declared the levels with other arguments",
         ),
     ],
 )
-def test_a_conflict_says_in_what_the_levels_differ(there: Topology, advice: str) -> None:
+def test_a_conflict_says_in_what_the_levels_differ(there: Topology | None, advice: str) -> None:
     here = Topology("p", SMALL)
-    reply = REPLY.format(here=here.identity.fingerprint, there=there.identity.fingerprint)
+    ours = here.identity.fingerprint
+    theirs = f"{ours}0" if there is None else there.identity.fingerprint
+    reply = REPLY.format(here=ours, there=theirs)
     text = str(conflict_with(here, reply))
     assert advice in text
     assert reply in text

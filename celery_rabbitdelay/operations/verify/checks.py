@@ -1,0 +1,331 @@
+"""Find what on a broker breaks a promise of the levels."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from amqp.exceptions import ChannelError
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.verify.findings import Report, Row, findings_of
+from celery_rabbitdelay.operations.verify.management import (
+    Inventory,
+    Json,
+    ManagementAPI,
+    read_inventory,
+)
+from celery_rabbitdelay.operations.verify.permissions import check_permissions
+from celery_rabbitdelay.operations.verify.policies import check_bounds, check_policies
+from celery_rabbitdelay.publishing.declaration import connect, queue_counts
+from celery_rabbitdelay.publishing.destination import may_refuse
+from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
+from celery_rabbitdelay.publishing.wire import Wire
+
+#: Seconds that an answer of the broker may take.
+ANSWER_TIMEOUT: Final = 30.0
+
+#: The oldest series that the tests run on.
+OLDEST: Final = (3, 10, 0)
+
+#: Up to this version of the series 4.3, at-least-once dead-lettering stops when the replicas of a
+#: queue change: https://github.com/rabbitmq/rabbitmq-server/pull/16652
+STUCK_DEAD_LETTERING: Final = ((4, 3, 0), (4, 3, 2))
+
+#: Before RabbitMQ 3.11, at-least-once dead-lettering needs this feature flag:
+#: https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
+NEEDED_FLAG: Final = "stream_queue"
+
+#: Replicas that survive the death of a node:
+#: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
+ENOUGH_REPLICAS: Final = 3
+
+#: Behind the prefix: the name of a digit's queue, perhaps of a shard: days.70, days.x10.0.s2
+_QUEUE: Final = re.compile(r"[A-Za-z0-9_-]+\.(\d+|x\d+\.0)(\.s\d+)?")
+
+#: Behind the prefix: the name of a level's exchange, or of a layout's marker.
+_EXCHANGE: Final = re.compile(r"[A-Za-z0-9_-]+\.x\d+|layout\.[^.]+")
+
+
+def verify(
+    connection: Connection,
+    settings: Settings,
+    queues: Iterable[Queue],
+    management: ManagementAPI,
+    now: Callable[[], float] = time.time,
+) -> Report:
+    """Look at a broker, and change nothing.
+
+    Args:
+        connection: Any kombu connection to RabbitMQ, as the application's own user.
+        settings: The application's settings.
+        queues: The queues that its tasks are sent to, with their arguments.
+        management: The management API of that broker.
+        now: Returns seconds since the epoch: this machine's clock.
+
+    Raises:
+        ManagementUnavailable: The management API does not answer, or the user may not read all.
+        OSError: The broker cannot be reached, or does not answer.
+    """
+    connect(connection)
+    virtual_host = connection.virtual_host or "/"
+    inventory, topology = read_inventory(management, virtual_host, now), settings.topology
+    # The others go with a connection or consumer.
+    lasting = [queue for queue in queues if not (queue.exclusive or queue.auto_delete)]
+    names = destinations_of(topology, lasting, inventory)
+    known = {queue.name: queue for queue in lasting}
+
+    def refuses(name: str) -> bool:
+        return may_refuse(known.get(name, Queue(name)), settings.may_refuse)
+
+    def count(name: str) -> int | None:
+        try:
+            counts = queue_counts(connection, [Queue(name)])[name]
+        except ChannelError:
+            return None
+        return None if counts is None else counts.messages
+
+    with Wire(connection).answers_within(ANSWER_TIMEOUT):
+        rows = [
+            *check_broker(settings, inventory),
+            *check_entities(settings, inventory),
+            *check_bindings(topology, inventory),
+            *check_consumers(topology, inventory),
+            *check_policies(topology, inventory, names, virtual_host),
+            *check_destinations(settings, lasting, inventory),
+            *check_bounds(inventory, names, refuses),
+            *check_replicas(inventory, [*(queue.name for queue in topology.queues), *names]),
+            *check_orphans(topology, inventory, count),
+            *check_permissions(connection, settings, lasting, inventory),
+        ]
+    return Report(inventory.version, findings_of(rows))
+
+
+def check_broker(settings: Settings, inventory: Inventory) -> Iterator[Row]:
+    """Find a version, a feature flag, a clock and a type of queue that break a promise."""
+    subject = f"RabbitMQ {inventory.version}"
+    number = tuple(map(int, re.findall(r"\d+", inventory.version)[:3]))
+    if number < OLDEST:
+        yield "version-too-old", subject, {}
+    if STUCK_DEAD_LETTERING[0] <= number <= STUCK_DEAD_LETTERING[1]:
+        yield "version-fault", subject, {}
+    if NEEDED_FLAG in inventory.disabled_flags:
+        yield "feature-flag-disabled", f"feature flag {NEEDED_FLAG}", {"flag": NEEDED_FLAG}
+    difference = abs(inventory.clock_ahead)
+    if difference > settings.early_tolerance:
+        ahead = "ahead of" if inventory.clock_ahead > 0 else "behind"
+        yield "clock-difference", "this machine", {"difference": difference, "ahead": ahead}
+    if settings.queue_type == "classic":
+        yield "classic-levels", settings.prefix, {}
+
+
+def check_entities(settings: Settings, inventory: Inventory) -> Iterator[Row]:
+    """Find exchanges and queues of the topology that are missing or differ."""
+    topology, exchanges, queues = settings.topology, inventory.exchanges, inventory.queues
+    guard, marker = topology.identity.guard, topology.identity.marker
+    may_declare = settings.declare == "auto"
+    ours = [
+        *(f"exchange {each.name}" for each in topology.exchanges if each.name not in exchanges),
+        *(f"queue {each.name}" for each in topology.queues if each.name not in queues),
+    ]
+    if len(ours) == len(topology.exchanges) + len(topology.queues):
+        yield "not-declared" if may_declare else "nobody-declares", topology.prefix, {}
+    else:
+        for subject in ours:
+            yield "missing", subject, {}
+        for exchange in (guard, marker):
+            if may_declare and exchange.name not in exchanges:
+                yield "marker-missing", f"exchange {exchange.name}", {}
+    for exchange in (guard, *topology.exchanges, marker):
+        wanted = {"type": exchange.type, "durable": True, "auto_delete": False, "internal": False}
+        difference = _difference(
+            {**wanted, **(exchange.arguments or {})}, exchanges.get(exchange.name), wanted
+        )
+        if difference and exchange is guard:
+            yield "layout-conflict", topology.prefix, {"difference": difference}
+        elif difference:
+            yield "differs", f"exchange {exchange.name}", {"difference": difference}
+    for queue in topology.queues:
+        if difference := _difference_of_queue(queue, inventory):
+            yield "differs", f"queue {queue.name}", {"difference": difference}
+
+
+def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[Row]:
+    """Find bindings that are missing, and those that let tasks out or strangers in."""
+    ours = {exchange.name for exchange in topology.exchanges}
+    waiting = {queue.name for queue in _waiting(topology)}
+    for binding in topology.bindings:
+        targets = inventory.exchanges if binding.target_is_exchange else inventory.queues
+        if (
+            binding not in inventory.bindings
+            # If one of its ends is missing, that is a finding of its own.
+            and binding.source in inventory.exchanges
+            and binding.target in targets
+        ):
+            yield "binding-missing", _subject(binding), {}
+    for binding in sorted(inventory.bindings - frozenset(topology.bindings)):
+        leads_out = binding.source in ours and not _is_harmless(topology, binding)
+        leads_in = binding.target in waiting and not binding.target_is_exchange
+        if leads_out or leads_in:
+            yield "binding-additional", _subject(binding), {}
+
+
+def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[Row]:
+    """Find consumers of queues in which messages wait."""
+    for queue in _waiting(topology):
+        if inventory.consumers.get(queue.name):
+            yield "level-consumed", f"queue {queue.name}", {}
+
+
+def destinations_of(
+    topology: Topology, queues: Iterable[Queue], inventory: Inventory
+) -> tuple[str, ...]:
+    """Return the names of the application's queues, and of all that delivery is bound to."""
+    bound = sorted(
+        binding.target
+        for binding in inventory.bindings
+        if binding.source == topology.delivery.name and not binding.target_is_exchange
+    )
+    ours = {queue.name for queue in topology.queues}
+    names = dict.fromkeys([*(queue.name for queue in queues), *bound])
+    return tuple(name for name in names if name not in ours)
+
+
+def check_destinations(
+    settings: Settings, queues: Sequence[Queue], inventory: Inventory
+) -> Iterator[Row]:
+    """Find queues of tasks that are missing, differ, or get no tasks."""
+    topology, delivery = settings.topology, settings.topology.delivery.name
+    may_declare, distributes = settings.declare == "auto", "distribution" in settings.modules
+    for queue in queues:
+        name, subject = queue.name, f"queue {queue.name}"
+        if name not in inventory.queues:
+            yield "destination-not-declared" if may_declare else "destination-missing", subject, {}
+            continue
+        difference = _difference_of_queue(queue, inventory)
+        if difference and not getattr(queue, "no_declare", False):
+            yield "destination-differs", subject, {"difference": difference}
+        binding = Binding(delivery, topology.keys.destination_pattern(name), name)
+        if (
+            delivery in inventory.exchanges
+            and binding not in inventory.bindings
+            # RabbitMQ up to 4.2 does not list the bindings of such a queue.
+            and not _is_away(inventory.queues[name], inventory)
+        ):
+            code = "destination-unbound" if distributes else "destination-cut-off"
+            yield code, subject, {"exchange": delivery}
+    for name in destinations_of(topology, queues, inventory):
+        found = inventory.queues.get(name, {"type": ""})
+        if found["type"] == "classic" and found["durable"] and not found.get("exclusive"):
+            yield "destination-classic", f"queue {name}", {}
+
+
+def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Row]:
+    """Find queues that have lost replicas, or never had enough for this cluster."""
+    for name in names:
+        queue, subject = inventory.queues.get(name, {"type": ""}), f"queue {name}"
+        if _is_away(queue, inventory):
+            yield "unreachable", subject, {"node": _node_of(queue)}
+        if queue["type"] != "quorum":
+            continue
+        members, online = queue.get("members") or (), queue.get("online") or ()
+        away = ", ".join(sorted({*members} - {*online}))
+        values = {"members": len(members), "online": len(online), "away": away}
+        if 2 * len(online) <= len(members):
+            yield "quorum-lost", subject, values
+        elif len(online) < len(members):
+            yield "replica-offline", subject, values
+        if len(members) < min(len(inventory.nodes), ENOUGH_REPLICAS):
+            yield "replicas-few", subject, {"members": len(members), "nodes": len(inventory.nodes)}
+
+
+def check_orphans(
+    topology: Topology, inventory: Inventory, count: Callable[[str], int | None]
+) -> Iterator[Row]:
+    """Find queues and exchanges of other levels under the prefix.
+
+    Args:
+        topology: The topology.
+        inventory: The broker's queues and exchanges.
+        count: Returns how many messages a queue has now; None if it cannot tell.
+    """
+    start = f"{topology.prefix}."
+    identity = topology.identity
+    exchanges = {each.name for each in (identity.guard, *topology.exchanges, identity.marker)}
+    queues = {queue.name for queue in topology.queues}
+    for name, queue in inventory.queues.items():
+        arguments = queue["arguments"]
+        # A queue of the application may begin alike.
+        is_level = (
+            name.startswith(start)
+            and str(arguments.get("x-dead-letter-exchange", "")).startswith(start)
+            and "x-message-ttl" in arguments
+            and _QUEUE.fullmatch(name.removeprefix(start))
+        )
+        if is_level and name not in queues:
+            messages = count(name)
+            told = "an unknown number of" if messages is None else messages
+            code = "orphan-empty" if messages == 0 else "orphan"
+            yield code, f"queue {name}", {"messages": told}
+    for name in inventory.exchanges:
+        is_level = name.startswith(start) and _EXCHANGE.fullmatch(name.removeprefix(start))
+        if is_level and name not in exchanges:
+            yield "orphan-empty", f"exchange {name}", {}
+
+
+def _waiting(topology: Topology) -> tuple[Queue, ...]:
+    return (*topology.digit_queues, topology.module_queues.meditation)
+
+
+def _subject(binding: Binding) -> str:
+    kind = "exchange" if binding.target_is_exchange else "queue"
+    return f"binding {binding.source} -> {kind} {binding.target} ({binding.pattern!r})"
+
+
+def _is_harmless(topology: Topology, binding: Binding) -> bool:
+    """Return whether a binding of the delivery exchange is a destination's, or matches nothing."""
+    own = topology.keys.destination_pattern(binding.target)
+    if binding.source != topology.delivery.name:
+        return False
+    if binding.pattern == own and not binding.target_is_exchange:
+        return True
+    # That of a layout with another number of levels.
+    return "#" not in binding.pattern and binding.pattern.count(".") != own.count(".")
+
+
+def _is_away(queue: Json, inventory: Inventory) -> bool:
+    """Return whether a queue is a classic one on a node that does not run."""
+    return queue["type"] == "classic" and not inventory.nodes.get(_node_of(queue), True)
+
+
+def _node_of(queue: Json) -> str:
+    return str(queue.get("leader") or queue.get("node") or "")
+
+
+def _difference_of_queue(queue: Queue, inventory: Inventory) -> str:
+    wanted = {"durable": bool(queue.durable), "auto_delete": bool(queue.auto_delete)}
+    arguments = declared_arguments(queue)
+    found = inventory.queues.get(queue.name)
+    if found is not None:
+        there = {**found["arguments"], "x-queue-type": found["type"]}
+        if "x-queue-type" not in arguments:
+            del there["x-queue-type"]  # the virtual host's default counts
+        found = {**found, "arguments": there}
+    return _difference({**wanted, **arguments}, found, wanted)
+
+
+def _difference(wanted: Mapping[str, Any], found: Json | None, flags: Iterable[str]) -> str:
+    """Return as text how an exchange or queue differs; empty if not, or if it does not exist."""
+    if found is None:
+        return ""
+    there = {**{flag: found.get(flag) for flag in flags}, **found["arguments"]}
+    return ", ".join(
+        f"{name} is {there.get(name)!r} instead of {wanted.get(name)!r}"
+        for name in sorted({*wanted, *there})
+        if wanted.get(name) != there.get(name)
+    )

@@ -1,0 +1,238 @@
+"""RabbitMQ's management HTTP API, read only, and what ``verify`` reads there.
+
+It needs the plugin ``rabbitmq_management`` and a user with the tag ``monitoring``; on RabbitMQ
+3.10, which shows feature flags to nobody else, with the tag ``administrator``:
+https://www.rabbitmq.com/docs/management#permissions
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
+from urllib.error import HTTPError
+from urllib.parse import SplitResult, quote, unquote, urlencode, urlsplit
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
+
+from kombu import Connection
+from kombu.transport.pyamqp import SSLTransport
+
+from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
+from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.publishing.shown_url import without_password
+
+#: Seconds that each step of a request may take.
+TIMEOUT: Final = 10.0
+
+#: Seconds. A node writes its time in whole seconds, and looks at its clock once a second.
+CLOCK_STEP: Final = 2.0
+
+#: The plugin's default ports, without and with TLS.
+PORTS: Final = {"http": 15672, "https": 15671}
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+#: An object as the API writes it, see https://www.rabbitmq.com/docs/http-api-reference
+Json: TypeAlias = Mapping[str, Any]
+
+
+class ManagementAPI:
+    """Reads from the management HTTP API.
+
+    Args:
+        url: ``http://user:password@host:15672``; ``https`` for TLS. A path is a ``path_prefix`` of
+            the plugin.
+        tls: The files for TLS, by the keys of ``broker_use_ssl``: ``ca_certs``, the certificates of
+            authorities (the system's by default), ``certfile`` and ``keyfile``, the client's own.
+
+    Attributes:
+        url: The URL without user and password.
+
+    Raises:
+        InvalidManagementURL: It is not such a URL.
+    """
+
+    def __init__(self, url: str, tls: Mapping[str, Any] = NOTHING) -> None:
+        parts = _parts(url)
+        if parts is None:
+            raise InvalidManagementURL(without_password(url))
+        host = parts.hostname or ""
+        shown = f"[{host}]" if ":" in host else host
+        port = parts.port or PORTS[parts.scheme]
+        self.url = f"{parts.scheme}://{shown}:{port}{parts.path.rstrip('/')}"
+        user = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
+        self._authorization = f"Basic {base64.b64encode(user.encode()).decode()}"
+        authorities, certificate, key = map(tls.get, ("ca_certs", "certfile", "keyfile"))
+        try:
+            context = ssl.create_default_context(cafile=authorities or None)
+            if certificate:
+                context.load_cert_chain(certificate, key or None)
+        except OSError as wrong:
+            files = ", ".join(str(file) for file in (authorities, certificate, key) if file)
+            raise ManagementUnavailable(self.url, f"cannot read {files}: {wrong}") from wrong
+        # Not through a proxy: AMQP reaches the broker without one. Not after a redirection: it
+        # would take the password to another host.
+        self._opener = build_opener(ProxyHandler({}), _NoRedirection, HTTPSHandler(context=context))
+
+    def get(self, *path: str, **query: str) -> Any:
+        """Return what the API says under a path.
+
+        Args:
+            *path: The words of the path behind ``/api``; they are quoted.
+            **query: The query.
+
+        Raises:
+            ManagementUnavailable: It does not answer, or not with JSON, or refuses.
+        """
+        return self._answer(path, query)[0]
+
+    def time(self) -> float:
+        """Return the time at the node that answers, in seconds since the epoch.
+
+        It may be up to :data:`CLOCK_STEP` later there.
+
+        Raises:
+            ManagementUnavailable: As for :meth:`get`.
+        """
+        return self._answer(("overview",), {})[1]
+
+    def _answer(self, path: tuple[str, ...], query: Mapping[str, str]) -> tuple[Any, float]:
+        address = "/".join([f"{self.url}/api", *(quote(word, safe="") for word in path)])
+        request = Request(  # noqa: S310 - http or https
+            f"{address}?{urlencode(query)}", headers={"Authorization": self._authorization}
+        )
+        try:
+            with self._opener.open(request, timeout=TIMEOUT) as answer:
+                date = parsedate_to_datetime(answer.headers.get("Date", ""))
+                return json.load(answer), date.timestamp()
+        except HTTPError as refused:
+            refused.close()
+            reason = f"{'/'.join(path)}: {refused.code} {refused.reason}"
+            raise ManagementUnavailable(self.url, reason, refused.code) from refused
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = str(getattr(error, "reason", error)) or repr(error)
+            raise ManagementUnavailable(self.url, reason) from error
+
+
+class _NoRedirection(HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **options: Any) -> None:
+        return None
+
+
+def management_api_of(connection: Connection) -> ManagementAPI:
+    """Return the API at the broker's host and the plugin's default port, with AMQP's user."""
+    is_tls = connection.ssl or isinstance(connection.transport, SSLTransport)
+    host = connection.hostname or "localhost"
+    host = f"[{host}]" if ":" in host else host
+    user, password = connection.userid or "guest", connection.password or "guest"
+    return ManagementAPI(
+        f"{'https' if is_tls else 'http'}://{quote(user, '')}:{quote(password, '')}@{host}",
+        tls_files_of(connection),
+    )
+
+
+def tls_files_of(connection: Connection) -> Mapping[str, Any]:
+    """Return the TLS files that the application gives for its broker."""
+    return connection.ssl if isinstance(connection.ssl, dict) else NOTHING
+
+
+def _parts(url: str) -> SplitResult | None:
+    """Return the parts of a URL; None if it is malformed, or may be."""
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        # If "/", "?" or "#" stands in a password, its rest is taken for one of these.
+        rest = f"{parts.path}{parts.query}{parts.fragment}"
+        if parts.scheme in PORTS and parts.hostname and parts.port != 0 and "@" not in rest:
+            return parts
+    return None
+
+
+class Inventory(NamedTuple):
+    """What there is in one virtual host, and in its cluster.
+
+    Attributes:
+        version: The version of RabbitMQ.
+        queues: Every queue by its name, always with ``arguments`` and ``type``.
+        exchanges: Every exchange by its name, always with ``arguments``.
+        bindings: Every binding, except those of the default exchange.
+        consumers: How many consumers each queue has, up to five seconds ago.
+        policies: Every policy, and every operator policy, which is applied in addition; ``kind``
+            says which it is.
+        nodes: Whether each node of the cluster runs, by its name.
+        disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
+        clock_ahead: By how many seconds this machine's clock is ahead of the broker's, at least;
+            negative if it is behind, and 0 if they may be the same.
+    """
+
+    version: str = "0"
+    queues: Mapping[str, Json] = NOTHING
+    exchanges: Mapping[str, Json] = NOTHING
+    bindings: frozenset[Binding] = frozenset()
+    consumers: Mapping[str, int] = NOTHING
+    policies: Sequence[Json] = ()
+    nodes: Mapping[str, bool] = NOTHING
+    disabled_flags: frozenset[str] = frozenset()
+    clock_ahead: float = 0.0
+
+
+def read_inventory(
+    api: ManagementAPI, virtual_host: str, now: Callable[[], float] = time.time
+) -> Inventory:
+    """Read a virtual host.
+
+    Args:
+        api: The management API.
+        virtual_host: Its name.
+        now: Returns seconds since the epoch: this machine's clock.
+
+    Raises:
+        ManagementUnavailable: The API does not answer, or the user may not read all of it.
+    """
+    before, broker, after = now(), api.time(), now()
+    at_least, at_most = before - broker - CLOCK_STEP, after - broker
+    version = api.get("overview")["rabbitmq_version"]
+    flags = api.get("feature-flags") if version.startswith("3.10.") else ()
+    # Without statistics, which are up to five seconds old, and slow if there are many queues. With
+    # enable_queue_totals, RabbitMQ 3.10 leaves out the queues whose node is away.
+    queues = map(_with_arguments, api.get("queues", virtual_host, disable_stats="true"))
+    return Inventory(
+        version=version,
+        queues={
+            each["name"]: {"type": each["arguments"].get("x-queue-type", "classic"), **each}
+            for each in queues
+        },
+        exchanges={
+            each["name"]: each for each in map(_with_arguments, api.get("exchanges", virtual_host))
+        },
+        bindings=frozenset(
+            Binding(
+                each["source"],
+                each["routing_key"],
+                each["destination"],
+                each["destination_type"] == "exchange",
+            )
+            for each in api.get("bindings", virtual_host)
+            if each["source"]
+        ),
+        consumers=Counter(each["queue"]["name"] for each in api.get("consumers", virtual_host)),
+        policies=[
+            {"kind": kind, **each}
+            for kind, path in (("policy", "policies"), ("operator policy", "operator-policies"))
+            for each in api.get(path, virtual_host)
+        ],
+        nodes={each["name"]: bool(each.get("running")) for each in api.get("nodes")},
+        disabled_flags=frozenset(each["name"] for each in flags if each["state"] == "disabled"),
+        clock_ahead=max(at_least, 0.0) + min(at_most, 0.0),
+    )
+
+
+def _with_arguments(entity: Json) -> Json:
+    return {**entity, "arguments": entity.get("arguments") or {}}
