@@ -40,11 +40,7 @@ from celery_rabbitdelay.app.celery_internals import (
     task_class,
 )
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.options import (
-    REGISTRY_OPTIONS,
-    refuse_two_times,
-    refuse_without_registry,
-)
+from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_sending import TaskSending
 from celery_rabbitdelay.app.waiting_result import WaitingResult
@@ -76,8 +72,8 @@ METRICS_STEP = "celery_rabbitdelay.worker.metrics:ServeMetrics"
 #: The option of ``celery worker`` that says on which port.
 METRICS_PORT_OPTION = click.Option(
     ["--rabbitdelay-metrics-port"],
-    help="The port on which the worker serves metrics to Prometheus; instead of the setting "
-    "rabbitdelay_metrics_port. Empty for none.",
+    help="The port on which the worker serves metrics to Prometheus, or an address with a port; "
+    "instead of the setting rabbitdelay_metrics_port. Empty for none.",
 )
 
 
@@ -179,8 +175,7 @@ class Celery(celery.Celery):
             RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
                 was sent.
         """
-        if REGISTRY_OPTIONS.keys() & options.keys():
-            refuse_without_registry(options, self.rabbitdelay.settings)
+        refuse_without_registry(options, self)
         former, options = _without_former_delay(options)
         body_delay_is_restored = options.pop(BODY_DELAY_IS_RESTORED, False)
         if not body_delay_is_restored and not options.get("retries"):
@@ -188,28 +183,29 @@ class Celery(celery.Celery):
         if any(options.get(name) for name in SIGNATURE_OPTIONS):
             takeover = self.rabbitdelay.settings.takeover
             word = "countdown" if takeover else "delay"
-            check = partial(refuse_without_registry, settings=self.rabbitdelay.settings)
+            check = partial(refuse_without_registry, app=self)
             options = translate_delays(options, word, check)
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
-        sending = TaskSending(
-            self,
-            super().send_task,
-            name,
-            args,
-            kwargs,
-            countdown,
-            eta,
-            task_id,
-            producer,
-            connection,
-            more,
-            options,
-            delay,
-            tolerance_milliseconds(tolerance),
-            former,
-        )
-        return sending.send()
+        send = super().send_task
+
+        def by_celery(*times_id_and_connection: Any, **options: Any) -> Any:
+            return send(name, args, kwargs, *times_id_and_connection, *more, **options)
+
+        return TaskSending(
+            app=self,
+            by_celery=by_celery,
+            name=name,
+            countdown=countdown,
+            eta=eta,
+            delay=delay,
+            tolerance_ms=tolerance_milliseconds(tolerance),
+            task_id=task_id,
+            producer=producer,
+            connection=connection,
+            options=options,
+            former=former,
+        ).send()
 
     def signature(self, *args: Any, **options: Any) -> Any:
         """Create a signature bound to this application, as :meth:`celery.Celery.signature`."""

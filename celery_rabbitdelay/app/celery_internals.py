@@ -24,7 +24,7 @@ from celery.utils.imports import symbol_by_name
 from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.saferepr import saferepr
 from celery.utils.time import make_aware
-from kombu import Connection, Producer, Queue
+from kombu import Connection, Queue
 from kombu.exceptions import OperationalError
 
 logger = logging.getLogger(__name__)
@@ -60,24 +60,6 @@ def has_quorum_queue(app: celery.Celery) -> bool:
     """
     found, _ = detect_quorum_queues(app, "amqp")
     return found
-
-
-def send_task_by_celery(
-    send_task: Callable[..., Any],
-    name: str,
-    args: Any,
-    kwargs: Any,
-    countdown: Any,
-    eta: Any,
-    task_id: str | None,
-    producer: Producer | None,
-    connection: Connection | None,
-    more: tuple[Any, ...],
-    options: dict[str, Any],
-) -> Any:
-    """Call :meth:`celery.Celery.send_task` with arguments of which ``more`` came by position."""
-    given = (name, args, kwargs, countdown, eta, task_id, producer, connection, *more)
-    return send_task(*given, **options)
 
 
 # Combining our classes with the user's.

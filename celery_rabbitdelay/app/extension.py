@@ -16,7 +16,7 @@ from kombu.utils.objects import cached_property
 from celery_rabbitdelay.app.celery_internals import aware
 from celery_rabbitdelay.app.metrics.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics.recording import Metrics
-from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
+from celery_rabbitdelay.app.options import refuse_without_registry
 from celery_rabbitdelay.app.rows import Report, Row, WrittenRows, one_by_one
 from celery_rabbitdelay.app.send_many import RowSender
 from celery_rabbitdelay.app.send_one_by_one import send_one_by_one
@@ -38,7 +38,7 @@ from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-#: For how many seconds a task may be late, and is listed, besides ``rabbitdelay_redelivery``, for
+#: For how many seconds a task may be late, and is listed, besides ``rabbitdelay_retry_for``, for
 #: which it is tried again if its queue does not take it.
 REGISTRY_MARGIN: Final = 3600.0
 
@@ -90,13 +90,10 @@ class RabbitDelay(WaitingTasks):
         if settings.registry_url is None:
             raise RegistryRequired("app.rabbitdelay.registry")
         store = connect_to_redis(
-            settings.registry_url,
-            settings.registry_timeout,
-            settings.registry_options,
-            settings.registry_durability or 0,
+            settings.registry_url, settings.registry_options, settings.registry_durability or 0
         )
         store.on_call = self._note_call
-        margin = settings.redelivery + REGISTRY_MARGIN
+        margin = settings.retry_for + REGISTRY_MARGIN
         keep_ms = milliseconds(max(settings.registry_keep, margin))
         prefix = settings.registry_prefix or settings.prefix
         registry = Registry(store, prefix, keep_ms, milliseconds(margin))
@@ -204,7 +201,7 @@ class RabbitDelay(WaitingTasks):
         connection: Connection | None = None,
         **options: Any,
     ) -> Report:
-        """Send a task many times, with as many messages in flight as ``rabbitdelay_window`` allows.
+        """Send a task many times, with ``rabbitdelay_max_unconfirmed`` messages in flight.
 
         Every row is confirmed when this returns. Rows that are due in the same tick travel in one
         message, an envelope, which distribution unpacks. Tasks that do not wait in the levels
@@ -236,7 +233,7 @@ class RabbitDelay(WaitingTasks):
             NeedsDistribution: Envelopes, or the options, need distribution, which no worker serves.
         """
         _refuse_options_of_a_row(options)
-        refuse_without_registry(options, self.settings)
+        refuse_without_registry(options, self.app)
         if envelopes is None:
             envelopes = "distribution" in self.settings.modules
         tolerance_ms = tolerance_milliseconds(tolerance)
@@ -253,15 +250,8 @@ class RabbitDelay(WaitingTasks):
                 self.app, task, one_by_one(rows), progress, {**options, "tolerance": tolerance}
             )
 
-        def due_of(row: Row) -> Due:
-            if row.delay is not None:
-                refuse_two_times(row.delay, None, row.eta)
-            return self.due(row.delay, None, row.eta, tolerance_ms)
-
         with self.publisher(connection) as publisher:
-            sender = RowSender(
-                self.app, self.settings, publisher, task, due_of, envelopes, progress, options
-            )
+            sender = RowSender(self, publisher, task, tolerance_ms, envelopes, progress, options)
             return sender.send(rows)
 
     def due(

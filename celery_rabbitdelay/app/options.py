@@ -56,14 +56,14 @@ class RegistryOptions(NamedTuple):
         if settings.registry_url is None:
             return cls()
         given = {name: options[name] for name in given_registry_options(options)}
-        once = given.get("once", former.get(ONCE, getattr(task, "once", None)))
+        once = given.get("once", former.get(ONCE, getattr(task, "once", False)))
         # A message that is registered and has no key is that of a tracked task.
         was_tracked = True if former.get(COPY) and not former.get(KEY) else None
         track = given.get("track", was_tracked or getattr(task, "track", None))
         return cls(
             given.get("key", former.get(KEY, "")),
             given.get("job", former.get(JOB, "")),
-            settings.once if once is None else bool(once),
+            bool(once),
             settings.track == "all" if track is None else bool(track),
         )
 
@@ -105,19 +105,19 @@ def given_registry_options(options: Mapping[str, Any]) -> list[str]:
     return given
 
 
-def refuse_without_registry(options: Mapping[str, Any], settings: Settings) -> None:
+def refuse_without_registry(options: Mapping[str, Any], app: Any) -> None:
     """Raise if an option needs the registry and the application has none.
 
     Args:
         options: What ``apply_async`` takes.
-        settings: The application's settings, which are only looked at if there is such an option.
+        app: The application, whose settings are only looked at if there is such an option.
 
     Raises:
         RegistryRequired: One of them is given, and there is no registry.
         UnknownOption: One of them has a value that it does not take.
     """
     for name in given_registry_options(options):
-        if options[name] is not False and settings.registry_url is None:
+        if options[name] is not False and app.rabbitdelay.settings.registry_url is None:
             raise RegistryRequired(f"{name} = {options[name]!r}")
 
 

@@ -18,9 +18,11 @@ from kombu.exceptions import EncodeError
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.grouping import Group, Grouper
 from celery_rabbitdelay.app.message_template import NO_HEADERS
+from celery_rabbitdelay.app.metrics.recording import RowCounts, queue_label
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
+    refuse_two_times,
     refuse_without_registry,
 )
 from celery_rabbitdelay.app.row_registration import RowRegistration
@@ -56,9 +58,6 @@ from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-#: Returns when a row is due.
-DueOf: TypeAlias = Callable[[Row], Due]
-
 #: An element of the caller's iterable: one row, or many that are written already.
 Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"
 
@@ -78,11 +77,10 @@ class RowSender:
     its cause is a :class:`~celery_rabbitdelay.exceptions.RowsNotConfirmed`.
 
     Args:
-        app: The application.
-        settings: Its settings.
+        delays: The application's ``app.rabbitdelay``.
         publisher: Publishes the messages.
         task: The task, or its name.
-        due_of: Returns when a row is due.
+        tolerance_ms: How many milliseconds later each may start.
         envelopes: Whether rows that are due in the same tick travel in one message.
         progress: Called with the report, every half second and at the end.
         options: Further options of ``apply_async``, for all rows.
@@ -90,39 +88,35 @@ class RowSender:
 
     def __init__(
         self,
-        app: celery.Celery,
-        settings: Settings,
+        delays: Any,
         publisher: Publisher,
         task: celery.Task[Any, Any] | str,
-        due_of: DueOf,
+        tolerance_ms: int,
         envelopes: bool,
         progress: Callable[[Report], None] | None,
         options: Mapping[str, Any],
     ) -> None:
-        if envelopes and "distribution" not in settings.modules:
+        self._delays = delays
+        self._app: celery.Celery = delays.app
+        self._settings: Settings = delays.settings
+        if envelopes and "distribution" not in self._settings.modules:
             raise NeedsDistribution("an envelope")
-        self._app = app
-        self._settings = settings
         self._publisher = publisher
         self._task = task
-        self._due_of = due_of
+        self._tolerance_ms = tolerance_ms
         self._envelopes = envelopes
         self._progress = progress
-        wanted = RegistryOptions.of(
-            settings, app.tasks.get(task) if isinstance(task, str) else task, options, {}
-        )
+        known = self._app.tasks.get(task) if isinstance(task, str) else task
+        wanted = RegistryOptions.of(self._settings, known, options, {})
         self._options = {
             name: each for name, each in options.items() if name not in REGISTRY_OPTIONS
         }
         name = task if isinstance(task, str) else str(task.name)
-        delays: Any = app
-        self._registration = RowRegistration(
-            lambda: delays.rabbitdelay.registry, wanted, name, self._fail
-        )
+        self._registration = RowRegistration(lambda: delays.registry, wanted, name, self._fail)
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
         self._report = Report()
-        self._counts = RowCounts(delays.rabbitdelay.recorder, name, self._report)
+        self._counts = RowCounts(delays.recorder, name, self._report)
         self._errors: dict[int, Exception] = {}
         self._taken = 0
         self._stops_taking = False
@@ -156,7 +150,6 @@ class RowSender:
         def capture(call: Call) -> CapturingProducer:
             return capture_message(
                 self._app,
-                self._settings,
                 self._publisher,
                 self._task,
                 call,
@@ -184,7 +177,7 @@ class RowSender:
                 self._envelopes = False
         work = chain([(number, given)], work)
         publications = self._publications(producer, writer, work)
-        policy = producer.policy._replace(window=self._settings.window)
+        policy = producer.policy._replace(window=self._settings.max_unconfirmed)
         try:
             self._publisher.publish_all(publications, policy, done=self._done, **producer.declares)
         except PublishError as error:
@@ -237,7 +230,9 @@ class RowSender:
             yield Call(each.task_id, each.args, each.kwargs, due), each
 
     def _call(self, row: Row) -> Call:
-        due = self._due_of(row)
+        if row.delay is not None:
+            refuse_two_times(row.delay, None, row.eta)
+        due: Due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         self._settings.check_delay(due)
         args, kwargs = row.args or (), row.kwargs or {}
         if not isinstance(args, list | tuple):
@@ -249,7 +244,7 @@ class RowSender:
         if self._check_arguments is not None:
             self._check_arguments(*args, **kwargs)
         if row.key is not None:
-            refuse_without_registry({"key": row.key}, self._settings)
+            refuse_without_registry({"key": row.key}, self._app)
         self._registration.join_job(due)
         headers = NO_HEADERS if row.key is None else {KEY: row.key}
         has_id = row.task_id is not None

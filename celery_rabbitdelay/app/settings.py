@@ -1,42 +1,42 @@
-"""The ``rabbitdelay_*`` keys of the Celery configuration, checked."""
+"""The ``rabbitdelay_*`` keys of the Celery configuration: what they mean and what they take."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
 from functools import cached_property
-from typing import Any, Final, Literal, TypeAlias
-
-from celery_rabbitdelay.app.setting_keys import PREFIX, key_of, name_in_capitals, name_of
-from celery_rabbitdelay.app.setting_kinds import (
-    CLIENT_OPTIONS,
-    FLAG,
-    INTERFACE,
-    LAYOUT,
-    LONG_SECONDS,
-    MAX_PORT,
-    NAME_PREFIX,
-    NAMES,
-    REDIS_URL,
-    SECONDS,
-    SECONDS_OR_ZERO,
-    SIGNING_KEY,
-    TICK,
-    layout_of,
-    list_of,
-    one_of,
-    optional,
-    whole_number,
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
 )
-from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting
+
+from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting, InvalidSigningKey
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.entities import QueueType
+from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import DEFAULT_MAX_DELAY, Bounds
+from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
-from celery_rabbitdelay.publishing.shown_url import HIDDEN
-from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.publishing.shown_url import HIDDEN, without_password
+from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
+
+#: The beginning of all our keys.
+PREFIX: Final = "rabbitdelay_"
+
+#: The modules around the levels that a worker can serve.
+MODULES: Final = ("check-in", "distribution")
+
+#: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
+MAX_PREFIX_LENGTH: Final = 100
 
 #: The largest message that any RabbitMQ takes (``max_message_size``).
 MAX_MESSAGE_BYTES: Final = 512 * 2**20
@@ -47,157 +47,268 @@ MAX_SHARDS: Final = 32
 #: The most copies of a decision that a call can wait for.
 MAX_COPIES: Final = 100
 
+#: The highest TCP port.
+MAX_PORT: Final = 65_535
+
+#: Seconds; no tick and no timeout is longer.
+A_YEAR: Final = 366 * 86_400
+
 Declare: TypeAlias = Literal["auto", "never"]
 RegistryDown: TypeAlias = Literal["hold", "run"]
 Track: TypeAlias = Literal["none", "all"]
 
-#: The modules around the levels that a worker can serve.
-MODULES: Final = ("check-in", "distribution")
-
-_MODULES: Final = list_of(MODULES)
-_PORT: Final = optional(whole_number(MAX_PORT))
-
-#: Settings that are only of use with a registry, and their values without one.
-NEEDS_REGISTRY: Final = {"track": "none", "once": False}
-
-
-#: What each setting takes.
-_KINDS: Final = {
-    "prefix": NAME_PREFIX,
-    "layout": LAYOUT,
-    "tick": TICK,
-    "queue_type": one_of(QueueType),
-    "takeover": FLAG,
-    "declare": one_of(Declare),
-    "shards": whole_number(MAX_SHARDS),
-    "confirm_timeout": SECONDS,
-    "early": SECONDS,
-    "window": whole_number(MAX_PREFETCH),
-    "modules": _MODULES,
-    "checkin_allowed": optional(NAMES),
-    "distribution_allowed": optional(NAMES),
-    "signing_key": optional(SIGNING_KEY),
-    "signing_required": FLAG,
-    "max_message_bytes": whole_number(MAX_MESSAGE_BYTES),
-    "max_delay": LONG_SECONDS,
-    "redelivery": SECONDS_OR_ZERO,
-    "may_refuse": NAMES,
-    "registry_url": optional(REDIS_URL),
-    "registry_options": CLIENT_OPTIONS,
-    "registry_prefix": optional(NAME_PREFIX),
-    "registry_timeout": SECONDS,
-    "registry_down": one_of(RegistryDown),
-    "registry_keep": LONG_SECONDS,
-    "registry_durability": optional(whole_number(MAX_COPIES)),
-    "track": one_of(Track),
-    "once": FLAG,
-    "metrics_port": _PORT,
-    "metrics_host": INTERFACE,
-    "metrics_pending": FLAG,
+_LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
+    "clock": clock,
+    "binary": binary,
+    "geometric": geometric,
 }
+
+
+class Kind(NamedTuple):
+    """What a setting takes.
+
+    Attributes:
+        takes: In words, for the error.
+        accepts: Returns whether the setting takes a value.
+        shown: Returns a value, valid or not, as errors and logs may show it.
+    """
+
+    takes: str
+    accepts: Callable[[Any], bool]
+    shown: Callable[[Any], object] = lambda value: value
+
+
+def _whole_number(maximum: int) -> Kind:
+    """Return what takes a whole number from 1 to a maximum."""
+    return Kind(
+        f"a whole number from 1 to {maximum}",
+        lambda value: isinstance(value, int) and _is_number(value) and 1 <= value <= maximum,
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list_of_words(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+
+
+def _is_prefix(value: object) -> bool:
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= MAX_PREFIX_LENGTH
+        and value.isascii()
+        and all(character.isalnum() or character in "-_:." for character in value)
+        and not value.startswith("amq.")
+    )
+
+
+def _is_layout(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("name") in (*_LAYOUTS, "custom")
+    return value in _LAYOUTS if isinstance(value, str) else isinstance(value, list | tuple | Layout)
+
+
+def _is_tick(value: Any) -> bool:
+    return _SECONDS.accepts(value) and (Fraction(repr(value)) * 1000).denominator == 1
+
+
+def _is_signing_key(value: Any) -> bool:
+    try:
+        SigningKeys(value)
+    except (InvalidSigningKey, TypeError):
+        return False
+    return True
+
+
+def _is_port(value: Any) -> bool:
+    host, colon, port = str(value).rpartition(":")
+    is_whole = type(value) in (int, str) and port.isdecimal() and len(port) <= len(str(MAX_PORT))
+    return is_whole and bool(host) == bool(colon) and 0 < int(port) <= MAX_PORT
+
+
+def _hidden(value: object) -> object:
+    return HIDDEN if value else value
+
+
+def _without_password(value: object) -> object:
+    is_url = isinstance(value, str) and "://" in value
+    return without_password(str(value)) if is_url else _hidden(value)
+
+
+_FLAG: Final = Kind("True or False", lambda value: isinstance(value, bool))
+
+_NAMES: Final = Kind("a list of names in which * and ? may stand", _is_list_of_words)
+
+_SECONDS: Final = Kind(
+    "a positive number of seconds, at most 366 days",
+    lambda value: _is_number(value) and 0 < value <= A_YEAR,
+)
+
+_NAME_PREFIX: Final = Kind(
+    f"1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'; 'amq.' is the broker's own",
+    _is_prefix,
+)
+
+_LAYOUT: Final = Kind(
+    '"clock", "binary", "geometric", a mapping with one of these or "custom" as its '
+    '"name", a list of (name, base, unit), or a celery_rabbitdelay.kombu.Layout',
+    _is_layout,
+)
+
+_TICK: Final = Kind(
+    "a positive number of seconds, in whole milliseconds, at most 366 days", _is_tick
+)
+
+_MODULES: Final = Kind(
+    f"a list of any of {', '.join(MODULES)}",
+    lambda value: _is_list_of_words(value) and set(value) <= set(MODULES),
+)
+
+_SIGNING_KEY: Final = Kind(
+    f"a text of at least {MIN_KEY_BYTES} bytes, or a list of such texts, of which the first "
+    "signs: python -c 'import secrets; print(secrets.token_hex(32))' makes one",
+    _is_signing_key,
+    _hidden,
+)
+
+_RETRY_FOR: Final = Kind(
+    "0 or a positive number of seconds, at most 366 days",
+    lambda value: _is_number(value) and 0 <= value <= A_YEAR,
+)
+
+_REGISTRY_URL: Final = Kind(
+    "the URL of a Redis",
+    lambda value: isinstance(value, str) and "://" in value,
+    _without_password,
+)
+
+_REGISTRY_OPTIONS: Final = Kind(
+    "a mapping of arguments of redis-py's client",
+    lambda value: isinstance(value, Mapping),
+    _without_password,
+)
+
+_METRICS_PORT: Final = Kind(
+    f"a port from 1 to {MAX_PORT}, or one with the address of an interface: 0.0.0.0:9808", _is_port
+)
 
 
 @dataclass(frozen=True, repr=False)
 class Settings:
     """Our part of a Celery configuration; each attribute is the key without ``rabbitdelay_``.
 
-    Attributes:
-        prefix: The first part of every name on the broker.
-        layout: The levels: "clock", "binary" or "geometric"; a list of (name, base, unit), highest
-            first, for levels of your own; a mapping of the layout's ``name``, also "custom", and
-            its options, for example ``{"name": "geometric", "factor": 60, "levels": 5}`` or
-            ``{"name": "clock", "zeros": "skip"}``; or a
-            :class:`~celery_rabbitdelay.kombu.Layout`.
-        tick: The resolution in seconds. A list of levels and a ``Layout`` bring their own, and this
-            setting is not used: the tick of a list is its lowest unit.
-        queue_type: The type of the levels' queues: "quorum", or "classic", which can lose a message
-            that goes from one level to the next while the broker fails.
-        shards: How many queues each digit has. Each has a leader of its own, on another node of a
-            cluster, so that more can come due in a second.
-        takeover: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` and rows of
-            ``send_many`` always do.
-        declare: "auto": whoever first needs the topology declares it. "never": operators do, and
-            bind every destination to the delivery exchange as well.
-        confirm_timeout: Seconds until a missing confirm becomes an error.
-        early: Seconds. A task that leaves the levels earlier than that, by the clock of the worker
-            that receives it, goes back into them for the rest.
-        window: How many messages a module, or ``send_many``, has in flight, unconfirmed, at the
-            most.
-        modules: Which modules the workers serve, of "check-in" and "distribution". A producer whose
-            setting lacks one refuses what only that one could deliver.
-        checkin_allowed: The names of the queues and exchanges that check-in may reach; ``*`` and
-            ``?`` stand for any characters and for one. None: those that the application knows.
-        distribution_allowed: The names of the queues and exchanges that distribution may reach, in
-            the same way. None: the queues that the application knows or that are bound to the
-            levels, and every exchange but those of Celery, of the broker and of the levels.
-        signing_key: The key with which destination and due time are signed, or a list of keys: the
-            first one signs, and all verify. None: nothing is signed.
-        signing_required: Whether, with a key, distribution refuses what has no valid signature.
-        max_message_bytes: The largest message, in bytes of its body, that check-in and distribution
-            take; also of the messages in an envelope. A larger one is undeliverable.
-        max_delay: The longest delay, in seconds. Producers and check-in refuse a longer one.
-        redelivery: Seconds during which a due message that its destination does not take is tried
-            again, with growing pauses. After that, or at once with 0, it is undeliverable.
-        may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``. Their
-            messages go through distribution, so that a refusal holds up no others. Queues that the
-            application declares with a bound and ``reject-publish`` are known to.
-        registry_url: The URL of the Redis that the registry is kept in; None for no registry.
-            ``redis://``, ``rediss://``, ``unix://`` and ``sentinel://`` are written as for Celery's
-            result backend; ``redis+cluster://host:6379`` names any server of a cluster.
-        registry_options: Further arguments of redis-py's client; for Sentinel also ``master_name``
-            and ``sentinel_kwargs``.
-        registry_prefix: The first part of the registry's keys; None for ``prefix``. Set it to the
-            former prefix before tasks are migrated to another one.
-        registry_timeout: Seconds for connecting to Redis, and for each of its answers.
-        registry_down: What becomes of a task with a key or a job, or that is tracked or runs once,
-            if Redis does not answer when it is due: "hold", it goes back into the levels for some
-            seconds; "run", it runs. All other tasks run.
-        registry_keep: Seconds for which the registry remembers what was decided about a task after
-            the task is due. A task with such an option that arrives later is undeliverable.
-        registry_durability: How many copies a cancel, a commit or an abort has to have before the
-            call returns: the server's append-only file (Redis 7.2, Valkey) is one, and so is each
-            of its replicas. None: Redis has it in memory, and a fail-over may lose it.
-        track: "all": every delayed task is listed in the registry while it waits; "none": those
-            that are sent with ``track=True``, or whose task has ``track = True``.
-        once: Whether only the first message with a task's id runs; see the option ``once``.
-        metrics_port: The TCP port on which a worker serves its metrics to Prometheus; None for
-            none.
-        metrics_host: The address on which it serves them.
-        metrics_pending: Whether the metrics tell what waits in the levels, which the worker asks
-            the broker when it is asked.
+    Raises:
+        InvalidSetting: A value that a setting does not take.
     """
 
-    prefix: str = "rabbitdelay"
-    layout: Any = "clock"
-    tick: float = 0.1
+    #: The first part of every name on the broker.
+    prefix: Annotated[str, _NAME_PREFIX] = "rabbitdelay"
+
+    #: The levels: "clock", "binary" or "geometric"; a list of (name, base, unit), highest first,
+    #: for levels of your own; a mapping of the layout's ``name``, also "custom", and its options,
+    #: for example ``{"name": "geometric", "factor": 60, "levels": 5}``; or a ``Layout``.
+    layout: Annotated[Any, _LAYOUT] = "clock"
+
+    #: The resolution in seconds. A list of levels and a ``Layout`` bring their own, and this
+    #: setting is not used: the tick of a list is its lowest unit.
+    tick: Annotated[float, _TICK] = 0.1
+
+    #: The type of the levels' queues: "quorum", or "classic", which can lose a message that goes
+    #: from one level to the next while the broker fails.
     queue_type: QueueType = "quorum"
+
+    #: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` and rows of ``send_many``
+    #: always do.
     takeover: bool = True
+
+    #: "auto": whoever first needs the topology declares it. "never": operators do, and bind every
+    #: destination to the delivery exchange as well.
     declare: Declare = "auto"
-    shards: int = 1
-    confirm_timeout: float = 30.0
-    early: float = 1.0
-    window: int = 1000
-    modules: Sequence[str] = MODULES
-    checkin_allowed: Sequence[str] | None = None
-    distribution_allowed: Sequence[str] | None = None
-    signing_key: str | Sequence[str] | None = field(default=None, repr=False)
+
+    #: How many queues each digit has. Each has a leader of its own, on another node of a cluster,
+    #: so that more can come due in a second.
+    shards: Annotated[int, _whole_number(MAX_SHARDS)] = 1
+
+    #: Seconds until a missing confirm becomes an error.
+    confirm_timeout: Annotated[float, _SECONDS] = 30.0
+
+    #: Seconds. A task that leaves the levels earlier than that, by the clock of the worker that
+    #: receives it, goes back into them for the rest.
+    early_tolerance: Annotated[float, _SECONDS] = 1.0
+
+    #: How many messages a module, or ``send_many``, has in flight, unconfirmed, at the most.
+    max_unconfirmed: Annotated[int, _whole_number(MAX_PREFETCH)] = 1000
+
+    #: Which modules the workers serve. A producer whose setting lacks one refuses what only that
+    #: one could deliver.
+    modules: Annotated[Sequence[str], _MODULES] = MODULES
+
+    #: The names of the queues and exchanges that check-in may reach; ``*`` and ``?`` stand for any
+    #: characters and for one. None: those that the application knows.
+    checkin_allowed: Annotated[Sequence[str] | None, _NAMES] = None
+
+    #: The names of the queues and exchanges that distribution may reach, in the same way. None: the
+    #: queues that the application knows or that are bound to the levels, and every exchange but
+    #: those of Celery, of the broker and of the levels.
+    distribution_allowed: Annotated[Sequence[str] | None, _NAMES] = None
+
+    #: The key with which destination and due time are signed, or a list of keys: the first one
+    #: signs, and all verify. None: nothing is signed.
+    signing_key: Annotated[str | Sequence[str] | None, _SIGNING_KEY] = None
+
+    #: Whether, with a key, distribution refuses what has no valid signature.
     signing_required: bool = True
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    max_delay: float = DEFAULT_MAX_DELAY
-    redelivery: float = 86_400.0
-    may_refuse: Sequence[str] = ()
-    registry_url: str | None = None
-    registry_options: Mapping[str, Any] = field(default_factory=dict)
-    registry_prefix: str | None = None
-    registry_timeout: float = 0.5
+
+    #: The largest message, in bytes of its body, that check-in and distribution take; also of the
+    #: messages in an envelope. A larger one is undeliverable.
+    max_message_bytes: Annotated[int, _whole_number(MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
+
+    #: Seconds during which a due message that its destination does not take is tried again, with
+    #: growing pauses. After that, or at once with 0, it is undeliverable.
+    retry_for: Annotated[float, _RETRY_FOR] = 86_400.0
+
+    #: The names of queues that may refuse a message, with ``*`` and ``?``. Their messages go
+    #: through distribution, so that a refusal holds up no others. Queues that the application
+    #: declares with a bound and ``reject-publish`` are known to.
+    may_refuse: Annotated[Sequence[str], _NAMES] = ()
+
+    #: The URL of the Redis that the registry is kept in; None for no registry. ``redis://``,
+    #: ``rediss://``, ``unix://`` and ``sentinel://`` are written as for Celery's result backend;
+    #: ``redis+cluster://host:6379`` names any server of a cluster.
+    registry_url: Annotated[str | None, _REGISTRY_URL] = None
+
+    #: Further arguments of redis-py's client, such as ``socket_timeout``: the seconds for
+    #: connecting and for each answer, 0.5 by default. For Sentinel also ``master_name`` and
+    #: ``sentinel_kwargs``.
+    registry_options: Annotated[Mapping[str, Any] | None, _REGISTRY_OPTIONS] = None
+
+    #: The first part of the registry's keys; None for ``prefix``. Set it to the former prefix
+    #: before tasks are migrated to another one.
+    registry_prefix: Annotated[str | None, _NAME_PREFIX] = None
+
+    #: What becomes of a task with a key or a job, or that is tracked or runs once, if Redis does
+    #: not answer when it is due: "hold", it goes back into the levels for some seconds; "run", it
+    #: runs. All other tasks run.
     registry_down: RegistryDown = "hold"
-    registry_keep: float = 2_592_000.0
-    registry_durability: int | None = None
+
+    #: Seconds for which the registry remembers what was decided about a task after the task is due.
+    #: A task with such an option that arrives later is undeliverable.
+    registry_keep: Annotated[float, _SECONDS] = 2_592_000.0
+
+    #: How many copies a cancel, a commit or an abort has to have before the call returns: the
+    #: server's append-only file (Redis 7.2, Valkey) is one, and so is each of its replicas. None:
+    #: Redis has it in memory, and a fail-over may lose it.
+    registry_durability: Annotated[int | None, _whole_number(MAX_COPIES)] = None
+
+    #: "all": every delayed task is listed in the registry while it waits; "none": those that are
+    #: sent with ``track=True``, or whose task has ``track = True``.
     track: Track = "none"
-    once: bool = False
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
-    metrics_pending: bool = True
+
+    #: The TCP port on which a worker serves its metrics to Prometheus, on 127.0.0.1 unless another
+    #: address stands before it, as in "0.0.0.0:9808". None: it serves none.
+    metrics_port: Annotated[int | str | None, _METRICS_PORT] = None
 
     @classmethod
     def of(cls, configuration: Mapping[str, Any], namespace: str | None = None) -> Settings:
@@ -211,42 +322,35 @@ class Settings:
             InvalidSetting: A key that does not exist, one that Celery does not read, or a value
                 that it does not take.
         """
-        known = [setting.name for setting in fields(cls)]
-        found = {}
-        unread = {}
-        as_written: dict[str, str] = {}
+        read: dict[str, str] = {}
+        unread: dict[str | None, str] = {}
         for key in configuration:
-            name = name_of(key, namespace)
+            name = _name_of(key, namespace)
             if name is None:
-                unread[name_in_capitals(key, namespace)] = key
-                continue
-            if name not in known:
-                keys = ", ".join(PREFIX + name for name in known)
+                unread[_name_in_capitals(key, namespace)] = key
+            elif name in _KINDS:
+                read[name] = key
+            else:
+                keys = ", ".join(PREFIX + known for known in _KINDS)
                 # Without its value: the key may be meant to be one of a secret.
                 raise InvalidSetting(key, HIDDEN, f"no such key; there are {keys}")
-            found[name] = configuration[key]
-            as_written[PREFIX + name] = key
-        for name in known:
-            if name in unread and name not in found:
-                reason = f"the setting is not read from this key, write {key_of(name, namespace)}"
+        for name, kind in _KINDS.items():
+            if name in unread and name not in read:
                 key = unread[name]
-                raise InvalidSetting(key, _KINDS[name].shown(configuration[key]), reason)
+                reason = f"the setting is not read from this key, write {_key_of(name, namespace)}"
+                raise InvalidSetting(key, kind.shown(configuration[key]), reason)
         try:
-            return cls(**found)
+            return cls(**{name: configuration[key] for name, key in read.items()})
         except InvalidSetting as wrong:
             # As the user has written it, for example CELERY_RABBITDELAY_TICK in Django's settings.
-            key = as_written.get(wrong.key, wrong.key)
+            key = read.get(wrong.key.removeprefix(PREFIX), wrong.key)
             raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            kind, value = _KINDS[setting.name], getattr(self, setting.name)
-            if not kind.accepts(value):
-                raise InvalidSetting(PREFIX + setting.name, kind.shown(value), kind.takes)
-        for name, without in NEEDS_REGISTRY.items():
-            value = getattr(self, name)
-            if value != without and self.registry_url is None:
-                raise InvalidSetting(PREFIX + name, value, f"{value} needs {PREFIX}registry_url")
+        for name in _KINDS:
+            checked(PREFIX + name, getattr(self, name))
+        if self.track == "all" and self.registry_url is None:
+            raise InvalidSetting(f"{PREFIX}track", "all", f"all needs {PREFIX}registry_url")
         try:
             self.topology  # noqa: B018 - built here so that a wrong layout fails at the start
         except (InvalidLayout, TypeError, ValueError) as wrong:
@@ -261,7 +365,7 @@ class Settings:
     @cached_property
     def topology(self) -> Topology:
         """The topology that the settings describe."""
-        layout = layout_of(self.layout, self.tick)
+        layout = _layout_of(self.layout, self.tick)
         return Topology(self.prefix, layout, self.queue_type, self.shards)
 
     @cached_property
@@ -279,60 +383,102 @@ class Settings:
             "modules": self.modules,
             "may_refuse": self.may_refuse,
             "signing_keys": self.signing_keys,
-            "max_delay": self.max_delay,
             "max_message_bytes": self.max_message_bytes,
         }
 
     @property
     def bounds(self) -> Bounds:
         """What a message may cost that a module takes."""
-        return Bounds(self.max_message_bytes, self.max_delay)
+        return Bounds(self.max_message_bytes)
 
     def check_delay(self, due: Due) -> None:
         """Refuse a delay that is too long for what workers serve.
 
         Raises:
             DelayTooLong: It is above the layout's capacity, and ``modules`` lacks check-in.
-            InvalidDelay: It is longer than ``max_delay``.
+            InvalidDelay: It is longer than 100 years.
         """
         if "check-in" not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
-        check_max_delay(due, self.max_delay)
+        check_max_delay(due)
 
 
-def checked_modules(value: Any) -> tuple[str, ...]:
-    """Return which modules a worker is to serve, from its command line.
-
-    Raises:
-        InvalidSetting: One of them does not exist.
-    """
-    modules = value
-    if isinstance(value, str):
-        modules = [word for word in map(str.strip, value.split(",")) if word]
-    if not _MODULES.accepts(modules):
-        raise InvalidSetting(f"{PREFIX}modules", value, _MODULES.takes)
-    return tuple(modules)
-
-
-def checked_port(value: str) -> int | None:
-    """Return the port of the metrics, from a worker's command line; None for none.
-
-    Raises:
-        InvalidSetting: It is no port.
-    """
-    port = int(value) if value.isascii() and value.isdigit() else value or None
-    if not _PORT.accepts(port):
-        raise InvalidSetting(f"{PREFIX}metrics_port", value, _PORT.takes)
-    assert not isinstance(port, str)
-    return port
+def _kind_of(hint: Any, default: object) -> Kind:
+    """Return what a setting takes: by its type, or as its annotation says; also a default None."""
+    if hint is bool:
+        return _FLAG
+    if get_origin(hint) is Literal:
+        words = get_args(hint)
+        return Kind(f"one of {', '.join(words)}", lambda value: value in words)
+    kind: Kind = hint.__metadata__[0]
+    if default is not None:
+        return kind
+    return kind._replace(
+        takes=f"None, or {kind.takes}", accepts=lambda value: value is None or kind.accepts(value)
+    )
 
 
-def checked_seconds(key: str, value: Any) -> float:
-    """Return a timeout that one call gives.
+_HINTS: Final = get_type_hints(Settings, include_extras=True)
+
+#: What each setting takes, by its name.
+_KINDS: Final = {each.name: _kind_of(_HINTS[each.name], each.default) for each in fields(Settings)}
+
+
+def checked(key: str, value: Any) -> Any:
+    """Return a value that a call or a command line gives instead of a setting.
+
+    Args:
+        key: The setting's key, with or without ``rabbitdelay_``, as the error names it.
+        value: The value.
 
     Raises:
-        InvalidSetting: It is not a positive number of seconds.
+        InvalidSetting: The setting does not take it.
     """
-    if not SECONDS.accepts(value):
-        raise InvalidSetting(key, value, SECONDS.takes)
-    return float(value)
+    kind = _KINDS[key.removeprefix(PREFIX)]
+    if not kind.accepts(value):
+        raise InvalidSetting(key, kind.shown(value), f"takes {kind.takes}")
+    return value
+
+
+def _layout_of(value: Any, tick: float) -> Layout:
+    """Return the layout that a setting describes; it may bring its own tick."""
+    if isinstance(value, Layout):
+        return value
+    if isinstance(value, list | tuple):
+        return custom(value)
+    options = {"name": value} if isinstance(value, str) else dict(value)
+    name = options.pop("name")
+    if name == "custom":
+        return custom(**options)
+    return _LAYOUTS[name](**{"tick": tick, **options})
+
+
+def _name_of(key: object, namespace: str | None) -> str | None:
+    """Return the setting that is read from a configuration key, None if it is not ours."""
+    if not isinstance(key, str):
+        return None
+    if key.startswith(PREFIX):
+        return key.removeprefix(PREFIX)
+    start = _key_of("", namespace)
+    return key.removeprefix(start).lower() if key.startswith(start) else None
+
+
+def _name_in_capitals(key: object, namespace: str | None) -> str | None:
+    """Return the setting that is named by an upper-case key that Celery ignores.
+
+    That is how Celery's own keys were written before 4.0, most of them behind ``CELERY_``, and how
+    those of Django are. Behind a namespace, ``CELERY_`` may be another application's namespace.
+    """
+    capitals = PREFIX.upper()
+    if not isinstance(key, str) or not key.isupper():
+        return None
+    bare = key if namespace else key.removeprefix("CELERY_")
+    return bare.removeprefix(capitals).lower() if bare.startswith(capitals) else None
+
+
+def _key_of(name: str, namespace: str | None) -> str:
+    """Return the key of a setting. It is in capitals where the namespace is, as in Celery."""
+    if not namespace:
+        return PREFIX + name
+    key = f"{namespace.rstrip('_')}_{PREFIX}{name}"
+    return key.upper() if namespace.isupper() else key.lower()

@@ -14,7 +14,6 @@ from celery.exceptions import Reject
 
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.options import (
-    REGISTRY_OPTIONS,
     refuse_two_times,
     refuse_without_registry,
 )
@@ -48,8 +47,8 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
     #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
     rabbitdelay: bool = True
 
-    #: Whether only the first message with the task's id runs; None for ``rabbitdelay_once``.
-    once: bool | None = None
+    #: Whether only the first message with the task's id runs.
+    once: bool = False
 
     #: Whether the task is listed in the registry while it waits; None for ``rabbitdelay_track``.
     track: bool | None = None
@@ -97,8 +96,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
         app: Any = self.app
-        if REGISTRY_OPTIONS.keys() & options.keys():
-            refuse_without_registry(options, app.rabbitdelay.settings)
+        refuse_without_registry(options, app)
         if delay is not None:
             if app.conf.task_always_eager:
                 refuse_two_times(delay, options.get("countdown"), options.get("eta"))
@@ -135,8 +133,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
         app: Any = self.app
-        if REGISTRY_OPTIONS.keys() & options.keys():
-            refuse_without_registry(options, app.rabbitdelay.settings)
+        refuse_without_registry(options, app)
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000

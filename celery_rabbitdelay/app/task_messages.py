@@ -12,7 +12,6 @@ from celery import signals
 from celery_rabbitdelay.app.celery_internals import repr_depth, repr_sizes
 from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, NO_HEADERS, MessageTemplate
 from celery_rabbitdelay.app.resending import Resending
-from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as header_names
@@ -122,7 +121,6 @@ class CapturingProducer(DelayedTaskProducer):
 
 def capture_message(
     app: celery.Celery,
-    settings: Settings,
     publisher: Publisher,
     task: celery.Task[Any, Any] | str,
     call: Call,
@@ -133,7 +131,6 @@ def capture_message(
 
     Args:
         app: The application.
-        settings: Its settings.
         publisher: The publisher that the message is for.
         task: The task, or its name.
         call: The call.
@@ -141,7 +138,7 @@ def capture_message(
         headers: The headers for the registry that all calls have.
     """
     resending = Resending.of(app, options)
-    producer = CapturingProducer(publisher, settings, app.amqp, call.due, resending=resending)
+    producer = CapturingProducer(publisher, app, call.due, resending=resending)
     producer.says = {"registry": {**headers, **call.headers}}
     given = {**options, "task_id": call.task_id, "producer": producer}
     function_to_send(app, task)(call.args, call.kwargs, **given)

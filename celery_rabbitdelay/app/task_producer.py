@@ -10,7 +10,7 @@ from celery.app.amqp import AMQP
 from kombu import Exchange, Producer, Queue
 
 from celery_rabbitdelay.app.resending import Resending
-from celery_rabbitdelay.app.settings import Settings, checked_seconds
+from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
@@ -28,8 +28,7 @@ class DelayedTaskProducer(DelayedProducer):
 
     Args:
         publisher: The publisher to use.
-        settings: The application's settings.
-        amqp: ``app.amqp``, for the queues that the application knows.
+        app: The application.
         due: When the task may start.
         is_retry: Whether the task is sent again, to where it came from.
         came_from: The name of the queue that a retried task came from, if it is known.
@@ -44,22 +43,21 @@ class DelayedTaskProducer(DelayedProducer):
     def __init__(
         self,
         publisher: Publisher,
-        settings: Settings,
-        amqp: AMQP,
+        app: Any,
         due: Due,
         is_retry: bool = False,
         came_from: str | None = None,
         waited: float = 0.0,
         resending: Resending | None = None,
     ) -> None:
-        super().__init__(publisher, **settings.for_producer)
-        self.amqp = amqp
+        super().__init__(publisher, **app.rabbitdelay.settings.for_producer)
+        self.amqp: AMQP = app.amqp
         self._settings_timeout = self.timeout
         self._due = due
         self._is_retry = is_retry
         self._came_from = came_from
         self._waited = waited
-        self._resending = resending or Resending.of(amqp.app, {})
+        self._resending = resending or Resending.of(app, {})
         self.is_sent = False
         self.delayed: Delayed
 
@@ -82,11 +80,10 @@ class DelayedTaskProducer(DelayedProducer):
         )
         retry = options.pop("retry", False)
         policy = options.pop("retry_policy", None) or {}
-        timeout = options.pop("confirm_timeout", None)
-        if timeout is None:
-            timeout = self._settings_timeout
-        else:
-            timeout = checked_seconds("confirm_timeout", timeout)
+        timeout = self._settings_timeout
+        if options.get("confirm_timeout") is not None:
+            timeout = checked("confirm_timeout", options["confirm_timeout"])
+        options.pop("confirm_timeout", None)
         self.timeout = max(timeout - self._waited, MIN_TIMEOUT)
         options.pop("timeout", None)
         began = time.monotonic()

@@ -19,12 +19,11 @@ from celery_rabbitdelay.app.celery_internals import (
     has_quorum_queue,
     is_sent_by_celery,
     registered_task,
-    send_task_by_celery,
 )
 from celery_rabbitdelay.app.metrics.recording import count_send
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions, given_registry_options
 from celery_rabbitdelay.app.resending import Resending
-from celery_rabbitdelay.app.settings import checked_seconds
+from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.app.stored_message import stored
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
@@ -46,36 +45,31 @@ class TaskSending:
 
     Attributes:
         app: The application, a :class:`.Celery`.
-        celerys_send_task: What Celery sends a task with.
+        by_celery: Celery's ``send_task`` for its name and arguments: takes countdown, eta, id,
+            producer, connection and further options.
         name: The task's name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
         countdown: Seconds until it may start.
         eta: The instant at which it may start.
+        delay: Seconds, or a timedelta, until it may start; None if ``countdown`` or ``eta`` says.
+        tolerance_ms: Milliseconds that it may start later.
         task_id: Its id; None for a random one.
         producer: The caller's producer.
         connection: The caller's connection.
-        more: Further positional arguments of Celery.
         options: Celery's options.
-        delay: Seconds, or a timedelta, until it may start; None if ``countdown`` or ``eta`` says.
-        tolerance_ms: Milliseconds that it may start later.
         former: The headers of this package that a retried task had.
     """
 
     app: Any
-    celerys_send_task: Callable[..., AsyncResult[Any]]
+    by_celery: Callable[..., AsyncResult[Any]]
     name: str
-    args: Any
-    kwargs: Any
     countdown: float | None
     eta: datetime | str | None
+    delay: Delay | None
+    tolerance_ms: int
     task_id: str | None
     producer: Producer | None
     connection: Connection | None
-    more: tuple[Any, ...]
     options: dict[str, Any]
-    delay: Delay | None
-    tolerance_ms: int
     former: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -164,15 +158,14 @@ class TaskSending:
         delays.settings.check_delay(due)
         timeout = self.options.get("confirm_timeout")
         if timeout is not None:
-            timeout = checked_seconds("confirm_timeout", timeout)
+            timeout = checked("confirm_timeout", timeout)
         copy = new_copy() if wanted.is_registered else ""
         ticket, job_id = self._ask(due, wanted)
         began = time.monotonic()
         with delays.publisher(self._callers_connection, timeout) as publisher:
             producer = DelayedTaskProducer(
                 publisher,
-                delays.settings,
-                self.app.amqp,
+                self.app,
                 due,
                 is_retry=is_retry,
                 came_from=self.former.get(header_names.QUEUE),
@@ -250,20 +243,7 @@ class TaskSending:
     def _call(
         self, countdown: Any, eta: Any, producer: Any, connection: Connection | None
     ) -> AsyncResult[Any]:
-        result: AsyncResult[Any] = send_task_by_celery(
-            self.celerys_send_task,
-            self.name,
-            self.args,
-            self.kwargs,
-            countdown,
-            eta,
-            self.task_id,
-            producer,
-            connection,
-            self.more,
-            self.options,
-        )
-        return result
+        return self.by_celery(countdown, eta, self.task_id, producer, connection, **self.options)
 
 
 def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:

@@ -166,7 +166,7 @@ def _lines(
         names = ", ".join(unnamed_queues[:MAX_NAMED])
         yield (
             "  not bound, because the application does not name them; their messages wait until "
-            "these queues are bound, and are undeliverable rabbitdelay_redelivery (a day) after "
+            "these queues are bound, and are undeliverable rabbitdelay_retry_for (a day) after "
             "they are due. Start a worker that consumes from them, or call "
             f"celery_rabbitdelay.kombu.bind_destination; --allow binds further ones: {names}"
         )

@@ -106,7 +106,9 @@ def redrive(
                 limit=limit,
                 rate=rate,
                 dry_run=dry_run,
-                policy=PublishPolicy(timeout=settings.confirm_timeout, window=settings.window),
+                policy=PublishPolicy(
+                    timeout=settings.confirm_timeout, window=settings.max_unconfirmed
+                ),
                 declare=delays.declare,
                 redeclare=delays.declare if settings.declare == "auto" else None,
                 progress=progress,

@@ -19,6 +19,9 @@ Delay: TypeAlias = "float | Decimal | Rational | timedelta"
 #: The latest due time that AMQP can carry as an integer, in milliseconds since 1970.
 MAX_DUE_MS: Final = 2**63 - 1
 
+#: The longest delay, in seconds: 100 years of 365 days.
+MAX_DELAY: Final = 3_153_600_000.0
+
 #: If no more than 1/1000 of a relative delay has passed, the original delay is used unreduced;
 #: otherwise, an hour would become 59:59.9 and take three stops instead of one.
 NEGLIGIBLE_DIVISOR: Final = 1000
@@ -132,18 +135,15 @@ class Due(NamedTuple):
         return remaining
 
 
-def check_max_delay(due: Due, max_delay: float) -> None:
-    """Refuse a delay that is longer than ``rabbitdelay_max_delay``, in seconds.
+def check_max_delay(due: Due) -> None:
+    """Refuse a delay that is longer than :data:`MAX_DELAY`.
 
     Raises:
         InvalidDelay: It is longer.
     """
-    if due.delay_ms > max_delay * 1000:
-        raise InvalidDelay(
-            due.delay_ms / 1000,
-            f"is longer than rabbitdelay_max_delay, {max_delay:,.0f} s: choose a shorter one, or "
-            "set a longer maximum for producers and workers",
-        )
+    if due.delay_ms > MAX_DELAY * 1000:
+        reason = f"is longer than the longest delay, {MAX_DELAY:,.0f} s"
+        raise InvalidDelay(due.delay_ms / 1000, reason)
 
 
 def instant_of(epoch_ms: int) -> datetime:

@@ -14,12 +14,10 @@ import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.publishing.incoming import seen_of
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
-
-#: The longest delay by default, in seconds: 100 years of 365 days.
-DEFAULT_MAX_DELAY: Final = 3_153_600_000.0
 
 #: Bytes of received messages that a module holds, and bytes that it has in flight, unless a single
 #: message has more.
@@ -48,7 +46,7 @@ _CONTAINERS: Final = (dict, list, tuple)
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds that settings have.
+    """The bounds of one message.
 
     Attributes:
         max_message_bytes: The largest body of a message, and of each message in an envelope.
@@ -56,7 +54,7 @@ class Bounds:
     """
 
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    max_delay: float = DEFAULT_MAX_DELAY
+    max_delay: float = MAX_DELAY
 
     def check_delay(self, what: str, value: object, delay_ms: int) -> None:
         """Refuse a delay that is too long.
@@ -71,7 +69,7 @@ class Bounds:
         """
         if delay_ms > self.max_delay * _MS_PER_S:
             raise UnprocessableMessage(
-                f"{what} is {shortened(value)}, which is more than rabbitdelay_max_delay ahead, "
+                f"{what} is {shortened(value)}, which is more than the longest delay ahead, "
                 f"{self.max_delay:,.0f} s"
             )
 

@@ -79,10 +79,10 @@ class Module:
         queue: The queue.
         receive: Takes a message; returns the messages to publish for it.
         prefetch: How many messages are taken from the queue before the first is acknowledged.
-        window: How many messages may be in flight, unconfirmed.
+        max_unconfirmed: How many messages may be in flight, unconfirmed.
         timeout: Seconds without any confirm until the connection is given up; and without the
             confirm of one message until that one is put into the levels, to be tried again.
-        redelivery: Seconds during which a message that its destination does not take is tried
+        retry_for: Seconds during which a message that its destination does not take is tried
             again; after that, it is undeliverable.
         signing_keys: What signs the messages that wait to be tried again; None: nothing does.
         max_bytes: The largest message that is read. The broker dead-letters a larger one to
@@ -95,9 +95,9 @@ class Module:
     queue: Queue
     receive: Callable[[amqp.Message], Iterator[Outgoing]]
     prefetch: int
-    window: int
+    max_unconfirmed: int
     timeout: float
-    redelivery: float
+    retry_for: float
     signing_keys: SigningKeys | None = None
     max_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     admit: Callable[[amqp.Message], None] = admit_any
@@ -152,7 +152,7 @@ class ModuleConsumer:
         self._statistics = statistics
         self._stopping = stopping
         self._careful = careful
-        policy = PublishPolicy(module.timeout, None, NACK_PAUSES, module.window)
+        policy = PublishPolicy(module.timeout, None, NACK_PAUSES, module.max_unconfirmed)
         self._loop = PublishLoop(self._next, policy, self._done)
         self._loop.window = 1
         self._loop.write_timeout = module.timeout
@@ -172,7 +172,7 @@ class ModuleConsumer:
         undeliverable = module.topology.module_queues.undeliverable.exchange.name
         self._attempts = Attempts(
             module.name,
-            Redelivery(module.topology, module.redelivery, signing_keys=module.signing_keys),
+            Redelivery(module.topology, module.retry_for, signing_keys=module.signing_keys),
             undeliverable,
             MissingExchanges(self._exists, {"", undeliverable}),
             statistics,
@@ -277,7 +277,7 @@ class ModuleConsumer:
         """Set prefetch and window."""
         self._growth = growth
         self._deliveries.take(self._module.prefetch * growth)
-        self._loop.window = self._module.window * growth
+        self._loop.window = self._module.max_unconfirmed * growth
 
     def _answers(self) -> Any:
         """Bound the wait for an answer, so that a silent broker does not hold the thread."""

@@ -66,7 +66,8 @@ class EarlyMessages:
 
     Args:
         topology: The levels.
-        tolerated_ms: How many milliseconds early a message may be; see ``rabbitdelay_early``.
+        tolerated_ms: How many milliseconds early a message may be: the setting
+            ``rabbitdelay_early_tolerance``.
         now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
         on_early: Called for each message that goes back.
     """

@@ -93,7 +93,7 @@ class LaterVersionWarning:
         self._warned_at = now
         self._logger.warning(
             "%s goes back into the delay levels, unopened: %s. A worker of the later version takes "
-            "it from there; without one, it is undeliverable after rabbitdelay_redelivery. Upgrade "
+            "it from there; without one, it is undeliverable after rabbitdelay_retry_for. Upgrade "
             "celery_rabbitdelay on all workers. Others go back without a word for an hour.",
             what,
             why,

@@ -49,7 +49,7 @@ class Destinations:
             deliver their messages when they are due.
         unnamed: Destination queues that may not be bound. Their messages wait until the queue is
             bound by a worker that consumes from it, or by a producer; but no longer than
-            ``rabbitdelay_redelivery`` after they are due.
+            ``rabbitdelay_retry_for`` after they are due.
     """
 
     def __init__(

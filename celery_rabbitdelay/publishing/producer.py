@@ -65,8 +65,6 @@ class DelayedProducer(Producer):
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``: their
             messages go through distribution, if it is served, as do those for queues with a bound
             and ``reject-publish``.
-        max_delay: The longest delay, in seconds; None: any. Workers that serve check-in have one of
-            their own, ``rabbitdelay_max_delay``.
         max_message_bytes: The largest body, in bytes, of a message that has to pass through a
             module; None: any. Workers refuse a larger one; see ``rabbitdelay_max_message_bytes``.
         serializer: The name of kombu's serializer, where the caller gives none.
@@ -85,7 +83,6 @@ class DelayedProducer(Producer):
         may_declare: bool = True,
         modules: Collection[str] = (),
         may_refuse: Collection[str] = (),
-        max_delay: float | None = None,
         max_message_bytes: int | None = DEFAULT_MAX_MESSAGE_BYTES,
         serializer: str | None = None,
         signing_keys: SigningKeys | None = None,
@@ -98,7 +95,6 @@ class DelayedProducer(Producer):
         self.modules = modules
         self.may_refuse = may_refuse
         self.signing_keys = signing_keys
-        self.max_delay = max_delay
         self.max_message_bytes = max_message_bytes
         self.says: Mapping[str, Any] = {}
 
@@ -135,6 +131,7 @@ class DelayedProducer(Producer):
 
         Raises:
             DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
+            InvalidDelay: It is above 100 years.
             MessageTooLarge: It has to pass through a module, which refuses its size.
             NeedsDistribution: Not exactly one known queue gets the message, or its priority is
                 above 4 and the queues are quorum queues; and ``modules`` lacks distribution.
@@ -215,13 +212,13 @@ class DelayedProducer(Producer):
 
         Raises:
             DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
+            InvalidDelay: It is above 100 years.
             MessageTooLarge: It has to pass through a module, which refuses its size.
             NeedsDistribution: It needs distribution, which ``modules`` lacks.
         """
         if "check-in" not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
-        if self.max_delay is not None:
-            check_max_delay(due, self.max_delay)
+        check_max_delay(due)
         properties.pop("expiration", None)
         # kombu's default.
         priority = properties.setdefault("priority", 0) or 0

@@ -39,6 +39,10 @@ GROWING: Final = ("register", "reserve")
 ALLOW_OOM: Final = "#!lua flags=allow-oom"
 
 SETTING: Final = "rabbitdelay_registry_url"
+OPTIONS: Final = "rabbitdelay_registry_options"
+
+#: Seconds for connecting, and for each answer, by default.
+TIMEOUT: Final = 0.5
 
 #: The share of the time for an answer in which a server waits for copies: it has to answer then.
 WAIT_SHARE: Final = 0.8
@@ -83,10 +87,11 @@ class Store:
         is_cluster: Whether it is one of Redis Cluster.
         errors: The errors of redis-py.
         copies: How many servers must have a decision before it counts: see :meth:`call_durably`.
-        timeout: Seconds that these have to take it.
+        timeout: Seconds for each answer.
 
     Attributes:
         is_cluster: Whether only keys with the same hash tag are on the same server.
+        timeout: Seconds for each answer.
         on_call: Called after each round trip, if it is set, with the seconds that it took and with
             whether it succeeded.
     """
@@ -101,6 +106,7 @@ class Store:
     ) -> None:
         self.is_cluster = is_cluster
         self._copies = copies
+        self.timeout = timeout
         self._timeout_ms = int(timeout * 1000 * WAIT_SHARE)
         self._client = client
         self._errors = errors
@@ -272,22 +278,20 @@ class Asker:
         self._connection.disconnect()
 
 
-def connect(
-    url: str, timeout: float, options: Mapping[str, Any] | None = None, copies: int = 0
-) -> Store:
+def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0) -> Store:
     """Return a store that connects when it is first used.
 
     Args:
         url: The URL, as for Celery's result backend: ``redis://``, ``rediss://``, ``unix://`` or
             ``redis+socket://``, ``sentinel://host:26379;sentinel://host2:26379/0``; or
             ``redis+cluster://host:6379`` with any server of a cluster.
-        timeout: Seconds for connecting, and for each answer.
         options: Further arguments of the client of redis-py; for Sentinel also ``master_name`` and
-            ``sentinel_kwargs``, as in ``result_backend_transport_options``.
+            ``sentinel_kwargs``, as in ``result_backend_transport_options``. ``socket_timeout`` is
+            :data:`TIMEOUT` by default, and bounds connecting as well.
         copies: How many servers must have a decision before it counts; 0 for the one alone.
 
     Raises:
-        InvalidSetting: No such URL, or the package ``redis`` is missing.
+        InvalidSetting: No such URL or option, or the package ``redis`` is missing.
     """
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
@@ -302,6 +306,11 @@ def connect(
     from redis.exceptions import RedisClusterException
     from redis.retry import Retry
 
+    options = options or {}
+    timeout = options.get("socket_timeout", TIMEOUT)
+    if not isinstance(timeout, int | float) or timeout <= 0:
+        takes = "takes a positive number of seconds as its socket_timeout"
+        raise InvalidSetting(OPTIONS, f"socket_timeout = {timeout!r}", takes)
     given: dict[str, Any] = {
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
@@ -311,7 +320,7 @@ def connect(
         # By default, redis-py tries again for seconds, and runs a script twice if its answer
         # is lost.
         "retry": Retry(NoBackoff(), 0),
-        **(options or {}),
+        **options,
     }
     if scheme.startswith("sentinel") and not given.get("master_name"):
         takes = "takes rabbitdelay_registry_options = {'master_name': ...} beside it"
@@ -325,8 +334,7 @@ def connect(
             store._is_plain = scheme in ("redis", "unix", "redis+socket")
             return store
     except TypeError as wrong:
-        shown = ", ".join(options or ())
-        raise InvalidSetting("rabbitdelay_registry_options", shown, f"{wrong}") from wrong
+        raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
     # Without the cause: what urllib says of a port or a host may quote the password.
     takes = "takes a URL of Redis: its host, port, database or a parameter is invalid"
     raise InvalidSetting(SETTING, without_password(url), takes)

@@ -20,7 +20,7 @@ from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
 from celery_rabbitdelay.app.metrics.instruments import EARLY
-from celery_rabbitdelay.app.settings import checked_modules
+from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module, admit_any
@@ -307,8 +307,10 @@ class Modules(bootsteps.StartStopStep):
         Raises:
             InvalidSetting: There is no such module; the worker ends.
         """
-        settings = worker.app.rabbitdelay.settings
-        modules = settings.modules if self._given is None else checked_modules(self._given)
+        modules = worker.app.rabbitdelay.settings.modules
+        if self._given is not None:
+            words = filter(None, map(str.strip, self._given.split(",")))
+            modules = checked("rabbitdelay_modules", tuple(words))
         for name in modules:
             service = _service(worker.app, name, self._declaration)
             self._services.append(service)
@@ -339,7 +341,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     else:
         queue = topology.module_queues.distribution
         on_early = partial(app.rabbitdelay.recorder.record, {EARLY: 1}, "", queue.name)
-        early = EarlyMessages(topology, milliseconds(settings.early), on_early=on_early)
+        early = EarlyMessages(topology, milliseconds(settings.early_tolerance), on_early=on_early)
         look = confirm = None
         if settings.registry_url is not None:
             look, confirm = _look(app), app.rabbitdelay.registry.jobs.confirm
@@ -364,10 +366,10 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
         topology,
         queue,
         receive,
-        prefetch=min(PREFETCH[name], settings.window),
-        window=settings.window,
+        prefetch=min(PREFETCH[name], settings.max_unconfirmed),
+        max_unconfirmed=settings.max_unconfirmed,
         timeout=settings.confirm_timeout,
-        redelivery=settings.redelivery,
+        retry_for=settings.retry_for,
         signing_keys=settings.signing_keys,
         max_bytes=settings.max_message_bytes,
         admit=admit,

@@ -134,7 +134,7 @@ class Decisions(BatchThread[_Due]):
             lambda due: self._carry_out_all([due], [RUNS]),
             self.give,
             self.gather_for,
-            delays.settings.registry_timeout,
+            self._registry.store.timeout,
         )
 
     @property

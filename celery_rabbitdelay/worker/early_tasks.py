@@ -57,7 +57,7 @@ class EarlyTasks:
         self._consumer = consumer
         self._delays = consumer.app.rabbitdelay
         self._tick_ms: int = self._delays.topology.layout.tick_ms
-        self._tolerated_ms = milliseconds(self._delays.settings.early)
+        self._tolerated_ms = milliseconds(self._delays.settings.early_tolerance)
         self._warning = EarlyWarning(logger)
         self._later_version = LaterVersionWarning(logger)
         self.thread = PutBackThread(consumer)
@@ -75,9 +75,9 @@ class EarlyTasks:
         """Take a task that is not due yet; return whether it was taken.
 
         A task with an ``eta`` is early by a tick, one that has left the levels by the setting
-        ``rabbitdelay_early``. If the levels do not take the latter, the worker holds it until it
-        is due, and then asks the registry; without a registry it gets an ``eta``, so that Celery
-        holds it and does not start it.
+        ``rabbitdelay_early_tolerance``. If the levels do not take the latter, the worker holds it
+        until it is due, and then asks the registry; without a registry it gets an ``eta``, so that
+        Celery holds it and does not start it.
 
         Args:
             message: The task's message.

@@ -21,10 +21,11 @@ from kombu.exceptions import OperationalError
 from celery_rabbitdelay.app.metrics import instruments
 from celery_rabbitdelay.app.metrics.instruments import Sample
 from celery_rabbitdelay.app.metrics.recording import ChildCounts, Metrics, opentelemetry_is_set_up
-from celery_rabbitdelay.app.settings import checked_port
+from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
@@ -33,7 +34,9 @@ from celery_rabbitdelay.publishing.wire import Wire
 logger = get_logger(__name__)
 
 _PORT: Final = "rabbitdelay_metrics_port"
-_HOST: Final = "rabbitdelay_metrics_host"
+
+#: The address on which they are served unless the setting names another.
+_HOST: Final = "127.0.0.1"
 
 #: Seconds over which a worker's status shows the latest arrival, and in which steps.
 SPAN: Final = 600
@@ -68,7 +71,7 @@ class ServeMetrics(bootsteps.StartStopStep):
         self, worker: Any, rabbitdelay_metrics_port: str | None = None, **options: Any
     ) -> None:
         self._given = rabbitdelay_metrics_port
-        self._port: int | None = None
+        self._port: int | str | None = None
         self._children: ChildCounts | None = None
         self._at_end = ExitStack()
         super().__init__(worker, **options)
@@ -85,9 +88,9 @@ class ServeMetrics(bootsteps.StartStopStep):
                 the worker ends.
         """
         delays = worker.app.rabbitdelay
-        self._port = (
-            delays.settings.metrics_port if self._given is None else checked_port(self._given)
-        )
+        self._port = delays.settings.metrics_port
+        if self._given is not None:
+            self._port = checked(_PORT, self._given or None)
         if self._port is None:
             return
         try:
@@ -108,11 +111,9 @@ class ServeMetrics(bootsteps.StartStopStep):
         if self._port is None and not opentelemetry_is_set_up():
             return
         signals.worker_shutdown.connect(self._close, sender=worker)
-        reader = None
-        if delays.settings.metrics_pending:
-            reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
-            self._at_end.callback(reader.stop)
-        delays.recorder.observe(partial(observed, worker, reader))
+        reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
+        self._at_end.callback(reader.stop)
+        delays.recorder.observe(partial(observed, worker, reader, {}))
         self._at_end.callback(delays.recorder.observe)
         if self._children is not None:
             self._children.start()
@@ -120,23 +121,25 @@ class ServeMetrics(bootsteps.StartStopStep):
         if self._port is not None:
             if getattr(worker, "pool_start_method", "fork") == "spawn":
                 logger.warning("worker_pool_start_method is 'spawn': the pool is not counted.")
-            self._serve(delays.metrics, delays.settings.metrics_host, self._port)
+            self._serve(delays.metrics, self._port)
 
-    def _serve(self, metrics: Metrics, host: str, port: int) -> None:
+    def _serve(self, metrics: Metrics, address: int | str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server  # an extra
 
         registry = CollectorRegistry()
         registry.register(metrics)
+        host, _, port = str(address).rpartition(":")
+        host = host or _HOST
         try:
-            server, _ = start_http_server(port, host, registry)
+            server, _ = start_http_server(int(port), host.strip("[]"), registry)
         except OSError as refused:
-            takes = f"cannot be listened on at {_HOST} = {host!r}: {refused}"
-            raise InvalidSetting(_PORT, port, takes) from refused
+            takes = f"cannot be listened on at {host}: {refused}"
+            raise InvalidSetting(_PORT, address, takes) from refused
         self._at_end.callback(server.server_close)
         self._at_end.callback(server.shutdown)
         # A process of the pool that outlives a killed worker would keep its port occupied.
         os.register_at_fork(after_in_child=server.socket.close)
-        logger.info("Metrics are served at http://%s:%d/metrics.", host, port)
+        logger.info("Metrics are served at http://%s:%s/metrics.", host, port)
 
     def _close(self, **signal: Any) -> None:
         # Not in ``stop``: the processes of the pool may still finish their tasks for long.
@@ -144,29 +147,33 @@ class ServeMetrics(bootsteps.StartStopStep):
         self._at_end.close()
 
 
-def observed(worker: Any, reader: BacklogReader | None) -> Iterator[Sample]:
+def observed(
+    worker: Any, reader: BacklogReader, services: dict[str, ModuleService]
+) -> Iterator[Sample]:
     """Yield what a worker knows at the moment, and does not record as it happens.
 
     Args:
         worker: The worker.
-        reader: Asks the broker; None if it is not to be asked.
+        reader: Asks the broker.
+        services: The modules found so far, by their queues, which is kept: a worker that stops
+            gives its modules up before everything else.
     """
-    for service in worker.rabbitdelay_services:
-        if service.has_queue:
-            queue, statistics = service.module.queue.name, service.statistics
-            yield instruments.MODULE_RECEIVED, (queue,), statistics.received
-            yield instruments.MODULE_PUBLISHED, (queue,), statistics.published
-            yield instruments.MODULE_REDELIVERED, (queue,), statistics.redelivered
-            yield instruments.UNDELIVERABLE, (queue,), statistics.undeliverable
+    found = [each for each in tuple(worker.rabbitdelay_services) if each.has_queue]
+    services.update((each.module.queue.name, each) for each in found)
+    for queue, service in services.items():
+        statistics = service.statistics
+        yield instruments.MODULE_RECEIVED, (queue,), statistics.received
+        yield instruments.MODULE_PUBLISHED, (queue,), statistics.published
+        yield instruments.MODULE_REDELIVERED, (queue,), statistics.redelivered
+        yield instruments.UNDELIVERABLE, (queue,), statistics.undeliverable
     delays = worker.app.rabbitdelay
-    found = None if reader is None else reader.read()
-    if found is not None:
+    if (backlog := reader.read()) is not None:
         queues = module_queues(delays.topology)
-        for name, counts in found.others.items():
+        for name, counts in backlog.others.items():
             yield instruments.BACKLOG, (queues[name].name,), counts.messages
-        for level, messages in found.levels.items():
+        for level, messages in backlog.levels.items():
             yield instruments.PENDING, (level,), messages
-        yield instruments.MISSING_QUEUES, (), len(found.missing)
+        yield instruments.MISSING_QUEUES, (), len(backlog.missing)
     if delays.has_registry:
         strategies = getattr(getattr(worker, "consumer", None), "strategies", None)
         decisions = getattr(strategies, "decisions", None)

@@ -99,7 +99,7 @@ class PutBackThread(BatchThread[Early]):
         self._delays = consumer.app.rabbitdelay
         self._failed: deque[Early] = deque()
         settings = self._delays.settings
-        self._redelivery = Redelivery(settings.topology, settings.redelivery)
+        self._redelivery = Redelivery(settings.topology, settings.retry_for)
         self._undeliverable = settings.topology.module_queues.undeliverable.exchange.name
         self._has_warned_of_later_version = False
 

@@ -55,7 +55,7 @@ class Scenario(ABC):
     #: By group, the seconds that no task may be late.
     limits: ClassVar[Mapping[str, float]] = {}
 
-    #: Seconds that a task may be early, because ``rabbitdelay_early`` tolerates that.
+    #: Seconds that a task may be early, because ``rabbitdelay_early_tolerance`` tolerates that.
     tolerated_early: ClassVar[float] = 0.0
 
     #: Seconds at the end in which everything has to start.

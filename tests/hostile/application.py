@@ -41,7 +41,7 @@ def make_app(settings: dict[str, Any]) -> Celery:
         broker_connection_retry_on_startup=True,
         rabbitdelay_prefix=prefix,
         rabbitdelay_layout=[("seconds", 6, 1), ("ms", 10, 0.1)],
-        rabbitdelay_redelivery=0,
+        rabbitdelay_retry_for=0,
         **settings.get("rabbitdelay", {"rabbitdelay_max_message_bytes": MAX_BODY}),
     )
 

@@ -200,7 +200,7 @@ def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dic
     configuration = {
         **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "accept_content": ["json", "pickle"],
-        "rabbitdelay_redelivery": 0,
+        "rabbitdelay_retry_for": 0,
         **OPEN,
     }
     with Worker(configuration):

@@ -44,7 +44,7 @@ class RedisSetup(NamedTuple):
 
     def connect(self) -> Store:
         """Return a store with connections of its own."""
-        return connect(self.url, TIMEOUT, self.options)
+        return connect(self.url, {"socket_timeout": TIMEOUT, **self.options})
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def test_a_queue_that_does_not_answer_holds_up_no_other(
         "rabbitdelay_layout": LEVELS,
         "rabbitdelay_checkin_allowed": ["silent-*"],
         "rabbitdelay_confirm_timeout": timeout,
-        "rabbitdelay_window": WINDOW,
+        "rabbitdelay_max_unconfirmed": WINDOW,
     }
     shop = make_app(configuration)
     topology = Topology("silent", SHORT, "classic")

@@ -127,7 +127,7 @@ def test_a_dangerous_body_is_refused_on_every_route_as_without_this_package(
     made: Path,
     tmp_path: Path,
 ) -> None:
-    settings = {**configuration, **OPEN, "rabbitdelay_redelivery": 0}
+    settings = {**configuration, **OPEN, "rabbitdelay_retry_for": 0}
     shop = make_shop(**settings)
     queue = f"{settings['prefix']}.default"
     with Worker(settings) as worker:

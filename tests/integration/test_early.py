@@ -21,7 +21,7 @@ from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.waited import put_into
 from tests.integration.worker import Worker
 
-#: Seconds until an early task is due: more than ``rabbitdelay_early``.
+#: Seconds until an early task is due: more than ``rabbitdelay_early_tolerance``.
 DELAY = 4
 
 #: Seconds that a task may be early by default, on a slow machine that releases it late too.
@@ -205,7 +205,7 @@ def test_what_is_early_by_less_than_the_setting_says_starts(
     connection: Connection,
     prefix: str,
 ) -> None:
-    settings = {"rabbitdelay_early": 600}
+    settings = {"rabbitdelay_early_tolerance": 600}
     shop = make_shop(**settings)
     with Worker({**configuration, **settings}) as worker:
         due = time.time() + 600

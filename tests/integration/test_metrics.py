@@ -224,7 +224,7 @@ def test_modules_undeliverable_and_early_messages_are_counted(
     port: int,
     connection: Connection,
 ) -> None:
-    settings = {**configuration, "rabbitdelay_redelivery": 0, "rabbitdelay_metrics_port": port}
+    settings = {**configuration, "rabbitdelay_retry_for": 0, "rabbitdelay_metrics_port": port}
     shop = make_shop(**settings)
     queues = shop.rabbitdelay.topology.module_queues
     distribution = queues.distribution.name
@@ -331,6 +331,13 @@ def test_the_command_line_says_the_port_of_one_worker(
 ) -> None:
     with Worker(configuration, None, f"--rabbitdelay-metrics-port={port}"):
         assert is_served(port)
+
+
+def test_the_port_may_have_an_address(shop: Any, configuration: dict[str, Any], port: int) -> None:
+    with Worker({**configuration, "rabbitdelay_metrics_port": f"127.0.0.2:{port}"}):
+        assert not is_served(port)
+        with socket.create_connection(("127.0.0.2", port)):
+            pass
 
 
 @pytest.mark.parametrize("given", ["0", "70000", "none"])

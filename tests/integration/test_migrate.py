@@ -315,7 +315,7 @@ def test_the_text_says_what_becomes_of_messages_for_a_queue_that_is_not_bound(
     told = run_celery(new, f"rabbitdelay migrate {from_old(old)}")
     assert told.returncode == 1
     assert "wait until these queues are bound" in told.stdout
-    assert "undeliverable rabbitdelay_redelivery" in told.stdout
+    assert "undeliverable rabbitdelay_retry_for" in told.stdout
     assert name in told.stdout
     channel: Any = connection.default_channel
     channel.queue_delete(name)

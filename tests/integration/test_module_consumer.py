@@ -82,7 +82,14 @@ def serving(
 
     def serve(receive: Receive, window: int = 1000) -> Serving:
         module = Module(
-            "test", topology, source, receive, prefetch=100, window=window, timeout=30, redelivery=0
+            "test",
+            topology,
+            source,
+            receive,
+            prefetch=100,
+            max_unconfirmed=window,
+            timeout=30,
+            retry_for=0,
         )
         return Serving(broker_url, module)
 

@@ -57,7 +57,7 @@ def reason(arrival: Any, topology: Topology) -> str:
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    return {**OPEN, "rabbitdelay_max_message_bytes": MEBIBYTE, "rabbitdelay_redelivery": 0}
+    return {**OPEN, "rabbitdelay_max_message_bytes": MEBIBYTE, "rabbitdelay_retry_for": 0}
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_an_exchange_that_the_worker_may_not_ask_for_is_published_to_without_ask
     channel: Any = connection.channel()
     channel.exchange_declare(f"{hidden}-one", "fanout", durable=True, auto_delete=False)
     channel.queue_bind(target.name, f"{hidden}-one")
-    settings = {**configuration, **OPEN, "broker_url": url, "rabbitdelay_redelivery": 0}
+    settings = {**configuration, **OPEN, "broker_url": url, "rabbitdelay_retry_for": 0}
     try:
         with Worker(settings) as worker:
             for name in (f"{hidden}-one", f"{hidden}-missing", f"{hidden}-one"):

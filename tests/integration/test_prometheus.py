@@ -49,7 +49,7 @@ def settings(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
         **configuration,
         "rabbitdelay_registry_url": redis_url,
         # What cannot be delivered is undeliverable at once.
-        "rabbitdelay_redelivery": 0,
+        "rabbitdelay_retry_for": 0,
     }
 
 

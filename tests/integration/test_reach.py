@@ -174,7 +174,7 @@ def test_a_message_that_finds_no_queue_does_not_reach_one_that_is_not_bound(
     connection: Connection,
     secret: Queue,
 ) -> None:
-    soon = {"rabbitdelay_redelivery": 3}
+    soon = {"rabbitdelay_retry_for": 3}
     shop = make_shop(**soon)
     with Worker({**configuration, **soon}, [named(shop, "default")]) as worker:
         wait_until_served(worker)

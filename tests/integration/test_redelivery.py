@@ -118,7 +118,7 @@ def test_after_its_time_a_refused_task_is_undeliverable(
     connection: Connection,
     make_full: Callable[[int], Queue],
 ) -> None:
-    soon = {**OPEN, "rabbitdelay_redelivery": 3}
+    soon = {**OPEN, "rabbitdelay_retry_for": 3}
     shop = make_shop(**soon)
     full = make_full(0)
     with Worker({**configuration, **soon}, [named(shop, "default")]) as worker:

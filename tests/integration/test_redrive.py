@@ -352,7 +352,7 @@ def test_attempts_are_counted_through_distribution(
     connection: Connection, make_shop: Callable[..., Any], configuration: dict[str, Any]
 ) -> None:
     """Distribution finds no queue each time, and writes the count into the headers again."""
-    once = {"rabbitdelay_redelivery": 0, "rabbitdelay_checkin_allowed": ["test-*"]}
+    once = {"rabbitdelay_retry_for": 0, "rabbitdelay_checkin_allowed": ["test-*"]}
     shop = make_shop(**once)
     topology = shop.rabbitdelay.topology
     declare_with(connection, topology)

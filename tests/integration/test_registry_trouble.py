@@ -34,7 +34,7 @@ from tests.redis_servers import ConfiguredRedis, RedisCluster, SentinelSetup
 SHORT = 0.2
 
 #: Seconds that Redis may take to answer where it waits for copies.
-SECOND = 1.0
+SECOND = {"socket_timeout": 1.0}
 
 #: A word that no error may contain.
 PASSWORD = "opensesame"
@@ -66,7 +66,7 @@ def registry_in(
 ) -> Iterator[Registry]:
     """A registry whose connections are closed at the end."""
     options = {"master_name": master_name} if url.startswith("sentinel") else {}
-    store = connect(url, timeout, options)
+    store = connect(url, {"socket_timeout": timeout, **options})
     yield Registry(store, "test", KEEP_MS, MARGIN_MS)
     store.close()
 
@@ -224,7 +224,9 @@ def test_a_fail_over_behind_sentinels_keeps_what_the_replica_has() -> None:
     with ExitStack() as stack:
         servers = stack.enter_context(SentinelSetup())
         registry = stack.enter_context(registry_in(servers.url))
-        other: Store = connect(servers.url, TIMEOUT, {"master_name": servers.master_name})
+        other: Store = connect(
+            servers.url, {"socket_timeout": TIMEOUT, "master_name": servers.master_name}
+        )
         stack.callback(other.close)
         cancelled, waits = tracked("cancelled"), keyed(registry, "waits", "order")
         registry.register([cancelled, waits])
@@ -244,10 +246,8 @@ def test_a_fail_over_behind_sentinels_keeps_what_the_replica_has() -> None:
 def test_a_decision_counts_once_it_has_its_copies() -> None:
     with SentinelSetup() as servers:
         options = {"master_name": servers.master_name}
-        plain, safe = (
-            connect(servers.url, TIMEOUT if copies == 0 else SECOND, options, copies)
-            for copies in (0, 1)
-        )
+        plain = connect(servers.url, {**options, "socket_timeout": TIMEOUT})
+        safe = connect(servers.url, {**options, **SECOND}, 1)
         registry = Registry(safe, "test", KEEP_MS, MARGIN_MS)
         assert registry.cancel(["copied"]) == [Outcome.UNKNOWN]
         registry.jobs.open("job", MINUTE_MS)
@@ -272,7 +272,7 @@ def test_a_decision_counts_once_it_has_its_copies() -> None:
 def test_the_append_only_file_is_a_copy_where_redis_can_say_so(writes: str) -> None:
     with ConfiguredRedis("--appendonly", writes) as server:
         knows = server.ask("command", "info", "waitaof") != ""
-        registry = Registry(connect(server.url, SECOND, {}, 1), "test", KEEP_MS, MARGIN_MS)
+        registry = Registry(connect(server.url, SECOND, 1), "test", KEEP_MS, MARGIN_MS)
         if knows and writes == "yes":
             assert registry.cancel(["task"]) == [Outcome.UNKNOWN]
         else:
@@ -281,6 +281,6 @@ def test_the_append_only_file_is_a_copy_where_redis_can_say_so(writes: str) -> N
 
 
 def test_a_decision_in_a_cluster_waits_for_copies_too(cluster: RedisCluster) -> None:
-    registry = Registry(connect(cluster.url, SECOND, {}, 1), "test", KEEP_MS, MARGIN_MS)
+    registry = Registry(connect(cluster.url, SECOND, 1), "test", KEEP_MS, MARGIN_MS)
     assert "0 of 1 copies" in unavailable(lambda: registry.cancel(["a", "b", "c"]))
     registry.store.close()

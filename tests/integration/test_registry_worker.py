@@ -127,8 +127,9 @@ def test_a_task_that_runs_once_is_not_lost_if_redis_is_away_when_it_is_redeliver
 def test_a_task_that_runs_once_is_replaced_by_one_with_a_delay(
     settings: dict[str, Any], noted: Notes
 ) -> None:
-    app: Any = make_app({**settings, "rabbitdelay_once": True})
-    with Worker({**settings, "rabbitdelay_once": True}):
+    settings = {**settings, "task_annotations": {"*": {"once": True}}}
+    app: Any = make_app(settings)
+    with Worker(settings):
         after = app.tasks["note"].si("replaced", key=noted.key).set(countdown=0.3)
         result = app.tasks["replace"].apply_async((dict(after),), delay=0.3)
         result.get(timeout=PATIENCE)
@@ -156,7 +157,7 @@ def test_a_commit_that_redis_loses_is_made_again(
 def test_a_task_that_is_older_than_the_registrys_memory_is_undeliverable(
     settings: dict[str, Any], noted: Notes, broker_url: str
 ) -> None:
-    short = {**settings, "rabbitdelay_registry_keep": 1.0, "rabbitdelay_redelivery": 0}
+    short = {**settings, "rabbitdelay_registry_keep": 1.0, "rabbitdelay_retry_for": 0}
     app: Any = make_app(short)
     with Worker(short), Connection(broker_url) as connection:
         send(app, noted, "old", eta=datetime.now(UTC) - timedelta(hours=2), once=True)

@@ -118,7 +118,7 @@ def test_sealed_tasks_take_every_route(
     settings = {
         **configuration,
         "rabbitdelay_registry_url": registry.url,
-        "rabbitdelay_redelivery": 0,
+        "rabbitdelay_retry_for": 0,
     }
     shop = make_shop(**settings)
     prefix, redis = settings["prefix"], shop.backend.client

@@ -26,7 +26,9 @@ def test_a_broker_that_goes_away_has_all_rows_that_are_not_named(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], envelopes: bool
 ) -> None:
     shop = make_shop(
-        broker_url=private_rabbitmq.url, rabbitdelay_confirm_timeout=4, rabbitdelay_window=20
+        broker_url=private_rabbitmq.url,
+        rabbitdelay_confirm_timeout=4,
+        rabbitdelay_max_unconfirmed=20,
     )
     default, topology = shop.amqp.queues[named(shop, "default")], shop.rabbitdelay.topology
     shop.rabbitdelay.send_many("look", [Row(("before",), delay=0.1)], envelopes=False)
@@ -103,7 +105,7 @@ def _rows_of(message: Any) -> list[int]:
 def test_rows_that_were_in_flight_when_the_connection_was_closed_are_sent_again(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], envelopes: bool
 ) -> None:
-    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_window=20)
+    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=20)
     default, topology = shop.amqp.queues[named(shop, "default")], shop.rabbitdelay.topology
 
     rows_in_all = 6000 if envelopes else 1500

@@ -143,7 +143,7 @@ def test_what_is_refused_for_long_is_signed_and_can_be_redriven(
     connection: Connection,
     make_queue: Callable[..., Queue],
 ) -> None:
-    soon = {**SIGNING, "rabbitdelay_redelivery": 2, "rabbitdelay_may_refuse": ["test-*"]}
+    soon = {**SIGNING, "rabbitdelay_retry_for": 2, "rabbitdelay_may_refuse": ["test-*"]}
     shop = make_shop(**soon)
     topology = shop.rabbitdelay.topology
     arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}

@@ -85,7 +85,7 @@ def writer(given: WriteOptions) -> Writer:
     publisher = Publisher(Connection(NOWHERE))
 
     def capture(call: Call) -> Any:
-        return capture_message(app, app.rabbitdelay.settings, publisher, "remind", call, {})
+        return capture_message(app, publisher, "remind", call, {})
 
     first = Call("first", (), {}, Due.after(60))
     return writer_for(capture(first), first, {}, capture)

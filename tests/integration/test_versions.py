@@ -158,7 +158,7 @@ def test_where_no_later_version_comes_they_lie_in_undeliverable_with_the_reason(
     make_shop: Callable[..., Any],
     connection: Connection,
 ) -> None:
-    settings = {"rabbitdelay_redelivery": 4.0}
+    settings = {"rabbitdelay_retry_for": 4.0}
     shop = make_shop(**settings)
     notes = Notes(shop)
     with Worker({**configuration, **settings}) as worker:

@@ -147,7 +147,7 @@ def test_the_latest_due_time_is_the_last_that_an_integer_of_amqp_holds(
 def test_the_longest_delay_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000)
     module = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=100))
-    too_long = "which is more than rabbitdelay_max_delay ahead, 100 s"
+    too_long = "which is more than the longest delay ahead, 100 s"
     from_client = message(application_headers={"x-delay": 100_000})
     assert next(module.receive(from_client)).exchange == "t.meditation"
     with pytest.raises(UnprocessableMessage, match=f"x-delay is 100001, {too_long}"):

@@ -88,7 +88,6 @@ class Maker:
         self.by_celery: Callable[[Call], CapturingProducer] = partial(
             capture_message,
             given,
-            given.rabbitdelay.settings,
             publisher,
             given.tasks["look"],
             options=options,

@@ -500,5 +500,5 @@ def test_what_a_client_wrote_is_not_believed_if_the_broker_took_it_from_check_in
 def test_a_due_time_beyond_the_longest_delay_stays() -> None:
     bounds = Bounds(max_delay=100)
     assert redrive(straight(**{headers.DUE: NOW + 100_000}), bounds=bounds)
-    with pytest.raises(UnprocessableMessage, match="rabbitdelay_max_delay"):
+    with pytest.raises(UnprocessableMessage, match="the longest delay"):
         redrive(straight(**{headers.DUE: NOW + 100_001}), bounds=bounds)

@@ -31,7 +31,7 @@ MASTER = {"master_name": "main"}
     ],
 )
 def test_each_kind_of_url_is_taken_without_connecting(url: str) -> None:
-    store = connect(url, 0.5, MASTER if url.startswith("sentinel") else None)
+    store = connect(url, MASTER if url.startswith("sentinel") else None)
     assert store.is_cluster == ("cluster" in url)
     store.close()
 
@@ -67,7 +67,7 @@ def test_each_kind_of_url_is_taken_without_connecting(url: str) -> None:
 )
 def test_a_wrong_url_is_told_without_its_password(url: str) -> None:
     with pytest.raises(InvalidSetting) as raised:
-        connect(url, 0.5, MASTER if url.startswith("sentinel") else None)
+        connect(url, MASTER if url.startswith("sentinel") else None)
     assert raised.value.key == "rabbitdelay_registry_url"
     error = raised.value
     assert error.__suppress_context__ or error.__context__ is None
@@ -77,14 +77,14 @@ def test_a_wrong_url_is_told_without_its_password(url: str) -> None:
 def test_sentinel_needs_the_name_of_the_master() -> None:
     url = f"sentinel://:{PASSWORD}@host:26379;sentinel://:{PASSWORD}@other:26379"
     with pytest.raises(InvalidSetting, match="master_name") as raised:
-        connect(url, 0.5)
+        connect(url)
     assert PASSWORD not in str(raised.value)
     assert "other" in str(raised.value)
 
 
 def arguments(url: str, **options: Any) -> dict[str, Any]:
     """Return the arguments of the connections that are made for a URL."""
-    store = connect(url, 0.5, options)
+    store = connect(url, options)
     try:
         found: dict[str, Any] = store._client.connection_pool.connection_kwargs
         return found
@@ -113,8 +113,16 @@ def test_no_call_is_repeated_behind_the_callers_back(url: str) -> None:
 def test_options_are_handed_to_the_client() -> None:
     assert arguments("redis://host", socket_timeout=3, health_check_interval=7).items() >= {
         ("socket_timeout", 3),
+        ("socket_connect_timeout", 3),
         ("health_check_interval", 7),
     }
+
+
+@pytest.mark.parametrize("timeout", [None, 0, -1, "1"])
+def test_an_answer_is_never_waited_for_without_end(timeout: Any) -> None:
+    with pytest.raises(InvalidSetting, match="socket_timeout") as raised:
+        connect("redis://host", {"socket_timeout": timeout})
+    assert raised.value.key == "rabbitdelay_registry_options"
 
 
 def test_it_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,4 +135,4 @@ def test_it_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(builtins, "__import__", without_redis)
     with pytest.raises(InvalidSetting, match=r"celery-rabbitdelay\[registry\]"):
-        connect("redis://host", 0.5)
+        connect("redis://host")

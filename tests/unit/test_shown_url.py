@@ -186,7 +186,7 @@ def test_a_malformed_management_url_is_refused_without_its_password(url: str) ->
 )
 def test_a_wrong_registry_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(InvalidSetting) as refused:
-        connect(url, 1.0)
+        connect(url)
     assert PLANTED not in _without_source(told(refused.value))
 
 

@@ -47,7 +47,7 @@ def test_the_wait_for_a_publisher_counts_towards_the_timeout(
     app.conf.rabbitdelay_confirm_timeout = setting
     publisher = Publisher(Connection("amqp://"))
     due = Due.after(60)
-    producer = Recording(publisher, app.rabbitdelay.settings, app.amqp, due, waited=waited)
+    producer = Recording(publisher, app, due, waited=waited)
     producer.publish("body", exchange="", routing_key="celery", confirm_timeout=given)
     assert producer.timeout == pytest.approx(left)
 
@@ -55,7 +55,7 @@ def test_the_wait_for_a_publisher_counts_towards_the_timeout(
 def test_a_callback_that_celery_sends_again_has_one_timeout_for_all_attempts() -> None:
     app = Celery("shop", set_as_current=False)
     publisher = Publisher(Connection("amqp://"))
-    producer = Recording(publisher, app.rabbitdelay.settings, app.amqp, Due.after(60))
+    producer = Recording(publisher, app, Due.after(60))
     producer.failures = 4
     timeouts = []
     for _ in range(4):

@@ -211,7 +211,7 @@ def test_queues_that_differ_by_the_type_of_the_virtual_host_are_the_same() -> No
 )
 def test_clocks_that_differ_by_more_than_workers_tolerate(ahead: float, text: str | None) -> None:
     inventory = EMPTY._replace(clock_ahead=ahead)
-    found = findings_of(check_broker(Settings(early=1.0), inventory))
+    found = findings_of(check_broker(Settings(early_tolerance=1.0), inventory))
     assert [text in each.what for each in found if text] == [True] * bool(text)
     assert bool(found) == bool(text)
 

@@ -117,7 +117,7 @@ def check_broker(settings: Settings, inventory: Inventory) -> Iterator[Row]:
     if NEEDED_FLAG in inventory.disabled_flags:
         yield "feature-flag-disabled", f"feature flag {NEEDED_FLAG}", {"flag": NEEDED_FLAG}
     difference = abs(inventory.clock_ahead)
-    if difference > settings.early:
+    if difference > settings.early_tolerance:
         ahead = "ahead of" if inventory.clock_ahead > 0 else "behind"
         yield "clock-difference", "this machine", {"difference": difference, "ahead": ahead}
     if settings.queue_type == "classic":

@@ -98,7 +98,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "clock-difference": _warning(
         "its clock is at least {difference:.0f} s {ahead} the broker's",
         "tasks come late, because a worker whose clock is behind puts due tasks back",
-        "synchronize the clocks of all machines (NTP); rabbitdelay_early is what workers tolerate",
+        "synchronize the clocks (NTP); workers tolerate rabbitdelay_early_tolerance",
     ),
     "permission-missing": _danger(
         "the user {user!r} lacks the permission {permission}",

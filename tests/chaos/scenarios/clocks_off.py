@@ -21,7 +21,7 @@ MINUTE: Final = 60
 #: Whose clock has to be off in which direction so that tasks are late by the difference.
 LATE: Final = {("producer", "ahead"), ("worker", "behind"), ("one-node", "ahead")}
 
-#: The default of ``rabbitdelay_early``, in seconds.
+#: The default of ``rabbitdelay_early_tolerance``, in seconds.
 TOLERATED: Final = 1.0
 
 
@@ -60,7 +60,7 @@ class ClocksOff(Scenario):
     ``one-node``: the node is also killed and started again, so that queues change their leader
     from a clock to another. A message that entered a queue by a clock that is ahead is late by the
     difference. By a clock that is behind, it leaves early, and the worker puts it back, unless that
-    is by less than ``rabbitdelay_early``.
+    is by less than ``rabbitdelay_early_tolerance``.
 
     The cases take a minute where tasks are late by the difference, and an hour elsewhere.
     """

@@ -38,7 +38,7 @@ class Policies(Scenario):
 
     name: ClassVar[str] = "policies"
     limits: ClassVar[Mapping[str, float]] = {"after": 2.0}
-    #: The default of ``rabbitdelay_early``.
+    #: The default of ``rabbitdelay_early_tolerance``.
     tolerated_early: ClassVar[float] = 1.0
     patience: ClassVar[float] = 240.0
 
