@@ -43,7 +43,7 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.app.task_sending import TaskSending
-from celery_rabbitdelay.app.waiting_result import WaitingResult
+from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.publishing.shown_url import without_passwords

@@ -14,8 +14,8 @@ from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay.app.celery_internals import aware
-from celery_rabbitdelay.app.metrics.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
-from celery_rabbitdelay.app.metrics.recording import Metrics
+from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
+from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
 from celery_rabbitdelay.app.rows import Report, Row, WrittenRows, one_by_one
 from celery_rabbitdelay.app.send_many import RowSender
@@ -31,8 +31,7 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
-from celery_rabbitdelay.publishing.pool import PublisherPool
-from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 from celery_rabbitdelay.registry.connection import connect as connect_to_redis
 from celery_rabbitdelay.registry.registry import Registry
 

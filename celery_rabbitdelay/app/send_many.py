@@ -18,7 +18,7 @@ from kombu.exceptions import EncodeError
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.grouping import Group, Grouper
 from celery_rabbitdelay.app.message_template import NO_HEADERS
-from celery_rabbitdelay.app.metrics.recording import RowCounts, queue_label
+from celery_rabbitdelay.app.metrics import RowCounts, queue_label
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,

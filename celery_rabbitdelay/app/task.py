@@ -13,10 +13,7 @@ import celery
 from celery.exceptions import Reject
 
 from celery_rabbitdelay.app.canvas import DelayingSignature
-from celery_rabbitdelay.app.options import (
-    refuse_two_times,
-    refuse_without_registry,
-)
+from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
 from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,

@@ -11,8 +11,7 @@ from celery import signals
 
 from celery_rabbitdelay.app.celery_internals import repr_depth, repr_sizes
 from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, NO_HEADERS, MessageTemplate
-from celery_rabbitdelay.app.resending import Resending
-from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
+from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, Resending
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 from uuid import UUID
 
 import celery
+from celery import states
 from celery.result import AsyncResult, ResultBase
 from kombu.utils.functional import maybe_list
 from kombu.utils.objects import cached_property
@@ -30,7 +31,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.registry.breaker import Breaker
+from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.jobs import JobState
@@ -456,3 +457,27 @@ def _filter(
         for name, instant in instants.items()
     }
     return Filter(task, key, job, ms["after"], ms["before"])
+
+
+#: The state of a tracked task that waits in the levels; one of Celery's custom states.
+DELAYED: Final = "DELAYED"
+
+
+class WaitingResult(AsyncResult):  # type: ignore[type-arg]
+    """The result of a task; tells ``PENDING`` from ``DELAYED``, if the task is tracked.
+
+    Celery's state ``PENDING`` means that nothing is known about a task. With a registry, one round
+    trip to Redis then says whether it is tracked and waits. If it is not, or if Redis does not
+    answer, the state is ``PENDING``.
+    """
+
+    @property
+    def state(self) -> Any:
+        """The state of the task."""
+        state = super().state
+        if state != states.PENDING:
+            return state
+        app: Any = self.app
+        return DELAYED if app.rabbitdelay.is_waiting(self.id) else state
+
+    status = state

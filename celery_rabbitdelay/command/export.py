@@ -16,9 +16,8 @@ from celery_rabbitdelay.command.context import json_option
 from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.export.definitions import as_definitions
+from celery_rabbitdelay.operations.export.definitions import as_definitions, as_setting, cut
 from celery_rabbitdelay.operations.export.mermaid import as_mermaid
-from celery_rabbitdelay.operations.export.setting import as_setting, cut
 from celery_rabbitdelay.operations.export.terraform import as_terraform
 
 #: What writes each format, given the topology and the name of the virtual host.

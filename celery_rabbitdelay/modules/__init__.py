@@ -4,12 +4,11 @@ Check-in is an ingest queue for any AMQP client, meditation is the overflow loop
 the capacity, and distribution is the consumer that publishes to the final exchange. They run on
 kombu connections and know nothing of Celery, whose workers serve them.
 
-Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``early`` (what leaves
-the levels too early), ``allowed``, ``bounds`` (what one message may cost), ``version`` (of
-messages), ``envelope``, ``forwarding`` (the messages to publish) and ``undeliverable``; then
-``consumer`` (receive, publish, acknowledge) with ``deliveries`` (how much is taken at a time),
-``attempts`` (what becomes of a message that is not taken), ``destinations`` (which ones do not
-answer), ``redelivery`` (when to try again) and ``warning_limit`` (what is logged); then
-``intended`` and ``redriving`` (what is published for a message that is taken out of
-``undeliverable``); then ``service`` (the thread that reconnects) and ``statistics``.
+Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``allowed``, ``bounds``
+(what one message may cost), ``envelope``, ``forwarding`` (the messages to publish) and
+``undeliverable``; then ``consumer`` (receive, publish, acknowledge) with ``deliveries`` (how much
+is taken at a time), ``attempts`` (what becomes of a message that is not taken), ``destinations``
+(which ones do not answer), ``redelivery`` (what goes back into the levels) and ``warning_limit``
+(what is logged); then ``intended`` and ``redriving`` (what is published for a message that is taken
+out of ``undeliverable``); then ``service`` (the thread that reconnects).
 """

@@ -18,17 +18,16 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.attempts import Attempts, Received
+from celery_rabbitdelay.modules.attempts import Attempts, ModuleStatistics, Received
 from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
 from celery_rabbitdelay.modules.deliveries import Deliveries
 from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
-from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.modules.warning_limit import WarningLimit
-from celery_rabbitdelay.publishing.amqp_methods import find_exchanges
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.incoming import seen_of
+from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors

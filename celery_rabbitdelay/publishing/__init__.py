@@ -4,10 +4,9 @@ Code that uses a RabbitMQ connection belongs here, unless it concerns Celery or 
 with a message.
 
 Read ``message`` (the parts of a message), ``wire`` (its bytes), ``incoming`` (messages that nobody
-can read, or hold), ``publication`` (a message in flight), ``confirm_channel``, ``policy`` and
-``publish_loop`` (the one engine that keeps many messages in flight), ``connection``, ``publisher``
-and ``pool``; then ``declaration`` with ``amqp_methods``, ``backlog``, ``conflict`` (in what other
-levels differ) and ``permissions`` (which one is missing); then ``destination`` (the queue that a
-message would reach), ``signature`` (who has said so) and ``producer``. ``shown_url`` hides
-passwords. Private parts of kombu stand in ``kombu_internals``.
+can read, or hold), ``publication`` (a message in flight), ``confirm_channel`` and ``publish_loop``
+(the one engine that keeps many messages in flight), ``connection`` and ``publisher``; then
+``declaration``, ``backlog`` and ``permissions`` (which one is missing); then ``destination`` (the
+queue that a message would reach), ``signature`` (who has said so) and ``producer``. ``shown_url``
+hides passwords. Private parts of kombu stand in ``kombu_internals``.
 """

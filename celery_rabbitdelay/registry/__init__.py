@@ -6,6 +6,5 @@ may run. Code belongs here if it writes or reads Redis; it knows nothing of Cele
 
 Read ``decision`` (what is asked and answered, pure), ``names`` (the keys), the scripts in ``lua``
 (each is one atomic step; ``arrive.lua`` is the rule that decides, and ``shared.lua`` describes the
-record of a task), ``registry`` (calls them), ``jobs``, ``index`` (what waits), ``breaker`` (while
-Redis is away) and ``connection``.
+record of a task), ``registry`` (calls them), ``jobs``, ``index`` (what waits) and ``connection``.
 """

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from celery_rabbitdelay.testing.certificates import Certificates
 from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
-from celery_rabbitdelay.testing.servers import RedisServer, Server, ServerNotStarted, wait_for
+from celery_rabbitdelay.testing.servers import (
+    Certificates,
+    RedisServer,
+    Server,
+    ServerNotStarted,
+    wait_for,
+)
 
 __all__ = [
     "Certificates",

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from celery_rabbitdelay.testing.certificates import Certificates
 from celery_rabbitdelay.testing.servers import (
     START_TIMEOUT,
+    Certificates,
     Server,
     ServerNotStarted,
     free_port,

@@ -19,13 +19,13 @@ from kombu import Connection, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
-from celery_rabbitdelay.app.metrics.instruments import EARLY
+from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module, admit_any
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.early import EarlyMessages
+from celery_rabbitdelay.modules.redelivery import EarlyMessages
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
@@ -34,16 +34,14 @@ from celery_rabbitdelay.publishing.declaration import (
     is_complete,
 )
 from celery_rabbitdelay.publishing.permissions import permissions_named
-from celery_rabbitdelay.registry.breaker import Breaker
+from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.inspection import conf, query_task, scheduled
-from celery_rabbitdelay.worker.origin import Origins
-from celery_rabbitdelay.worker.restore import RestoringStrategies
-from celery_rabbitdelay.worker.status import rabbitdelay_status
+from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
+from celery_rabbitdelay.worker.status import conf, query_task, rabbitdelay_status, scheduled
 
 __all__ = [
     "DelayLevels",

@@ -11,12 +11,11 @@ from typing import Any, Final, NamedTuple
 from celery.utils.log import get_logger
 from kombu import Message
 
-from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.metrics import instruments
+from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.headers import ONCE, DelayHeaders
-from celery_rabbitdelay.registry.breaker import Breaker
+from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict, new_copy
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (

@@ -2,7 +2,7 @@
 
 There are two kinds. A producer that does not know the levels (plain Celery, another language, an
 older version) sends a task at once, with an ``eta`` in the future; Celery would hold it in the
-worker until then. And a task may leave the levels before it is due; see ``modules/early.py``.
+worker until then. And a task may leave the levels before it is due; see ``modules/redelivery.py``.
 Celery would start it at once.
 """
 
@@ -20,7 +20,7 @@ from kombu import Message
 
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.modules.early import EarlyWarning, early_ms
+from celery_rabbitdelay.modules.redelivery import EarlyWarning, early_ms
 from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.worker.batch_thread import Action

@@ -18,9 +18,9 @@ from celery.worker.components import Pool
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from celery_rabbitdelay.app.metrics import instruments
-from celery_rabbitdelay.app.metrics.instruments import Sample
-from celery_rabbitdelay.app.metrics.recording import ChildCounts, Metrics, opentelemetry_is_set_up
+from celery_rabbitdelay.app import instruments
+from celery_rabbitdelay.app.instruments import Sample
+from celery_rabbitdelay.app.metrics import ChildCounts, Metrics, opentelemetry_is_set_up
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.delay import NS_PER_MS

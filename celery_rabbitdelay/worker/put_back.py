@@ -29,9 +29,8 @@ from celery_rabbitdelay.levels.headers import (
     PutBack,
     parse,
 )
-from celery_rabbitdelay.modules.early import pause_ms
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable, without_headers
-from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.redelivery import Redelivery, pause_ms
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import WaitingMessage, kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer

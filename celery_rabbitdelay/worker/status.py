@@ -1,20 +1,113 @@
-"""The control command ``rabbitdelay_status``: what a worker answers, and how to ask all workers.
+"""Control commands: ``rabbitdelay_status``, and those of Celery that have to show more, or less.
 
-Celery's command line lists the control commands that its own process has imported, so the
-command group of this package imports this module, as a worker's bootsteps do.
+``celery inspect scheduled`` and ``query_task`` also show the tracked tasks that wait in the levels:
+no worker holds these, so each worker with a registry answers for all of them. ``celery inspect
+conf`` hides the passwords in all URLs. Importing this module registers the commands in place of
+Celery's own, which they call. Celery's command line lists the control commands that its own process
+has imported, so the command group of this package imports this module, as a worker's bootsteps do.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Final
 
 import celery
+from celery.utils.serialization import strtobool
+from celery.worker import control
 from celery.worker.control import inspect_command
 from kombu import Connection
+from kombu.utils.functional import maybe_list
 
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.modules.service import ModuleService
+from celery_rabbitdelay.publishing.shown_url import without_passwords_in
+from celery_rabbitdelay.registry.index import Filter, Pending
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.worker.restore import RestoringStrategies
+
+logger = logging.getLogger(__name__)
+
+#: How many tasks that wait are shown, the next ones.
+MAX_SHOWN: Final = 100
+
+#: The priority that Celery shows for tasks that a worker holds for their eta.
+PRIORITY: Final = 6
+
+_celerys_own: Final[Any] = control
+_celerys_conf: Final = _celerys_own.conf
+_celerys_scheduled: Final = _celerys_own.scheduled
+_celerys_query_task: Final = _celerys_own.query_task
+
+
+@inspect_command(name="scheduled", alias="dump_schedule")
+def scheduled(state: Any, **options: Any) -> list[Mapping[str, Any]]:
+    """List of currently scheduled ETA/countdown tasks, and of tracked tasks that wait next."""
+    held: list[Mapping[str, Any]] = _celerys_scheduled(state, **options)
+    registry = _registry(state)
+    if registry is None:
+        return held
+    try:
+        waiting = list(islice(registry.index.pending(Filter()), MAX_SHOWN))
+    except RegistryUnavailable as error:
+        logger.warning("inspect scheduled: tasks in the levels are not shown: %s", error)
+        return held
+    return [*held, *(_shown(each) for each in waiting)]
+
+
+@inspect_command(name="query_task", variadic="ids", signature="[id1 [id2 [... [idN]]]]")
+def query_task(state: Any, ids: Any, **options: Any) -> dict[str, Any]:
+    """Query for task information by id, also of tracked tasks that wait."""
+    found: dict[str, Any] = _celerys_query_task(state, ids, **options)
+    registry = _registry(state)
+    missing = [task_id for task_id in maybe_list(ids) or () if task_id not in found]
+    if registry is None or not missing:
+        return found
+    try:
+        waiting = registry.index.tasks(missing)
+    except RegistryUnavailable as error:
+        logger.warning("inspect query_task: tasks in the levels are not shown: %s", error)
+        return found
+    shown = {each.task_id: ("scheduled", _shown(each)["request"]) for each in waiting}
+    return {**found, **shown}
+
+
+@inspect_command(
+    name="conf",
+    alias="dump_conf",
+    signature="[include_defaults=False]",
+    args=[("with_defaults", strtobool)],
+)
+def conf(state: Any, with_defaults: bool = False, **options: Any) -> dict[str, Any]:
+    """List configuration, without passwords."""
+    shown: dict[str, Any] = _celerys_conf(state, with_defaults, **options)
+    # Each is for itself: Celery has hidden the texts under names such as "password".
+    return {name: without_passwords_in(value) for name, value in shown.items()}
+
+
+def _registry(state: Any) -> Registry | None:
+    delays = getattr(state.app, "rabbitdelay", None)
+    if delays is None or not delays.has_registry:
+        return None
+    registry: Registry = delays.registry
+    return registry
+
+
+def _shown(task: Pending) -> dict[str, Any]:
+    """Return a task as Celery shows one that a worker holds."""
+    eta = task.due.isoformat()
+    request = {
+        "id": task.task_id,
+        "name": task.task,
+        "type": task.task,
+        "eta": eta,
+        "key": task.key,
+        "job": task.job,
+    }
+    return {"eta": eta, "priority": PRIORITY, "request": request}
+
 
 #: The control command, by which ``celery inspect`` and ``control.broadcast`` call it.
 COMMAND: Final = "rabbitdelay_status"

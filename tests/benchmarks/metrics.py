@@ -22,8 +22,8 @@ from celery.contrib.testing.worker import start_worker
 from kombu import Connection
 
 from celery_rabbitdelay import Celery, Row
-from celery_rabbitdelay.app.metrics.instruments import CONFIRMED
-from celery_rabbitdelay.app.metrics.recording import ChildCounts
+from celery_rabbitdelay.app.instruments import CONFIRMED
+from celery_rabbitdelay.app.metrics import ChildCounts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.benchmarks import measure

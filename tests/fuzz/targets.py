@@ -19,10 +19,9 @@ from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
 from celery_rabbitdelay.modules.bounds import MAX_DEPTH, Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.envelope import Envelope, Item, Opened, compressed, length_prefixed
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
-from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
 from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of

@@ -14,7 +14,7 @@ from kombu import Exchange
 from prometheus_client import CollectorRegistry, start_http_server
 
 from celery_rabbitdelay import PublishError, Row
-from celery_rabbitdelay.app.metrics.instruments import INSTRUMENTS
+from celery_rabbitdelay.app.instruments import INSTRUMENTS
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.metrics import PREFIX

@@ -16,7 +16,6 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import TopologyNotEmpty
 from celery_rabbitdelay.levels.layout import clock
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.amqp_methods import PASSIVE_BATCH, find_exchanges, find_queues
 from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
@@ -26,6 +25,7 @@ from celery_rabbitdelay.publishing.declaration import (
     is_complete,
     missing,
 )
+from celery_rabbitdelay.publishing.kombu_internals import PASSIVE_BATCH, find_exchanges, find_queues
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.worker.bootsteps import MAX_JITTER, WorkerDeclaration
 from tests.integration.arrivals import wait_until_waiting

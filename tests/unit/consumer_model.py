@@ -25,11 +25,10 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import attempts as attempts_module
-from celery_rabbitdelay.modules.attempts import Attempts, Received
+from celery_rabbitdelay.modules.attempts import Attempts, ModuleStatistics, Received
 from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
-from celery_rabbitdelay.modules.statistics import ModuleStatistics
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from tests.unit.waiting import waiting

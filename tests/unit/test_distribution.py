@@ -16,9 +16,9 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.envelope import Envelope, Item, _Items
 from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.redelivery import EarlyMessages
 from celery_rabbitdelay.publishing.message import task_id_of
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from tests.unit.waiting import waiting

@@ -18,7 +18,7 @@ from celery_rabbitdelay.levels.layout import clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.early import (
+from celery_rabbitdelay.modules.redelivery import (
     MAX_PAUSE_MS,
     EarlyMessages,
     EarlyWarning,

@@ -12,7 +12,7 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.layout import binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Topology, arguments_digest, digest_of
-from celery_rabbitdelay.publishing.conflict import conflict_with
+from celery_rabbitdelay.publishing.declaration import conflict_with
 
 SMALL = geometric(levels=2, factor=3)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu import Message
 
-from celery_rabbitdelay.app.metrics.recording import Metrics
+from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, PutBack

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from celery_rabbitdelay.app.metrics import recording
-from celery_rabbitdelay.app.metrics.instruments import (
+from celery_rabbitdelay.app import metrics as recording
+from celery_rabbitdelay.app.instruments import (
     INSTRUMENTS,
     JOBS_EXPIRED,
     LATENESS,
@@ -27,7 +27,7 @@ from celery_rabbitdelay.app.metrics.instruments import (
     SENT,
     Instrument,
 )
-from celery_rabbitdelay.app.metrics.recording import (
+from celery_rabbitdelay.app.metrics import (
     MAX_BYTES,
     OTHER,
     ChildCounts,
@@ -247,8 +247,8 @@ def test_the_multiprocess_mode_of_prometheus_has_the_counts_of_all_processes(
 ) -> None:
     program = """
 import os
-from celery_rabbitdelay.app.metrics.instruments import SENT
-from celery_rabbitdelay.app.metrics.recording import Metrics
+from celery_rabbitdelay.app.instruments import SENT
+from celery_rabbitdelay.app.metrics import Metrics
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 

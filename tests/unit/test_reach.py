@@ -21,9 +21,8 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
 from tests.unit.strategies import destinations
 
 TOPOLOGY = Topology()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_rabbitdelay.registry.breaker import FIRST_PAUSE, MAX_PAUSE, Breaker
+from celery_rabbitdelay.registry.connection import FIRST_PAUSE, MAX_PAUSE, Breaker
 
 
 class Clock:

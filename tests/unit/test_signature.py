@@ -15,14 +15,12 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.attempts import Attempts, Received
+from celery_rabbitdelay.modules.attempts import Attempts, ModuleStatistics, Received
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.destinations import MissingExchanges
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.early import EarlyMessages
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.modules.redelivery import Redelivery
-from celery_rabbitdelay.modules.statistics import ModuleStatistics
+from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
 from celery_rabbitdelay.operations.migration import Migration
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys

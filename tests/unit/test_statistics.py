@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from celery_rabbitdelay.modules import statistics as statistics_module
-from celery_rabbitdelay.modules.statistics import ModuleStatistics
+from celery_rabbitdelay.modules import attempts as statistics as statistics_module
+from celery_rabbitdelay.modules.attempts import ModuleStatistics
 
 
 class Clock:

@@ -1,5 +1,4 @@
 """A topology written in other formats: a file for each, all of them pure.
 
 ``definitions`` has everything that is declared; ``terraform`` writes the same as a module.
-``setting`` turns a layout into the value of ``rabbitdelay_layout``.
 """

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from celery_rabbitdelay.levels.delay import written
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.export.definitions import definitions
-from celery_rabbitdelay.operations.export.setting import as_setting
+from celery_rabbitdelay.operations.export.definitions import as_setting, definitions
 
 #: Arguments whose values are names.
 _NAMES: Final = ("alternate-exchange", "x-dead-letter-exchange")

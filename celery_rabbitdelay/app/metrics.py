@@ -14,8 +14,8 @@ from select import PIPE_BUF
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from celery_rabbitdelay.app.metrics import instruments
-from celery_rabbitdelay.app.metrics.instruments import INSTRUMENTS, Instrument, Labels, Sample
+from celery_rabbitdelay.app import instruments
+from celery_rabbitdelay.app.instruments import INSTRUMENTS, Instrument, Labels, Sample
 from celery_rabbitdelay.app.rows import Report
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.publishing.producer import Delayed
