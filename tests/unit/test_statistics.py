@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_rabbitdelay.modules import attempts as statistics as statistics_module
+from celery_rabbitdelay.modules import attempts as statistics_module
 from celery_rabbitdelay.modules.attempts import ModuleStatistics
 
 
