@@ -18,7 +18,7 @@ from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
 
 #: Names of queues and exchanges that never get a message: those of the broker, those by which
 #: workers are controlled and answer, and those of events.
@@ -44,7 +44,7 @@ def checkin_destinations(app: Celery) -> AllowedDestinations:
     return _never(AllowedDestinations.of_queues(queues.values()), app)
 
 
-def distribution_reach(app: Celery) -> Reach:
+def distribution_reach(app: Celery) -> DistributionReach:
     """Return where distribution may publish, by the setting or by what the application names.
 
     Args:
@@ -53,7 +53,7 @@ def distribution_reach(app: Celery) -> Reach:
     """
     patterns = app.rabbitdelay.settings.distribution_allowed
     if patterns is not None:
-        return Reach(_never(AllowedDestinations.matching(patterns), app), is_list=True)
+        return DistributionReach(_never(AllowedDestinations.matching(patterns), app), is_list=True)
     named = configured_destinations(app)
     consumed: Iterable[Queue] = app.amqp.queues.consume_from.values()
     queues = {*configured_queues(app).values(), *consumed}
@@ -61,7 +61,7 @@ def distribution_reach(app: Celery) -> Reach:
     broadcasts = [
         _UUID.sub(_ANY_UUID, escape(queue.name)) for queue in queues if isinstance(queue, Broadcast)
     ]
-    return Reach(
+    return DistributionReach(
         replace(
             named,
             queues=named.queues | {queue.name for queue in queues},

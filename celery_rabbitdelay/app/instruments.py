@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 #: The prefix of each name; Prometheus puts ``_`` behind it, OpenTelemetry ``.``.
 PREFIX: Final = "celery_rabbitdelay"
 
-Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+InstrumentKind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 #: The values of the labels of a metric, in their order.
 Labels: TypeAlias = tuple[str, ...]
@@ -32,7 +32,7 @@ class Instrument:
     """
 
     name: str
-    kind: Kind
+    kind: InstrumentKind
     help: str
     labels: Labels = ("task", "queue")
     buckets: tuple[float, ...] = ()

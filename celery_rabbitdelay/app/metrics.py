@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 #: Looks up the metrics that are not recorded by events.
-Source: TypeAlias = Callable[[], Iterable[Sample]]
+Observe: TypeAlias = Callable[[], Iterable[Sample]]
 
 #: Adds to a counter, or records in a histogram, a value with labels by their names.
 Recorder: TypeAlias = Callable[[float, dict[str, str]], None]
@@ -61,7 +61,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._source: Source = tuple
+        self._source: Observe = tuple
         #: Counters and histograms of ``prometheus_client``; none until somebody wants to read them.
         self._prometheus: dict[Instrument, Any] = {}
         #: What records in OpenTelemetry's SDK; none until it is set up.
@@ -107,7 +107,7 @@ class Metrics:
             else:
                 metric.inc(value)
 
-    def observe(self, source: Source = tuple) -> None:
+    def observe(self, source: Observe = tuple) -> None:
         """Look up metrics at each collection from now on; without a source, no more of them."""
         self._source = source
         self._in_opentelemetry()
@@ -279,7 +279,7 @@ def _prometheus_metrics() -> dict[Instrument, Any]:
     return metrics
 
 
-def _opentelemetry_recorders(source: Source) -> dict[Instrument, Recorder]:
+def _opentelemetry_recorders(source: Observe) -> dict[Instrument, Recorder]:
     """Make OpenTelemetry's instruments; return what records in those that are not observed."""
     from opentelemetry.metrics import Observation, get_meter
 

@@ -64,7 +64,7 @@ _LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
 }
 
 
-class Kind(NamedTuple):
+class SettingType(NamedTuple):
     """What a setting takes.
 
     Attributes:
@@ -78,9 +78,9 @@ class Kind(NamedTuple):
     shown: Callable[[Any], object] = lambda value: value
 
 
-def _whole_number(maximum: int) -> Kind:
+def _whole_number(maximum: int) -> SettingType:
     """Return what takes a whole number from 1 to a maximum."""
-    return Kind(
+    return SettingType(
         f"a whole number from 1 to {maximum}",
         lambda value: isinstance(value, int) and _is_number(value) and 1 <= value <= maximum,
     )
@@ -137,60 +137,60 @@ def _without_password(value: object) -> object:
     return without_password(str(value)) if is_url else _hidden(value)
 
 
-_FLAG: Final = Kind("True or False", lambda value: isinstance(value, bool))
+_FLAG: Final = SettingType("True or False", lambda value: isinstance(value, bool))
 
-_NAMES: Final = Kind("a list of names in which * and ? may stand", _is_list_of_words)
+_NAMES: Final = SettingType("a list of names in which * and ? may stand", _is_list_of_words)
 
-_SECONDS: Final = Kind(
+_SECONDS: Final = SettingType(
     "a positive number of seconds, at most 366 days",
     lambda value: _is_number(value) and 0 < value <= A_YEAR,
 )
 
-_NAME_PREFIX: Final = Kind(
+_NAME_PREFIX: Final = SettingType(
     f"1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'; 'amq.' is the broker's own",
     _is_prefix,
 )
 
-_LAYOUT: Final = Kind(
+_LAYOUT: Final = SettingType(
     '"clock", "binary", "geometric", a mapping with one of these or "custom" as its '
     '"name", a list of (name, base, unit), or a celery_rabbitdelay.kombu.Layout',
     _is_layout,
 )
 
-_TICK: Final = Kind(
+_TICK: Final = SettingType(
     "a positive number of seconds, in whole milliseconds, at most 366 days", _is_tick
 )
 
-_MODULES: Final = Kind(
+_MODULES: Final = SettingType(
     f"a list of any of {', '.join(MODULES)}",
     lambda value: _is_list_of_words(value) and set(value) <= set(MODULES),
 )
 
-_SIGNING_KEY: Final = Kind(
+_SIGNING_KEY: Final = SettingType(
     f"a text of at least {MIN_KEY_BYTES} bytes, or a list of such texts, of which the first "
     "signs: python -c 'import secrets; print(secrets.token_hex(32))' makes one",
     _is_signing_key,
     _hidden,
 )
 
-_RETRY_FOR: Final = Kind(
+_RETRY_FOR: Final = SettingType(
     "0 or a positive number of seconds, at most 366 days",
     lambda value: _is_number(value) and 0 <= value <= A_YEAR,
 )
 
-_REGISTRY_URL: Final = Kind(
+_REGISTRY_URL: Final = SettingType(
     "the URL of a Redis",
     lambda value: isinstance(value, str) and "://" in value,
     _without_password,
 )
 
-_REGISTRY_OPTIONS: Final = Kind(
+_REGISTRY_OPTIONS: Final = SettingType(
     "a mapping of arguments of redis-py's client",
     lambda value: isinstance(value, Mapping),
     _without_password,
 )
 
-_METRICS_PORT: Final = Kind(
+_METRICS_PORT: Final = SettingType(
     f"a port from 1 to {MAX_PORT}, or one with the address of an interface: 0.0.0.0:9808", _is_port
 )
 
@@ -403,14 +403,14 @@ class Settings:
         check_max_delay(due)
 
 
-def _kind_of(hint: Any, default: object) -> Kind:
+def _kind_of(hint: Any, default: object) -> SettingType:
     """Return what a setting takes: by its type, or as its annotation says; also a default None."""
     if hint is bool:
         return _FLAG
     if get_origin(hint) is Literal:
         words = get_args(hint)
-        return Kind(f"one of {', '.join(words)}", lambda value: value in words)
-    kind: Kind = hint.__metadata__[0]
+        return SettingType(f"one of {', '.join(words)}", lambda value: value in words)
+    kind: SettingType = hint.__metadata__[0]
     if default is not None:
         return kind
     return kind._replace(

@@ -13,7 +13,7 @@ from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command.context import delays_of, json_option
 from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
-from celery_rabbitdelay.levels.delay import TAKES, Delay, milliseconds, written
+from celery_rabbitdelay.levels.delay import TAKES, Delay, duration_text, milliseconds
 from celery_rabbitdelay.levels.topology import Topology
 
 
@@ -115,9 +115,9 @@ def explain(
 def _words(found: dict[str, Any]) -> Iterator[str]:
     """The route in sentences."""
     published, entered, queue = found["published"], found["entered"], found["destination"]
-    waits = written(found["total_ms"])
+    waits = duration_text(found["total_ms"])
     if found["total_ms"] != found["delay_ms"]:
-        waits += f" ({written(found['delay_ms'])}, rounded up)"
+        waits += f" ({duration_text(found['delay_ms'])}, rounded up)"
     stops = sum(stop["times"] for stop in found["stops"])
     yield f"{waits} to the queue {queue}: {stops} stop{'s' if stops != 1 else ''}"
     yield (
@@ -128,8 +128,9 @@ def _words(found: dict[str, Any]) -> Iterator[str]:
         first, *_ = found["stops"]
         times = "once" if found["meditations"] == 1 else f"{found['meditations']:,} times"
         yield (
-            f"The delay is above the capacity of {written(found['capacity_ms'])}, so the message "
-            f"meditates: it waits {written(first['ttl_ms'])} in {first['queue']} {times}. Then "
+            f"The delay is above the capacity of {duration_text(found['capacity_ms'])}, so the "
+            f"message meditates: it waits {duration_text(first['ttl_ms'])} in {first['queue']} "
+            f"{times}. Then "
             f"check-in publishes it to {entered['exchange']} with the routing key "
             f"{entered['routing_key']}"
         )
@@ -140,7 +141,7 @@ def _table(found: dict[str, Any]) -> Iterator[str]:
     rows = [("stop", "queue", "waits", "goes on to")]
     for number, stop in enumerate(found["stops"], start=1):
         times = f"{stop['times']:,} x " if stop["times"] > 1 else ""
-        waits = f"{times}{written(stop['ttl_ms'])}"
+        waits = f"{times}{duration_text(stop['ttl_ms'])}"
         rows.append((str(number), stop["queue"], waits, stop["next"]))
     rows.append(("due", found["destination"], "", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

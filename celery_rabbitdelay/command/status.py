@@ -20,7 +20,7 @@ from celery_rabbitdelay.command.context import (
     json_option,
     set_by_ctrl_c,
 )
-from celery_rabbitdelay.levels.delay import written
+from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
 from celery_rabbitdelay.worker.status import ARRIVALS
@@ -151,9 +151,9 @@ def status_lines(
     if status.next_due is not None:
         left_ms = max(round((status.next_due - datetime.now(UTC)).total_seconds()), 0) * 1000
         local = status.next_due.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        yield f"next due: {local}, in {written(left_ms)}, of the tracked tasks"
+        yield f"next due: {local}, in {duration_text(left_ms)}, of the tracked tasks"
     if status.due_within_ms is not None:
-        yield f"next due: within {written(status.due_within_ms)}, by what waits in the levels"
+        yield f"next due: within {duration_text(status.due_within_ms)}, by what waits in the levels"
     if rates is not None:
         yield f"delayed tasks that workers received: {rates[ARRIVALS]:,.1f}/s"
     if status.reasons is not None:

@@ -208,7 +208,7 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
     raise InvalidDelay(text, TAKES, what)
 
 
-def written(length_ms: int) -> str:
+def duration_text(length_ms: int) -> str:
     """Return milliseconds as days and a time of day: ``3 days 7:45:30``, ``0:00:00.1``."""
     days, rest = divmod(length_ms, _UNITS["d"])
     hours, rest = divmod(rest, _UNITS["h"])

@@ -36,7 +36,7 @@ PRIORITY: Final = "rabbitdelay-priority"
 EXPIRATION: Final = "rabbitdelay-expiration"
 
 #: Marks a message that left the levels before it was due and was put back: a table, see
-#: :class:`PutBack`.
+#: :class:`EarlyHeader`.
 EARLY: Final = "rabbitdelay-early"
 
 #: How often a message could not be published to its destination: int; when that was tried first:
@@ -151,7 +151,7 @@ NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _DIGITS: Final = re.compile("[0-9]{1,10}")
 
 
-class PutBack(NamedTuple):
+class EarlyHeader(NamedTuple):
     """How a message was put back into the levels that it had left too early.
 
     Attributes:
@@ -236,7 +236,7 @@ class DelayHeaders(NamedTuple):
     queue: str | None = None
     priority: int | None = None
     expiration: str | None = None
-    early: PutBack = PutBack()
+    early: EarlyHeader = EarlyHeader()
     failures: Failures | None = None
     reason: str | None = None
     redriven: int = 0
@@ -292,7 +292,7 @@ class DelayHeaders(NamedTuple):
         )
 
 
-_NEVER_EARLY: Final = PutBack()
+_NEVER_EARLY: Final = EarlyHeader()
 
 #: The headers of the first fields of :class:`DelayHeaders`, in their order.
 _FIELDS: Final = (DUE, EXCHANGE, ROUTING_KEY, QUEUE, PRIORITY, EXPIRATION)
@@ -367,7 +367,7 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
         get(QUEUE),
         get(PRIORITY),
         get(EXPIRATION),
-        PutBack.of(valid[EARLY]) if EARLY in valid else _NEVER_EARLY,
+        EarlyHeader.of(valid[EARLY]) if EARLY in valid else _NEVER_EARLY,
         Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON]) if has_failed else None,
         get(REASON),
         get(REDRIVEN, 0),

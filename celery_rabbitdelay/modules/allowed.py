@@ -68,7 +68,7 @@ class AllowedDestinations:
         )
 
 
-class Reach:
+class DistributionReach:
     """Where distribution may publish. Any thread may use it.
 
     A queue that the configuration names is reached by the default exchange. Without a list, two
@@ -123,7 +123,7 @@ class Reach:
 
 
 #: For a program without settings: every destination is named.
-ANYWHERE: Final = Reach(AllowedDestinations.matching(["*"]))
+ANYWHERE: Final = DistributionReach(AllowedDestinations.matching(["*"]))
 
 
 def where_in_words(exchange: str, routing_key: str) -> str:

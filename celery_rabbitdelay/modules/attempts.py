@@ -19,7 +19,7 @@ from celery_rabbitdelay.exceptions import (
     UnprocessableMessage,
 )
 from celery_rabbitdelay.levels.headers import DelayHeaders, unopened
-from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered, no_exchange
+from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     encoded,
@@ -137,7 +137,7 @@ class _Origin(NamedTuple):
     destination: str | None
 
 
-class Attempts:
+class Forwarder:
     """Turns messages into publications, and replaces each publication that fails by another one.
 
     ================================== ====================================================
@@ -158,7 +158,7 @@ class Attempts:
         statistics: Where to count what is done.
         timeout: Seconds without a confirm until an attempt has failed.
         frame_max: The bytes of a frame of the connection.
-        silent: Destinations that have not answered on former connections; see :class:`.Unanswered`.
+        silent: Destinations that did not answer on former connections; see :class:`.AnswerTimes`.
 
     Attributes:
         bytes_in_flight: The bytes of the bodies that are published and not settled.
@@ -183,7 +183,7 @@ class Attempts:
         self._statistics = statistics
         self._timeout = timeout
         self._frame_max = frame_max
-        self._unanswered = Unanswered(silent=silent)
+        self._unanswered = AnswerTimes(silent=silent)
         self._not_taken, self._given_up = (
             WarningLimit(logger, f"{name}: {what}", time.monotonic)
             for what in ("messages that a destination does not take", "undeliverable messages")
@@ -225,13 +225,13 @@ class Attempts:
         received.pending += 1
         try:
             content = encoded(outgoing, self._frame_max)
-            trouble = outgoing.trouble or self._trouble(outgoing, destination, broker_silent_for)
+            obstacle = outgoing.obstacle or self._obstacle(outgoing, destination, broker_silent_for)
         except UnprocessableMessage as invalid:
             return self.give_up(received, outgoing, invalid.reason)
         finally:
             received.pending -= 1
-        if trouble is not None:
-            return self._try_later(received, outgoing, destination, trouble)
+        if obstacle is not None:
+            return self._try_later(received, outgoing, destination, obstacle)
         return self._publication(received, outgoing, destination, content)
 
     def settled(self, publication: Publication) -> Publication | None:
@@ -341,11 +341,11 @@ class Attempts:
         received.rejected, received.outgoing, received.held = True, iter(()), None
         return None
 
-    def _trouble(
+    def _obstacle(
         self, outgoing: Outgoing, destination: str | None, broker_silent_for: float
     ) -> str | None:
         """Return why a message should not be published at the moment; None if it should be."""
-        missing = self._missing.trouble(outgoing.address[0], destination is not None)
+        missing = self._missing.why_missing(outgoing.address[0], destination is not None)
         if missing is not None:
             return missing
         if destination is None:

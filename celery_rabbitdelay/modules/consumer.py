@@ -18,7 +18,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.attempts import Attempts, ModuleStatistics, Received
+from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
 from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
 from celery_rabbitdelay.modules.deliveries import Deliveries
 from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
@@ -169,7 +169,7 @@ class ModuleConsumer:
         #: Since when all messages that are unpacked wait for answers about their destinations.
         self._held_up_since: float | None = None
         undeliverable = module.topology.module_queues.undeliverable.exchange.name
-        self._attempts = Attempts(
+        self._attempts = Forwarder(
             module.name,
             Redelivery(module.topology, module.retry_for, signing_keys=module.signing_keys),
             undeliverable,

@@ -42,7 +42,7 @@ MAX_MISSING: Final = 20
 MAX_REMEMBERED: Final = 1000
 
 
-class Unanswered:
+class AnswerTimes:
     """The messages in flight, and which destinations do not answer.
 
     RabbitMQ confirms a message for a quorum queue once a majority of its replicas has it. If a
@@ -199,7 +199,7 @@ class MissingExchanges:
         #: Until when exchanges count as missing, the earliest first.
         self._missing: dict[str, float] = {}
 
-    def trouble(self, exchange: str, is_limited: bool = True) -> str | None:
+    def why_missing(self, exchange: str, is_limited: bool = True) -> str | None:
         """Return why not to publish to an exchange; None if it exists.
 
         The broker is asked again after a second. If it has said of many others that they do not

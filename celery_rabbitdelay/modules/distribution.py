@@ -28,9 +28,14 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import ANYWHERE, Reach, not_allowed, where_in_words
+from celery_rabbitdelay.modules.allowed import (
+    ANYWHERE,
+    DistributionReach,
+    not_allowed,
+    where_in_words,
+)
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.envelope import Item, Opened
+from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
@@ -75,7 +80,7 @@ class Distribution:
         topology: Topology,
         put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None,
         look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None,
-        reach: Reach = ANYWHERE,
+        reach: DistributionReach = ANYWHERE,
         signing_keys: SigningKeys | None = None,
         is_signing_required: bool = True,
         bounds: Bounds = DEFAULT_BOUNDS,
@@ -195,7 +200,7 @@ class Distribution:
             return outgoing
         queue, delivery = outgoing.routing_key, self._topology.delivery.name
         if is_unrouted:
-            return outgoing._replace(trouble=f"no queue {shortened(queue)} is bound to {delivery}")
+            return outgoing._replace(obstacle=f"no queue {shortened(queue)} is bound to {delivery}")
         return outgoing._replace(through=(delivery, self._keys.key_without_digits(queue)))
 
     def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
@@ -286,7 +291,7 @@ class Distribution:
         """
         arrivals = []
         try:
-            envelope = Opened(message.body, self._bounds.max_message_bytes)
+            envelope = OpenedEnvelope(message.body, self._bounds.max_message_bytes)
             is_shared_checked = False
             for item in envelope.items:
                 is_own = _says_otherwise(item)
@@ -305,7 +310,7 @@ class Distribution:
         else:
             yield from self._asked(message, unpacked, arrivals, self._look)
 
-    def _check(self, outer: DelayHeaders, envelope: Opened, item: Item) -> None:
+    def _check(self, outer: DelayHeaders, envelope: OpenedEnvelope, item: Item) -> None:
         """Refuse a message of an envelope that distribution may not publish, or not read."""
         given = {**envelope.headers, **item.headers}
         content_type = {**envelope.properties, **item.properties}.get("content_type")
@@ -316,7 +321,7 @@ class Distribution:
             raise UnprocessableMessage(problems[name])
         self._reach.names(*_destination(_under(outer, inner)))
 
-    def _messages(self, outer: DelayHeaders, envelope: Opened) -> Iterator[Outgoing]:
+    def _messages(self, outer: DelayHeaders, envelope: OpenedEnvelope) -> Iterator[Outgoing]:
         """Return the messages of an envelope that was checked."""
         undeliverable = self._topology.module_queues.undeliverable.exchange.name
         for item in envelope.items:

@@ -12,8 +12,9 @@ properties. The body of an envelope is one zlib stream (RFC 1950), with the pres
 A block is its length in bytes, 4 bytes big-endian, and that many bytes. JSON is UTF-8. It cannot
 express bytes, dates and decimals: a message that has one in a header is sent by itself.
 
-Anybody may have written an envelope, and zlib makes a thousand bytes of one. So :class:`Opened`
-reads it block by block, each time anew, and never holds more of it than a message.
+Anybody may have written an envelope, and zlib makes a thousand bytes of one. So
+:class:`OpenedEnvelope` reads it block by block, each time anew, and never holds more of it than a
+message.
 """
 
 from __future__ import annotations
@@ -131,11 +132,11 @@ class Envelope(NamedTuple):
         Raises:
             InvalidEnvelope: It cannot be read, or exceeds a limit.
         """
-        opened = Opened(body)
+        opened = OpenedEnvelope(body)
         return cls(tuple(opened.items), opened.headers, opened.properties)
 
 
-class Opened:
+class OpenedEnvelope:
     """An envelope that is read as far as somebody asks.
 
     Args:

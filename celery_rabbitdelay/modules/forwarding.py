@@ -28,7 +28,7 @@ class Outgoing(NamedTuple):
             each attempt, because they depend on the time that is left; None for any other message.
         through: Exchange and routing key by which it reaches the above; None if it is published
             straight there.
-        trouble: Why it is not published now, but tried later straight from the levels; None if it
+        obstacle: Why it is not published now, but tried later straight from the levels; None if it
             is published.
         is_vouched: Whether the module signs what it publishes in its place, if there is a key. Not
             if it is made of a message whose sender has shown no key.
@@ -39,7 +39,7 @@ class Outgoing(NamedTuple):
     message: WaitingMessage
     reroute: Address | None = None
     through: tuple[str, str] | None = None
-    trouble: str | None = None
+    obstacle: str | None = None
     is_vouched: bool = True
 
     @property

@@ -203,11 +203,11 @@ class Redelivery:
             failures=failures, reason=reason, redriven=received.redriven
         )
         # Only distribution gives a priority back, and one of classic levels need not go there.
-        if outgoing.trouble is None or self._topology.queue_type == "quorum":
+        if outgoing.obstacle is None or self._topology.queue_type == "quorum":
             message = message.with_low_priority()
         if outgoing.is_vouched:
             message = self.sign(message)
-        destination = outgoing.routing_key if outgoing.trouble else DISTRIBUTION
+        destination = outgoing.routing_key if outgoing.obstacle else DISTRIBUTION
         due = Due.after(self._pause(failures.attempts))
         return into_levels(self._topology, message, due, destination)
 

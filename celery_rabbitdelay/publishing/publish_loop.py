@@ -46,7 +46,7 @@ READ_EVERY: Final = 0.05
 MIN_WRITE_TIME: Final = 0.001
 
 #: Returns the next message; None if there is none now.
-Source: TypeAlias = Callable[[], Publication | None]
+NextPublication: TypeAlias = Callable[[], Publication | None]
 
 
 class _CallersError(BaseException):
@@ -85,7 +85,7 @@ class PublishLoop:
 
     def __init__(
         self,
-        source: Source,
+        source: NextPublication,
         policy: PublishPolicy,
         done: Callable[[Publication], None],
         redeclare: Callable[[], None] | None = None,

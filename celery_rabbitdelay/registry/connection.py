@@ -115,7 +115,7 @@ ARGUMENTS: Final = ", with args beginning with"
 ResultT = TypeVar("ResultT")
 
 
-class Call(NamedTuple):
+class ScriptCall(NamedTuple):
     """A call of a script.
 
     Attributes:
@@ -174,7 +174,7 @@ class Store:
         self._is_plain = False
         self.on_call: Callable[[float, bool], None] | None = None
 
-    def call_each(self, calls: Sequence[Call]) -> list[Any]:
+    def call_each(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts in one round trip to each server; return what each of them says.
 
         Raises:
@@ -191,7 +191,7 @@ class Store:
             answers = self._pipelined(lambda pipeline: self._run_by_hash(pipeline, calls))
         return [loads(answer) for answer in answers]
 
-    def call_durably(self, calls: Sequence[Call]) -> list[Any]:
+    def call_durably(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts as :meth:`call_each`; return once what they wrote has its copies.
 
         The append-only file of the server counts as one copy, if it has one and is Redis 7.2 or
@@ -205,7 +205,7 @@ class Store:
             return self.call_each(calls)
         return [self._try(partial(self._with_copies, call)) for call in calls]
 
-    def _with_copies(self, call: Call) -> Any:
+    def _with_copies(self, call: ScriptCall) -> Any:
         client = self._client
         if self.is_cluster:
             client = client.get_redis_connection(client.get_node_from_key(call.keys[0]))
@@ -296,7 +296,7 @@ class Store:
             raise unavailable  # not above, where Python would keep the error that it hides
         return result
 
-    def _run_by_hash(self, pipeline: Any, calls: Sequence[Call]) -> None:
+    def _run_by_hash(self, pipeline: Any, calls: Sequence[ScriptCall]) -> None:
         for call in calls:
             self._script(call.script)(call.keys, call.packed, client=pipeline)
 
@@ -507,7 +507,7 @@ def _or_text(response: Any) -> Any:
     return response
 
 
-def _run_by_text(pipeline: Any, calls: Sequence[Call]) -> None:
+def _run_by_text(pipeline: Any, calls: Sequence[ScriptCall]) -> None:
     # The pipelines of a cluster take no EVALSHA.
     for call in calls:
         count, text = len(call.keys), _text(call.script)

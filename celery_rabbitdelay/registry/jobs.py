@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Final
 
 from celery_rabbitdelay.exceptions import JobClosed
-from celery_rabbitdelay.registry.connection import Call, Store
+from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.names import Names
 
@@ -155,9 +155,9 @@ class Jobs:
         self._note(answer[4:])
         return str(answer[0]), str(answer[1])
 
-    def _script(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> Call:
+    def _script(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> ScriptCall:
         arguments = [(verb, job_id, instant, self._margin_ms)]
-        return Call("job", [self._names.job(job)], arguments, self._keep_ms)
+        return ScriptCall("job", [self._names.job(job)], arguments, self._keep_ms)
 
     def _note(self, words: Sequence[str]) -> None:
         if "now" in words and self.on_expired is not None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from celery_rabbitdelay.registry.connection import Call, Store
+from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
@@ -82,7 +82,7 @@ class _Batch(NamedTuple):
     """
 
     groups: list[list[int]]
-    calls: list[Call]
+    calls: list[ScriptCall]
 
 
 class Registry:
@@ -122,7 +122,7 @@ class Registry:
         Returns:
             After how many seconds the tasks may be sent.
         """
-        call = Call("reserve", [self.names.rate(name)], [(number, per_second)])
+        call = ScriptCall("reserve", [self.names.rate(name)], [(number, per_second)])
         (wait_ms,) = self.store.call_each([call])
         return float(wait_ms) / 1000
 
@@ -140,7 +140,7 @@ class Registry:
         for group in self._grouped([name for name, _, _ in named] or [""]):
             asked = [named[number][1:] for number in group if named]
             keys = [key for key, _ in asked] or [self.names.task("")]
-            calls.append((keys, Call("ask", keys, [(kind,) for _, kind in asked] or [("",)])))
+            calls.append((keys, ScriptCall("ask", keys, [(kind,) for _, kind in asked] or [("",)])))
         answers = self.store.call_each([call for _, call in calls])
         for (keys, _), (time_us, *answer) in zip(calls, answers, strict=True):
             now = max(now, int(time_us))
@@ -338,7 +338,7 @@ class Registry:
         record, key, newest = self.names.task(task_id), "", ""
         while True:
             arguments = [(str(min(due_ms, _now_ms() + MAX_LIFE_MS)), newest, key)]
-            call = Call("postpone", [record], arguments, self._keep_ms)
+            call = ScriptCall("postpone", [record], arguments, self._keep_ms)
             ((word, *more),) = self.store.call_each([call])
             if word == "earlier":
                 return Earlier(*more)
@@ -369,11 +369,11 @@ class Registry:
         for group in groups:
             keys = [key_of(names[number]) for number in group]
             own = [fields[number] for number in group]
-            calls.append(Call(script, keys, own, self._keep_ms, shared))
+            calls.append(ScriptCall(script, keys, own, self._keep_ms, shared))
         return _Batch(groups, calls)
 
     def _run(
-        self, *batches: _Batch, call: Callable[[list[Call]], list[Any]] | None = None
+        self, *batches: _Batch, call: Callable[[list[ScriptCall]], list[Any]] | None = None
     ) -> list[list[Any]]:
         """Run scripts in one round trip; return what each of them says of each name."""
         run = call or self.store.call_each

@@ -26,7 +26,7 @@ from celery_rabbitdelay.levels.headers import (
     ONCE,
     REDELIVERED,
     DelayHeaders,
-    PutBack,
+    EarlyHeader,
     parse,
 )
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable, without_headers
@@ -265,7 +265,7 @@ class PutBackThread(BatchThread[Early]):
         properties = kept_properties(message.properties)
         destination = early.destination
         headers, _ = parse(message.headers)
-        again = PutBack() if early.waited is None else PutBack(early.waited.early.times)
+        again = EarlyHeader() if early.waited is None else EarlyHeader(early.waited.early.times)
         if due.at_ms < early.due.at_ms:
             again = again._replace(until_ms=due.at_ms)
         if self._needs_distribution(early, properties["priority"] or 0):

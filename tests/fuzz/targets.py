@@ -15,11 +15,17 @@ from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.bounds import MAX_DEPTH, Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope, Item, Opened, compressed, length_prefixed
+from celery_rabbitdelay.modules.envelope import (
+    Envelope,
+    Item,
+    OpenedEnvelope,
+    compressed,
+    length_prefixed,
+)
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
 from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
 from celery_rabbitdelay.modules.redriving import Redriving
@@ -130,7 +136,9 @@ def check_in(given: bytes) -> None:
 def distribution(given: bytes) -> None:
     """Whatever leaves the levels for distribution, envelopes among it."""
     early = EarlyMessages(TOPOLOGY, 1000).put_back
-    module = Distribution(TOPOLOGY, early, reach=Reach(ALLOWED, is_list=True), bounds=BOUNDS)
+    module = Distribution(
+        TOPOLOGY, early, reach=DistributionReach(ALLOWED, is_list=True), bounds=BOUNDS
+    )
     message = received(given, (TOPOLOGY.delivery.name, MODULES.unrouted.name))
     if message is None or seen_of(message).skipped_bytes is not None:
         return
@@ -146,7 +154,7 @@ def envelope(given: bytes) -> None:
     """The body of an envelope; also one that is compressed well, around whatever is given."""
     for body in (given, compressed(given, 1)):
         try:
-            for item in Opened(body, 2**16).items:
+            for item in OpenedEnvelope(body, 2**16).items:
                 assert len(item.body) <= 2**16
                 assert _depth(item.headers) <= MAX_DEPTH
         except InvalidEnvelope:

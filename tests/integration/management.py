@@ -23,7 +23,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.operations.verify.checks import verify
-from celery_rabbitdelay.operations.verify.findings import Report
+from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
@@ -98,12 +98,12 @@ class Place:
         self.put("permissions", self.name, name, configure=configure, write=write, read=read)
         self.connection = Connection(self.url.replace("guest:guest", f"{name}:secret"))
 
-    def verify(self) -> Report:
+    def verify(self) -> Verification:
         """Look for faults."""
         with self.connection.clone() as connection:
             return verify(connection, self.settings, self.destinations, self.api, self.now)
 
-    def verify_until(self, codes: set[str]) -> Report:
+    def verify_until(self, codes: set[str]) -> Verification:
         """Look for faults until they are these, as far as the broker reports them late."""
         report = self.verify()
 
@@ -150,7 +150,7 @@ def place(node: RabbitMQServer) -> Iterator[Place]:
         yield place
 
 
-def codes_of(report: Report) -> set[str]:
+def codes_of(report: Verification) -> set[str]:
     """Return the codes of all findings."""
     return {finding.code for finding in report.findings}
 

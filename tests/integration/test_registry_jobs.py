@@ -12,7 +12,7 @@ import pytest
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.registry import jobs as jobs_module
-from celery_rabbitdelay.registry.connection import Call, Store
+from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Outcome, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
@@ -231,7 +231,7 @@ def test_a_process_that_opens_a_job_again_after_a_lost_answer_knows_its_own(
 ) -> None:
     call_each = type(registry.store).call_each
 
-    def lose(store: Store, calls: Sequence[Call]) -> list[Any]:
+    def lose(store: Store, calls: Sequence[ScriptCall]) -> list[Any]:
         call_each(store, calls)
         raise RegistryUnavailable("the answer is lost")
 

@@ -25,8 +25,8 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import attempts as attempts_module
-from celery_rabbitdelay.modules.attempts import Attempts, ModuleStatistics, Received
-from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered
+from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
+from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.publishing.message import headers_of
@@ -82,12 +82,12 @@ class Consumer:
     ) -> None:
         self.clock = clock = Clock()
         monkeypatch.setattr(attempts_module, "time", clock)
-        monkeypatch.setattr(attempts_module, "Unanswered", partial(Unanswered, clock.monotonic))
+        monkeypatch.setattr(attempts_module, "AnswerTimes", partial(AnswerTimes, clock.monotonic))
         self.exchanges = {"office", "rabbitdelay.seconds.x1"}
         self.asked: list[str] = []
         self.silent_for = 0.0
         self.statistics = ModuleStatistics()
-        self.attempts = Attempts(
+        self.attempts = Forwarder(
             "distribution",
             Redelivery(TOPOLOGY, seconds),
             UNDELIVERABLE,

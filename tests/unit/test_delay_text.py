@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidDelay
-from celery_rabbitdelay.levels.delay import milliseconds, parse_delay, written
+from celery_rabbitdelay.levels.delay import duration_text, milliseconds, parse_delay
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_decimal_fraction_is_exact() -> None:
 
 @given(st.integers(0, 10**15))
 def test_a_length_of_time_is_read_back_as_it_was_written(length_ms: int) -> None:
-    text = written(length_ms).replace(",", "")
+    text = duration_text(length_ms).replace(",", "")
     if "day" in text and ":" not in text:
         text += " 0:00:00"
     assert milliseconds(parse_delay(text)) == length_ms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from celery_rabbitdelay.modules.destinations import MissingExchanges, Unanswered
+from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
 
 #: How many messages a destination may have in flight at first, and at most if it is prompt.
 ROOM = 30
@@ -24,7 +24,7 @@ class Clock:
 
 def test_a_destination_is_silent_if_what_was_sent_a_second_later_is_answered() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     unanswered.sent("first", "lost")
     clock.now += 1.0
     unanswered.sent("second", "sound")
@@ -38,7 +38,7 @@ def test_a_destination_is_silent_if_what_was_sent_a_second_later_is_answered() -
 
 def test_messages_for_the_levels_tell_it_too() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     unanswered.sent("first", "lost")
     clock.now += 1.0
     unanswered.sent("second", None)
@@ -48,7 +48,7 @@ def test_messages_for_the_levels_tell_it_too() -> None:
 
 def test_where_the_broker_is_slow_for_all_no_destination_is_silent() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     for number in range(10):
         unanswered.sent(number, "busy")
         clock.now += 1.0
@@ -59,7 +59,7 @@ def test_where_the_broker_is_slow_for_all_no_destination_is_silent() -> None:
 
 def test_if_nothing_at_all_is_answered_each_may_be_the_cause() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     clock.now = 5.0
     unanswered.sent("first", "lost")
     clock.now = 5.9
@@ -71,7 +71,7 @@ def test_if_nothing_at_all_is_answered_each_may_be_the_cause() -> None:
 
 def test_after_a_timeout_a_destination_gets_one_message_at_a_time_until_it_answers() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     unanswered.sent("first", "lost")
     unanswered.timed_out("first", "lost")
     assert not unanswered.is_silent("lost", 0.0)
@@ -92,29 +92,29 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing() 
         return exchange in there
 
     missing = MissingExchanges(ask, {""}, clock)
-    assert missing.trouble("") is None
+    assert missing.why_missing("") is None
     assert [
-        missing.trouble(exchange) is not None for exchange in ("news", "gone", "news", "gone")
+        missing.why_missing(exchange) is not None for exchange in ("news", "gone", "news", "gone")
     ] == [
         *(False, True),
         *(False, True),
     ]
     assert asked == ["news", "gone"]
     clock.now += 0.9
-    assert missing.trouble("gone") is not None
+    assert missing.why_missing("gone") is not None
     clock.now += 0.1
     there.add("gone")
-    assert missing.trouble("gone") is None
+    assert missing.why_missing("gone") is None
     missing.add("news")
-    assert missing.trouble("news") is not None
+    assert missing.why_missing("news") is not None
     clock.now += 1.0
-    assert missing.trouble("news") is None
+    assert missing.why_missing("news") is None
     assert asked == ["news", "gone", "gone", "news"]
 
 
 def test_a_destination_may_have_so_many_messages_that_the_broker_goes_on_reading() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     was_full = []
     for number in range(ROOM + 1):
         was_full.append(unanswered.is_full("busy", 0.0))
@@ -128,7 +128,7 @@ def test_a_destination_may_have_so_many_messages_that_the_broker_goes_on_reading
 
 def test_what_a_silent_destination_should_get_does_not_wait_for_it() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     for number in range(ROOM):
         unanswered.sent(number, "lost")
     clock.now += 1.0
@@ -139,7 +139,7 @@ def test_what_a_silent_destination_should_get_does_not_wait_for_it() -> None:
 
 def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     for number in range(ROOM):
         unanswered.sent(number, "slow")
     assert not unanswered.is_silent("slow", 0.0)
@@ -159,7 +159,7 @@ def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while() -> None:
 class Destination:
     """A destination that always gets as many messages as it may have."""
 
-    def __init__(self, unanswered: Unanswered) -> None:
+    def __init__(self, unanswered: AnswerTimes) -> None:
         self._unanswered = unanswered
         self._in_flight: list[int] = []
         self._sent = 0
@@ -179,7 +179,7 @@ class Destination:
 
 def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_fewer() -> None:
     clock = Clock()
-    destination = Destination(Unanswered(clock))
+    destination = Destination(AnswerTimes(clock))
     assert destination.fill() == ROOM
     destination.answer(10)
     assert destination.fill() == ROOM + 10
@@ -195,7 +195,7 @@ def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_few
 
 def test_a_destination_that_answers_after_a_tenth_of_a_second_gets_no_more() -> None:
     clock = Clock()
-    destination = Destination(Unanswered(clock))
+    destination = Destination(AnswerTimes(clock))
     destination.fill()
     clock.now = 0.05
     assert destination.fill() == ROOM
@@ -206,7 +206,7 @@ def test_a_destination_that_answers_after_a_tenth_of_a_second_gets_no_more() -> 
 
 def test_a_destination_that_was_prompt_a_while_ago_starts_anew() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     destination = Destination(unanswered)
     destination.fill()
     destination.answer(ROOM)
@@ -219,7 +219,7 @@ def test_a_destination_that_was_prompt_a_while_ago_starts_anew() -> None:
 def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_long() -> None:
     clock = Clock()
     silent: set[str | None] = set()
-    unanswered = Unanswered(clock, silent)
+    unanswered = AnswerTimes(clock, silent)
     for number in range(ROOM):
         unanswered.sent(number, "lost")
         unanswered.sent(-number, None)
@@ -228,7 +228,7 @@ def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_lon
     assert unanswered.give_up_if_stuck(2.9) == []
     assert unanswered.give_up_if_stuck(3.0) == ["lost"]
     assert silent == {"lost"}
-    on_another_connection = Unanswered(clock, silent)
+    on_another_connection = AnswerTimes(clock, silent)
     on_another_connection.sent("first", "lost")
     assert on_another_connection.is_silent("lost", 0.0)
 
@@ -242,29 +242,29 @@ def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions() 
 
     missing = MissingExchanges(ask, {""}, clock)
     for number in range(200):
-        assert missing.trouble(f"office.{number}") is None
+        assert missing.why_missing(f"office.{number}") is None
     for number in range(5000):
-        assert missing.trouble(f"forged.{number}") is not None
+        assert missing.why_missing(f"forged.{number}") is not None
     assert len(asked) == 200 + 20
-    trouble = missing.trouble("late")
+    trouble = missing.why_missing("late")
     assert trouble is not None
     assert "was not asked for the exchange 'late'" in trouble
     # What is known, and what no sender names, is not affected.
-    assert missing.trouble("office.7") is None
-    assert missing.trouble("levels", is_limited=False) is None
+    assert missing.why_missing("office.7") is None
+    assert missing.why_missing("levels", is_limited=False) is None
     clock.now += 1.0
-    assert missing.trouble("late") is None
+    assert missing.why_missing("late") is None
     for number in range(5000):
         missing.add(f"gone.{number}")
     assert len(missing._missing) <= 1000
     clock.now += 1.0
-    assert missing.trouble("gone.1") is None
+    assert missing.why_missing("gone.1") is None
     assert missing._missing == {}
 
 
 def test_what_is_known_of_destinations_does_not_grow_with_their_number() -> None:
     clock = Clock()
-    unanswered = Unanswered(clock)
+    unanswered = AnswerTimes(clock)
     for number in range(1100):
         name = f"forged.{number}"
         for message in range(ROOM):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kombu import Message
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import ENVELOPE, PutBack
+from celery_rabbitdelay.levels.headers import ENVELOPE, EarlyHeader
 from celery_rabbitdelay.levels.layout import clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -162,30 +162,35 @@ def test_with_levels_that_keep_a_message_too_short_it_goes_around_until_it_is_du
 
 @pytest.mark.parametrize(
     "put_back",
-    [PutBack(), PutBack(3, NOW), PutBack(1, 0, "office", "paper"), PutBack(0, 0, "", "queue")],
+    [
+        EarlyHeader(),
+        EarlyHeader(3, NOW),
+        EarlyHeader(1, 0, "office", "paper"),
+        EarlyHeader(0, 0, "", "queue"),
+    ],
 )
-def test_the_header_is_read_as_it_was_written(put_back: PutBack) -> None:
+def test_the_header_is_read_as_it_was_written(put_back: EarlyHeader) -> None:
     assert said(put_back.header()).early == put_back
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (None, PutBack()),
-        (3, PutBack()),
-        ({}, PutBack()),
-        ({"times": "often"}, PutBack()),
-        ({"times": 1, "until": "soon"}, PutBack(1)),
-        ({"times": 2, "exchange": "office"}, PutBack(2)),
-        ({"times": 2, "exchange": "office", "routing-key": 7}, PutBack(2)),
+        (None, EarlyHeader()),
+        (3, EarlyHeader()),
+        ({}, EarlyHeader()),
+        ({"times": "often"}, EarlyHeader()),
+        ({"times": 1, "until": "soon"}, EarlyHeader(1)),
+        ({"times": 2, "exchange": "office"}, EarlyHeader(2)),
+        ({"times": 2, "exchange": "office", "routing-key": 7}, EarlyHeader(2)),
     ],
 )
-def test_a_header_of_a_stranger_s_does_no_harm(value: Any, expected: PutBack) -> None:
+def test_a_header_of_a_stranger_s_does_no_harm(value: Any, expected: EarlyHeader) -> None:
     assert said({header_names.EARLY: value}).early == expected
 
 
 def test_distribution_passes_on_what_a_worker_needs_to_restore_a_task() -> None:
-    own = PutBack(2, 0, "office", "paper").header()
+    own = EarlyHeader(2, 0, "office", "paper").header()
     message = due_in(0, **{header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}, **own)
     (outgoing,) = Distribution(TOPOLOGY, early_messages().put_back).receive(message)
     headers = outgoing.message.headers.to_headers()
@@ -204,7 +209,10 @@ def test_distribution_passes_on_what_a_worker_needs_to_restore_a_task() -> None:
 
 
 def test_what_was_put_back_and_came_straight_is_restored_as_any_other() -> None:
-    headers: dict[str, Any] = {**due_in(0).properties["application_headers"], **PutBack(1).header()}
+    headers: dict[str, Any] = {
+        **due_in(0).properties["application_headers"],
+        **EarlyHeader(1).header(),
+    }
     headers[header_names.QUEUE] = "queue"
     arrived = Message(headers=headers, delivery_info={"exchange": "rabbitdelay.delivery"})
     waited = restore(arrived)

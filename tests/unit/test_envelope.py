@@ -18,7 +18,7 @@ from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import envelope
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope, Item, Opened
+from celery_rabbitdelay.modules.envelope import Envelope, Item, OpenedEnvelope
 
 distributed = Distribution(Topology()).receive
 
@@ -134,7 +134,7 @@ def test_an_envelope_is_opened_without_holding_more_than_a_message_of_it() -> No
     bomb = envelope.compressed(envelope.shared_block({}, {}) + message * 60, 9)
     assert len(bomb) < 100_000
     tracemalloc.start()
-    assert sum(len(item.body) for item in Opened(bomb).items) == 60 * 2**20
+    assert sum(len(item.body) for item in OpenedEnvelope(bomb).items) == 60 * 2**20
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * 2**20
@@ -142,9 +142,9 @@ def test_an_envelope_is_opened_without_holding_more_than_a_message_of_it() -> No
 
 def test_a_message_in_it_may_be_as_large_as_one_outside() -> None:
     body = Envelope((Item(b"12345"),)).pack()
-    assert [item.body for item in Opened(body, 5).items] == [b"12345"]
+    assert [item.body for item in OpenedEnvelope(body, 5).items] == [b"12345"]
     with pytest.raises(InvalidEnvelope, match="a message of 5 bytes is in it, more than 4"):
-        list(Opened(body, 4).items)
+        list(OpenedEnvelope(body, 4).items)
 
 
 def test_a_block_that_claims_more_than_an_envelope_holds_is_refused_at_once() -> None:

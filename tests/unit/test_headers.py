@@ -13,7 +13,7 @@ from kombu import Message
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, PutBack
+from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, Failures
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing import wire
 from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, RestoringStrategies, restore
@@ -29,7 +29,7 @@ others = st.dictionaries(
     max_size=3,
 )
 put_backs = st.builds(
-    lambda times, until, to: PutBack(times, until, *to),
+    lambda times, until, to: EarlyHeader(times, until, *to),
     st.integers(0, 2**31),
     instants,
     st.just((None, None)) | st.tuples(texts, texts),

@@ -18,7 +18,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import AllowedDestinations, Reach
+from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
@@ -26,7 +26,9 @@ from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
 from tests.unit.strategies import destinations
 
 TOPOLOGY = Topology()
-KNOWN = Reach(AllowedDestinations(queues=frozenset({"known"}), never_patterns=("*.pidbox",)))
+KNOWN = DistributionReach(
+    AllowedDestinations(queues=frozenset({"known"}), never_patterns=("*.pidbox",))
+)
 distributed = Distribution(TOPOLOGY, reach=KNOWN).receive
 
 
@@ -178,14 +180,14 @@ def test_a_known_queue_is_reached_by_name() -> None:
     (outgoing,) = distributed(waiting("", "known"))
     assert outgoing.address == ("", "known")
     (found,) = distributed(unrouted(TOPOLOGY.route(5, "known").routing_key))
-    assert (found.address, found.trouble) == (("", "known"), None)
+    assert (found.address, found.obstacle) == (("", "known"), None)
 
 
 def test_a_message_that_finds_no_queue_leaves_the_levels_for_it_again() -> None:
     key = TOPOLOGY.route(5, "other").routing_key
     (outgoing,) = distributed(unrouted(key))
-    assert outgoing.trouble == "no queue 'other' is bound to rabbitdelay.delivery"
-    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, DelayHeaders(), outgoing.trouble)
+    assert outgoing.obstacle == "no queue 'other' is bound to rabbitdelay.delivery"
+    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, DelayHeaders(), outgoing.obstacle)
     assert later.routing_key.endswith(".other")
 
 
@@ -198,8 +200,8 @@ def test_a_message_that_finds_no_queue_keeps_its_priority_in_classic_levels(
     message = unrouted(topology.route(5, "other").routing_key, **to("", "other"))
     message.properties["priority"] = 9
     (outgoing,) = Distribution(topology, reach=KNOWN).receive(message)
-    assert outgoing.trouble is not None
-    later = Redelivery(topology, 60).after_failure(outgoing, DelayHeaders(), outgoing.trouble)
+    assert outgoing.obstacle is not None
+    later = Redelivery(topology, 60).after_failure(outgoing, DelayHeaders(), outgoing.obstacle)
     assert later.message.amqp().properties["priority"] == waits_as
 
 

@@ -15,7 +15,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.attempts import Attempts, ModuleStatistics, Received
+from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.destinations import MissingExchanges
 from celery_rabbitdelay.modules.distribution import Distribution
@@ -250,7 +250,7 @@ def test_what_is_let_through_without_a_signature_gets_none() -> None:
 def test_only_what_was_signed_is_signed_in_undeliverable(sign: bool) -> None:
     early = EarlyMessages(TOPOLOGY, 1000, lambda: DUE - 60_000)
     put_back = distribution(is_signing_required=False, put_back=early.put_back)
-    attempts = Attempts(
+    attempts = Forwarder(
         "distribution",
         Redelivery(TOPOLOGY, 60, signing_keys=KEYS),
         "undeliverable",

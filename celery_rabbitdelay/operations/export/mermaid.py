@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from celery_rabbitdelay.levels.delay import written
+from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import Topology
 
 #: What stands before, behind and around the levels.
@@ -36,10 +36,10 @@ def as_mermaid(topology: Topology) -> str:
     """Return a flow chart from left to right."""
     layout = topology.layout
     loop = topology.module_queues.meditation.queue_arguments or {}
-    around = _AROUND.replace("@ttl", written(loop["x-message-ttl"]))
+    around = _AROUND.replace("@ttl", duration_text(loop["x-message-ttl"]))
     title = (
         f"{topology.prefix}: {layout.name}, zeros passed by {layout.zeros}, "
-        f"{len(topology.digit_queues)} digit queues, up to {written(layout.capacity_ms)}"
+        f"{len(topology.digit_queues)} digit queues, up to {duration_text(layout.capacity_ms)}"
     )
     lines = (*_nodes(topology), *_arrows(topology), *around.splitlines())
     chart = ["---", f'title: "{title}"', "---", "flowchart LR", *(f"  {line}" for line in lines)]
@@ -51,7 +51,7 @@ def _nodes(topology: Topology) -> Iterator[str]:
         queues = topology.level_queues[level.name]
         ends = queues if len(queues) == 1 else (queues[0], queues[-1])
         names = [queue.name.removeprefix(f"{topology.prefix}.") for queue in ends]
-        ttls = [written((queue.queue_arguments or {})["x-message-ttl"]) for queue in ends]
+        ttls = [duration_text((queue.queue_arguments or {})["x-message-ttl"]) for queue in ends]
         yield f'exchange{index}{{{{"{level.name}"}}}}'
         yield f'queues{index}[("{" to<br/>".join(names)}<br/>TTL {" to ".join(ttls)}")]'
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from celery_rabbitdelay.levels.delay import written
+from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.export.definitions import as_setting, definitions
 
@@ -152,7 +152,7 @@ def as_terraform(topology: Topology, vhost: str = "/") -> str:
     head = _HEAD.format(
         layout=layout.name,
         zeros=layout.zeros,
-        capacity=written(layout.capacity_ms),
+        capacity=duration_text(layout.capacity_ms),
         prefix=_string(topology.prefix),
         vhost=_string(vhost),
         max_delay=_number(layout.capacity_ms),

@@ -13,7 +13,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.verify.findings import Report, Row, findings_of
+from celery_rabbitdelay.operations.verify.findings import FoundRow, Verification, findings_of
 from celery_rabbitdelay.operations.verify.management import (
     Inventory,
     Json,
@@ -58,7 +58,7 @@ def verify(
     queues: Iterable[Queue],
     management: ManagementAPI,
     now: Callable[[], float] = time.time,
-) -> Report:
+) -> Verification:
     """Look at a broker, and change nothing.
 
     Args:
@@ -103,10 +103,10 @@ def verify(
             *check_orphans(topology, inventory, count),
             *check_permissions(connection, settings, lasting, inventory),
         ]
-    return Report(inventory.version, findings_of(rows))
+    return Verification(inventory.version, findings_of(rows))
 
 
-def check_broker(settings: Settings, inventory: Inventory) -> Iterator[Row]:
+def check_broker(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
     """Find a version, a feature flag, a clock and a type of queue that break a promise."""
     subject = f"RabbitMQ {inventory.version}"
     number = tuple(map(int, re.findall(r"\d+", inventory.version)[:3]))
@@ -124,7 +124,7 @@ def check_broker(settings: Settings, inventory: Inventory) -> Iterator[Row]:
         yield "classic-levels", settings.prefix, {}
 
 
-def check_entities(settings: Settings, inventory: Inventory) -> Iterator[Row]:
+def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
     """Find exchanges and queues of the topology that are missing or differ."""
     topology, exchanges, queues = settings.topology, inventory.exchanges, inventory.queues
     guard, marker = topology.identity.guard, topology.identity.marker
@@ -155,7 +155,7 @@ def check_entities(settings: Settings, inventory: Inventory) -> Iterator[Row]:
             yield "differs", f"queue {queue.name}", {"difference": difference}
 
 
-def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[Row]:
+def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
     """Find bindings that are missing, and those that let tasks out or strangers in."""
     ours = {exchange.name for exchange in topology.exchanges}
     waiting = {queue.name for queue in _waiting(topology)}
@@ -175,7 +175,7 @@ def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[Row]:
             yield "binding-additional", _subject(binding), {}
 
 
-def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[Row]:
+def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
     """Find consumers of queues in which messages wait."""
     for queue in _waiting(topology):
         if inventory.consumers.get(queue.name):
@@ -198,7 +198,7 @@ def destinations_of(
 
 def check_destinations(
     settings: Settings, queues: Sequence[Queue], inventory: Inventory
-) -> Iterator[Row]:
+) -> Iterator[FoundRow]:
     """Find queues of tasks that are missing, differ, or get no tasks."""
     topology, delivery = settings.topology, settings.topology.delivery.name
     may_declare, distributes = settings.declare == "auto", "distribution" in settings.modules
@@ -225,7 +225,7 @@ def check_destinations(
             yield "destination-classic", f"queue {name}", {}
 
 
-def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Row]:
+def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[FoundRow]:
     """Find queues that have lost replicas, or never had enough for this cluster."""
     for name in names:
         queue, subject = inventory.queues.get(name, {"type": ""}), f"queue {name}"
@@ -246,7 +246,7 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Row]:
 
 def check_orphans(
     topology: Topology, inventory: Inventory, count: Callable[[str], int | None]
-) -> Iterator[Row]:
+) -> Iterator[FoundRow]:
     """Find queues and exchanges of other levels under the prefix.
 
     Args:

@@ -13,7 +13,7 @@ Severity: TypeAlias = Literal["danger", "warning", "note"]
 
 #: One fault of one subject: a code of :data:`FAULTS`, the subject, as
 #: ``queue rabbitdelay.hours.7``, and the values of the placeholders in its texts.
-Row: TypeAlias = tuple[str, str, Mapping[str, object]]
+FoundRow: TypeAlias = tuple[str, str, Mapping[str, object]]
 
 
 class Fault(NamedTuple):
@@ -43,14 +43,14 @@ class Finding(NamedTuple):
     remedy: str
 
 
-class Report(NamedTuple):
+class Verification(NamedTuple):
     """The result of ``verify``: the broker's version, and what was found, the worst first."""
 
     version: str
     findings: tuple[Finding, ...]
 
 
-def findings_of(rows: Iterable[Row]) -> tuple[Finding, ...]:
+def findings_of(rows: Iterable[FoundRow]) -> tuple[Finding, ...]:
     """Return one finding for all rows that differ in their subjects alone, the worst first."""
     found: dict[Finding, dict[str, None]] = {}
     for code, subject, values in rows:

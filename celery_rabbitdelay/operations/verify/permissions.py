@@ -19,7 +19,7 @@ from amqp.exceptions import AccessRefused, ChannelError
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.operations.verify.findings import Row
+from celery_rabbitdelay.operations.verify.findings import FoundRow
 from celery_rabbitdelay.operations.verify.management import Inventory
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
@@ -32,7 +32,7 @@ _Question: TypeAlias = tuple[str, str, str, Callable[[Any], object]]
 
 def check_permissions(
     connection: Connection, settings: Settings, queues: Sequence[Queue], inventory: Inventory
-) -> Iterator[Row]:
+) -> Iterator[FoundRow]:
     """Find permissions that producers and workers need and this user does not have.
 
     Args:

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, Final, TypeAlias
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.verify.findings import Row
+from celery_rabbitdelay.operations.verify.findings import FoundRow
 from celery_rabbitdelay.operations.verify.management import Inventory, Json
 
 #: The definition of the policy that the documentation recommends for the levels: it keeps other
@@ -35,7 +35,7 @@ Effective: TypeAlias = Mapping[str, tuple[Any, Json]]
 
 def check_policies(
     topology: Topology, inventory: Inventory, destinations: Iterable[str], virtual_host: str
-) -> Iterator[Row]:
+) -> Iterator[FoundRow]:
     """Find policies that break a promise; those that bound destinations are :func:`check_bounds`'.
 
     Args:
@@ -67,7 +67,7 @@ def check_policies(
 
 def check_bounds(
     inventory: Inventory, destinations: Iterable[str], may_refuse: Callable[[str], bool]
-) -> Iterator[Row]:
+) -> Iterator[FoundRow]:
     """Find tasks' queues that drop tasks when they are full, or refuse them unknown to us.
 
     Args:
