@@ -30,15 +30,14 @@ from celery_rabbitdelay.app.canvas import (
 )
 from celery_rabbitdelay.app.celery_internals import (
     DelayingAMQP,
-    DelayingControl,
     combined_class,
     forget_classes,
     imported_class,
     installed_on,
-    make_delaying,
     result_class,
     task_class,
 )
+from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
 from celery_rabbitdelay.app.task import DelayingTask
@@ -229,7 +228,7 @@ def install(app: AppT) -> AppT:
     app.__class__ = combined_class(Celery, type(app))
     forget_classes(app)
     _add_steps(app)
-    make_delaying(app)
+    _make_delaying(app)
     return app
 
 
@@ -237,6 +236,18 @@ def _add_steps(app: celery.Celery) -> None:
     app.steps["consumer"].update(WORKER_STEPS)
     app.steps["worker"].update((MODULES_STEP, METRICS_STEP))
     app.user_options["worker"].update((MODULES_OPTION, METRICS_PORT_OPTION))
+
+
+def _make_delaying(app: celery.Celery) -> None:
+    """Turn what an application has made already into :class:`DelayingAMQP` and the like."""
+    control: Any = app.__dict__.get("control")
+    if control is not None:
+        control.__class__ = combined_class(DelayingControl, type(control))
+    amqp: Any = app.__dict__.get("amqp")
+    if amqp is not None:
+        amqp.__class__ = combined_class(DelayingAMQP, type(amqp))
+        if "queues" in amqp.__dict__:
+            amqp._delaying(amqp.queues)
 
 
 def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.Celery:

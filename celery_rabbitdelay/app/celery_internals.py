@@ -6,7 +6,6 @@ worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -15,36 +14,19 @@ from types import FrameType
 from typing import Any, Final, TypeVar
 
 import celery
-from amqp.exceptions import AMQPError
 from celery.app import amqp as celery_amqp
-from celery.app.control import Control
 from celery.app.defaults import SETTING_KEYS
 from celery.canvas import Signature
 from celery.utils.imports import symbol_by_name
 from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.saferepr import saferepr
-from celery.utils.time import make_aware
-from kombu import Connection, Queue
-from kombu.exceptions import OperationalError
-
-logger = logging.getLogger(__name__)
+from celery.utils.time import make_aware, maybe_iso8601, maybe_make_aware
+from kombu import Queue
 
 SignatureT = TypeVar("SignatureT", bound=Signature[Any])
 
 
 # The application.
-
-
-def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
-    """Tell all workers not to start tasks that they have received, as Celery alone does.
-
-    It is of use for the tasks that a worker holds at the moment. That workers cannot be told, or
-    that the broker's user may not tell them, is no error: the registry knows.
-    """
-    try:
-        Control.revoke(app.control, task_ids)
-    except (AMQPError, OperationalError, OSError) as error:
-        logger.warning("Workers were not told that tasks they hold are cancelled: %s", error)
 
 
 def registered_task(app: celery.Celery, name: str) -> Any:
@@ -134,70 +116,6 @@ class DelayingAMQP(celery_amqp.AMQP):
         app: Any = self.app
         queues.on_declared = app.rabbitdelay.bind_declared_queue
         return queues
-
-
-class DelayingControl(Control):
-    """Celery's control commands; a revoke of a task that waits lasts until the task is due."""
-
-    def revoke(self, task_id: Any, *more: Any, **options: Any) -> Any:
-        """Tell all workers not to run tasks, as in Celery; the registry, if there is one, as well.
-
-        Args:
-            task_id: The id of a task, or a list of ids.
-            *more: Further arguments of Celery.
-            **options: Further arguments of Celery.
-        """
-        answer = super().revoke(task_id, *more, **options)
-        app: Any = self.app
-        if app.rabbitdelay.has_registry:
-            ids = [task_id] if isinstance(task_id, str) else list(task_id)
-            app.rabbitdelay.registry.cancel(ids)
-        return answer
-
-    def revoke_by_stamped_headers(self, headers: Any, *more: Any, **options: Any) -> Any:
-        """Tell all workers not to run tasks with these stamps; the tracked ones are cancelled.
-
-        A task that waits and is not tracked runs if every worker was restarted until it is due.
-
-        Args:
-            headers: The stamps.
-            *more: Further arguments of Celery.
-            **options: Further arguments of Celery.
-        """
-        answer = super().revoke_by_stamped_headers(headers, *more, **options)
-        app: Any = self.app
-        if app.rabbitdelay.has_registry:
-            app.rabbitdelay.cancel_stamped(headers)
-        return answer
-
-    def purge(self, connection: Connection | None = None) -> int:
-        """Discard all tasks of the application's queues, and cancel the tracked ones that wait.
-
-        Tasks that wait and are not tracked stay, and run when they are due.
-
-        Args:
-            connection: As in Celery.
-
-        Returns:
-            How many tasks were discarded or cancelled.
-        """
-        discarded: int = super().purge(connection)
-        app: Any = self.app
-        return discarded + (app.rabbitdelay.cancel_all() if app.rabbitdelay.has_registry else 0)
-
-    discard_all = purge
-
-
-def make_delaying(app: celery.Celery) -> None:
-    """Turn what an application has made already into :class:`DelayingAMQP` and the like."""
-    control: Any = app.__dict__.get("control")
-    if control is not None:
-        control.__class__ = combined_class(DelayingControl, type(control))
-    amqp: Any = app.__dict__.get("amqp")
-    if amqp is not None:
-        amqp.__class__ = combined_class(DelayingAMQP, type(amqp))
-        if "queues" in amqp.__dict__:
-            amqp._delaying(amqp.queues)
 
 
 # Tasks and signatures.
@@ -291,3 +209,17 @@ def celerys_repr(value: Any, size: int, depth: int | None) -> str:
 def aware(naive: datetime, timezone: tzinfo) -> datetime:
     """Return a naive instant as Celery reads it in a timezone."""
     return make_aware(naive, timezone)
+
+
+def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
+    """Return a message's ``eta`` as Celery's requests read it, None if missing or invalid.
+
+    Args:
+        value: The field of the message.
+        timezone: The application's; a naive instant is UTC nevertheless.
+    """
+    try:
+        instant = maybe_iso8601(value)
+    except (ArithmeticError, AttributeError, TypeError, ValueError):
+        return None
+    return maybe_make_aware(instant, timezone) if isinstance(instant, datetime) else None

@@ -19,7 +19,7 @@ from kombu.utils.functional import maybe_list
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.celery_internals import revoke_by_celery
+from celery_rabbitdelay.app.control import revoke_by_celery
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.stored_message import restored

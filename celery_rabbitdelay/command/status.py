@@ -13,6 +13,7 @@ from typing import Any, Final
 import click
 from celery.bin.base import CLIContext
 
+from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.command.context import (
     broker_of,
     delays_of,
@@ -23,7 +24,6 @@ from celery_rabbitdelay.command.context import (
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
-from celery_rabbitdelay.worker.status import ARRIVALS
 
 #: The exit status where a queue is missing.
 QUEUES_MISSING: Final = 1

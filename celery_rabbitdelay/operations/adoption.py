@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import amqp
 from kombu import Exchange, Queue
 
+from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.exceptions import DelayTooLong, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
@@ -35,7 +36,6 @@ from celery_rabbitdelay.publishing.message import (
 )
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.worker.celery_internals import eta_of
 
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28

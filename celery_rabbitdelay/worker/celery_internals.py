@@ -6,12 +6,10 @@ When Celery moves one of them, tests/unit/test_upstream_celery.py says which.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime, tzinfo
 from typing import Any, Final
 
 import amqp
 from celery.exceptions import InvalidTaskError
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
 from kombu.compression import compress
@@ -128,20 +126,6 @@ def write_pending_acknowledgements(consumer: Any) -> None:
     """
     if not has_event_loop(consumer):
         consumer.perform_pending_operations()
-
-
-def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
-    """Return a message's ``eta`` as Celery's requests read it, None if missing or invalid.
-
-    Args:
-        value: The field of the message.
-        timezone: The application's; a naive instant is UTC nevertheless.
-    """
-    try:
-        instant = maybe_iso8601(value)
-    except (ArithmeticError, AttributeError, TypeError, ValueError):
-        return None
-    return maybe_make_aware(instant, timezone) if isinstance(instant, datetime) else None
 
 
 def give_eta(message: Message, body: Any, due_ms: int) -> None:

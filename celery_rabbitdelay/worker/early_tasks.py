@@ -18,6 +18,7 @@ import kombu
 from celery.utils.log import get_logger
 from kombu import Message
 
+from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.modules.redelivery import EarlyWarning, early_ms
@@ -26,7 +27,6 @@ from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.worker.batch_thread import Action
 from celery_rabbitdelay.worker.celery_internals import (
     call_after,
-    eta_of,
     give_eta,
     is_revoked,
     lower_prefetch,

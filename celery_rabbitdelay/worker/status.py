@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Final
 
-import celery
 from celery.utils.serialization import strtobool
 from celery.worker import control
 from celery.worker.control import inspect_command
-from kombu import Connection
 from kombu.utils.functional import maybe_list
 
+from celery_rabbitdelay.app.control import ARRIVALS, COMMAND
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.publishing.shown_url import without_passwords_in
@@ -109,13 +108,6 @@ def _shown(task: Pending) -> dict[str, Any]:
     return {"eta": eta, "priority": PRIORITY, "request": request}
 
 
-#: The control command, by which ``celery inspect`` and ``control.broadcast`` call it.
-COMMAND: Final = "rabbitdelay_status"
-
-#: Beside the names of the modules: the delayed tasks that have arrived at the worker.
-ARRIVALS: Final = "tasks"
-
-
 @inspect_command(name=COMMAND)
 def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
     """Rates and backlog of the modules around the delay levels; how late delayed tasks arrive."""
@@ -125,22 +117,3 @@ def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]
     if isinstance(consumer.strategies, RestoringStrategies):
         status[ARRIVALS] = consumer.strategies.arrivals.status()
     return status
-
-
-def status_of_workers(
-    app: celery.Celery, connection: Connection, timeout: float
-) -> dict[str, Mapping[str, Any]]:
-    """Ask all workers for the status of their modules.
-
-    Args:
-        app: The application.
-        connection: An open connection to its broker.
-        timeout: Seconds to wait for the answers.
-
-    Returns:
-        The answer of each worker by the worker's name: the counts of each module by the module's
-        name, and those of :data:`ARRIVALS`; or ``{"error": reason}`` where the worker has no such
-        command.
-    """
-    answers = app.control.broadcast(COMMAND, reply=True, timeout=timeout, connection=connection)
-    return {worker: answer for each in answers or () for worker, answer in each.items()}

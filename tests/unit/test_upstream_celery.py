@@ -235,7 +235,7 @@ def test_an_eta_is_read_as_celery_reads_it() -> None:
     instant = datetime(2030, 1, 2, tzinfo=UTC)
     tokyo = timezone(timedelta(hours=9))
     for value in (instant, instant.isoformat(), "2030-01-02T00:00:00"):
-        assert of_worker.eta_of(value, tokyo) == instant, moved_in_worker("utils.time")
+        assert of_app.eta_of(value, tokyo) == instant, moved_in_worker("utils.time")
     wrong: list[Any] = [None, "tomorrow", 5]
     for each in wrong:
-        assert of_worker.eta_of(each, tokyo) is None, moved_in_worker("utils.time.maybe_iso8601")
+        assert of_app.eta_of(each, tokyo) is None, moved_in_worker("utils.time.maybe_iso8601")

@@ -1,0 +1,104 @@
+"""Celery's remote control of workers, which also knows the tasks that wait."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+import celery
+from amqp.exceptions import AMQPError
+from celery.app.control import Control
+from kombu import Connection
+from kombu.exceptions import OperationalError
+
+logger = logging.getLogger(__name__)
+
+#: The control command, by which ``celery inspect`` and ``control.broadcast`` call it.
+COMMAND: Final = "rabbitdelay_status"
+
+#: Beside the names of the modules: the delayed tasks that have arrived at the worker.
+ARRIVALS: Final = "tasks"
+
+
+class DelayingControl(Control):
+    """Celery's control commands; a revoke of a task that waits lasts until the task is due."""
+
+    def revoke(self, task_id: Any, *more: Any, **options: Any) -> Any:
+        """Tell all workers not to run tasks, as in Celery; the registry, if there is one, as well.
+
+        Args:
+            task_id: The id of a task, or a list of ids.
+            *more: Further arguments of Celery.
+            **options: Further arguments of Celery.
+        """
+        answer = super().revoke(task_id, *more, **options)
+        app: Any = self.app
+        if app.rabbitdelay.has_registry:
+            ids = [task_id] if isinstance(task_id, str) else list(task_id)
+            app.rabbitdelay.registry.cancel(ids)
+        return answer
+
+    def revoke_by_stamped_headers(self, headers: Any, *more: Any, **options: Any) -> Any:
+        """Tell all workers not to run tasks with these stamps; the tracked ones are cancelled.
+
+        A task that waits and is not tracked runs if every worker was restarted until it is due.
+
+        Args:
+            headers: The stamps.
+            *more: Further arguments of Celery.
+            **options: Further arguments of Celery.
+        """
+        answer = super().revoke_by_stamped_headers(headers, *more, **options)
+        app: Any = self.app
+        if app.rabbitdelay.has_registry:
+            app.rabbitdelay.cancel_stamped(headers)
+        return answer
+
+    def purge(self, connection: Connection | None = None) -> int:
+        """Discard all tasks of the application's queues, and cancel the tracked ones that wait.
+
+        Tasks that wait and are not tracked stay, and run when they are due.
+
+        Args:
+            connection: As in Celery.
+
+        Returns:
+            How many tasks were discarded or cancelled.
+        """
+        discarded: int = super().purge(connection)
+        app: Any = self.app
+        return discarded + (app.rabbitdelay.cancel_all() if app.rabbitdelay.has_registry else 0)
+
+    discard_all = purge
+
+
+def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
+    """Tell all workers not to start tasks that they have received, as Celery alone does.
+
+    It is of use for the tasks that a worker holds at the moment. That workers cannot be told, or
+    that the broker's user may not tell them, is no error: the registry knows.
+    """
+    try:
+        Control.revoke(app.control, task_ids)
+    except (AMQPError, OperationalError, OSError) as error:
+        logger.warning("Workers were not told that tasks they hold are cancelled: %s", error)
+
+
+def status_of_workers(
+    app: celery.Celery, connection: Connection, timeout: float
+) -> dict[str, Mapping[str, Any]]:
+    """Ask all workers for the status of their modules.
+
+    Args:
+        app: The application.
+        connection: An open connection to its broker.
+        timeout: Seconds to wait for the answers.
+
+    Returns:
+        The answer of each worker by the worker's name: the counts of each module by the module's
+        name, and those of :data:`ARRIVALS`; or ``{"error": reason}`` where the worker has no such
+        command.
+    """
+    answers = app.control.broadcast(COMMAND, reply=True, timeout=timeout, connection=connection)
+    return {worker: answer for each in answers or () for worker, answer in each.items()}
