@@ -11,8 +11,8 @@ from celery_rabbitdelay.levels.layout import MAX_TTL
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
-#: How often a message may be given back to its queue. From 4.0 on, RabbitMQ's default is 20, after
-#: which it dead-letters the message; up to 3.13 "no limit" cannot be written.
+#: How often a message may be given back to its queue; see :data:`.DELIVERY_LIMIT`. Up to 3.13, "no
+#: limit" cannot be written.
 NO_DELIVERY_LIMIT: Final = 2**31 - 1
 
 #: Delivery limit of the module queues: a message redelivered more often is assumed to crash workers

@@ -132,8 +132,7 @@ BROKER_HEADERS: Final = frozenset(
     | {f"x-last-death-{what}" for what in ("exchange", "queue", "reason")}
 )
 
-#: The highest normal priority of quorum queues (0-4). Up to 4.2 a message above it would block the
-#: others of its digit queue (https://www.rabbitmq.com/docs/quorum-queues#priorities).
+#: The highest normal priority of quorum queues (0-4); see :data:`.TWO_PRIORITIES`.
 MAX_PRIORITY: Final = 4
 
 #: AMQP's highest priority, and the longest ``expiration`` that RabbitMQ takes, in milliseconds.

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 from kombu import Connection
 
+from celery_rabbitdelay.levels.quirks import ORDER_OF_REQUEUED, version_of
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.wire import Wire, requeue_all_frame
 
@@ -32,7 +33,7 @@ class ConsumerConnection:
         connection: The connection.
         channel: Its channel, once :meth:`open_channel` has opened it.
         errors: The errors that mean that the connection, or its channel, is lost.
-        is_4: Whether the broker is RabbitMQ 4.0 or later.
+        version: The version of RabbitMQ.
 
     Raises:
         OSError: The broker cannot be reached.
@@ -51,8 +52,8 @@ class ConsumerConnection:
         )
         self._wire = Wire(self.connection)
         self._wire.receive_ahead()
-        version = str(self.connection.connection.server_properties.get("version", "0"))
-        self.is_4 = int(version.partition(".")[0]) >= 4
+        properties = self.connection.connection.server_properties
+        self.version = version_of(str(properties.get("version", "0")))
 
     def open_channel(self) -> None:
         """Open the channel; the bodies of its messages are bytes."""
@@ -79,8 +80,7 @@ class ConsumerConnection:
         Args:
             last_tag: The delivery tag of the last message; 0 if all are acknowledged.
         """
-        if last_tag and self.is_4:
-            # On RabbitMQ 4.3, a closed channel counts as a failed delivery, and this does not. On
-            # 3.10.8, this would change the order (measured).
+        # Where it keeps the order, because a closed channel may count as a failed delivery.
+        if last_tag and not ORDER_OF_REQUEUED.is_in(self.version):
             self.write(requeue_all_frame(self.channel.channel_id, last_tag))
         self.channel.close()

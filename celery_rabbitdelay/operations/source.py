@@ -98,8 +98,7 @@ class Source:
     def consume(self, queues: Sequence[str], prefetch: int) -> None:
         """Begin to take messages from queues.
 
-        Each call uses consumer tags of its own. RabbitMQ 3.10.8 fails if a consumer of a quorum
-        queue starts again under its tag while it has messages (measured).
+        Each call uses consumer tags of its own; see :data:`.SAME_CONSUMER_TAG`.
 
         Args:
             queues: Their names.

@@ -27,6 +27,7 @@ from amqp.exceptions import AccessRefused, RecoverableConnectionError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ReadTooLong
+from celery_rabbitdelay.levels.quirks import SAME_CONSUMER_TAG
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.consumer_connection import BARRIERS, ConsumerConnection
 from celery_rabbitdelay.publishing.wire import ack_all_frame, ack_frames
@@ -132,9 +133,9 @@ class Reader:
         self._is_lost = False
         with self._answers():
             own.open_channel()
-        # RabbitMQ 3.10.8 fails if a consumer of a quorum queue starts again under its tag while it
-        # has messages (measured).
-        self._restarts = own.is_4 and topology.queue_type == "quorum"
+        self._restarts = (
+            not SAME_CONSUMER_TAG.is_in(own.version) and topology.queue_type == "quorum"
+        )
         self._ahead = AHEAD
         if rate is not None:
             self._ahead = max(1, min(int(rate), AHEAD_OF_REMOVAL))

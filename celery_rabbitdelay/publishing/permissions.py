@@ -1,8 +1,7 @@
 """Which permission a user lacks, as far as RabbitMQ's ``ACCESS_REFUSED`` tells.
 
 RabbitMQ checks a permission for each resource that a method touches
-(https://www.rabbitmq.com/docs/access-control#authorisation). A passive declaration takes none up to
-4.0; on 4.3, it takes any of the three on the queue or exchange (measured on 3.10.8, 4.0.5, 4.3.6).
+(https://www.rabbitmq.com/docs/access-control#authorisation). See :data:`.PASSIVE_PERMISSION`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from amqp.exceptions import AccessRefused
 
 from celery_rabbitdelay.exceptions import MissingPermission, PermissionMissing
 
-#: What the broker says. RabbitMQ 3.10.8 leaves out which permission it is; 4.0.5 names it.
+#: What the broker says; see :data:`.UNNAMED_PERMISSION`.
 _REPLY: Final = re.compile(
     r"(?:(?P<permission>configure|write|read) )?access to (?P<kind>queue|exchange|topic) "
     r"'(?P<name>.*?)' (?:in exchange '(?P<exchange>.*?)' )?in vhost '(?P<vhost>.*?)' "

@@ -172,10 +172,7 @@ def reject_frames(channel: int, tags: Iterable[int]) -> bytes:
 def requeue_frames(channel: int, tags: Iterable[int]) -> bytes:
     """Return the frames that give messages back to their queue, by their delivery tags.
 
-    With ``basic.nack``, which py-amqp cannot send. On RabbitMQ 4.3, only ``basic.reject`` counts
-    towards a quorum queue's delivery limit
-    (https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling); on 3.10 and 4.0, both do
-    (measured).
+    With ``basic.nack``, which py-amqp cannot send; see :data:`.ONLY_REJECT_COUNTS`.
     """
     return _settle_frames(channel, _NACK, tags, _REQUEUE)
 

@@ -12,6 +12,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify.findings import FoundRow, Verification, findings_of
 from celery_rabbitdelay.operations.verify.management import (
@@ -30,15 +31,7 @@ from celery_rabbitdelay.publishing.wire import Wire
 #: Seconds that an answer of the broker may take.
 ANSWER_TIMEOUT: Final = 30.0
 
-#: The oldest series that the tests run on.
-OLDEST: Final = (3, 10, 0)
-
-#: Up to this version of the series 4.3, at-least-once dead-lettering stops when the replicas of a
-#: queue change: https://github.com/rabbitmq/rabbitmq-server/pull/16652
-STUCK_DEAD_LETTERING: Final = ((4, 3, 0), (4, 3, 2))
-
-#: Before RabbitMQ 3.11, at-least-once dead-lettering needs this feature flag:
-#: https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
+#: See :data:`.DEAD_LETTERING_FLAG`.
 NEEDED_FLAG: Final = "stream_queue"
 
 #: Replicas that survive the death of a node:
@@ -109,10 +102,10 @@ def verify(
 def check_broker(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
     """Find a version, a feature flag, a clock and a type of queue that break a promise."""
     subject = f"RabbitMQ {inventory.version}"
-    number = tuple(map(int, re.findall(r"\d+", inventory.version)[:3]))
-    if number < OLDEST:
+    version = version_of(inventory.version)
+    if version < OLDEST:
         yield "version-too-old", subject, {}
-    if STUCK_DEAD_LETTERING[0] <= number <= STUCK_DEAD_LETTERING[1]:
+    if STUCK_DEAD_LETTERING.is_in(version):
         yield "version-fault", subject, {}
     if NEEDED_FLAG in inventory.disabled_flags:
         yield "feature-flag-disabled", f"feature flag {NEEDED_FLAG}", {"flag": NEEDED_FLAG}
@@ -214,7 +207,7 @@ def check_destinations(
         if (
             delivery in inventory.exchanges
             and binding not in inventory.bindings
-            # RabbitMQ up to 4.2 does not list the bindings of such a queue.
+            # UNLISTED_BINDINGS
             and not _is_away(inventory.queues[name], inventory)
         ):
             code = "destination-unbound" if distributes else "destination-cut-off"

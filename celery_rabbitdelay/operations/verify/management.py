@@ -27,6 +27,7 @@ from kombu.transport.pyamqp import SSLTransport
 
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
 from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
 from celery_rabbitdelay.publishing.shown_url import without_password
 
 #: Seconds that each step of a request may take.
@@ -199,7 +200,8 @@ def read_inventory(
     before, broker, after = now(), api.time(), now()
     at_least, at_most = before - broker - CLOCK_STEP, after - broker
     version = api.get("overview")["rabbitmq_version"]
-    flags = api.get("feature-flags") if version.startswith("3.10.") else ()
+    needs_flag = DEAD_LETTERING_FLAG.is_in(version_of(version))
+    flags = api.get("feature-flags") if needs_flag else ()
     # Without statistics, which are up to five seconds old, and slow if there are many queues. With
     # enable_queue_totals, RabbitMQ 3.10 leaves out the queues whose node is away.
     queues = map(_with_arguments, api.get("queues", virtual_host, disable_stats="true"))

@@ -1,0 +1,101 @@
+"""Where versions of RabbitMQ differ: each quirk, the versions that have it, and what we do.
+
+No other file compares versions. What a quirk has no source for was measured on 3.10.8, 4.0.5 and
+4.3.6. To add one, name it here; where code depends on the version, it asks ``NAME.is_in(version)``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple, TypeAlias
+
+#: The numbers of a version, as many as are known: (3, 10, 8).
+Version: TypeAlias = tuple[int, ...]
+
+#: The oldest series that the tests run on.
+OLDEST: Final[Version] = (3, 10)
+
+
+class Quirk(NamedTuple):
+    """What some versions do differently.
+
+    Attributes:
+        what: What the broker does.
+        handling: What we do.
+        first: The first version that does it; empty: all earlier ones do.
+        last: The last version that does it, or its series; None: the newest one does.
+    """
+
+    what: str
+    handling: str
+    first: Version = ()
+    last: Version | None = None
+
+    def is_in(self, version: Version) -> bool:
+        """Return whether a version has the quirk."""
+        last = self.last
+        return self.first <= version and (last is None or version[: len(last)] <= last)
+
+
+# https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
+DEAD_LETTERING_FLAG: Final = Quirk(
+    "At-least-once dead-lettering needs the feature flag stream_queue.",
+    "verify says if it is disabled.",
+    last=(3, 10),
+)
+# https://github.com/rabbitmq/rabbitmq-server/pull/16652
+STUCK_DEAD_LETTERING: Final = Quirk(
+    "At-least-once dead-lettering stops when the replicas of a queue change.",
+    "verify warns.",
+    first=(4, 3, 0),
+    last=(4, 3, 2),
+)
+SAME_CONSUMER_TAG: Final = Quirk(
+    "A consumer of a quorum queue that starts again under its tag while it has messages fails.",
+    "Each consumer has a tag of its own there.",
+    last=(3,),
+)
+ORDER_OF_REQUEUED: Final = Quirk(
+    "basic.nack changes the order of what is requeued; a closed channel keeps it.",
+    "Messages that were only read are requeued by closing the channel.",
+    last=(3,),
+)
+# https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling
+ONLY_REJECT_COUNTS: Final = Quirk(
+    "basic.reject and a closed channel count towards a delivery limit, basic.nack does not.",
+    "What is not processed is given back with basic.nack.",
+    first=(4, 3),
+)
+# https://www.rabbitmq.com/docs/quorum-queues#position-in-queue
+DELIVERY_LIMIT: Final = Quirk(
+    "Quorum queues dead-letter a message after 20 deliveries by default, task queues drop it.",
+    "The levels set a limit that is never reached; adopt publishes a task anew before it is.",
+    first=(4, 0),
+)
+# https://www.rabbitmq.com/docs/quorum-queues#priorities
+TWO_PRIORITIES: Final = Quirk(
+    "Priorities above 4 form a band of their own; one such message blocks the others of a level.",
+    "Higher priorities wait in a header, and distribution restores them.",
+    first=(4, 0),
+    last=(4, 2),
+)
+PASSIVE_PERMISSION: Final = Quirk(
+    "A passive declaration needs one of the three permissions; before, it needs none.",
+    "Counts that the user may not read are left out.",
+    first=(4, 3),
+)
+UNNAMED_PERMISSION: Final = Quirk(
+    "ACCESS_REFUSED does not say which permission is missing.",
+    "It is derived from the method that was refused.",
+    last=(3,),
+)
+UNLISTED_BINDINGS: Final = Quirk(
+    "The management API does not list the bindings of a queue whose node is away.",
+    "verify asks for no binding of such a queue.",
+    last=(4, 2),
+)
+
+
+def version_of(text: str) -> Version:
+    """Return the numbers of a version as the broker writes it: ``3.10.8``, ``4.3.0-rc.1``."""
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
