@@ -9,8 +9,8 @@ from celery.bin.base import CLIContext
 from kombu import Queue
 
 from celery_rabbitdelay.command.context import delays_of
-from celery_rabbitdelay.command.moving import Move, MoveOptions, move_options, run
-from celery_rabbitdelay.operations.adoption import (
+from celery_rabbitdelay.command.migrate import Move, MoveOptions, move_options, run
+from celery_rabbitdelay.operations.moving.adoption import (
     KEEPS_OWN,
     NOT_DELAYED,
     EtaTasks,
@@ -20,9 +20,9 @@ from celery_rabbitdelay.operations.adoption import (
     native_queues,
     nservicebus_queues,
 )
-from celery_rabbitdelay.operations.destinations import Destinations, Place
-from celery_rabbitdelay.operations.migration import ready_in
-from celery_rabbitdelay.operations.mover import Convert, Mover, Target
+from celery_rabbitdelay.operations.moving.destinations import Destinations, Place
+from celery_rabbitdelay.operations.moving.migration import ready_in
+from celery_rabbitdelay.operations.moving.mover import Convert, Mover, Target
 from celery_rabbitdelay.publishing.declaration import check_complete, declare_if_missing
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -133,8 +133,8 @@ def _adopt(
         options.timeout,
     )
 
-    def mover(show: Callable[[int, int], None]) -> Mover:
-        return Mover(connection, queues, target, convert(adopting), rate=options.rate, show=show)
+    def mover() -> Mover:
+        return Mover(connection, queues, target, convert(adopting), rate=options.rate)
 
     def waiting() -> Mapping[str, int]:
         return ready_in(connection, [Queue(name) for name in queues])

@@ -6,9 +6,10 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from threading import Event
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import amqp
 import click
@@ -19,7 +20,6 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.command.parameter_type import ParameterType
 from celery_rabbitdelay.exceptions import (
     InvalidSetting,
     LayoutConflict,
@@ -29,12 +29,38 @@ from celery_rabbitdelay.exceptions import (
     TopologyInUse,
     TopologyNotEmpty,
 )
+from celery_rabbitdelay.levels.delay import parse_delay
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.permissions import missing_permission
 from celery_rabbitdelay.publishing.shown_url import (
     shown_broker,
     without_password,
     without_passwords,
 )
+
+
+class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
+    """Reads a parameter by a function, and names the parameter if that cannot read it.
+
+    Args:
+        name: What the parameter is, for the help.
+        read: Returns the value of a text. It also gets the parameter's name, and raises a
+            :class:`ValueError` that says what is wrong.
+    """
+
+    def __init__(self, name: str, read: Callable[[str, str], Any]) -> None:
+        self.name = name
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value; click also asks about values that are read already."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._read(value, (param.name if param is not None else None) or self.name)
+        except ValueError as wrong:
+            self.fail(str(wrong), param, ctx)
+
 
 #: The exit status where what was asked for is not allowed: by the registry or a job, or by what the
 #: broker holds.
@@ -140,14 +166,10 @@ def _check(connection: Callable[[], Connection], what: str) -> Connection:
 
 @contextmanager
 def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
-    """Let the first Ctrl-C, or SIGTERM, set an event, and the second one end the command at once.
-
-    A KeyboardInterrupt would be lost if it were raised in a destructor.
-    """
+    """Let Ctrl-C, or SIGTERM, set an event; a second one ends the command as usual."""
 
     def stop(number: int, frame: object) -> None:
-        if stopping.is_set():
-            raise KeyboardInterrupt
+        signal.signal(number, former[signal.Signals(number)])
         stopping.set()
 
     former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -207,3 +229,64 @@ def fail(error: Exception, message: str, exit_status: int, as_json: bool) -> NoR
     if as_json:
         click.echo(json.dumps({"error": line}))
     raise CeleryCommandException(line, exit_status) from error
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+#: The options by the setting that each replaces.
+_SETTINGS: Final = ("prefix", "layout", "tick", "queue_type", "shards")
+
+
+def _layout(text: str, what: str) -> Any:
+    """Read the name of a layout, or as JSON what ``rabbitdelay_layout`` takes."""
+    if not text.lstrip().startswith(("[", "{", '"')):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as wrong:
+        raise ValueError(f"{text!r} is not JSON: {wrong}") from wrong
+
+
+delay_type: Final = ParameterType("delay", parse_delay)
+
+layout_type: Final = ParameterType("layout", _layout)
+
+
+def topology_options(command: _Command) -> _Command:
+    """Add the options that describe another topology, such as ``--prefix``, to a command.
+
+    The command hands them to :func:`topology_of`.
+    """
+    for option in (
+        click.option("--shards", type=int, help="How many queues each digit has."),
+        click.option("--queue-type", help="quorum or classic."),
+        click.option("--tick", type=float, help="The resolution in seconds."),
+        click.option(
+            "--layout",
+            type=layout_type,
+            help="clock, binary, geometric, or as JSON what rabbitdelay_layout takes.",
+        ),
+        click.option("--prefix", help="The first part of all names."),
+    ):
+        command = option(command)
+    return command
+
+
+def topology_of(context: CLIContext, options: dict[str, Any]) -> Topology:
+    """Return the application's topology, with what the options replace.
+
+    Args:
+        context: Celery's.
+        options: What :func:`topology_options` has added; None where the application's value counts.
+
+    Raises:
+        click.UsageError: The application's delays do not wait in RabbitMQ, or a value is wrong.
+    """
+    settings = delays_of(context).settings
+    given = {name: options[name] for name in _SETTINGS if options.get(name) is not None}
+    if not given:
+        return settings.topology
+    try:
+        return replace(settings, **given).topology
+    except InvalidSetting as wrong:
+        raise click.UsageError(str(wrong)) from wrong

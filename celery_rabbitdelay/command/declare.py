@@ -10,8 +10,14 @@ import click
 from celery.bin.base import CLIContext
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.command.context import REFUSED, broker_of, first_of, json_option
-from celery_rabbitdelay.command.topology_options import topology_of, topology_options
+from celery_rabbitdelay.command.context import (
+    REFUSED,
+    broker_of,
+    first_of,
+    json_option,
+    topology_of,
+    topology_options,
+)
 from celery_rabbitdelay.publishing import declaration
 
 #: The guard and the marker, which are exchanges too.

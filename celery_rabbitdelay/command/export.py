@@ -12,8 +12,12 @@ from typing import Any, Final
 import click
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.command.context import json_option
-from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
+from celery_rabbitdelay.command.context import (
+    delay_type,
+    json_option,
+    topology_of,
+    topology_options,
+)
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.export.definitions import as_definitions, as_setting, cut

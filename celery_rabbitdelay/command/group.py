@@ -10,14 +10,14 @@ from celery_rabbitdelay.command.adopt import adopt
 from celery_rabbitdelay.command.declare import declare, delete
 from celery_rabbitdelay.command.export import export
 from celery_rabbitdelay.command.migrate import migrate, transfer
-from celery_rabbitdelay.command.pending import forecast, pending
 from celery_rabbitdelay.command.permissions import permissions
 from celery_rabbitdelay.command.route import route
 from celery_rabbitdelay.command.send import send
 from celery_rabbitdelay.command.status import status
 from celery_rabbitdelay.command.undeliverable import undeliverable
+from celery_rabbitdelay.command.undeliverable_redrive import redrive
 from celery_rabbitdelay.command.verify import verify
-from celery_rabbitdelay.command.waiting import cancel, job, postpone
+from celery_rabbitdelay.command.waiting import cancel, forecast, job, pending, postpone
 from celery_rabbitdelay.publishing.shown_url import without_passwords
 
 # Registers the control command, so that `celery inspect` knows it in this process.
@@ -64,3 +64,4 @@ for command in (
     verify,
 ):
     rabbitdelay.add_command(command)
+undeliverable.add_command(redrive)

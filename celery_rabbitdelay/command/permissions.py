@@ -8,8 +8,7 @@ from typing import Any, get_args
 import click
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.command.context import delays_of, json_option
-from celery_rabbitdelay.command.topology_options import topology_of, topology_options
+from celery_rabbitdelay.command.context import delays_of, json_option, topology_of, topology_options
 from celery_rabbitdelay.operations import permissions as needed
 
 

@@ -11,8 +11,13 @@ from typing import Any
 import click
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.command.context import delays_of, json_option
-from celery_rabbitdelay.command.topology_options import delay_type, topology_of, topology_options
+from celery_rabbitdelay.command.context import (
+    delay_type,
+    delays_of,
+    json_option,
+    topology_of,
+    topology_options,
+)
 from celery_rabbitdelay.levels.delay import TAKES, Delay, duration_text, milliseconds
 from celery_rabbitdelay.levels.topology import Topology
 

@@ -1,10 +1,13 @@
-"""``celery rabbitdelay send``: send one task for each line of a file."""
+"""``celery rabbitdelay send``: send one task for each line of a file, until Ctrl-C is pressed."""
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from types import FrameType
 from typing import IO, Any, Final
 
 import celery
@@ -14,8 +17,6 @@ from celery.exceptions import QueueNotFound
 
 from celery_rabbitdelay.app.rows import Report
 from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
-from celery_rabbitdelay.command.lines import INTERRUPTED, Lines
-from celery_rabbitdelay.command.progress_bar import progress_of_lines
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 
@@ -30,6 +31,77 @@ NOT_CONFIRMED: Final = 1
 
 #: The exit status after Ctrl-C: 128 and the number of the signal, as shells have it.
 STOPPED_BY_CTRL_C: Final = 130
+
+
+#: Why reading stopped, after Ctrl-C.
+INTERRUPTED: Final = "interrupted"
+
+
+class Lines:
+    """Reads each line as JSON. A line that is not JSON is passed on, so that only its row fails.
+
+    Args:
+        file: The file.
+
+    Attributes:
+        taken: How many lines were read.
+        ended: Whether the end of the file was reached.
+        stopped: Why the command stopped before its end; None if it did not.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.taken = 0
+        self.ended = False
+        self.stopped: str | None = None
+        self._file = file
+        self._is_interrupted = self._is_reading = False
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            while line := self._next():
+                self.taken += 1
+                yield _row(line)
+        except OSError as error:
+            self.stopped = f"{self._file.name} cannot be read further: {error}"
+
+    @contextmanager
+    def stopped_by_ctrl_c(self) -> Iterator[None]:
+        """Let Ctrl-C end the rows; a second one ends the command."""
+        former = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, former)
+
+    def _next(self) -> bytes:
+        """Return the next line, or nothing at the end of the file and after Ctrl-C."""
+        if not self._is_interrupted:
+            line = b""
+            with suppress(KeyboardInterrupt):
+                self._is_reading = True
+                line = self._file.readline()
+                self._is_reading = False
+            if line or not self._is_interrupted:
+                self.ended = not line
+                return line
+        # A regular file tells whether there is more; a pipe may never do.
+        self.ended = self._file.seekable() and not self._file.readline()
+        self.stopped = None if self.ended else INTERRUPTED
+        return b""
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.default_int_handler)
+        self._is_interrupted = True
+        if self._is_reading:
+            # Python would go on with the read.
+            raise KeyboardInterrupt
+
+
+def _row(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return line.decode(errors="replace")
 
 
 def _checked_tolerance(_: click.Context, __: click.Parameter, seconds: float) -> float:
@@ -75,27 +147,16 @@ def send(
 
     ROWS is a file; - or nothing is the standard input. A line is a JSON object with the task's
     args, kwargs, delay (seconds) or eta (ISO 8601), and task_id, all of them optional. Ctrl-C
-    takes no further lines and waits for the confirms of the others; a second one does not wait.
+    takes no further lines and waits for the confirms of the others.
     """
     delays = delays_of(context)
     target = task if by_name else _registered_task(context.app, task)
     given = {name: value for name, value in options.items() if value is not None}
-    lines, report, failed = Lines(rows), Report(), None
-    with lines.stopped_by_ctrl_c(), progress_of_lines(task, rows) as show:
-
-        def progress(current: Report) -> None:
-            nonlocal report
-            report = current
-            show(current)
-
+    lines, failed = Lines(rows), None
+    with lines.stopped_by_ctrl_c():
         try:
             report = delays.send_many(
-                target,
-                lines,
-                tolerance=tolerance,
-                envelopes=envelopes,
-                progress=progress,
-                **given,
+                target, lines, tolerance=tolerance, envelopes=envelopes, **given
             )
         except RowsNotConfirmed as error:
             failed, report = error, error.report
@@ -104,7 +165,7 @@ def send(
         except (RabbitDelayError, *BROKER_ERRORS) as error:
             fail(error, str(error), NOT_CONFIRMED, as_json)
     click.echo(_as_json(report, failed, lines) if as_json else _summary(report))
-    for line in _trouble(report, failed, lines):
+    for line in _trouble(failed, lines):
         click.echo(line, err=True)
     if lines.stopped == INTERRUPTED:
         raise SystemExit(STOPPED_BY_CTRL_C)
@@ -146,7 +207,7 @@ def _as_json(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> s
     )
 
 
-def _trouble(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> Iterator[str]:
+def _trouble(failed: RowsNotConfirmed | None, lines: Lines) -> Iterator[str]:
     errors = [] if failed is None else list(failed.errors.items())
     for row, error in errors[:MAX_LINES_NAMED]:
         assert failed is not None
@@ -156,11 +217,6 @@ def _trouble(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> I
         yield f"... and {len(errors) - MAX_LINES_NAMED:,} more"
     if lines.stopped is not None:
         yield lines.stopped
-    if lines.aborted:
-        yield (
-            f"{report.confirmed:,} of {lines.taken:,} lines are confirmed; "
-            "the broker may have any of the others"
-        )
     first = _first_line_not_taken(failed, lines)
     if first is not None:
         yield f"lines from {first:,} on were not taken"

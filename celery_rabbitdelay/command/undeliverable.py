@@ -3,48 +3,167 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import click
+from amqp.exceptions import NotFound
 from celery.bin.base import CLIContext
+from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.command.context import delays_of, json_option
-from celery_rabbitdelay.command.undeliverable_options import (
-    errors_told,
-    filter_options,
-    filter_with,
-    limit_option,
-    printable,
-    progress_of_removal,
-    tell_removal,
+from celery_rabbitdelay.command.context import (
+    BROKER_ERRORS,
+    REFUSED,
+    ParameterType,
+    delays_of,
+    fail,
+    json_option,
 )
-from celery_rabbitdelay.command.undeliverable_redrive import redrive
-from celery_rabbitdelay.operations.progress_bar import progress_bar
-from celery_rabbitdelay.operations.purge import purge as purge_messages
-from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage, undeliverable_messages
-from celery_rabbitdelay.operations.undeliverable_export import (
+from celery_rabbitdelay.exceptions import RabbitDelayError
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.undeliverable.messages import (
+    Contents,
+    UndeliverableFilter,
+    UndeliverableMessage,
+    UndeliverableSummary,
     as_record,
     new_file,
     shown_body,
     summary_of,
+    undeliverable_messages,
     write_records,
 )
-from celery_rabbitdelay.operations.undeliverable_filter import Contents, UndeliverableFilter
-from celery_rabbitdelay.operations.undeliverable_reader import ready_messages
-from celery_rabbitdelay.operations.undeliverable_summary import UndeliverableSummary
+from celery_rabbitdelay.operations.undeliverable.redrive import RemovalReport
+from celery_rabbitdelay.operations.undeliverable.redrive import purge as purge_messages
+from celery_rabbitdelay.publishing.shown_url import shown_broker
 
-#: Messages that ``show`` prints at most: a task can have copies.
-MOST_SHOWN: Final = 10
+#: The seconds of each unit that an age or a delay may be written in.
+UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
-#: The exit status if there is no such message.
-NOT_FOUND: Final = 1
+#: The exit status if chosen messages stay.
+INCOMPLETE: Final = 1
+
+#: The most reasons that the text names; ``--json`` names all of them.
+MOST_REASONS: Final = 20
+
+_AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
+
+
+def _age(text: str, what: str) -> timedelta:
+    """Read a length of time: seconds, or a number with one of the units s, m, h and d."""
+    read = _AGE.fullmatch(text)
+    if read is None:
+        raise ValueError(f"{text!r} is neither a number of seconds nor one with s, m, h or d")
+    try:
+        return timedelta(seconds=float(read[1]) * UNITS[read[2]])
+    except OverflowError as wrong:
+        raise ValueError(f"{text!r} is too long") from wrong
+
+
+age_type: Final = ParameterType("age", _age)
+
+limit_option: Final = click.option(
+    "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
+)
+
+
+def filter_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that choose messages."""
+    for option in (
+        click.option(
+            "--newer-than",
+            type=age_type,
+            help="Undeliverable for at most this long: 90, 15m, 2h, 3d.",
+        ),
+        click.option("--older-than", type=age_type, help="Undeliverable for at least this long."),
+        click.option(
+            "--reason",
+            "reasons",
+            multiple=True,
+            help="With this text in their reason; with * or ?, a pattern for the whole reason.",
+        ),
+        click.option("--id", "ids", multiple=True, help="Of the task with this id."),
+        click.option(
+            "--queue", "queues", multiple=True, help="For queues of this name or pattern."
+        ),
+        click.option("--task", "tasks", multiple=True, help="Of tasks of this name or pattern."),
+    ):
+        command = option(command)
+    return command
+
+
+def filter_with(options: dict[str, Any]) -> UndeliverableFilter:
+    """Return the filter that the options of :func:`filter_options` describe."""
+    return UndeliverableFilter(**options)
+
+
+@contextmanager
+def errors_told(connection: Connection, topology: Topology, as_json: bool) -> Iterator[None]:
+    """End the command with one line if the broker cannot be reached, or the queue is missing."""
+    try:
+        yield
+    except NotFound as error:
+        name = topology.module_queues.undeliverable.name
+        fail(error, f"the queue {name} does not exist: declare the levels", REFUSED, as_json)
+    except RabbitDelayError as error:
+        fail(error, str(error), REFUSED, as_json)
+    except BROKER_ERRORS as error:
+        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
+        fail(error, message, EX_UNAVAILABLE, as_json)
+
+
+def tell_removal(report: RemovalReport, done: str, dry_run: bool, as_json: bool) -> None:
+    """Print a report; end the command with status 1 if it is not complete.
+
+    Args:
+        report: The report.
+        done: The action, as a participle: "deleted" or "redriven".
+        dry_run: Whether the action was left out.
+        as_json: Whether to print JSON.
+    """
+    if as_json:
+        click.echo(json.dumps({**vars(report), "dry_run": dry_run}))
+    else:
+        would = "would be " if dry_run else ""
+        click.echo(
+            f"{report.removed:,} of {report.matched:,} messages {would}{done} in "
+            f"{report.seconds:.1f} s ({report.examined:,} read)"
+        )
+    for line in _trouble(report):
+        click.echo(line, err=True)
+    raise SystemExit(0 if report.is_complete else INCOMPLETE)
+
+
+def _trouble(report: RemovalReport) -> Iterator[str]:
+    by_count = sorted(report.left.items(), key=lambda each: -each[1])
+    for reason, count in by_count[:MOST_REASONS]:
+        yield f"{count:,} stay: {printable(reason)}"
+    if len(by_count) > MOST_REASONS:
+        rest = sum(count for _, count in by_count[MOST_REASONS:])
+        yield f"{rest:,} stay for other reasons"
+    if report.uncertain:
+        yield f"{report.uncertain:,} may come twice: a connection was lost"
+    if report.stopped is not None:
+        yield f"stopped early: {printable(report.stopped)}"
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters of a terminal: anybody may have written it."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text
+    )
+
+
+#: How many messages ``list --full`` prints, and how many bytes of each body.
+FULL_MESSAGES: Final = 10
+FULL_BODY: Final = 2000
 
 
 @click.group()
@@ -54,23 +173,13 @@ def undeliverable() -> None:
 
 @contextmanager
 def _messages(
-    context: CLIContext, as_json: bool, label: str
+    context: CLIContext, as_json: bool
 ) -> Iterator[Iterator[tuple[int, UndeliverableMessage]]]:
     """Yield an iterator over the messages with their numbers, from 1."""
     delays = delays_of(context)
     connection = context.app.connection_for_write()
     with errors_told(connection, delays.topology, as_json), connection:
-        length = ready_messages(connection, delays.topology)
-        with progress_bar(label, length) as show:
-
-            def numbered() -> Iterator[tuple[int, UndeliverableMessage]]:
-                messages = undeliverable_messages(connection, delays.topology)
-                for number, message in enumerate(messages, start=1):
-                    yield number, message
-                    if number % 100 == 0:
-                        show(number)
-
-            yield numbered()
+        yield enumerate(undeliverable_messages(connection, delays.topology), start=1)
 
 
 @undeliverable.command("list")
@@ -83,25 +192,45 @@ def _messages(
     metavar="NUMBER",
     help="Print a line for each of the first NUMBER messages, instead of the reasons.",
 )
+@click.option(
+    "--full",
+    is_flag=True,
+    help="Print the messages with their headers and the beginning of their bodies, at most "
+    f"{FULL_MESSAGES} unless -n says more.",
+)
 @json_option
 @click.pass_obj
-def list_messages(context: CLIContext, /, most: int | None, as_json: bool, **filters: Any) -> None:
+def list_messages(
+    context: CLIContext, /, most: int | None, full: bool, as_json: bool, **filters: Any
+) -> None:
     """Count the messages by the reason why they could not be delivered."""
     wanted, summary = filter_with(filters), UndeliverableSummary()
+    most = most or (FULL_MESSAGES if full else 0)
     examined, shown = 0, list[dict[str, Any]]()
-    with _messages(context, as_json, "reading") as messages:
+    with _messages(context, as_json) as messages:
         for examined, message in messages:
             if wanted.matches(message):
                 summary.add(message)
-                if len(shown) < (most or 0):
-                    shown.append(summary_of(examined, message))
+                if len(shown) < most:
+                    shown.append((_full if full else summary_of)(examined, message))
     if as_json:
         click.echo(json.dumps(_listed(examined, summary, shown)))
         return
-    for line in _lines(shown) if most else _reasons(summary):
+    if full:
+        for each in shown:
+            click.echo("\n".join([*_details(each), ""]))
+    for line in () if full else _lines(shown) if most else _reasons(summary):
         click.echo(line)
     more = "" if summary.count == examined else f" of {examined:,}"
     click.echo(f"{summary.count:,}{more} undeliverable messages")
+
+
+def _full(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+    return {
+        **as_record(number, message),
+        "envelope": Contents.of(message).messages,
+        "body": shown_body(message.body, FULL_BODY),
+    }
 
 
 def _listed(examined: int, summary: UndeliverableSummary, shown: list[Any]) -> dict[str, Any]:
@@ -137,51 +266,6 @@ def _lines(shown: list[dict[str, Any]]) -> Iterator[str]:
         yield printable(f"{each['number']:>6}  {what}{task_id}{to}: {each['reason']}")
 
 
-@undeliverable.command()
-@click.argument("message_id", metavar="ID")
-@click.option(
-    "--body-bytes",
-    type=click.IntRange(0),
-    default=2000,
-    show_default=True,
-    help="How much of the body to print at most.",
-)
-@json_option
-@click.pass_obj
-def show(context: CLIContext, /, message_id: str, body_bytes: int, as_json: bool) -> None:
-    """Print a message with its headers and its body. ID is a task's id, or a number of `list`."""
-    by_id: list[tuple[int, UndeliverableMessage]] = []
-    by_number: list[tuple[int, UndeliverableMessage]] = []
-    with _messages(context, as_json, "reading") as messages:
-        for number, message in messages:
-            if _has_id(message, message_id):
-                if len(by_id) < MOST_SHOWN:
-                    by_id.append((number, message))
-            elif str(number) == message_id:
-                by_number.append((number, message))
-    found = [
-        {
-            **as_record(number, message),
-            "envelope": Contents.of(message).messages,
-            "body": shown_body(message.body, body_bytes),
-        }
-        for number, message in by_id or by_number
-    ]
-    if as_json:
-        click.echo(json.dumps({"messages": found}))
-    for each in () if as_json else found:
-        click.echo("\n".join(_details(each)))
-    if not found:
-        if not as_json:
-            click.echo(f"no undeliverable message has the id or number {message_id}", err=True)
-        raise SystemExit(NOT_FOUND)
-
-
-def _has_id(message: UndeliverableMessage, wanted: str) -> bool:
-    properties = map(message.properties.get, ("correlation_id", "message_id"))
-    return wanted in properties or wanted in Contents.of(message).ids
-
-
 def _details(record: dict[str, Any]) -> Iterator[str]:
     body = record.pop("body")
     headers, properties = record.pop("headers"), record.pop("properties")
@@ -210,7 +294,7 @@ def export(context: CLIContext, /, file: Path, as_json: bool, **filters: Any) ->
     if not to_output and file.exists():
         raise click.UsageError(f"{file} exists already")
     wanted = filter_with(filters)
-    with _messages(context, as_json, "exporting") as messages:
+    with _messages(context, as_json) as messages:
         chosen = ((number, each) for number, each in messages if wanted.matches(each))
         if to_output:
             count = write_records(sys.stdout, chosen)
@@ -247,15 +331,9 @@ def purge(
     with errors_told(connection, delays.topology, as_json), connection:
         if not (yes or dry_run):
             limit = _asked(delays, connection, wanted, limit)
-        with progress_of_removal("purge", connection, delays.topology) as progress:
-            report = purge_messages(
-                connection,
-                delays.topology,
-                wanted.matches,
-                limit=limit,
-                dry_run=dry_run,
-                progress=progress,
-            )
+        report = purge_messages(
+            connection, delays.topology, wanted.matches, limit=limit, dry_run=dry_run
+        )
     tell_removal(report, "deleted", dry_run, as_json)
 
 
@@ -276,6 +354,3 @@ def _local(instant: datetime) -> str:
 
 def _iso(instant: datetime | None) -> str | None:
     return None if instant is None else instant.isoformat()
-
-
-undeliverable.add_command(redrive)

@@ -12,20 +12,23 @@ from celery.bin.base import CLIContext
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.command.context import delays_of, json_option
-from celery_rabbitdelay.command.undeliverable_options import (
+from celery_rabbitdelay.command.undeliverable import (
     age_type,
     errors_told,
     filter_options,
     filter_with,
     limit_option,
-    progress_of_removal,
     tell_removal,
 )
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
-from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS
-from celery_rabbitdelay.operations.destinations import Destinations, Place
-from celery_rabbitdelay.operations.redrive import redrive as redrive_messages
-from celery_rabbitdelay.operations.redrive_destinations import bound_by, check_exists, redriving_for
+from celery_rabbitdelay.operations.moving.destinations import Destinations, Place
+from celery_rabbitdelay.operations.undeliverable.destinations import (
+    bound_by,
+    check_exists,
+    redriving_for,
+)
+from celery_rabbitdelay.operations.undeliverable.redrive import redrive as redrive_messages
+from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS
 from celery_rabbitdelay.publishing.publication import PublishPolicy
 
 
@@ -97,20 +100,16 @@ def redrive(
     with errors_told(connection, topology, as_json), connection, closing(destinations):
         if to is not None:
             check_exists(connection, to)
-        with progress_of_removal("redrive", connection, topology) as progress:
-            report = redrive_messages(
-                connection,
-                topology,
-                redriving,
-                filter_with(filters).matches,
-                limit=limit,
-                rate=rate,
-                dry_run=dry_run,
-                policy=PublishPolicy(
-                    timeout=settings.confirm_timeout, window=settings.max_unconfirmed
-                ),
-                declare=delays.declare,
-                redeclare=delays.declare if settings.declare == "auto" else None,
-                progress=progress,
-            )
+        report = redrive_messages(
+            connection,
+            topology,
+            redriving,
+            filter_with(filters).matches,
+            limit=limit,
+            rate=rate,
+            dry_run=dry_run,
+            policy=PublishPolicy(timeout=settings.confirm_timeout, window=settings.max_unconfirmed),
+            declare=delays.declare,
+            redeclare=delays.declare if settings.declare == "auto" else None,
+        )
     tell_removal(report, "redriven", dry_run, as_json)

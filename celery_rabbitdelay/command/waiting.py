@@ -1,11 +1,13 @@
-"""``celery rabbitdelay cancel``, ``postpone`` and ``job``: what becomes of tasks that wait."""
+"""``celery rabbitdelay pending``, ``forecast``, ``cancel``, ``postpone`` and ``job``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from datetime import datetime
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
@@ -17,6 +19,134 @@ from celery_rabbitdelay.command.context import (
     with_registry,
 )
 from celery_rabbitdelay.registry.decision import Outcome
+from celery_rabbitdelay.registry.index import Pending
+
+#: The characters of the longest bar.
+BAR_LENGTH: Final = 50
+
+#: The most steps that are printed as bars; ``--plot`` and ``--json`` have all of them.
+MAX_BARS: Final = 60
+
+
+def _filters(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say which tasks are meant."""
+    for option in (
+        click.option("--due-before", type=instant_type, help="Only tasks that are due before."),
+        click.option("--job", help="Only tasks that were sent with this job."),
+        click.option("--task", help="Only tasks of this name."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_filters
+@click.option("--key", help="Only tasks that were sent with this key.")
+@click.option("--due-after", type=instant_type, help="Only tasks that are due then or later.")
+@click.option(
+    "-n", "--limit", type=click.IntRange(1), default=100, show_default=True, help="At most so many."
+)
+@json_option
+@click.pass_obj
+def pending(context: CLIContext, /, limit: int, as_json: bool, **filters: Any) -> None:
+    """List the tracked tasks that wait, the next one first."""
+    delays = with_registry(context)
+    with registry_errors(as_json):
+        count = delays.count(**filters)
+        shown = list(islice(delays.pending(**filters), limit))
+        since = delays.pending_since()
+    if as_json:
+        told = [{**each._asdict(), "due": each.due.isoformat()} for each in shown]
+        click.echo(json.dumps({"count": count, "since": since.isoformat(), "tasks": told}))
+        return
+    click.echo("\n".join(_table(shown)))
+    more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
+    click.echo(f"{count:,} tracked tasks wait{more}; complete since {_local(since)}")
+
+
+def _table(tasks: Sequence[Pending]) -> Iterable[str]:
+    now = datetime.now(UTC)
+    rows = [("due", "in", "task", "id", "key", "job")]
+    rows += [
+        (
+            _local(each.due),
+            _brief(each.due - now),
+            each.task,
+            each.task_id,
+            each.key or "",
+            each.job or "",
+        )
+        for each in tasks
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+@click.command()
+@_filters
+@click.option(
+    "--step",
+    type=click.FloatRange(min=0.1),
+    default=60,
+    show_default=True,
+    help="The seconds of each step.",
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (PNG)."
+)
+@json_option
+@click.pass_obj
+def forecast(
+    context: CLIContext, /, step: float, plot: Path | None, as_json: bool, **filters: Any
+) -> None:
+    """Show how many tracked tasks are due in each minute from now on."""
+    delays = with_registry(context)
+    with registry_errors(as_json):
+        steps = list(delays.forecast(step, **filters))
+    if plot is not None:
+        _draw(steps, step, plot)
+    if as_json:
+        told = [{"start": at.isoformat(), "tasks": count} for at, count in steps]
+        click.echo(json.dumps({"tasks": sum(count for _, count in steps), "steps": told}))
+        return
+    most = max((count for _, count in steps), default=0)
+    for at, count in steps[:MAX_BARS]:
+        click.echo(f"{_local(at)}  {'#' * max(round(count / most * BAR_LENGTH), 1)} {count:,}")
+    if len(steps) > MAX_BARS:
+        click.echo(f"... and {len(steps) - MAX_BARS:,} further steps; see --plot and --json")
+    click.echo(f"{sum(count for _, count in steps):,} tracked tasks wait")
+
+
+def _draw(steps: Sequence[tuple[datetime, int]], step: float, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure  # an extra that only this option needs
+    except ImportError as missing:
+        raise click.UsageError("--plot needs matplotlib: pip install matplotlib") from missing
+    figure = Figure(figsize=(10, 4))
+    axes: Any = figure.subplots()
+    axes.bar(
+        [at.astimezone() for at, _ in steps],
+        [count for _, count in steps],
+        width=timedelta(seconds=step),
+        align="edge",
+    )
+    axes.set_ylabel(f"tasks due in {step:g} s")
+    figure.autofmt_xdate()
+    figure.savefig(path, bbox_inches="tight")
+
+
+def _local(instant: datetime) -> str:
+    return instant.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _brief(length: timedelta) -> str:
+    """Return a length of time as days and a time of day."""
+    seconds = max(int(length.total_seconds()), 0)
+    days, rest = divmod(seconds, 86_400)
+    of_day = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days} d {of_day}" if days else of_day
+
 
 #: What the commands say for each outcome.
 WORDS: Final = {

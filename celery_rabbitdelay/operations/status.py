@@ -14,7 +14,7 @@ from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
+from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
 
 #: Characters of a reason. It may come from a header, which any client can write.

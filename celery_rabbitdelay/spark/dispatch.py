@@ -13,7 +13,6 @@ from pyspark.sql import DataFrame
 from celery_rabbitdelay.spark.grouped import Grouping
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.partition import Sent
-from celery_rabbitdelay.spark.progress import progress_of_partitions
 from celery_rabbitdelay.spark.write import BatchWriter
 
 #: The row that each partition returns: its :class:`.Sent` as JSON.
@@ -116,10 +115,7 @@ def dispatch(
         yield pa.RecordBatch.from_pydict({"sent": [writer.write(batches).as_json()]})
 
     try:
-        with progress_of_partitions(frame.sparkSession, task or "rabbitdelay"):
-            found: list[Sent] = [
-                Sent.of_json(row.sent) for row in frame.mapInArrow(send, SCHEMA).collect()
-            ]
+        found = [Sent.of_json(row.sent) for row in frame.mapInArrow(send, SCHEMA).collect()]
     except BaseException:  # an interrupt as well: no task of an aborted job runs
         writer.abort([])
         raise

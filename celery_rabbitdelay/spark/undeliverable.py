@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from celery_rabbitdelay.operations.undeliverable import (
+from celery_rabbitdelay.operations.undeliverable.messages import (
     LIMIT,
     UndeliverableMessage,
     headers_as_json,

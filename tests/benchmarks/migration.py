@@ -25,8 +25,8 @@ from kombu import Connection, Consumer, Queue
 
 from celery_rabbitdelay import Celery, Row
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.operations.destinations import Destinations, Place
-from celery_rabbitdelay.operations.migration import migration, waiting
+from celery_rabbitdelay.operations.moving.destinations import Destinations, Place
+from celery_rabbitdelay.operations.moving.migration import migration, waiting
 from tests.benchmarks.measure import Target, judge, private_broker, save, version_of
 
 QUEUE: Final = "migrated"

@@ -28,8 +28,8 @@ from celery_rabbitdelay.modules.envelope import (
 )
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
 from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
-from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content

@@ -14,11 +14,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from celery_rabbitdelay.modules.redriving import Redriving
-from celery_rabbitdelay.operations.redrive import redrive
-from celery_rabbitdelay.operations.redrive_destinations import redriving_for
-from celery_rabbitdelay.operations.removal import Removal
-from celery_rabbitdelay.operations.undeliverable_reader import Reader
+from celery_rabbitdelay.operations.undeliverable.destinations import redriving_for
+from celery_rabbitdelay.operations.undeliverable.reader import Reader
+from celery_rabbitdelay.operations.undeliverable.redrive import Removal, redrive
+from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from tests.integration.shop import app
 
 #: Where each point is: whose method, and whether it comes before it is called.

@@ -20,14 +20,14 @@ from kombu.transport.native_delayed_delivery import (
 )
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.adoption import (
+from celery_rabbitdelay.operations.moving.adoption import (
     NOT_DELAYED,
     EtaTasks,
     TaskMessages,
     native_queues,
     nservicebus_queues,
 )
-from celery_rabbitdelay.operations.mover import Mover, Target
+from celery_rabbitdelay.operations.moving.mover import Mover, Target
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -368,37 +367,6 @@ def test_ctrl_c_waits_for_the_confirms_and_says_what_is_confirmed(
     assert report["stopped"] == "interrupted"
     assert f"lines from {report['not_taken_from']} on were not taken" in errors
     assert "Aborted" not in errors
-    assert sending.returncode == 130
-
-
-def test_a_second_ctrl_c_does_not_wait_for_the_broker(
-    configuration: dict[str, Any], tmp_path: Path
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"delay": 3600}\n' * 7)
-    pipe = subprocess.PIPE
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(PATIENCE)
-        hanging = f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]}//"
-        command = f"rabbitdelay send look {path} -j --no-envelopes"
-        with start_celery(
-            {**configuration, "broker_url": hanging}, command, stdout=pipe, stderr=pipe
-        ) as sending:
-            accepted, _ = silent.accept()
-            with accepted:
-                sending.send_signal(signal.SIGINT)
-                assert sending.stderr is not None
-                while "press Ctrl-C again" not in sending.stderr.readline():
-                    assert sending.poll() is None
-                sending.send_signal(signal.SIGINT)
-                told, errors = sending.communicate()
-
-    report = checked("send", told)
-    assert report["confirmed"] == 0
-    assert report["not_taken_from"] == 2
-    assert report["stopped"] == "interrupted"
-    assert "0 of 1 lines are confirmed; the broker may have any of the others" in errors
-    assert "Traceback" not in errors
     assert sending.returncode == 130
 
 

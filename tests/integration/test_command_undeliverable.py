@@ -28,7 +28,7 @@ from tests.integration.unreadable import FAR_TIMESTAMP, Raw
 from tests.integration.worker import run_celery
 from tests.json_schemas import checked
 
-COMMANDS = ["list", "show 1", "redrive", "purge --yes", "export {file}"]
+COMMANDS = ["list --full", "redrive", "purge --yes", "export {file}"]
 
 
 @pytest.fixture
@@ -115,26 +115,17 @@ def test_the_list_has_a_line_for_each_message(configuration: dict[str, Any], nam
     assert "an envelope of 2 tasks to elsewhere" in lines[3]
 
 
-def test_a_message_is_shown_by_its_id_or_its_number(
-    configuration: dict[str, Any], name: str
-) -> None:
-    told = run(configuration, "show id-2")
+def test_messages_are_shown_in_full(configuration: dict[str, Any], name: str) -> None:
+    told = run(configuration, "list --full --id id-2")
     assert told.returncode == 0, told.stderr
     assert "task: note" in told.stdout
     assert "  rabbitdelay-reason: the queue is full" in told.stdout
-    assert told.stdout.endswith("body, 3 bytes:\ntwo\n")
-    for wanted, number, body in (
-        ("1", 1, {"size": 3, "is_cut_off": True, "text": "on", "base64": None}),
-        ("id-inner", 4, None),
-    ):
-        answer = run(configuration, f"show {wanted} --json --body-bytes 2")
-        (found,) = checked("undeliverable_show", answer.stdout)["messages"]
-        assert found["number"] == number
-        assert body in (None, found["body"])
-    missing = run(configuration, "show 99 --json")
-    assert missing.returncode == 1
-    assert checked("undeliverable_show", missing.stdout) == {"messages": []}
-    assert "no undeliverable message has" in run(configuration, "show x").stderr
+    assert told.stdout.endswith("body, 3 bytes:\ntwo\n\n1 of 6 undeliverable messages\n")
+    answer = run(configuration, "list --full -n 4 --json")
+    first, *_, last = checked("undeliverable_list", answer.stdout)["messages"]
+    assert (first["number"], last["number"], last["envelope"]) == (1, 4, 2)
+    assert first["body"] == {"size": 3, "is_cut_off": False, "text": "one", "base64": None}
+    assert checked("undeliverable_list", run(configuration, "list -j --full").stdout)["count"] == 6
 
 
 def test_messages_are_redriven_and_the_others_named_with_the_reason(

@@ -40,7 +40,6 @@ LEAST: dict[str, str | None] = {
     "undeliverable list": "",
     "undeliverable purge": "--yes",
     "undeliverable redrive": "",
-    "undeliverable show": "some-id",
     "verify": "",
 }
 

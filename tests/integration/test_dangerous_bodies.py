@@ -144,7 +144,7 @@ def test_a_dangerous_body_is_refused_on_every_route_as_without_this_package(
             "undeliverable messages",
             PATIENCE,
         )
-        for command in ("show dangerous", f"export {tmp_path}/exported", "redrive --dry-run"):
+        for command in ("list --full", f"export {tmp_path}/exported", "redrive --dry-run"):
             told = run_celery(settings, f"rabbitdelay undeliverable {command} --json")
             assert "Traceback" not in told.stderr
         look = shop.tasks["look"].apply_async((1,), delay=0.1)

@@ -17,17 +17,18 @@ from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.modules.redriving import Redriving
-from celery_rabbitdelay.operations import undeliverable_reader
-from celery_rabbitdelay.operations.purge import purge
-from celery_rabbitdelay.operations.redrive import redrive
-from celery_rabbitdelay.operations.redrive_destinations import (
+from celery_rabbitdelay.operations.undeliverable import reader as undeliverable_reader
+from celery_rabbitdelay.operations.undeliverable.destinations import (
     check_exists,
     redrive_destinations,
     redriving_for,
 )
-from celery_rabbitdelay.operations.removal import RemovalReport
-from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
+from celery_rabbitdelay.operations.undeliverable.messages import (
+    UndeliverableMessage,
+    undeliverable_messages,
+)
+from celery_rabbitdelay.operations.undeliverable.redrive import purge, redrive
+from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.notes import Notes
@@ -437,12 +438,13 @@ def test_if_the_connections_are_lost_the_report_says_so_and_no_message_is(
     name = put(connection, declared, *numbered(range(100), queue.name))
     lost: list[int] = []
 
-    def lose(report: RemovalReport) -> None:
-        if report.removed >= 20 and not lost:
-            lost.append(report.removed)
+    def lose(copy: UndeliverableMessage) -> bool:
+        if int(copy.body) >= 20 and not lost:
+            lost.append(int(copy.body))
             private_rabbitmq.ctl("close_all_connections", "a test")
+        return True
 
-    report = redrive(connection, declared, to_queues(declared, queue), rate=50, progress=lose)
+    report = redrive(connection, declared, to_queues(declared, queue), lose, rate=50)
 
     assert lost
     assert report.stopped is not None
@@ -461,14 +463,12 @@ def test_only_messages_that_are_meant_are_deleted(
     connection: Connection, declared: Topology, queue: Queue
 ) -> None:
     name = put(connection, declared, *numbered(range(40), queue.name))
-    reports: list[RemovalReport] = []
 
     def small(copy: Any) -> bool:
         return int(copy.body) < 10
 
-    tried = purge(connection, declared, small, dry_run=True, progress=reports.append)
+    tried = purge(connection, declared, small, dry_run=True)
     assert tried.removed == 10
-    assert reports[-1] is tried
     wait_until_waiting(connection, name, 40)
     assert purge(connection, declared, small, limit=4).removed == 4
     wait_until_waiting(connection, name, 36)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 import time
 from collections import Counter
 from datetime import date
 from decimal import Decimal
-from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -24,7 +20,6 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's use
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from celery_rabbitdelay.spark import dispatch, task_id
-from celery_rabbitdelay.spark.progress import progress_of_partitions
 from celery_rabbitdelay.testing import wait_for
 from tests.integration import away_shop
 from tests.integration.arrivals import count
@@ -157,48 +152,6 @@ def test_a_driver_gets_a_report_on_what_it_has_sent(
     wait_for(lambda: len(noted()) >= 40, "all tasks", PATIENCE)
     assert time.time() - began >= DELAY
     assert sorted(noted()) == [*range(40)]
-
-
-class Terminal(StringIO):
-    """A standard error that is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_driver_s_terminal_shows_how_many_partitions_are_done(
-    spark: SparkSession, driver: None, noted: Notes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = notes(spark, noted, 8).repartition(2)
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    context: Any = spark.sparkContext
-    context.setJobGroup("mine", "the user's own")
-    try:
-        for _ in range(2):
-            dispatch(rows, "note", app=APP)
-            assert re.search(r"note .* (\d+)/\1  partitions\s*$", shown(terminal))
-        assert context.getLocalProperty("spark.jobGroup.id") == "mine"
-    finally:
-        context.setLocalProperty("spark.jobGroup.id", None)
-
-
-def shown(terminal: Terminal) -> str:
-    """What a terminal shows in the end, without the codes that hide and show the cursor."""
-    lines = re.sub(r"\x1b\[\S*?[a-zA-Z]", "", terminal.getvalue()).split("\r")
-    terminal.truncate(0)
-    return next(line for line in reversed(lines) if line.strip())
-
-
-def test_nothing_is_shown_where_spark_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    settings = {"spark.ui.showConsoleProgress": "true"}
-    session: Any = SimpleNamespace(sparkContext=SimpleNamespace(getConf=lambda: settings))
-    with progress_of_partitions(session, "note"):
-        pass
-    connect: Any = SimpleNamespace()
-    with progress_of_partitions(connect, "note"):
-        pass
-    assert not terminal.getvalue()
 
 
 def test_no_task_of_a_dispatch_that_fails_runs(

@@ -17,8 +17,11 @@ from kombu import Connection
 from celery_rabbitdelay.exceptions import ReadTooLong
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations import undeliverable_reader
-from celery_rabbitdelay.operations.undeliverable import headers_as_json, undeliverable_messages
+from celery_rabbitdelay.operations.undeliverable import reader as undeliverable_reader
+from celery_rabbitdelay.operations.undeliverable.messages import (
+    headers_as_json,
+    undeliverable_messages,
+)
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES
 from tests.integration.arrivals import count, wait_until_waiting

@@ -15,14 +15,14 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ONCE, UNREADABLE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.operations.adoption import (
+from celery_rabbitdelay.operations.moving.adoption import (
     NOT_DELAYED,
     EtaTasks,
     NativeChain,
     NServiceBusChain,
     TaskMessages,
 )
-from celery_rabbitdelay.operations.mover import Stay
+from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 

@@ -17,8 +17,8 @@ from celery_rabbitdelay.levels.layout import binary, clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.operations.migration import Migration
-from celery_rabbitdelay.operations.mover import Stay
+from celery_rabbitdelay.operations.moving.migration import Migration
+from celery_rabbitdelay.operations.moving.mover import Stay
 
 SOURCE = Topology("old", binary(), shards=3)
 TARGET = Topology("new", clock(), shards=2)

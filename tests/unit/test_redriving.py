@@ -23,7 +23,7 @@ from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
-from celery_rabbitdelay.modules.redriving import Redriving
+from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from tests.unit.waiting import waiting
 

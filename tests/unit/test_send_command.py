@@ -8,8 +8,7 @@ import json
 from kombu.exceptions import EncodeError, OperationalError
 
 from celery_rabbitdelay.app.rows import Report
-from celery_rabbitdelay.command.lines import Lines
-from celery_rabbitdelay.command.send import _as_json, _trouble
+from celery_rabbitdelay.command.send import Lines, _as_json, _trouble
 from celery_rabbitdelay.exceptions import ConnectionLost, MessageNacked, RowsNotConfirmed
 
 
@@ -40,6 +39,6 @@ def test_the_lines_that_may_have_arrived_are_told_in_json_and_in_words() -> None
     told = json.loads(_as_json(Report(), failed(), lines))
     assert told["may_have_arrived"] == [4, 7]
     assert set(told["not_confirmed"]) == {"1", "4", "5", "7", "9"}
-    words = list(_trouble(Report(), failed(), lines))
+    words = list(_trouble(failed(), lines))
     assert words[0].startswith("line 1 was not confirmed: ")
     assert words[1].startswith("line 4 was not confirmed, but may have arrived: ")

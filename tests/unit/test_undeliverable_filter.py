@@ -13,13 +13,14 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.undeliverable import Undeliverable
-from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage
-from celery_rabbitdelay.operations.undeliverable_export import shown_body
-from celery_rabbitdelay.operations.undeliverable_filter import Contents, UndeliverableFilter
-from celery_rabbitdelay.operations.undeliverable_summary import (
+from celery_rabbitdelay.operations.undeliverable.messages import (
     MOST_REASONS,
     OTHER_REASONS,
+    Contents,
+    UndeliverableFilter,
+    UndeliverableMessage,
     UndeliverableSummary,
+    shown_body,
 )
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.operations.undeliverable import UndeliverableMessage, headers_as_json
+from celery_rabbitdelay.operations.undeliverable.messages import (
+    UndeliverableMessage,
+    headers_as_json,
+)
 from celery_rabbitdelay.spark.undeliverable import (
     BATCH_BYTES,
     BATCH_ROWS,

@@ -20,11 +20,11 @@ from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
-from celery_rabbitdelay.modules.redriving import Redriving
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning
-from celery_rabbitdelay.operations.migration import Migration
-from celery_rabbitdelay.operations.mover import Stay
+from celery_rabbitdelay.operations.moving.migration import Migration
+from celery_rabbitdelay.operations.moving.mover import Stay
+from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 
 TOPOLOGY = Topology()
 MODULES = TOPOLOGY.module_queues

@@ -62,19 +62,6 @@ PUT_BACK_TIMEOUT: Final = 5.0
 LOOK_EVERY: Final = 0.02
 
 
-def ready_messages(connection: Connection, topology: Topology) -> int | None:
-    """Return how many messages are ready in ``undeliverable``; None if the user may not ask.
-
-    From RabbitMQ 4.3 on, this takes one of the three permissions on the queue.
-
-    Raises:
-        amqp.exceptions.NotFound: The queue does not exist.
-        OSError: The broker cannot be reached.
-    """
-    with reading(connection, topology) as reader:
-        return reader.ready()
-
-
 @contextmanager
 def reading(
     connection: Connection,

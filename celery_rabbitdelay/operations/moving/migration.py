@@ -32,8 +32,8 @@ from celery_rabbitdelay.levels.routing_key import (
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.operations.destinations import Destinations, Place
-from celery_rabbitdelay.operations.mover import Mover, Stay, Target
+from celery_rabbitdelay.operations.moving.destinations import Destinations, Place
+from celery_rabbitdelay.operations.moving.mover import Mover, Stay, Target
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
     check_layout,
@@ -184,7 +184,6 @@ def migration(
     may_declare: bool = True,
     timeout: float = 30.0,
     rate: float | None = None,
-    show: Callable[[int, int], None] = lambda moved, known: None,
     signing_keys: SigningKeys | None = None,
     vouches: bool = False,
 ) -> Mover:
@@ -197,7 +196,6 @@ def migration(
         may_declare: Whether the target's topology is declared if it is missing.
         timeout: Seconds in which a broker has to answer.
         rate: The most messages that are moved in a second; None for no limit.
-        show: Called with the number of moved messages and the number of all known messages.
         signing_keys: As for :class:`Migration`.
         vouches: As for :class:`Migration`.
 
@@ -225,7 +223,6 @@ def migration(
         ),
         convert,
         rate=rate,
-        show=show,
     )
 
 

@@ -9,6 +9,7 @@ therefore computed from its due time when it is published.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from kombu import Connection
 from celery_rabbitdelay.exceptions import PublishError, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
-from celery_rabbitdelay.operations.source import Source, SourceLost, SourceRefused, Taken
+from celery_rabbitdelay.operations.moving.source import Source, SourceLost, SourceRefused, Taken
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
@@ -41,6 +42,9 @@ MOST_STAYING: Final = 200_000
 #: Seconds after which empty queues are asked once more: a message may be between two of them.
 SETTLE: Final = 2.0
 
+#: Messages between two lines in the log.
+LOG_EVERY: Final = 100_000
+
 #: Acknowledgements that are written together, and seconds for which one waits for others. Messages
 #: that are confirmed and not acknowledged exist twice if the process dies.
 ACKNOWLEDGED_TOGETHER: Final = 100
@@ -58,6 +62,8 @@ MOST_LOSSES: Final = 5
 
 #: Seconds between two attempts to connect to the source again.
 RECONNECT_EVERY: Final = 1.0
+
+logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -121,7 +127,6 @@ class Mover:
         target: Where the messages go.
         convert: Returns what to publish for a message.
         rate: The most messages that are moved in a second; None for no limit.
-        show: Called with the number of moved messages and the number of all known messages.
 
     Attributes:
         moved: How many messages are moved so far.
@@ -136,7 +141,6 @@ class Mover:
         convert: Convert,
         *,
         rate: float | None = None,
-        show: Callable[[int, int], None] = lambda moved, all_known: None,
     ) -> None:
         self.moved = 0
         self.stopping = Event()
@@ -149,8 +153,6 @@ class Mover:
         self._interval = 0.0 if rate is None else 1 / rate
         self._ahead = TAKEN_AHEAD if rate is None else min(max(int(rate), 1), TAKEN_AHEAD)
         self._next_at = self._acknowledge_at = 0.0
-        self._show = show
-        self._known = 0
         #: Why the connection to the source is lost; None while it is open.
         self._lost: Exception | None = None
         self._copies = self._taken = 0
@@ -214,7 +216,6 @@ class Mover:
         return self._left.total() >= MOST_STAYING
 
     def _move_ready(self, ready: Mapping[str, int]) -> None:
-        self._known = self.moved + sum(ready.values())
         # At a low rate, the other queues have their turn in the next rounds.
         queues = list(ready) if self._ahead == TAKEN_AHEAD else list(ready)[: self._ahead]
         least = TAKEN_OF_A_QUEUE if self._ahead == TAKEN_AHEAD else 1
@@ -226,7 +227,6 @@ class Mover:
         # Messages that arrived before the consumers were cancelled.
         self._publish()
         self._try_source(self._source.acknowledge)
-        self._show(self.moved, self._known)
 
     def _publish(self) -> None:
         declare, done = self._target.declare, self._done
@@ -296,8 +296,8 @@ class Mover:
             self._source.to_acknowledge.append(taken.message.delivery_tag)
         else:
             self._copies += 1
-        if not self.moved % 1000:
-            self._show(self.moved, self._known)
+        if not self.moved % LOG_EVERY:
+            logger.info("%s messages are moved.", f"{self.moved:,}")
 
     def _try_source(self, call: Callable[[], _Result]) -> _Result | None:
         """Call the source unless it is lost; note if it is lost now."""

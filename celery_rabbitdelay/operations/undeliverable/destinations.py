@@ -23,8 +23,8 @@ from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
-from celery_rabbitdelay.modules.redriving import MAX_ATTEMPTS, Redriving
-from celery_rabbitdelay.operations.destinations import Destinations
+from celery_rabbitdelay.operations.moving.destinations import Destinations
+from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS, Redriving
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES

@@ -26,7 +26,7 @@ from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, s
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.checkin import for_distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
-from celery_rabbitdelay.operations.mover import Stay
+from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
 from celery_rabbitdelay.publishing.message import (
     WaitingMessage,

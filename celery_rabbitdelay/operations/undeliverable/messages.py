@@ -1,0 +1,450 @@
+"""Copies of the messages in ``undeliverable``: which are meant, counted by reason, as JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any, Final, NamedTuple, TextIO
+
+import amqp
+from kombu import Connection
+
+from celery_rabbitdelay.exceptions import FileNotWritten
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.envelope import Envelope
+from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
+from celery_rabbitdelay.operations.undeliverable.reader import reading
+from celery_rabbitdelay.publishing.message import body_of, headers_of
+from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES, Content
+
+#: How many messages are read at most by default. The broker needs some 200 bytes for each one until
+#: it is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
+LIMIT: Final = 1_000_000
+
+
+class UndeliverableMessage(NamedTuple):
+    """A copy of a message that could not be delivered.
+
+    Attributes:
+        found: Its task, its queue and due time, and why it could not be delivered.
+        headers: Its headers.
+        body: Its body.
+        exchange: The exchange that it was last published to.
+        routing_key: The routing key that it was last published with.
+        properties: Its other properties.
+    """
+
+    found: Undeliverable
+    headers: Mapping[str, Any]
+    body: bytes
+    exchange: str
+    routing_key: str
+    properties: Mapping[str, Any] = MappingProxyType({})
+
+
+def undeliverable_messages(
+    connection: Connection, topology: Topology, limit: int = LIMIT
+) -> Generator[UndeliverableMessage, None, None]:
+    """Yield a copy of each message in ``undeliverable``, oldest first; the messages stay there.
+
+    Messages that another consumer holds at this moment are left out.
+
+    Args:
+        connection: A connection to the broker; another one like it is opened.
+        topology: The topology whose messages are read.
+        limit: The most messages that are read.
+
+    Raises:
+        ReadTooLong: Reading took so long that the broker may have requeued messages.
+        amqp.exceptions.NotFound: The queue does not exist.
+        OSError: The broker cannot be reached, or the connection was lost.
+    """
+    with reading(connection, topology) as reader:
+        for message in reader.messages(limit):
+            yield copy_of(message, topology)
+
+
+def copy_of(message: amqp.Message, topology: Topology) -> UndeliverableMessage:
+    """Return a copy of a message that was read."""
+    headers, information = headers_of(message), message.delivery_info
+    exchange, key = information["exchange"], information["routing_key"]
+    found = examine(headers, topology, key)
+    others = {k: value for k, value in message.properties.items() if k != "application_headers"}
+    return UndeliverableMessage(found, headers, body_of(message), exchange, key, others)
+
+
+def headers_as_json(headers: Mapping[str, Any]) -> str:
+    """Return headers as the text of a JSON object, whatever they hold.
+
+    Instants are written as in ISO 8601, bytes as text with escapes, and what JSON cannot express
+    as Python shows it.
+    """
+    try:
+        return json.dumps(as_json(headers))
+    except RecursionError:
+        return json.dumps(_types(headers))
+
+
+def as_json(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return headers, or properties, as :func:`headers_as_json` writes them."""
+    try:
+        plain: dict[str, Any] = _plain(headers)
+    except RecursionError:
+        return _types(headers)
+    return plain
+
+
+def _types(headers: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(name): shortened(type(value)) for name, value in headers.items()}
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {str(name): _plain(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case None | bool() | int() | str():
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case bytes():
+            return value.decode("utf-8", "backslashreplace")
+        case datetime():
+            return (value if value.tzinfo else value.replace(tzinfo=UTC)).isoformat()
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tasks in a message; an envelope holds many.
+
+    Attributes:
+        tasks: Their names.
+        ids: Their ids.
+        queues: The queues that they were meant for, as far as the headers tell.
+        messages: How many messages an envelope holds; None if the message is no envelope, or cannot
+            be opened.
+    """
+
+    tasks: frozenset[str]
+    ids: frozenset[str]
+    queues: frozenset[str]
+    messages: int | None = None
+
+    @classmethod
+    def of(cls, message: UndeliverableMessage) -> Contents:
+        """Read them; never raises, whatever the message holds."""
+        found, headers = message.found, message.headers
+        exchange, key = map(headers.get, (header_names.EXCHANGE, header_names.ROUTING_KEY))
+        queues = _texts(found.queue, key if exchange == "" else None)
+        content_type = message.properties.get("content_type")
+        if content_type != ENVELOPE or later_version(headers, content_type) is not None:
+            return cls(_texts(found.task), _texts(found.task_id), queues)
+        try:
+            envelope = Envelope.unpack(message.body)
+        except Exception:  # noqa: BLE001 - anybody may have written it
+            return cls(_texts(found.task), _texts(found.task_id), queues)
+        inner = [{**envelope.headers, **item.headers} for item in envelope.items]
+        return cls(
+            _texts(*(each.get("task") for each in inner)),
+            _texts(*(each.get("id") for each in inner)),
+            queues,
+            len(inner),
+        )
+
+
+@dataclass(frozen=True)
+class UndeliverableFilter:
+    """Chooses messages; all conditions have to hold, and each of several values of one will do.
+
+    Attributes:
+        tasks: Names of tasks, in which ``*`` and ``?`` may stand. An envelope counts if one of its
+            tasks has such a name.
+        queues: Names of queues, likewise.
+        ids: Ids of tasks, or of messages (``message_id``, ``correlation_id``).
+        reasons: Parts of reasons; with ``*`` or ``?``, a pattern for the whole reason.
+        older_than: How long a message is undeliverable at least. One that does not tell since when
+            is neither older nor newer than anything.
+        newer_than: For how long it is undeliverable at most.
+    """
+
+    tasks: Collection[str] = ()
+    queues: Collection[str] = ()
+    ids: Collection[str] = ()
+    reasons: Collection[str] = ()
+    older_than: timedelta | None = None
+    newer_than: timedelta | None = None
+
+    def matches(self, message: UndeliverableMessage, now: datetime | None = None) -> bool:
+        """Return whether a message is meant.
+
+        Args:
+            message: The message.
+            now: The time, aware; None for now.
+        """
+        if not self._matches_age(message.found.since, now):
+            return False
+        if self.reasons and not any(
+            _matches_text(message.found.reason, each) for each in self.reasons
+        ):
+            return False
+        if not (self.tasks or self.queues or self.ids):
+            return True
+        contents = Contents.of(message)
+        return (
+            _matches_names(contents.tasks, self.tasks)
+            and _matches_names(contents.queues, self.queues)
+            and (not self.ids or not self._ids_of(message, contents).isdisjoint(self.ids))
+        )
+
+    @staticmethod
+    def _ids_of(message: UndeliverableMessage, contents: Contents) -> frozenset[str]:
+        return contents.ids | _texts(*map(message.properties.get, ("correlation_id", "message_id")))
+
+    def _matches_age(self, since: datetime | None, now: datetime | None) -> bool:
+        if self.older_than is None and self.newer_than is None:
+            return True
+        if since is None:
+            return False
+        age = (now or datetime.now(UTC)) - since
+        return (self.older_than is None or age >= self.older_than) and (
+            self.newer_than is None or age <= self.newer_than
+        )
+
+
+def _texts(*values: object) -> frozenset[str]:
+    return frozenset(_known(values))
+
+
+def _known(values: Collection[object]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str) and value:
+            yield value
+
+
+def _matches_names(names: Collection[str], patterns: Collection[str]) -> bool:
+    return not patterns or any(
+        name == pattern or fnmatchcase(name, _pattern(pattern))
+        for name in names
+        for pattern in patterns
+    )
+
+
+def _matches_text(text: str, wanted: str) -> bool:
+    if "*" in wanted or "?" in wanted:
+        return fnmatchcase(text, _pattern(wanted))
+    return wanted in text
+
+
+def _pattern(wanted: str) -> str:
+    """Return a pattern in which only ``*`` and ``?`` are special: reasons contain brackets."""
+    return wanted.replace("[", "[[]")
+
+
+#: How many reasons are counted each for itself: anybody can make up reasons.
+MOST_REASONS: Final = 200
+
+#: Stands for all further ones.
+OTHER_REASONS: Final = "other reasons"
+
+#: What differs from message to message in the reason of one that was tried for too long.
+_ATTEMPTS: Final = re.compile(r" \(\d+ attempts since [^;)]*(?:; the first time: .*)?\)")
+
+
+@dataclass
+class ReasonCount:
+    """The messages with one reason.
+
+    Attributes:
+        count: How many there are.
+        oldest: Since when the first of them is undeliverable; None if none of them tells.
+        newest: Since when the last of them is, likewise.
+    """
+
+    count: int = 0
+    oldest: datetime | None = None
+    newest: datetime | None = None
+
+
+@dataclass
+class UndeliverableSummary:
+    """Counts messages by their reasons.
+
+    Attributes:
+        count: How many messages there are.
+        reasons: Those with each reason, without the number of attempts and their time.
+    """
+
+    count: int = 0
+    reasons: dict[str, ReasonCount] = field(default_factory=dict)
+
+    def add(self, message: UndeliverableMessage) -> None:
+        """Count a message."""
+        self.count += 1
+        reason, since = _ATTEMPTS.sub("", message.found.reason), message.found.since
+        if reason not in self.reasons and len(self.reasons) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        group = self.reasons.setdefault(reason, ReasonCount())
+        group.count += 1
+        if since is not None:
+            group.oldest = min(group.oldest or since, since)
+            group.newest = max(group.newest or since, since)
+
+    def by_count(self) -> list[tuple[str, ReasonCount]]:
+        """Return the reasons with their counts, the most frequent one first."""
+        return sorted(self.reasons.items(), key=lambda each: -each[1].count)
+
+
+def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+    """Return what a list of messages tells about one.
+
+    Args:
+        number: Its place in the queue, from 1.
+        message: The message.
+    """
+    found = message.found
+    redriven = message.headers.get(header_names.REDRIVEN)
+    return {
+        **_described(number, message),
+        "last_stop": found.last_stop,
+        "redriven": redriven if isinstance(redriven, int) else None,
+        "envelope": Contents.of(message).messages,
+        "size": len(message.body),
+    }
+
+
+def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+    """Return a message without its body, in values of JSON.
+
+    ``headers`` and ``properties`` are for people: bytes and instants are texts there. The message
+    can be made again from its body and ``amqp_properties``, which has all properties, headers among
+    them, as AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
+
+    Args:
+        number: Its place in the queue, from 1.
+        message: The message.
+    """
+    return {
+        **_described(number, message),
+        "exchange": message.exchange,
+        "routing_key": message.routing_key,
+        "headers": as_json(message.headers),
+        "properties": as_json(message.properties),
+        "amqp_properties": base64.b64encode(_encoded_properties(message)).decode(),
+    }
+
+
+def _described(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+    found = message.found
+    return {
+        "number": number,
+        "task_id": found.task_id,
+        "task": found.task,
+        "queue": found.queue,
+        "due": found.due.isoformat() if found.due else None,
+        "since": found.since.isoformat() if found.since else None,
+        "reason": found.reason,
+    }
+
+
+def _encoded_properties(message: UndeliverableMessage) -> bytes:
+    unreadable = message.headers.get(UNREADABLE_PROPERTIES)
+    if isinstance(unreadable, bytes):
+        return unreadable
+    headers: Any = dict(message.headers)
+    properties = dict(message.properties)
+    return Content.of(amqp.Message(b"", application_headers=headers, **properties)).properties
+
+
+def shown_body(body: bytes, most: int) -> dict[str, Any]:
+    """Return the beginning of a body: ``size``, ``is_cut_off``, and ``text`` or ``base64``.
+
+    Args:
+        body: The body.
+        most: How many bytes of it to return at most.
+    """
+    is_cut_off = len(body) > most
+    return {"size": len(body), "is_cut_off": is_cut_off, **_text_or_base64(body[:most], is_cut_off)}
+
+
+def write_records(file: IO[str], messages: Iterable[tuple[int, UndeliverableMessage]]) -> int:
+    """Write messages as lines of JSON: what :func:`as_record` returns, and ``body``.
+
+    Args:
+        file: Where to.
+        messages: The messages with their places in the queue.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        FileNotWritten: The file cannot be written.
+    """
+    count = 0
+    for number, message in messages:
+        record = {**as_record(number, message), "body": _text_or_base64(message.body, False)}
+        with _told(str(file.name)):
+            file.write(json.dumps(record) + "\n")
+        count += 1
+    with _told(str(file.name)):
+        file.flush()
+    return count
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[TextIO]:
+    """Open a file for writing that appears under its name once it is complete.
+
+    Only its owner can read it: bodies of messages may be confidential.
+
+    Raises:
+        FileNotWritten: The file cannot be written.
+    """
+    with _told(str(path)):
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
+            yield file
+            with _told(str(path)):
+                file.flush()
+                os.fsync(descriptor)
+        with _told(str(path)):
+            Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    """Raise what the operating system says about a file as :class:`.FileNotWritten`.
+
+    So that nobody takes it for an error of the connection.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FileNotWritten(path, error.strerror or str(error)) from error
+
+
+def _text_or_base64(body: bytes, is_cut_off: bool) -> dict[str, str | None]:
+    """Return bytes as text if they are UTF-8, which may end within a character if it is cut off."""
+    try:
+        return {"text": body.decode(), "base64": None}
+    except UnicodeDecodeError as error:
+        if is_cut_off and error.start >= len(body) - 3 and error.reason == "unexpected end of data":
+            return {"text": body[: error.start].decode(), "base64": None}
+    return {"text": None, "base64": base64.b64encode(body).decode()}

@@ -1,0 +1,308 @@
+"""Redrives messages: publishes them into the levels, and removes them from ``undeliverable``.
+
+A message is acknowledged only after the broker has confirmed it in the levels. If the process dies
+in between, the broker has the message twice, but never loses it. The messages that stay keep their
+order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final, TypeAlias
+
+import amqp
+from kombu import Connection
+
+from celery_rabbitdelay.exceptions import PublishError, ReadTooLong, UnprocessableMessage
+from celery_rabbitdelay.levels.headers import shortened
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.forwarding import encoded
+from celery_rabbitdelay.operations.undeliverable.messages import (
+    LIMIT,
+    UndeliverableMessage,
+    copy_of,
+)
+from celery_rabbitdelay.operations.undeliverable.reader import Reader, reading
+from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
+from celery_rabbitdelay.publishing.publication import DEFAULT_POLICY, Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
+
+logger = logging.getLogger(__name__)
+
+#: The longest delay of a slow broker that a limited rate makes up for, in seconds.
+MOST_BEHIND: Final = 1.0
+
+#: How many reasons are counted separately: anybody can make up reasons.
+MOST_REASONS: Final = 200
+
+#: The name under which all further reasons are counted.
+OTHER_REASONS: Final = "other reasons"
+
+
+@dataclass
+class RemovalReport:
+    """The result of a removal.
+
+    Attributes:
+        present: The number of messages at the start; None if the user may not ask.
+        examined: How many of them were read.
+        matched: How many of the read messages were chosen.
+        removed: How many messages have left the queue: published again and confirmed, or deleted.
+            In a dry run, how many would have left it.
+        left: How many of the chosen messages stay, by the reason.
+        uncertain: How many messages may be published and still be in the queue, because a
+            connection was lost; each of them may come twice.
+        stopped: The reason for ending before the last message; None at a regular end.
+        seconds: The duration.
+    """
+
+    present: int | None = None
+    examined: int = 0
+    matched: int = 0
+    removed: int = 0
+    left: dict[str, int] = field(default_factory=dict)
+    uncertain: int = 0
+    stopped: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all chosen messages have left the queue, or would have left it."""
+        return self.stopped is None and not self.left
+
+    def leave(self, reason: str) -> None:
+        """Count a message that stays."""
+        if reason not in self.left and len(self.left) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        self.left[reason] = self.left.get(reason, 0) + 1
+
+
+#: Returns whether a message is chosen; see :class:`.UndeliverableFilter`.
+Matches: TypeAlias = Callable[[UndeliverableMessage], bool]
+
+
+class Removal:
+    """Removes chosen messages from ``undeliverable``.
+
+    Args:
+        reader: Reads the messages, and acknowledges those that leave.
+        topology: The topology.
+        matches: Returns whether a message is chosen.
+        limit: The most messages that leave.
+
+    Attributes:
+        report: The report.
+        in_flight: How many messages are published and not confirmed.
+    """
+
+    def __init__(
+        self, reader: Reader, topology: Topology, matches: Matches, limit: int | None
+    ) -> None:
+        self.report = RemovalReport()
+        self.in_flight = 0
+        self._reader = reader
+        self._topology = topology
+        self._matches = matches
+        self._limit = limit
+
+    @contextmanager
+    def reporting(self) -> Iterator[RemovalReport]:
+        """At the end of the block, write the last acknowledgements and report, even on an error."""
+        began = time.monotonic()
+        self.report.present = self._reader.ready()
+        try:
+            yield self.report
+        finally:
+            try:
+                self._reader.finish()
+            except self._reader.errors as error:
+                self.report.uncertain += self._reader.not_acknowledged
+                self.stop(f"the messages cannot be acknowledged: {error}")
+            self.report.seconds = time.monotonic() - began
+
+    def matching(self) -> Iterator[amqp.Message]:
+        """Yield the chosen messages among those that were in the queue at the start.
+
+        If the broker goes away or reading takes too long, it ends early and notes the reason.
+        """
+        present = self.report.present
+        most = LIMIT if present is None else min(present, LIMIT)
+        messages = islice(self._reader.messages(most), most)
+        errors: tuple[type[BaseException], ...] = (*self._reader.errors, ReadTooLong)
+        while self.report.stopped is None:
+            try:
+                message = next(messages, None)
+            except errors as error:
+                self.stop(f"the messages cannot be read further: {error}")
+                return
+            if message is None:
+                return
+            self.report.examined += 1
+            if self._matches(copy_of(message, self._topology)):
+                self.report.matched += 1
+                yield message
+
+    def outgoing(self, redriving: Redriving) -> Iterator[Publication]:
+        """Yield a publication for each message that may leave; count those that stay."""
+        number = 0
+        for message in self.matching():
+            try:
+                outgoing = redriving.redriven(message)
+                content = encoded(outgoing, self._reader.frame_max)
+            except UnprocessableMessage as stays:
+                self.report.leave(stays.reason)
+                continue
+            except Exception as error:
+                logger.debug("A message cannot be redriven.", exc_info=True)
+                self.report.leave(f"it cannot be read: {shortened(error)}")
+                continue
+            assert outgoing.reroute is not None
+            yield Publication(content, outgoing.reroute, message)
+            number += 1
+            if number == self._limit:
+                return
+
+    def publications(self, redriving: Redriving, rate: float | None) -> Iterator[Publication]:
+        """Yield the publications, at the given rate at most."""
+        next_at = time.monotonic()
+        for publication in self.outgoing(redriving):
+            if rate is not None:
+                time.sleep(max(next_at - time.monotonic(), 0))
+                next_at = max(next_at, time.monotonic() - MOST_BEHIND) + 1 / rate
+            self.in_flight += 1
+            yield publication
+
+    def done(self, publication: Publication) -> None:
+        """Remove a message from the queue once it is confirmed."""
+        self.in_flight -= 1
+        error = publication.error
+        if error is None:
+            self.settle(publication.subject)
+            return
+        self.report.leave(error.reason)
+        self.report.uncertain += error.may_have_arrived
+
+    def delete(self, dry_run: bool) -> None:
+        """Delete the messages, or count them."""
+        for message in self.matching():
+            if dry_run:
+                self.report.removed += 1
+            else:
+                self.settle(message)
+            if self.report.removed == self._limit:
+                return
+
+    def settle(self, message: amqp.Message) -> None:
+        """Let a message leave the queue; nothing else may still need it."""
+        self.report.removed += 1
+        try:
+            self._reader.acknowledge(message)
+        except self._reader.errors as error:
+            # The report counts it at the end.
+            self.stop(f"the messages cannot be acknowledged: {error}")
+
+    def stop(self, why: str) -> None:
+        """Read no further messages."""
+        self.report.stopped = self.report.stopped or why
+
+
+def redrive(
+    connection: Connection,
+    topology: Topology,
+    redriving: Redriving,
+    matches: Matches = lambda message: True,
+    *,
+    limit: int | None = None,
+    rate: float | None = None,
+    dry_run: bool = False,
+    policy: PublishPolicy = DEFAULT_POLICY,
+    declare: Declaration | None = None,
+    redeclare: Declaration | None = None,
+) -> RemovalReport:
+    """Publish undeliverable messages into the levels, and remove them from ``undeliverable``.
+
+    Only messages that are in the queue at the start are read, so that a message that comes back at
+    once is not redriven twice. Messages that another consumer holds at this moment are left out.
+    With a limit, messages that were read and stay stand behind the others afterwards.
+
+    Args:
+        connection: A connection to the broker; others like it are opened to read and to publish.
+        topology: The topology whose messages are redriven.
+        redriving: Converts each message.
+        matches: Returns whether a message is chosen.
+        limit: The most messages that are published; None for all.
+        rate: The most messages that are published in a second; an envelope counts as one. None for
+            no limit.
+        dry_run: Whether to report only, and publish nothing.
+        policy: How long and how often to try each message, and how many are in flight.
+        declare: Called with each new connection that publishes, to declare missing exchanges and
+            queues.
+        redeclare: Called if the levels do not take a message, which is then published once more.
+
+    Returns:
+        The report. If the broker goes away after the start, the report says so.
+
+    Raises:
+        amqp.exceptions.NotFound: The queue does not exist.
+        OSError: The broker cannot be reached.
+        RabbitDelayError: What ``declare`` raises.
+    """
+    with reading(connection, topology, is_removing=True, rate=rate) as reader:
+        removal = Removal(reader, topology, matches, limit)
+        with removal.reporting() as report:
+            if dry_run:
+                report.removed = sum(1 for _ in removal.outgoing(redriving))
+            else:
+                # Without heartbeats: nothing is published while messages are read and not chosen.
+                publisher = Publisher(connection.clone(heartbeat=0))
+                try:
+                    publisher.publish_all(
+                        removal.publications(redriving, rate),
+                        policy,
+                        declare=declare,
+                        redeclare=redeclare,
+                        done=removal.done,
+                    )
+                except PublishError as error:
+                    removal.stop(f"nothing more can be published: {error}")
+                finally:
+                    # After an interrupt, the broker may have these.
+                    report.uncertain += removal.in_flight
+                    publisher.close()
+    return removal.report
+
+
+def purge(
+    connection: Connection,
+    topology: Topology,
+    matches: Matches = lambda message: True,
+    *,
+    limit: int | None = None,
+    dry_run: bool = False,
+) -> RemovalReport:
+    """Delete undeliverable messages.
+
+    Args:
+        connection: A connection to the broker; another one like it is opened.
+        topology: The topology whose messages are deleted.
+        matches: Returns whether a message is chosen.
+        limit: The most messages that are deleted; None for all.
+        dry_run: Whether to count the messages only.
+
+    Returns:
+        The report. If the broker goes away after the start, the report says so.
+
+    Raises:
+        amqp.exceptions.NotFound: The queue does not exist.
+        OSError: The broker cannot be reached.
+    """
+    with reading(connection, topology, is_removing=True) as reader:
+        removal = Removal(reader, topology, matches, limit)
+        with removal.reporting():
+            removal.delete(dry_run)
+    return removal.report
