@@ -34,10 +34,15 @@ OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt com
 SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies hostile modules_bounds \
         permissions reach sealed secrets signing tls versions)
 
+TEST = -m pytest --numprocesses=3 --dist=loadfile \
+        $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS),--ignore=$(each))
+
 test: $(VENV)/test.done  ## All tests but those of the next three, on private RabbitMQ and Redis servers
+	$(BIN)/python $(TEST)
+
+coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half as long again)
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses=3 --dist=loadfile \
-		$(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS),--ignore=$(each))
+	$(BIN)/coverage run $(TEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
