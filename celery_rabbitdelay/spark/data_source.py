@@ -38,7 +38,7 @@ class RabbitDelayDataSource(DataSource):
             return LevelsReader(options)
         if options.what == "undeliverable":
             return UndeliverableReader(options)
-        if not options.takes_filters:
+        if not options.filter_pushdown:
             return PendingReader(options)
         if not HAS_FILTERS:
             raise InvalidOption("filterPushdown", "true", "takes PySpark 4.1 or newer")

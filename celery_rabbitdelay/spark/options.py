@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import ssl
+import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.publishing.shown_url import has_password, without_password
-
-#: The options that name or describe the application.
-APPLICATION: Final = (
-    "app",
-    "broker",
-    "brokerPassword",
-    "registry",
-    "registryPassword",
-    "prefix",
-    "layout",
-    "brokerCaFile",
-    "brokerCertFile",
-    "brokerKeyFile",
-)
-
-#: Further options of a write.
-WRITE: Final = (
-    "task",
-    "queue",
-    "tolerance",
-    "envelopes",
-    "jobId",
-    "idColumn",
-    "job",
-    "jobExpires",
-    "maxRate",
-    "kwargsFromColumns",
-    "onError",
-    "errorsPath",
-)
-
-#: Further options of a read.
-READ: Final = ("what", "partitions", "task", "key", "job", "filterPushdown", "limit")
-
-#: The values of the option ``what``, each with the options that only it takes.
-WHAT: Final[Mapping[str, tuple[str, ...]]] = {
-    "pending": ("partitions", "task", "key", "job", "filterPushdown"),
-    "levels": (),
-    "undeliverable": ("limit",),
-}
 
 #: Spark's own options, which it passes on to every streaming sink.
 SPARKS_OWN: Final = ("checkpointLocation", "path")
@@ -57,7 +19,63 @@ SPARKS_OWN: Final = ("checkpointLocation", "path")
 #: Seconds after which the tasks of a write that was neither committed nor aborted are dropped.
 JOB_EXPIRES: Final = 86_400.0
 
-ValueT = TypeVar("ValueT")
+
+class Option(NamedTuple):
+    """What an option takes; stands in the annotation of its attribute.
+
+    To add one, add an attribute: ``job_id`` is the option ``jobId``.
+
+    Attributes:
+        takes: In words, for the error.
+        read: Returns the value of a text, or raises :class:`ValueError`.
+        only_with: The value of ``what``, or the protocol, that it belongs to; empty for any.
+    """
+
+    takes: str = ""
+    read: Callable[[str], Any] = str
+    only_with: str = ""
+
+    def only_for(self, word: str) -> Option:
+        """Return the same for one value of ``what``, or one protocol."""
+        return self._replace(only_with=word)
+
+
+def _bounded(text: str, least: float, most: float) -> float:
+    number = float(text)
+    if not least <= number <= most:
+        raise ValueError
+    return number
+
+
+def _whole(most: int) -> Option:
+    def whole(text: str) -> int:
+        number = _bounded(text, 1, most)
+        if number != int(number):
+            raise ValueError
+        return int(number)
+
+    return Option(f"takes a whole number from 1 to {most}", whole)
+
+
+def _one_of(*words: str) -> Option:
+    *others, last = map(repr, words)
+    return Option(f"takes {', '.join(others)} or {last}", lambda text: words[words.index(text)])
+
+
+TEXT: Final = Option()
+FLAG: Final = Option("takes true or false", lambda text: ["false", "true"].index(text.lower()) == 1)
+SECONDS: Final = Option(
+    "takes a number that is not negative", lambda text: _bounded(text, 0, sys.float_info.max)
+)
+RATE: Final = Option(
+    "takes a number of tasks a second above 0",
+    lambda text: _bounded(text, sys.float_info.min, sys.float_info.max),
+)
+COLUMNS: Final = Option(
+    "takes names of columns", lambda text: tuple(each.strip() for each in text.split(","))
+)
+OF_PENDING: Final = TEXT.only_for("pending")
+OF_TLS: Final = TEXT.only_for("amqps")
 
 
 class ApplicationOptions(NamedTuple):
@@ -72,26 +90,27 @@ class ApplicationOptions(NamedTuple):
         registry_password: Its password.
         prefix: ``rabbitdelay_prefix``.
         layout: ``rabbitdelay_layout``, by name.
-        ca_file: For TLS, the file with the certificates of authorities; None for the system's.
-        cert_file: The file with the client's certificate. Like the other two, it has to exist on
-            the driver and on each executor.
-        key_file: The file with its private key; None if that is in ``cert_file``.
+        broker_ca_file: For TLS, the file with the certificates of authorities; None for the
+            system's.
+        broker_cert_file: The file with the client's certificate. Like the other two, it has to
+            exist on the driver and on each executor.
+        broker_key_file: The file with its private key; None if that is in ``broker_cert_file``.
     """
 
-    app: str | None = None
-    broker: str | None = None
-    broker_password: str | None = None
-    registry: str | None = None
-    registry_password: str | None = None
-    prefix: str | None = None
-    layout: str | None = None
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
+    app: Annotated[str | None, TEXT] = None
+    broker: Annotated[str | None, TEXT] = None
+    broker_password: Annotated[str | None, TEXT] = None
+    registry: Annotated[str | None, TEXT] = None
+    registry_password: Annotated[str | None, TEXT] = None
+    prefix: Annotated[str | None, TEXT] = None
+    layout: Annotated[str | None, TEXT] = None
+    broker_ca_file: Annotated[str | None, OF_TLS] = None
+    broker_cert_file: Annotated[str | None, OF_TLS] = None
+    broker_key_file: Annotated[str | None, OF_TLS] = None
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Self:
-        """Read the options.
+        """Read the options, whose names are in lower case.
 
         Raises:
             InvalidOption: Neither ``app`` nor ``broker`` is given, or both are, or a URL contains a
@@ -105,17 +124,18 @@ class ApplicationOptions(NamedTuple):
             if has_password(given.get(name, "")):
                 takes = f"takes a URL without a password, since Spark shows it; use {name}Password"
                 raise InvalidOption(name, without_password(given[name]), takes)
-        if app is not None:
-            for name in APPLICATION[2:]:
-                if name.lower() in given:
-                    takes = "is a setting of the application; leave it out"
-                    value = None if "Password" in name else given[name.lower()]
-                    raise InvalidOption(name, value, takes)
-        for name in APPLICATION[-3:]:
-            if name.lower() in given and not str(broker).startswith("amqps:"):
+        for name, option in _options(cls).items():
+            value = given.get(name.lower())
+            if value is None or name in ("app", "broker"):
+                continue
+            shown = None if "Password" in name else value
+            if app is not None:
+                takes = "is a setting of the application; leave it out"
+                raise InvalidOption(name, shown, takes)
+            if option.only_with == "amqps" and not str(broker).startswith("amqps:"):
                 takes = "is for TLS; write the broker's URL with amqps://"
-                raise InvalidOption(name, given[name.lower()], takes)
-        return cls(*(given.get(name.lower()) for name in APPLICATION))
+                raise InvalidOption(name, shown, takes)
+        return cls(**_read(cls, given))
 
     @property
     def broker_url(self) -> str | None:
@@ -127,7 +147,11 @@ class ApplicationOptions(NamedTuple):
         """Celery's ``broker_use_ssl``; None without TLS. The broker's name is checked."""
         if not str(self.broker).startswith("amqps:"):
             return None
-        files = {"ca_certs": self.ca_file, "certfile": self.cert_file, "keyfile": self.key_file}
+        files = {
+            "ca_certs": self.broker_ca_file,
+            "certfile": self.broker_cert_file,
+            "keyfile": self.broker_key_file,
+        }
         # kombu puts in the host of the URL.
         told: dict[str, Any] = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": None}
         return {**told, **{name: file for name, file in files.items() if file is not None}}
@@ -160,23 +184,29 @@ class WriteOptions(NamedTuple):
             nor aborted.
         max_rate: The maximum number of tasks a second, over all partitions; None for no limit.
         kwargs_from_columns: Whether columns without a special meaning become keyword arguments.
-        collects: Whether refused rows are written to ``errors_path`` while the others are sent.
+        on_error: ``collect``: refused rows are written to ``errors_path`` while the others are
+            sent. ``fail``: the first one ends the write.
         errors_path: The folder for refused rows.
     """
 
     application: ApplicationOptions
-    task: str | None
-    queue: str | None
-    tolerance: float
-    envelopes: bool | None
-    job_id: str | None
-    id_column: tuple[str, ...] | None
-    job: str | None
-    job_expires: float
-    max_rate: float | None
-    kwargs_from_columns: bool
-    collects: bool
-    errors_path: str | None
+    task: Annotated[str | None, TEXT] = None
+    queue: Annotated[str | None, TEXT] = None
+    tolerance: Annotated[float, SECONDS] = 0.0
+    envelopes: Annotated[bool | None, FLAG] = None
+    job_id: Annotated[str | None, TEXT] = None
+    id_column: Annotated[tuple[str, ...] | None, COLUMNS] = None
+    job: Annotated[str | None, TEXT] = None
+    job_expires: Annotated[float, SECONDS] = JOB_EXPIRES
+    max_rate: Annotated[float | None, RATE] = None
+    kwargs_from_columns: Annotated[bool, FLAG] = False
+    on_error: Annotated[str, _one_of("fail", "collect")] = "fail"
+    errors_path: Annotated[str | None, TEXT] = None
+
+    @property
+    def collects(self) -> bool:
+        """Whether refused rows are collected."""
+        return self.on_error == "collect"
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
@@ -185,28 +215,12 @@ class WriteOptions(NamedTuple):
         Raises:
             InvalidOption: One of them is unknown, or has an invalid value.
         """
-        given = _known(options, (*APPLICATION, *WRITE))
-        collects = _one_of(given, "onError", ("fail", "collect")) == "collect"
-        path = given.get("errorspath")
-        if collects != (path is not None):
+        given = _known(options, cls)
+        found = cls(ApplicationOptions.of(given), **_read(cls, given))
+        if found.collects != (found.errors_path is not None):
             takes = "takes the folder for refused rows, together with onError = 'collect'"
-            raise InvalidOption("errorsPath", path, takes)
-        columns = given.get("idcolumn")
-        return cls(
-            ApplicationOptions.of(given),
-            given.get("task"),
-            given.get("queue"),
-            _number(given, "tolerance", 0.0),
-            _flag(given, "envelopes"),
-            given.get("jobid"),
-            None if columns is None else tuple(each.strip() for each in columns.split(",")),
-            given.get("job"),
-            _number(given, "jobExpires", JOB_EXPIRES),
-            _rate(given),
-            bool(_flag(given, "kwargsFromColumns")),
-            collects,
-            path,
-        )
+            raise InvalidOption("errorsPath", found.errors_path, takes)
+        return found
 
     @classmethod
     def of_call(cls, options: Mapping[str, object]) -> Self:
@@ -228,19 +242,19 @@ class ReadOptions(NamedTuple):
         task: Only the tasks of this name.
         key: Only the tasks that were sent with this key.
         job: Only the tasks that were sent with this job.
-        takes_filters: Whether the query's filters are pushed down to the registry. Spark rejects a
-            source that takes filters unless ``spark.sql.python.filterPushdown.enabled`` is true.
+        filter_pushdown: Whether the query's filters are pushed down to the registry. Spark rejects
+            a source that takes filters unless ``spark.sql.python.filterPushdown.enabled`` is true.
         limit: The maximum number of undeliverable messages; None for the default.
     """
 
     application: ApplicationOptions
-    what: str
-    partitions: int
-    task: str | None = None
-    key: str | None = None
-    job: str | None = None
-    takes_filters: bool = False
-    limit: int | None = None
+    what: Annotated[str, _one_of("pending", "levels", "undeliverable")] = "pending"
+    partitions: Annotated[int, _whole(10_000).only_for("pending")] = 8
+    task: Annotated[str | None, OF_PENDING] = None
+    key: Annotated[str | None, OF_PENDING] = None
+    job: Annotated[str | None, OF_PENDING] = None
+    filter_pushdown: Annotated[bool, FLAG.only_for("pending")] = False
+    limit: Annotated[int | None, _whole(2**31 - 1).only_for("undeliverable")] = None
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
@@ -249,33 +263,38 @@ class ReadOptions(NamedTuple):
         Raises:
             InvalidOption: One of them is unknown, or has an invalid value.
         """
-        given = _known(options, (*APPLICATION, *READ))
-        what = _one_of(given, "what", tuple(WHAT))
-        for other, names in WHAT.items():
-            for name in names:
-                if other != what and name.lower() in given:
-                    takes = f"is an option of what = {other!r}; leave it out"
-                    raise InvalidOption(name, given[name.lower()], takes)
-        return cls(
-            ApplicationOptions.of(given),
-            what,
-            _whole(given, "partitions", 10_000) or 8,
-            given.get("task"),
-            given.get("key"),
-            given.get("job"),
-            bool(_flag(given, "filterPushdown")),
-            _whole(given, "limit", 2**31 - 1),
-        )
+        given = _known(options, cls)
+        found = cls(ApplicationOptions.of(given), **_read(cls, given))
+        for name, option in _options(cls).items():
+            if option.only_with not in ("", found.what) and name.lower() in given:
+                takes = f"is an option of what = {option.only_with!r}; leave it out"
+                raise InvalidOption(name, given[name.lower()], takes)
+        return found
 
 
-def _known(options: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
+def _options(cls: type[tuple[Any, ...]]) -> dict[str, Option]:
+    """Return what each option takes, by its name."""
+    hints = get_type_hints(cls, include_extras=True).items()
+    return {_name(attribute): hint.__metadata__[0] for attribute, hint in hints if _is_option(hint)}
+
+
+def _is_option(hint: Any) -> bool:
+    return hasattr(hint, "__metadata__")
+
+
+def _name(attribute: str) -> str:
+    return re.sub("_(.)", lambda found: found[1].upper(), attribute)
+
+
+def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, str]:
     """Return the options with names in lower case, as Spark passes them.
 
     Raises:
         InvalidOption: One of them is unknown.
     """
     given = {name.lower(): value for name, value in options.items()}
-    known = {name.lower(): name for name in (*names, *SPARKS_OWN)}
+    names = (*_options(ApplicationOptions), *_options(cls), *SPARKS_OWN)
+    known = {name.lower(): name for name in names}
     for name in given.keys() - known.keys():
         (meant, *_) = (*get_close_matches(name, list(known), 1), "")
         suggested = f"; did you mean {known[meant]}?" if meant else ""
@@ -284,60 +303,18 @@ def _known(options: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]
     return given
 
 
-def _read(
-    given: Mapping[str, str], name: str, read: Callable[[str], ValueT], takes: str
-) -> ValueT | None:
-    text = given.get(name.lower())
-    if text is None:
-        return None
-    try:
-        return read(text)
-    except (KeyError, ValueError) as wrong:
-        raise InvalidOption(name, text, takes) from wrong
-
-
-def _number(given: Mapping[str, str], name: str, default: float) -> float:
-    def seconds(text: str) -> float:
-        number = float(text)
-        if not 0 <= number < float("inf"):
-            raise ValueError
-        return number
-
-    found = _read(given, name, seconds, "takes a number that is not negative")
-    return default if found is None else found
-
-
-def _rate(given: Mapping[str, str]) -> float | None:
-    rate = _number(given, "maxRate", 0.0)
-    if rate == 0 and "maxrate" in given:
-        raise InvalidOption("maxRate", given["maxrate"], "takes a number of tasks a second above 0")
-    return rate or None
-
-
-def _whole(given: Mapping[str, str], name: str, most: int) -> int | None:
-    def whole(text: str) -> int:
-        number = float(text)
-        if not 1 <= number <= most or number != int(number):
-            raise ValueError
-        return int(number)
-
-    return _read(given, name, whole, f"takes a whole number from 1 to {most}")
-
-
-def _flag(given: Mapping[str, str], name: str) -> bool | None:
-    def flag(text: str) -> bool:
-        return {"true": True, "false": False}[text.lower()]
-
-    return _read(given, name, flag, "takes true or false")
-
-
-def _one_of(given: Mapping[str, str], name: str, words: tuple[str, ...]) -> str:
-    def word(text: str) -> str:
-        return words[words.index(text)]
-
-    *others, last = map(repr, words)
-    takes = f"takes {', '.join(others)} or {last}"
-    return _read(given, name, word, takes) or words[0]
+def _read(cls: type[tuple[Any, ...]], given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the options that are given, by their attributes."""
+    found = {}
+    for attribute, hint in get_type_hints(cls, include_extras=True).items():
+        text = given.get(_name(attribute).lower())
+        if _is_option(hint) and text is not None:
+            option: Option = hint.__metadata__[0]
+            try:
+                found[attribute] = option.read(text)
+            except ValueError as wrong:
+                raise InvalidOption(_name(attribute), text, option.takes) from wrong
+    return found
 
 
 def _with_password(url: str | None, password: str | None) -> str | None:
