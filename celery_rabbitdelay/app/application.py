@@ -45,7 +45,7 @@ from celery_rabbitdelay.app.task_sending import TaskSending
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
-from celery_rabbitdelay.publishing.shown_url import without_passwords
+from celery_rabbitdelay.levels.shown_url import without_passwords
 
 AppT = TypeVar("AppT", bound=celery.Celery)
 

@@ -29,6 +29,7 @@ from celery_rabbitdelay.exceptions import (
     UnknownOption,
 )
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
+from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
 from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
@@ -234,7 +235,7 @@ class RabbitDelay(WaitingTasks):
         _refuse_options_of_a_row(options)
         refuse_without_registry(options, self.app)
         if envelopes is None:
-            envelopes = "distribution" in self.settings.modules
+            envelopes = DISTRIBUTE in self.settings.modules
         tolerance_ms = tolerance_milliseconds(tolerance)
         registered: Any = self.app.tasks.get(task) if isinstance(task, str) else task
         if (

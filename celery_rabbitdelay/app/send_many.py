@@ -52,6 +52,7 @@ from celery_rabbitdelay.exceptions import (
     RowsNotConfirmed,
 )
 from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
@@ -99,7 +100,7 @@ class RowSender:
         self._delays = delays
         self._app: celery.Celery = delays.app
         self._settings: Settings = delays.settings
-        if envelopes and "distribution" not in self._settings.modules:
+        if envelopes and DISTRIBUTE not in self._settings.modules:
             raise NeedsDistribution("an envelope")
         self._publisher = publisher
         self._task = task

@@ -20,20 +20,17 @@ from typing import (
 
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting, InvalidSigningKey
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
-from celery_rabbitdelay.levels.entities import QueueType
+from celery_rabbitdelay.levels.entities import CHECK_IN, MODULES, QueueType
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.shown_url import HIDDEN, without_password
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
-from celery_rabbitdelay.publishing.shown_url import HIDDEN, without_password
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
 
 #: The beginning of all our keys.
 PREFIX: Final = "rabbitdelay_"
-
-#: The modules around the levels that a worker can serve.
-MODULES: Final = ("check-in", "distribution")
 
 #: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
 MAX_PREFIX_LENGTH: Final = 100
@@ -398,7 +395,7 @@ class Settings:
             DelayTooLong: It is above the layout's capacity, and ``modules`` lacks check-in.
             InvalidDelay: It is longer than 100 years.
         """
-        if "check-in" not in self.modules:
+        if CHECK_IN not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
         check_max_delay(due)
 

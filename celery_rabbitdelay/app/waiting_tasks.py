@@ -26,6 +26,7 @@ from celery_rabbitdelay.app.stored_message import restored
 from celery_rabbitdelay.app.task_sending import register_sent
 from celery_rabbitdelay.exceptions import JobClosed, NotTracked, PublishError, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import COMMITTED, COPY, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import WaitingMessage
@@ -307,7 +308,7 @@ class WaitingTasks(ABC):
         """
         job_id, expires_ms = self.registry.jobs.end(job, JobState.COMMITTED)
         left_ms = expires_ms - time.time_ns() // NS_PER_MS
-        if left_ms <= 0 or "distribution" not in self.settings.modules:
+        if left_ms <= 0 or DISTRIBUTE not in self.settings.modules:
             return
         due = Due.after((left_ms - min(left_ms * NOTE_SHARE, NOTE_MS)) / 1000)
         words: dict[str, str | bool] = {COMMITTED: True, JOB: job, JOB_ID: job_id}

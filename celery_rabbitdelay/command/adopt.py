@@ -10,6 +10,7 @@ from kombu import Queue
 
 from celery_rabbitdelay.command.context import delays_of
 from celery_rabbitdelay.command.migrate import Move, MoveOptions, move_options, run
+from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.operations.moving.adoption import (
     KEEPS_OWN,
     NOT_DELAYED,
@@ -73,7 +74,7 @@ def nservicebus(context: CLIContext, /, version: int, options: MoveOptions) -> N
         keys = adopting.delays.settings.signing_keys
         return NServiceBusChain(adopting.target.topology, version, keys).convert
 
-    if "distribution" not in delays_of(context).settings.modules:
+    if DISTRIBUTE not in delays_of(context).settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
     _adopt(context, nservicebus_queues(version), convert, options)
 

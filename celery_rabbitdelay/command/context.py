@@ -30,13 +30,13 @@ from celery_rabbitdelay.exceptions import (
     TopologyNotEmpty,
 )
 from celery_rabbitdelay.levels.delay import parse_delay
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.permissions import missing_permission
-from celery_rabbitdelay.publishing.shown_url import (
+from celery_rabbitdelay.levels.shown_url import (
     shown_broker,
     without_password,
     without_passwords,
 )
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.permissions import missing_permission
 
 
 class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version

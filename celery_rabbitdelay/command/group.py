@@ -18,7 +18,7 @@ from celery_rabbitdelay.command.undeliverable import undeliverable
 from celery_rabbitdelay.command.undeliverable_redrive import redrive
 from celery_rabbitdelay.command.verify import verify
 from celery_rabbitdelay.command.waiting import cancel, forecast, job, pending, postpone
-from celery_rabbitdelay.publishing.shown_url import without_passwords
+from celery_rabbitdelay.levels.shown_url import without_passwords
 
 # Registers the control command, so that `celery inspect` knows it in this process.
 from celery_rabbitdelay.worker.status import rabbitdelay_status

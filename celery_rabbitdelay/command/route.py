@@ -19,6 +19,7 @@ from celery_rabbitdelay.command.context import (
     topology_options,
 )
 from celery_rabbitdelay.levels.delay import TAKES, Delay, duration_text, milliseconds
+from celery_rabbitdelay.levels.entities import CHECK_IN
 from celery_rabbitdelay.levels.topology import Topology
 
 
@@ -55,7 +56,7 @@ def route(
         click.echo(json.dumps(found))
         return
     click.echo("\n".join(_words(found)))
-    if found["meditations"] and "check-in" not in delays_of(context).settings.modules:
+    if found["meditations"] and CHECK_IN not in delays_of(context).settings.modules:
         click.echo("rabbitdelay_modules lacks 'check-in': this application's producers refuse it")
     click.echo("\n".join(["", *_table(found)]))
 

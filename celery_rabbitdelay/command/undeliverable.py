@@ -27,6 +27,7 @@ from celery_rabbitdelay.command.context import (
     json_option,
 )
 from celery_rabbitdelay.exceptions import RabbitDelayError
+from celery_rabbitdelay.levels.shown_url import shown_broker
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.undeliverable.messages import (
     Contents,
@@ -42,7 +43,6 @@ from celery_rabbitdelay.operations.undeliverable.messages import (
 )
 from celery_rabbitdelay.operations.undeliverable.redrive import RemovalReport
 from celery_rabbitdelay.operations.undeliverable.redrive import purge as purge_messages
-from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 #: The seconds of each unit that an age or a delay may be written in.
 UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}

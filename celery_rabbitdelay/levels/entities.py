@@ -11,6 +11,11 @@ from celery_rabbitdelay.levels.layout import MAX_TTL
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
+#: The modules around the levels that a worker can serve, as ``rabbitdelay_modules`` names them.
+CHECK_IN: Final = "check-in"
+DISTRIBUTE: Final = "distribution"
+MODULES: Final = (CHECK_IN, DISTRIBUTE)
+
 #: How often a message may be given back to its queue; see :data:`.DELIVERY_LIMIT`. Up to 3.13, "no
 #: limit" cannot be written.
 NO_DELIVERY_LIMIT: Final = 2**31 - 1

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
+from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.routing_key import encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 
@@ -47,7 +48,7 @@ def rights(
     conf: Any,
     *,
     may_declare: bool,
-    modules: Sequence[str] = ("check-in", "distribution"),
+    modules: Sequence[str] = (CHECK_IN, DISTRIBUTE),
 ) -> Iterator[Right]:
     """Yield what a user needs.
 
@@ -78,7 +79,7 @@ def rights(
                 yield from _all_of(everything)
             else:
                 yield Right("write", everything)
-                served = {"check-in": "checkin", "distribution": "distribution"}
+                served = {CHECK_IN: "checkin", DISTRIBUTE: "distribution"}
                 names = [rf"{prefix}\.{served[module]}" for module in served if module in modules]
                 if names:
                     yield Right("read", "|".join(names))

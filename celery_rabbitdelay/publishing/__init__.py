@@ -7,6 +7,6 @@ Read ``message`` (the parts of a message), ``wire`` (its bytes), ``incoming`` (m
 can read, or hold), ``publication`` (a message in flight), ``confirm_channel`` and ``publish_loop``
 (the one engine that keeps many messages in flight), ``connection`` and ``publisher``; then
 ``declaration``, ``backlog`` and ``permissions`` (which one is missing); then ``destination`` (the
-queue that a message would reach), ``signature`` (who has said so) and ``producer``. ``shown_url``
-hides passwords. Private parts of kombu stand in ``kombu_internals``.
+queue that a message would reach), ``signature`` (who has said so) and ``producer``. Private parts
+of kombu stand in ``kombu_internals``.
 """

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
 
@@ -56,9 +57,9 @@ def module_queues(topology: Topology) -> dict[str, Queue]:
     """Return the queues outside the levels, by the names in :attr:`Backlog.others`."""
     queues = topology.module_queues
     return {
-        "check-in": queues.checkin,
+        CHECK_IN: queues.checkin,
         "meditation": queues.meditation,
-        "distribution": queues.distribution,
+        DISTRIBUTE: queues.distribution,
         "undeliverable": queues.undeliverable,
     }
 

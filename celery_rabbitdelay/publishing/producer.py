@@ -12,6 +12,7 @@ from kombu.common import Broadcast, maybe_declare
 from celery_rabbitdelay.exceptions import MessageTooLarge, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, check_max_delay
+from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
@@ -216,7 +217,7 @@ class DelayedProducer(Producer):
             MessageTooLarge: It has to pass through a module, which refuses its size.
             NeedsDistribution: It needs distribution, which ``modules`` lacks.
         """
-        if "check-in" not in self.modules:
+        if CHECK_IN not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
         check_max_delay(due)
         properties.pop("expiration", None)
@@ -236,7 +237,7 @@ class DelayedProducer(Producer):
             )
         name = DISTRIBUTION
         if queue is not None and not is_too_high:
-            refuses = "distribution" in self.modules and may_refuse(queue, self.may_refuse)
+            refuses = DISTRIBUTE in self.modules and may_refuse(queue, self.may_refuse)
             name = DISTRIBUTION if refuses else queue.name
         body, properties["content_type"], properties["content_encoding"] = serialized(
             self,
@@ -312,5 +313,5 @@ class DelayedProducer(Producer):
         self._declare(connection, queue, further)
 
     def _need_distribution(self, what: str) -> None:
-        if "distribution" not in self.modules:
+        if DISTRIBUTE not in self.modules:
             raise NeedsDistribution(what)

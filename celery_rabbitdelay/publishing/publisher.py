@@ -27,6 +27,7 @@ from celery_rabbitdelay.exceptions import (
     PublishError,
     RabbitDelayError,
 )
+from celery_rabbitdelay.levels.shown_url import shown_broker
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.connection import PublishingConnection, remaining
 from celery_rabbitdelay.publishing.kombu_internals import LazyPool
@@ -41,7 +42,6 @@ from celery_rabbitdelay.publishing.publication import (
     PublishPolicy,
 )
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
-from celery_rabbitdelay.publishing.shown_url import shown_broker
 
 #: Called with a connection, to declare what is missing.
 Declaration: TypeAlias = Callable[[Connection], None]

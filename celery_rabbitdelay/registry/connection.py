@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
-from celery_rabbitdelay.publishing.shown_url import without_password
+from celery_rabbitdelay.levels.shown_url import without_password
 
 AnswerT = TypeVar("AnswerT")
 

@@ -9,7 +9,7 @@ from celery.app.utils import find_app
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidOption
-from celery_rabbitdelay.publishing.shown_url import without_password
+from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.spark.options import ApplicationOptions
 
 #: The name of an application that is made of a URL.

@@ -20,6 +20,7 @@ from celery_rabbitdelay.app.celery_internals import argument_check, repr_sizes
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, RabbitDelayError
 from celery_rabbitdelay.levels.delay import NS_PER_MS, milliseconds
+from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.spark.application import application_of
@@ -148,7 +149,7 @@ class Grouping:
 
     def _refusal(self) -> RabbitDelayError | None:
         settings, options = self._app.rabbitdelay.settings, self._options
-        if options.envelopes is False or "distribution" not in settings.modules:
+        if options.envelopes is False or DISTRIBUTE not in settings.modules:
             takes = "takes true, and workers that serve distribution, if rows are grouped"
             return InvalidOption("envelopes", str(options.envelopes).lower(), takes)
         if RegistryOptions.of(settings, self._app.tasks.get(options.task), {}, {}).track:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery_rabbitdelay.exceptions import InvalidOption
-from celery_rabbitdelay.publishing.shown_url import has_password, without_password
+from celery_rabbitdelay.levels.shown_url import has_password, without_password
 
 #: Spark's own options, which it passes on to every streaming sink.
 SPARKS_OWN: Final = ("checkpointLocation", "path")

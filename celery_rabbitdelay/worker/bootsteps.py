@@ -22,6 +22,7 @@ from celery_rabbitdelay.app.destinations import checkin_destinations, distributi
 from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.levels.delay import milliseconds
+from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module, admit_any
 from celery_rabbitdelay.modules.distribution import Distribution
@@ -268,7 +269,7 @@ class RestoreTasks(bootsteps.StartStopStep):
 
 
 #: The prefetch count of each module; distribution's is lower, as a message may be an envelope.
-PREFETCH: Final = {"check-in": 1000, "distribution": 300}
+PREFETCH: Final = {CHECK_IN: 1000, DISTRIBUTE: 300}
 
 #: Seconds after which both sides take a silent connection for lost.
 HEARTBEAT: Final = 60
@@ -327,7 +328,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     settings = app.rabbitdelay.settings
     topology = settings.topology
     on_lost = declaration.connection_lost
-    if name == "check-in":
+    if name == CHECK_IN:
         queue = topology.module_queues.checkin
         check_in = CheckIn(
             topology,

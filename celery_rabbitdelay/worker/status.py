@@ -21,8 +21,8 @@ from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app.control import ARRIVALS, COMMAND
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels.shown_url import without_passwords_in
 from celery_rabbitdelay.modules.service import ModuleService
-from celery_rabbitdelay.publishing.shown_url import without_passwords_in
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.worker.restore import RestoringStrategies

@@ -9,14 +9,14 @@ from kombu import Connection
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidManagementURL, InvalidOption, InvalidSetting
-from celery_rabbitdelay.operations.verify.management import ManagementAPI
-from celery_rabbitdelay.publishing.shown_url import (
+from celery_rabbitdelay.levels.shown_url import (
     has_password,
     shown_broker,
     without_password,
     without_passwords,
     without_passwords_in,
 )
+from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.registry.connection import connect
 from celery_rabbitdelay.spark.options import ApplicationOptions
 from tests.told import told

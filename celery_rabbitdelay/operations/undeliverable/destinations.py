@@ -20,6 +20,7 @@ from celery_rabbitdelay.app.destinations import (
 )
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
+from celery_rabbitdelay.levels.entities import CHECK_IN
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
@@ -67,7 +68,7 @@ def redriving_for(
     delay_ms = None if delay is None else milliseconds(delay)
     if delay_ms is not None and delay_ms < 0:
         raise InvalidDelay(delay, "must not be negative")
-    if delay_ms is not None and "check-in" not in settings.modules:
+    if delay_ms is not None and CHECK_IN not in settings.modules:
         topology.layout.check_capacity(delay_ms)
     queues = configured_queues(app)
     allow = tuple(allow)

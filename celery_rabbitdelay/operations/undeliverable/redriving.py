@@ -16,6 +16,7 @@ import amqp
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.headers import (
     ENVELOPE,
     MAX_PRIORITY,
@@ -371,10 +372,10 @@ class Redriving:
             needs = "only its exchange can route it"
         elif own.priority is not None:
             needs = f"its priority is above {MAX_PRIORITY}"
-        if needs is not None and "distribution" not in self._modules:
+        if needs is not None and DISTRIBUTE not in self._modules:
             raise UnprocessableMessage(f"no worker serves distribution, and {needs}")
         capacity_ms = self._topology.layout.capacity_ms
-        if due.delay_ms > capacity_ms and "check-in" not in self._modules:
+        if due.delay_ms > capacity_ms and CHECK_IN not in self._modules:
             raise UnprocessableMessage(
                 f"no worker serves check-in, and it would wait for {due.delay_ms / 1000:,.3f} s; "
                 f"the levels take {capacity_ms / 1000:,.3f} s"
@@ -384,7 +385,7 @@ class Redriving:
         """Return the queue that a message goes directly to, or distribution."""
         if destination is None or destination.queue is None or own.priority is not None:
             return DISTRIBUTION
-        refuses = "distribution" in self._modules and self._refuses(destination.queue)
+        refuses = DISTRIBUTE in self._modules and self._refuses(destination.queue)
         return DISTRIBUTION if refuses else destination.queue
 
 

@@ -11,7 +11,7 @@ from amqp.exceptions import ChannelError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.entities import Binding
+from celery_rabbitdelay.levels.entities import DISTRIBUTE, Binding
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify.findings import FoundRow, Verification, findings_of
@@ -194,7 +194,7 @@ def check_destinations(
 ) -> Iterator[FoundRow]:
     """Find queues of tasks that are missing, differ, or get no tasks."""
     topology, delivery = settings.topology, settings.topology.delivery.name
-    may_declare, distributes = settings.declare == "auto", "distribution" in settings.modules
+    may_declare, distributes = settings.declare == "auto", DISTRIBUTE in settings.modules
     for queue in queues:
         name, subject = queue.name, f"queue {queue.name}"
         if name not in inventory.queues:

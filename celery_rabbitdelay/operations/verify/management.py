@@ -28,7 +28,7 @@ from kombu.transport.pyamqp import SSLTransport
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
-from celery_rabbitdelay.publishing.shown_url import without_password
+from celery_rabbitdelay.levels.shown_url import without_password
 
 #: Seconds that each step of a request may take.
 TIMEOUT: Final = 10.0

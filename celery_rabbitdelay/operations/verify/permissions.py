@@ -19,6 +19,7 @@ from amqp.exceptions import AccessRefused, ChannelError
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.operations.verify.findings import FoundRow
 from celery_rabbitdelay.operations.verify.management import Inventory
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
@@ -83,7 +84,7 @@ def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Questio
             source = modules.undeliverable.name if exchange.name == delivery else delivery
             unbind = methodcaller("exchange_unbind", exchange.name, source, NO_KEY)
             yield "write", "exchange", exchange.name, unbind
-    for module, queue in (("check-in", modules.checkin), ("distribution", modules.distribution)):
+    for module, queue in ((CHECK_IN, modules.checkin), (DISTRIBUTE, modules.distribution)):
         if module in settings.modules:
             yield "read", "queue", queue.name, partial(_consume_nothing, queue.name)
 
