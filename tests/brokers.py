@@ -50,11 +50,7 @@ class Broker:
 
 
 #: The oldest version that we support, the first of the 4 series, and the newest.
-BROKERS: Final = (
-    Broker("3.10", "bookworm"),
-    Broker("4.0", "trixie"),
-    Broker("4.3", "sid"),
-)
+BROKERS: Final = (Broker("3.10", "bookworm"), Broker("4.0", "trixie"), Broker("4.3", "sid"))
 
 
 @dataclass(frozen=True)

@@ -186,9 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench.close()
         show(figures)
         measure.save(
-            "growth",
-            broker,
-            {"batch": options.batch, "probes": options.probes, "figures": figures},
+            "growth", broker, {"batch": options.batch, "probes": options.probes, "figures": figures}
         )
         lines(
             figures,

@@ -236,9 +236,7 @@ def test_wrong_lines_are_named_and_all_others_are_sent(
     assert backlog.others["meditation"].messages == 1
 
 
-def test_of_a_long_line_that_is_wrong_little_is_shown(
-    configuration: dict[str, Any],
-) -> None:
+def test_of_a_long_line_that_is_wrong_little_is_shown(configuration: dict[str, Any]) -> None:
     line = '{"argz": ["' + "x" * 100_000 + '"]}\n'
 
     told = run_celery(configuration, "rabbitdelay send look --json", line)
