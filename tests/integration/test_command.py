@@ -401,8 +401,11 @@ def test_a_second_ctrl_c_does_not_wait_for_the_broker(
 
 
 def test_a_broker_that_cannot_be_reached_is_said_in_a_line(configuration: dict[str, Any]) -> None:
-    nowhere = {**configuration, "broker_url": "amqp://guest:guest@127.0.0.1:1//"}
-
+    nowhere = {
+        **configuration,
+        "broker_url": "amqp://guest:guest@127.0.0.1:1//",
+        "rabbitdelay_confirm_timeout": 3,
+    }
     lines = '{"delay": 3600}\n{"delay": 4}\n{"delay": 5}\n'
     told = run_celery(nowhere, "rabbitdelay send look", lines)
     alone = run_celery(nowhere, "rabbitdelay send look --no-envelopes", lines)
