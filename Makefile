@@ -5,8 +5,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-spark bench-spark-10m unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz registry-sequences registry-mutants bench bench-sends bench-levels bench-lateness \
-        bench-burst bench-pending bench-growth bench-memory bench-migration bench-beside bench-metrics bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
+.PHONY: help demo test test-security test-operations test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz registry-sequences registry-mutants bench bench-sends bench-levels bench-lateness \
+        bench-beside bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
@@ -61,7 +61,7 @@ unit: $(VENV)/test.done  ## The tests that need no server
 integration: $(VENV)/test.done  ## The tests of the lower rooms and of Celery against real servers
 	$(BIN)/pytest tests/integration
 
-acceptance: $(VENV)/test.done  ## The tests of whole setups, through pytest-celery
+acceptance: $(VENV)/test.done  ## The tests of a Django project
 	$(BIN)/pytest tests/acceptance
 
 test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
@@ -95,17 +95,8 @@ hostile: $(VENV)/test.done  ## 100,000 malformed, oversized and forged messages 
 fuzz: $(VENV)/test.done  ## A coverage-guided fuzzer of what anybody may have written (ten minutes)
 	nice -n 10 $(BIN)/python -m tests.fuzz --seconds 600
 
-bench-burst: $(VENV)/test.done  ## 20,000 tasks due at one instant, with envelopes and shards
-	$(BIN)/python -m tests.benchmarks.burst
-
 bench-lateness: $(VENV)/test.done  ## How late messages come, beside Celery's native delayed delivery
 	$(BIN)/python -m tests.benchmarks.lateness
-
-bench-memory: $(VENV)/test.done  ## A worker's memory while 20,000 tasks wait, beside Celery's own eta
-	$(BIN)/python -m tests.benchmarks.worker_memory
-
-bench-migration: $(VENV)/test.done  ## Migrate a million waiting messages: rate, and lateness meanwhile
-	$(BIN)/python -m tests.benchmarks.migration
 
 bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing
 	$(BIN)/python -m tests.benchmarks.modules
@@ -114,17 +105,11 @@ bench-beside: $(VENV)/test.done  ## bench-modules and bench-sends of the version
 	$(BIN)/python -m tests.benchmarks.beside --signing modules
 	$(BIN)/python -m tests.benchmarks.beside --signing --turns 1 sends
 
-bench-metrics: $(VENV)/test.done  ## What metrics cost: sends and arrivals, with and without them
-	$(BIN)/python -m tests.benchmarks.metrics
-
 bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends with keys, bytes, listing a million
 	$(BIN)/python -m tests.benchmarks.registry
 
 bench-spark: $(VENV)/test.done  ## Rows a second from Spark, beside two processes of send_many
 	$(BIN)/python -m tests.benchmarks.spark
-
-bench-spark-10m: $(VENV)/test.done  ## Ten million rows from Spark: rate, memory, bytes; then all are cancelled
-	$(BIN)/python -m tests.benchmarks.spark_month
 
 bench-sends: $(VENV)/test.done  ## Confirmed delayed sends, beside Celery's own and raw py-amqp
 	$(BIN)/python -m tests.benchmarks.sends
@@ -132,13 +117,7 @@ bench-sends: $(VENV)/test.done  ## Confirmed delayed sends, beside Celery's own 
 bench-levels: $(VENV)/test.done  ## Confirmed sends into the clock, beside Celery's 28 levels
 	$(BIN)/python -m tests.benchmarks.levels
 
-bench-growth: $(VENV)/test.done  ## What sends and lateness cost while ever more messages wait
-	$(BIN)/python -m tests.benchmarks.growth
-
-bench-pending: $(VENV)/test.done  ## The broker's memory and disk for 100,000 tasks that wait
-	$(BIN)/python -m tests.benchmarks.pending
-
-bench: bench-sends bench-levels bench-lateness bench-burst bench-pending bench-growth  ## All of these (an hour)
+bench: bench-sends bench-levels bench-lateness  ## All of these (half an hour)
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
 	$(BIN)/ruff check .

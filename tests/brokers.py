@@ -50,11 +50,7 @@ class Broker:
 
 
 #: The oldest version that we support, the first of the 4 series, and the newest.
-BROKERS: Final = (
-    Broker("3.10", "bookworm"),
-    Broker("4.0", "trixie"),
-    Broker("4.3", "sid"),
-)
+BROKERS: Final = (Broker("3.10", "bookworm"), Broker("4.0", "trixie"), Broker("4.3", "sid"))
 
 
 @dataclass(frozen=True)
@@ -219,11 +215,7 @@ def _reported_version(root: Path) -> str:
 
 def _call_pytest(root: Path, report: Path) -> int:
     # A container, or a server that runs already, would be taken instead of the version under test.
-    environment = {
-        **os.environ,
-        "RABBITDELAY_BROKER_ROOT": str(root),
-        "RABBITDELAY_NODES": "process",
-    }
+    environment = {**os.environ, "RABBITDELAY_BROKER_ROOT": str(root)}
     environment.pop("RABBITDELAY_BROKER_URL", None)
     at_a_time = ("--numprocesses=2", "--dist=loadfile")
     command = [sys.executable, "-m", "pytest", *at_a_time, *TESTS, f"--junit-xml={report}"]

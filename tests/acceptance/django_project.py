@@ -40,8 +40,7 @@ BEAT: Final = "celery -A django_shop beat -S django_celery_beat.schedulers:Datab
 PREFIX: Final = "django_shop"
 QUEUE: Final = "django_shop"
 TOPOLOGY: Final = Topology(
-    PREFIX,
-    custom([("seconds", 10, 100), ("seconds", 10, 10), ("seconds", 10, 1), ("ms", 10, 0.1)]),
+    PREFIX, custom([("seconds", 10, 100), ("seconds", 10, 10), ("seconds", 10, 1), ("ms", 10, 0.1)])
 )
 
 

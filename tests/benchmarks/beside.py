@@ -42,12 +42,7 @@ class Contestant(NamedTuple):
         command = [sys.executable, "-m", f"tests.benchmarks.{benchmark}", *options, *self.options]
         environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(self.folder)}
         done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
+            command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, text=True, check=True
         )
         return done.stdout.splitlines()
 

@@ -359,10 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     found: dict[tuple[str, int], list[Lateness]] = defaultdict(list)
     late_in: list[tuple[str, int]] = []
-    with (
-        ProcessPoolExecutor(1, get_context("spawn")) as pool,
-        private_broker() as broker,
-    ):
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool, private_broker() as broker:
         bench = Bench(broker, pool, options)
         confirms = {name: bench.confirms(way) for name, way in bench.ways.items()}
         for name, speed in confirms.items():

@@ -29,7 +29,7 @@ from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import MAX_JOB_PAUSE_MS, Registration, Registry
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, Server, wait_for
 from tests.benchmarks.measure import Target, judge, private_broker
-from tests.benchmarks.memory import cpu
+from tests.benchmarks.waiting import cpu
 from tests.integration.arrivals import count
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker

@@ -18,23 +18,18 @@ Where the time goes is told by the processor time that the sender has taken for 
 the broker has until it has everything: who takes most of it, is the wall.
 
 With ``--signing``, ours are signed; see ``rabbitdelay_signing_key``.
-
-``--memory`` measures something else: the most memory of a process that sends a generator's rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import multiprocessing
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -47,12 +42,12 @@ from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Target
-from tests.benchmarks.memory import cpu
 from tests.benchmarks.waiting import (
     NATIVE_QUEUES,
     PATIENCE,
     WEEK,
     count,
+    cpu,
     declare_native,
     purge,
     quorum_queue,
@@ -74,9 +69,6 @@ RAW_HEADERS: Final = "raw, unconfirmed, a task's headers"
 
 #: The key of ``--signing``.
 KEY: Final = "benchmark" * 4
-
-#: Bytes.
-MEGABYTE: Final = 1_000_000
 
 
 def make_app(cls: type[celery.Celery], url: str, queue: str, confirms: bool = False) -> Any:
@@ -274,60 +266,6 @@ def rates(
     measure.bars("sends", title, unit, figures, footnote)
 
 
-def most_memory() -> int:
-    """The most memory that this process has had so far, in bytes.
-
-    Not ``ru_maxrss``, in which Linux counts what the parent had when it started this process.
-    """
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
-def send_generator(url: str, tasks: int, envelopes: bool) -> tuple[int, int, int, float]:
-    """In a process of its own, send the rows of a generator.
-
-    Returns:
-        How many messages that makes, bytes of memory at the start and at the most, seconds.
-    """
-    app = make_app(Celery, url, "ours")
-    app.tasks["remind"].apply_async((0, TEXT), delay=WEEK)
-    before = most_memory()
-    report = app.rabbitdelay.send_many(
-        app.tasks["remind"],
-        (
-            Row((order, TEXT), delay=delay)
-            for order, delay in enumerate(islice(random_delays(), tasks))
-        ),
-        envelopes=envelopes,
-        tolerance=TOLERANCE if envelopes else 0,
-    )
-    app.close()
-    return report.messages + 1, before, most_memory(), report.seconds
-
-
-def memory(broker: RabbitMQServer, cases: dict[str, tuple[int, bool]]) -> None:
-    """Measure the memory of a process that sends; write the results."""
-    figures, targets = {}, []
-    topology = make_app(Celery, broker.url, "ours").rabbitdelay.topology
-    queues = [queue.name for queue in topology.queues] + ["ours"]
-    for name, (tasks, envelopes) in cases.items():
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn) as child:
-            sent = child.submit(send_generator, broker.url, tasks, envelopes).result()
-        messages, before, most, seconds = sent
-        print(
-            f"{tasks:,} rows, {name}: {messages - 1:,} messages in {seconds:.1f} s; memory "
-            f"{before / MEGABYTE:.0f} MB after the first task, {most / MEGABYTE:.0f} MB at the most"
-        )
-        figures[name] = {"rows": tasks, "messages": messages - 1, "seconds": seconds}
-        figures[name] |= {"bytes_before": before, "bytes_most": most}
-        targets.append(Target(f"{tasks:,} rows, {name} (MB)", most / MEGABYTE, 200, at_most=True))
-        with Connection(broker.url) as connection:
-            purge(connection, queues, messages)
-    measure.save("sends_memory", broker, {"figures": figures, "targets": measure.judge(targets)})
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.sends")
@@ -336,22 +274,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fast", type=int, default=100_000, help="tasks many at a time (100000)")
     parser.add_argument("--enveloped", type=int, default=200_000, help="in envelopes (200000)")
     parser.add_argument("--signing", action="store_true", help="sign ours")
-    parser.add_argument("--memory", action="store_true", help="measure memory instead")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="for memory (1000000)")
     options = parser.parse_args(arguments)
     with measure.private_broker() as broker:
-        if options.memory:
-            rows = options.rows
-            memory(broker, {"envelopes": (rows, True), "no envelopes": (rows // 10, False)})
-        else:
-            rates(
-                broker,
-                options.rounds,
-                options.slow,
-                options.fast,
-                options.enveloped,
-                options.signing,
-            )
+        rates(
+            broker,
+            options.rounds,
+            options.slow,
+            options.fast,
+            options.enveloped,
+            options.signing,
+        )
     return 0
 
 

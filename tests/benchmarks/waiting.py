@@ -1,9 +1,11 @@
-"""The queues in which messages wait: Celery's own levels, counting, and emptying."""
+"""The queues in which messages wait: Celery's levels, counting, emptying; processor time."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from kombu import Connection, Exchange, Queue
@@ -73,3 +75,19 @@ def purge(connection: Connection, queues: Sequence[str], expected: int) -> None:
         raise TimeoutError(f"{late}; there were {purged}") from None
     assert purged == expected, f"{purged} messages, not {expected}"
     time.sleep(PAUSE)
+
+
+def _process_tree(pid: int) -> list[int]:
+    """Return a process's id and those of all that descend from it."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [pid, *(below for child in children for below in _process_tree(child))]
+
+
+def cpu(pid: int) -> float:
+    """Return the seconds of processor time of a process and its descendants, by proc(5)."""
+    ticks = 0
+    for process in _process_tree(pid):
+        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(after_name[11]) + int(after_name[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -50,10 +50,7 @@ class NotingConsumer:
             max_retries=len(connection.alt), reraise_as_library_errors=False
         )
         consumer = Consumer(
-            connection.default_channel,
-            [self._queue],
-            on_message=self._arrived,
-            prefetch_count=200,
+            connection.default_channel, [self._queue], on_message=self._arrived, prefetch_count=200
         )
         consumer.consume()
         Path(self._part.ready).touch()

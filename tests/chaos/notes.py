@@ -43,11 +43,7 @@ class Notes:
         self._write({"note": "begin", **asdict(sent)})
 
     def end(
-        self,
-        identity: str,
-        outcome: Outcome,
-        error: BaseException | None = None,
-        attempts: int = 0,
+        self, identity: str, outcome: Outcome, error: BaseException | None = None, attempts: int = 0
     ) -> None:
         """Note how a send has ended."""
         told = {

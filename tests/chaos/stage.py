@@ -149,11 +149,7 @@ class Stage(SetUp):
         )
 
     def wait(
-        self,
-        condition: Callable[[], object],
-        what: str,
-        timeout: float,
-        interval: float = INTERVAL,
+        self, condition: Callable[[], object], what: str, timeout: float, interval: float = INTERVAL
     ) -> None:
         """Wait for a condition while processes that end are started again.
 

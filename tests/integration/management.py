@@ -74,10 +74,7 @@ class Place:
             "/".join([self.api.url, "api", *(quote(word, safe="") for word in path)]),
             data=None if value is None else json.dumps(value).encode(),
             method=method,
-            headers={
-                "Authorization": f"Basic {credentials}",
-                "Content-Type": "application/json",
-            },
+            headers={"Authorization": f"Basic {credentials}", "Content-Type": "application/json"},
         )
         try:
             urlopen(request).close()

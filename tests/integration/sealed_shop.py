@@ -42,10 +42,7 @@ def _encrypts() -> None:
 if SEAL == "encrypted":
     _encrypts()
 app.conf.update(
-    task_serializer=SEAL,
-    result_serializer=SEAL,
-    event_serializer=SEAL,
-    accept_content=[SEAL],
+    task_serializer=SEAL, result_serializer=SEAL, event_serializer=SEAL, accept_content=[SEAL]
 )
 if SEAL == "auth":
     app.conf.update(

@@ -172,10 +172,7 @@ def nservicebus(connection: Connection, make_queue: Callable[..., Queue]) -> Ite
 
 
 def test_messages_laid_out_as_nservicebus_does_arrive_on_time_and_once(
-    configuration: dict[str, Any],
-    connection: Connection,
-    shop: Any,
-    nservicebus: Queue,
+    configuration: dict[str, Any], connection: Connection, shop: Any, nservicebus: Queue
 ) -> None:
     due = {}
     # A broker that is busy reads nothing for a while, unless each message is confirmed.

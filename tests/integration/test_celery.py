@@ -45,10 +45,7 @@ def test_a_producer_alone_on_an_empty_broker_loses_nothing(
 
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
 def test_each_queue_gets_its_own_tasks_only_and_none_is_early(
-    make_shop: Callable[..., Any],
-    connection: Connection,
-    prefix: str,
-    queue_type: str,
+    make_shop: Callable[..., Any], connection: Connection, prefix: str, queue_type: str
 ) -> None:
     shop = make_shop(queue_type=queue_type, rabbitdelay_queue_type=queue_type)
     look = shop.tasks["look"]

@@ -199,9 +199,7 @@ def test_wrong_lines_are_named_and_all_others_are_sent(
     assert backlog.others["meditation"].messages == 1
 
 
-def test_of_a_long_line_that_is_wrong_little_is_shown(
-    configuration: dict[str, Any],
-) -> None:
+def test_of_a_long_line_that_is_wrong_little_is_shown(configuration: dict[str, Any]) -> None:
     line = '{"argz": ["' + "x" * 100_000 + '"]}\n'
 
     told = run_celery(configuration, "rabbitdelay send look --json", line)
@@ -338,7 +336,7 @@ def test_a_broker_that_cannot_be_reached_is_said_in_a_line(configuration: dict[s
     nowhere = {
         **configuration,
         "broker_url": "amqp://guest:guest@127.0.0.1:1//",
-        "rabbitdelay_confirm_timeout": 1,
+        "rabbitdelay_confirm_timeout": 3,
     }
     lines = '{"delay": 3600}\n{"delay": 4}\n{"delay": 5}\n'
     told = run_celery(nowhere, "rabbitdelay send look", lines)

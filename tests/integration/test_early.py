@@ -105,10 +105,7 @@ def test_a_task_that_the_levels_release_early_is_the_same_task_when_it_is_due(
 
 @pytest.mark.parametrize("priority", [3, 9])
 def test_what_only_the_worker_finds_early_comes_back_to_its_queue_and_to_no_other(
-    served_shop: Any,
-    connection: Connection,
-    make_queue: Callable[..., Queue],
-    priority: int,
+    served_shop: Any, connection: Connection, make_queue: Callable[..., Queue], priority: int
 ) -> None:
     """As if distribution ran on a machine with another clock, and had sent it to both queues."""
     fanout = named(served_shop, "fanout")

@@ -90,11 +90,7 @@ def test_a_delayed_task_and_its_retry_belong_to_the_trace_of_their_producer(
             *shop.AsyncResult(undelayed).get(timeout=PATIENCE),
         ]
         expected = Counter(
-            [
-                (look, look_trace),
-                *[(retry, retry_trace)] * 3,
-                *[(undelayed, undelayed_trace)] * 2,
-            ]
+            [(look, look_trace), *[(retry, retry_trace)] * 3, *[(undelayed, undelayed_trace)] * 2]
         )
         runs = worker.runs(expected.total())
         assert Counter((run["data"]["messaging.message.id"], run["trace"]) for run in runs) == (

@@ -219,10 +219,7 @@ def test_a_broker_that_does_not_answer_holds_up_no_scrape(
 
 
 def test_modules_undeliverable_and_early_messages_are_counted(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    port: int,
-    connection: Connection,
+    make_shop: Callable[..., Any], configuration: dict[str, Any], port: int, connection: Connection
 ) -> None:
     settings = {**configuration, "rabbitdelay_retry_for": 0, "rabbitdelay_metrics_port": port}
     shop = make_shop(**settings)

@@ -110,12 +110,7 @@ def old(configuration: dict[str, Any]) -> dict[str, Any]:
 def new(old: dict[str, Any]) -> dict[str, Any]:
     """The configuration after it: another prefix, other levels, several shards."""
     prefix = f"{old['prefix']}-new"
-    return {
-        **old,
-        "rabbitdelay_prefix": prefix,
-        "rabbitdelay_layout": NEW,
-        "rabbitdelay_shards": 2,
-    }
+    return {**old, "rabbitdelay_prefix": prefix, "rabbitdelay_layout": NEW, "rabbitdelay_shards": 2}
 
 
 @pytest.fixture
@@ -240,10 +235,7 @@ def test_a_dry_run_counts_and_takes_nothing(
         before.tasks["look"].apply_async(delay=delay)
     told = migrate(new, f"{from_old(old)} --dry-run", schema="waiting")
     prefix = old["prefix"]
-    assert told == {
-        "waiting": 3,
-        "queues": {f"{prefix}.minutes.10": 2, f"{prefix}.meditation": 1},
-    }
+    assert told == {"waiting": 3, "queues": {f"{prefix}.minutes.10": 2, f"{prefix}.meditation": 1}}
     assert sum(waiting(place(old, before)).values()) == 3
 
 
@@ -263,9 +255,7 @@ def test_what_cannot_be_read_and_what_is_undeliverable_goes_to_undeliverable(
         prefix = new["rabbitdelay_prefix"]
         assert moved["moved"] == 3
         assert moved["left"] == {"its routing key is of another layout: see the --from options": 1}
-        assert moved["undeliverable"] == {
-            "rabbitdelay-due is None, not milliseconds since 1970": 1,
-        }
+        assert moved["undeliverable"] == {"rabbitdelay-due is None, not milliseconds since 1970": 1}
         found = undeliverable_messages(connection, after.rabbitdelay.topology)
         assert len({each.found.reason for each in found}) == 2
     assert waiting(place(new, after))[f"{prefix}.undeliverable"] == 2

@@ -186,10 +186,7 @@ def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishin
 
 
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
-    serving: Callable[..., Serving],
-    connection: Connection,
-    source: Queue,
-    target: Queue,
+    serving: Callable[..., Serving], connection: Connection, source: Queue, target: Queue
 ) -> None:
     around, stands_still, go_on = 10, Event(), Event()
     channel: Any = connection.default_channel
@@ -226,10 +223,7 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
 
 
 def test_a_module_that_stops_gives_back_what_it_has_not_begun_although_the_broker_keeps_up(
-    serving: Callable[..., Serving],
-    connection: Connection,
-    source: Queue,
-    target: Queue,
+    serving: Callable[..., Serving], connection: Connection, source: Queue, target: Queue
 ) -> None:
     messages, made = 100, 0
 

@@ -51,11 +51,7 @@ def test_a_client_that_knows_nothing_of_python_delays_a_message(
 
 @pytest.mark.parametrize("kind", ["fanout", "headers", "topic", "direct"])
 def test_every_queue_gets_it_once_that_would_get_it_without_a_delay(
-    serving: Any,
-    connection: Connection,
-    make_queue: Callable[..., Queue],
-    prefix: str,
-    kind: str,
+    serving: Any, connection: Connection, make_queue: Callable[..., Queue], prefix: str, kind: str
 ) -> None:
     exchange = Exchange(f"{prefix}-{kind}", type=kind)
     patterns = {"topic": ["paper.#", "*.daily"], "direct": ["paper.daily"] * 2}
@@ -123,12 +119,7 @@ def test_without_a_delay_it_is_passed_on_at_once(
     ],
 )
 def test_what_cannot_be_read_or_delivered_is_undeliverable_with_its_reason(
-    serving: Any,
-    connection: Connection,
-    prefix: str,
-    key: str,
-    given: dict[str, Any],
-    reason: str,
+    serving: Any, connection: Connection, prefix: str, key: str, given: dict[str, Any], reason: str
 ) -> None:
     named = {
         name: value.format(prefix=prefix) if isinstance(value, str) else value
@@ -218,10 +209,7 @@ def test_a_task_whose_delay_is_above_the_capacity_runs_when_it_is_due(
 
 @pytest.mark.parametrize("priority", [0, 9])
 def test_a_task_for_a_fanout_exchange_reaches_all_its_queues(
-    serving: Any,
-    connection: Connection,
-    make_queue: Callable[..., Queue],
-    priority: int,
+    serving: Any, connection: Connection, make_queue: Callable[..., Queue], priority: int
 ) -> None:
     mirror = serving.amqp.queues[named(serving, "mirror")]
     unknown = make_queue("unknown", mirror.exchange)

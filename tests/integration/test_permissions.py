@@ -254,10 +254,7 @@ def test_the_error_names_the_routing_key_that_is_not_allowed(
     restricted: str, make: Callable[..., Any]
 ) -> None:
     app = make(
-        restricted,
-        rabbitdelay_declare="never",
-        rabbitdelay_layout=LEVELS,
-        rabbitdelay_modules=[],
+        restricted, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS, rabbitdelay_modules=[]
     )
     with pytest.raises(MessageNotPermitted, match=r"lacks the topic permission write") as caught:
         app.tasks["remind"].apply_async((1,), delay=1, queue="secret")

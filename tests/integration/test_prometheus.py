@@ -109,8 +109,7 @@ def test_prometheus_has_the_counts_of_the_ledger_exactly(
         assert ran == Counter(map(str, range(ONE_BY_ONE + ROWS + OF_CHILDREN)))
         assert prometheus.value(f"max({PREFIX}backlog{{queue=~'.+[.]undeliverable'}})") == LOST
         wait_for(
-            lambda: prometheus.value(f"sum(max by (level) ({PREFIX}pending))") == 0,
-            "empty levels",
+            lambda: prometheus.value(f"sum(max by (level) ({PREFIX}pending))") == 0, "empty levels"
         )
         assert prometheus.value(f"max({PREFIX}missing_queues)") == 0
         assert prometheus.value(f"sum({PREFIX}registry_seconds_count)") > 0

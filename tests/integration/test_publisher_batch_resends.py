@@ -227,10 +227,7 @@ def test_messages_that_the_broker_closes_the_channel_for_are_their_own_errors(
 
 
 def test_a_message_that_closes_the_channel_during_the_repair_for_another_is_its_own_error(
-    connection: Connection,
-    publisher: Publisher,
-    target: Queue,
-    make_queue: Callable[..., Queue],
+    connection: Connection, publisher: Publisher, target: Queue, make_queue: Callable[..., Queue]
 ) -> None:
     late = make_queue("late")
     sent = [posting(late.name), *postings(target.name, 30)]

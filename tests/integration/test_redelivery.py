@@ -133,10 +133,7 @@ def test_after_its_time_a_refused_task_is_undeliverable(
 
 
 def test_a_task_for_an_exchange_that_is_missing_comes_when_it_is_there(
-    served: Any,
-    connection: Connection,
-    make_queue: Callable[..., Queue],
-    prefix: str,
+    served: Any, connection: Connection, make_queue: Callable[..., Queue], prefix: str
 ) -> None:
     exchange = Exchange(f"{prefix}-later", type="fanout")
     check_in(connection, served, "any", headers={"x-delay": 100, headers.EXCHANGE: exchange.name})

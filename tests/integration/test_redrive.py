@@ -294,10 +294,7 @@ def test_all_messages_can_go_to_one_queue(
     aside = make_queue("aside")
     declare_with(connection, declared, aside)
     put(
-        connection,
-        declared,
-        message("known", straight(queue.name)),
-        message("unknown", {"own": 1}),
+        connection, declared, message("known", straight(queue.name)), message("unknown", {"own": 1})
     )
     report = redrive(connection, declared, to_queues(declared, to=aside.name))
     assert report.removed == 2

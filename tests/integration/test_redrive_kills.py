@@ -18,13 +18,7 @@ from tests.integration.worker import ShopProcess, run_celery
 
 #: Each kill, by its point and the count of calls before it; see :mod:`.redrive_killed`. Only after
 #: the fourth one, fewer messages are there, by 1,000 at most.
-KILLS = [
-    ("taken", 300),
-    ("confirmed", 1),
-    ("confirmed", 250),
-    ("acknowledged", 1),
-    ("taken", 700),
-]
+KILLS = [("taken", 300), ("confirmed", 1), ("confirmed", 250), ("acknowledged", 1), ("taken", 700)]
 
 #: Messages that a kill may leave as copies: those that were not acknowledged yet.
 MOST_COPIES = 2000

@@ -241,10 +241,7 @@ def test_whether_a_clock_is_complete_takes_a_few_round_trips(
     ids=["none", "first", "at the border of two batches", "all", "every seventh"],
 )
 def test_each_answer_is_taken_for_the_queue_or_exchange_that_was_asked_for(
-    connection: Connection,
-    publisher: Publisher,
-    make_queue: Callable[..., Queue],
-    gone: set[int],
+    connection: Connection, publisher: Publisher, make_queue: Callable[..., Queue], gone: set[int]
 ) -> None:
     channel: Any = connection.default_channel
     here, elsewhere = make_queue("here"), make_queue("elsewhere")

@@ -46,9 +46,7 @@ WAYS = {
         },
     ),
     "exchange by name": Way(
-        "second",
-        _nothing,
-        lambda prefix: {"exchange": f"{prefix}.direct", "routing_key": "second"},
+        "second", _nothing, lambda prefix: {"exchange": f"{prefix}.direct", "routing_key": "second"}
     ),
     "exchange as an object": Way(
         "topic.reports",
@@ -60,17 +58,13 @@ WAYS = {
     ),
     # Celery does not let the routing key decide here, but its default queue.
     "default exchange": Way(
-        "default",
-        _nothing,
-        lambda prefix: {"exchange": "", "routing_key": f"{prefix}.second"},
+        "default", _nothing, lambda prefix: {"exchange": "", "routing_key": f"{prefix}.second"}
     ),
     "routing key alone": Way(
         "topic.daily.reports", _default_topic, lambda prefix: {"routing_key": "topic.daily.reports"}
     ),
     "route to a queue": Way(
-        "second",
-        lambda prefix: {"task_routes": {"look": {"queue": f"{prefix}.second"}}},
-        _nothing,
+        "second", lambda prefix: {"task_routes": {"look": {"queue": f"{prefix}.second"}}}, _nothing
     ),
     "route to an exchange": Way(
         "topic.reports",

@@ -55,11 +55,7 @@ class Sealed:
 
     def __init__(self, configuration: dict[str, Any], variables: dict[str, str]) -> None:
         self._configuration = configuration
-        self._environment = {
-            **os.environ,
-            **variables,
-            **SealedProcess.environment(configuration),
-        }
+        self._environment = {**os.environ, **variables, **SealedProcess.environment(configuration)}
 
     def send(self, *calls: tuple[Any, ...]) -> list[Any]:
         """Call functions of the module in one process; return what they return."""

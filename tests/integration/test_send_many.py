@@ -158,10 +158,7 @@ def test_what_has_expired_when_it_is_due_does_not_run(
 
 @both_ways
 def test_every_queue_of_a_fanout_exchange_gets_each_row(
-    served_shop: Any,
-    connection: Connection,
-    make_queue: Callable[..., Queue],
-    envelopes: bool,
+    served_shop: Any, connection: Connection, make_queue: Callable[..., Queue], envelopes: bool
 ) -> None:
     mirror = served_shop.amqp.queues[named(served_shop, "mirror")]
     unknown = make_queue("unknown", mirror.exchange)

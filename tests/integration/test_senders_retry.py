@@ -32,10 +32,7 @@ def test_a_retry_returns_to_the_queue_it_came_from(
 ) -> None:
     queue = named(served_shop, name)
     result = served_shop.tasks["retry"].apply_async(
-        ([], 2, {"countdown": 0.3}),
-        queue=queue,
-        headers={"x-tenant": "shop"},
-        **first,
+        ([], 2, {"countdown": 0.3}), queue=queue, headers={"x-tenant": "shop"}, **first
     )
     attempts = result.get(timeout=PATIENCE)
 

@@ -89,10 +89,7 @@ def write(frame: DataFrame, options: dict[str, str], **more: str) -> None:
 
 
 def test_no_password_is_in_a_plan_an_event_or_an_error(
-    spark: SparkSession,
-    events: Path,
-    options: dict[str, str],
-    capfd: pytest.CaptureFixture[str],
+    spark: SparkSession, events: Path, options: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     frame = spark.sql("select array(id) args, double(60) delay from range(4)")
     write(frame, options)

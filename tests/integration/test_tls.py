@@ -119,8 +119,7 @@ def test_a_client_of_check_in_delays_a_message(
 
 
 def test_the_commands_of_an_operator(
-    tls_configuration: dict[str, Any],
-    tls_node: RabbitMQServer,
+    tls_configuration: dict[str, Any], tls_node: RabbitMQServer
 ) -> None:
     prefix = tls_configuration["prefix"]
 

@@ -99,11 +99,7 @@ def test_a_task_of_an_hour_lies_in_the_levels_within_two_seconds_and_no_kill_los
 
 @pytest.mark.parametrize("protocol", [1, 2])
 def test_it_runs_when_it_is_due_as_if_it_had_not_been_delayed(
-    worker: Worker,
-    plain: Any,
-    send: Callable[..., Any],
-    prefix: str,
-    protocol: int,
+    worker: Worker, plain: Any, send: Callable[..., Any], prefix: str, protocol: int
 ) -> None:
     plain.conf.task_protocol = protocol
     due = datetime.now(UTC) + timedelta(seconds=3)

@@ -102,9 +102,7 @@ def test_the_broker_sends_few_messages_ahead(
 
 
 def test_messages_of_a_classic_queue_stay_too(
-    connection: Connection,
-    make_topology: Callable[..., Topology],
-    monkeypatch: pytest.MonkeyPatch,
+    connection: Connection, make_topology: Callable[..., Topology], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(undeliverable_reader, "AHEAD", 10)
     topology = make_topology(queue_type="classic")

@@ -154,11 +154,7 @@ def test_nothing_on_the_broker_is_changed(place: Place) -> None:
 
 @pytest.mark.parametrize(
     ("permission", "configure", "write", "read"),
-    [
-        ("configure", "", ".*", ".*"),
-        ("write", ".*", "^amq", ".*"),
-        ("read", ".*", ".*", "^amq"),
-    ],
+    [("configure", "", ".*", ".*"), ("write", ".*", "^amq", ".*"), ("read", ".*", ".*", "^amq")],
 )
 def test_each_permission_is_named_with_all_that_lacks_it(
     place: Place, permission: str, configure: str, write: str, read: str

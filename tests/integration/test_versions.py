@@ -61,11 +61,7 @@ def note_of(shop: Any, notes: Notes, number: int) -> tuple[bytes, dict[str, Any]
     """Return body, headers and properties of the task ``note``, as it waits for its own queue."""
     task_id, queue = str(uuid4()), named(shop, "default")
     made = shop.amqp.as_task_v2(task_id, "note", (number,), {"key": notes.key})
-    own = {
-        header_names.EXCHANGE: "",
-        header_names.ROUTING_KEY: queue,
-        header_names.QUEUE: queue,
-    }
+    own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: queue, header_names.QUEUE: queue}
     properties = {
         "content_type": "application/json",
         "content_encoding": "utf-8",
@@ -154,9 +150,7 @@ def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back
 
 
 def test_where_no_later_version_comes_they_lie_in_undeliverable_with_the_reason(
-    configuration: dict[str, Any],
-    make_shop: Callable[..., Any],
-    connection: Connection,
+    configuration: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
 ) -> None:
     settings = {"rabbitdelay_retry_for": 4.0}
     shop = make_shop(**settings)

@@ -97,7 +97,9 @@ class Worker(ShopProcess):
         super().start()
 
     def _command(self) -> list[str]:
-        return [*self.celery(f"worker -c 1 -l INFO -n {self.name}"), *self._options]
+        # Mingling waits a second for other workers; none of the tests' has any to learn from.
+        alone = "--without-mingle --without-gossip"
+        return [*self.celery(f"worker -c 1 -l INFO -n {self.name} {alone}"), *self._options]
 
     def _ready(self) -> bool:
         return " ready." in self.log[self._log_before :]

@@ -40,9 +40,7 @@ def consumer(monkeypatch: pytest.MonkeyPatch) -> Consumer:
     return Consumer(monkeypatch)
 
 
-def test_a_message_goes_to_its_destination_and_is_tried_there_once(
-    consumer: Consumer,
-) -> None:
+def test_a_message_goes_to_its_destination_and_is_tried_there_once(consumer: Consumer) -> None:
     consumer.clock.now = 5.0
     outgoing = for_exchange(mine=1)
     publication = consumer.publish(outgoing)

@@ -103,11 +103,7 @@ def test_so_it_is_where_the_header_is_made_of_chains_and_chords(
     assert (first_of_chain.seconds, first_of_inner.seconds) == (30, 30)
     (last_of_chain,) = first_of_chain.embedded["chain"]
     inner_body = first_of_inner.embedded["chord"]
-    for body in (
-        last_of_chain["options"]["chord"],
-        inner_body,
-        inner_body["options"]["chord"],
-    ):
+    for body in (last_of_chain["options"]["chord"], inner_body, inner_body["options"]["chord"]):
         assert _times(body) == NONE
 
 

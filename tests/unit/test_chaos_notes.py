@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from celery_rabbitdelay.exceptions import MessageNacked
 from tests.chaos.ledger import Sent, Start
 from tests.chaos.notes import Notes, NotesReader
-from tests.chaos.scenario import Scenario
-from tests.chaos.scenarios import SCENARIOS
 
 SENT = Sent("a", "sound", ("work",), 6000.0, 1000.0)
 START = Start("a", "work", 6001.0)
@@ -37,19 +32,6 @@ def test_a_start_finishes_a_task_once_it_is_at_each_place(tmp_path: Path) -> Non
     assert reader.unfinished() == 0
 
 
-def test_the_error_of_a_send_is_noted_with_what_it_says_about_an_arrival(tmp_path: Path) -> None:
-    class Doubtful(MessageNacked):
-        may_have_arrived = True
-
-    notes, reader = Notes(str(tmp_path)), NotesReader(tmp_path)
-    for identity, error in (("a", Doubtful("", "", "")), ("b", ValueError())):
-        notes.begin(Sent(identity, "sound", ("work",), 6000.0, 1000.0))
-        notes.end(identity, "raised", error)
-    sent = reader.ledger().sent
-    assert (sent["a"].error, sent["a"].may_have_arrived) == ("Doubtful", True)
-    assert (sent["b"].error, sent["b"].may_have_arrived) == ("ValueError", None)
-
-
 def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
     notes, reader = Notes(str(tmp_path)), NotesReader(tmp_path)
     notes.begin(SENT)
@@ -62,9 +44,3 @@ def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path: Path) ->
     file.write_bytes(whole)
     assert reader.unfinished() == 0
     assert reader.ledger().starts["a", "work"] == [START]
-
-
-@pytest.mark.parametrize("kind", SCENARIOS.values(), ids=SCENARIOS)
-def test_the_cases_of_a_scenario_are_all_different(kind: type[Scenario]) -> None:
-    titles = [str(case) for case in kind.cases()]
-    assert len(set(titles)) == len(titles) > 0

@@ -199,9 +199,7 @@ def test_headers_nested_too_deep_are_refused(receive: Any) -> None:
         receive(message(application_headers={"a": [deep]}))
 
 
-def test_after_meditation_no_header_of_the_broker_is_left_and_all_others_are(
-    receive: Any,
-) -> None:
+def test_after_meditation_no_header_of_the_broker_is_left_and_all_others_are(receive: Any) -> None:
     told = {headers.DUE: NOW + 4000, headers.EXCHANGE: "e", headers.ROUTING_KEY: "k", "x-mine": 1}
     deaths = {"x-death": [{"queue": "t.meditation"}], "x-first-death-queue": "t.meditation"}
     back = receive(message("t.meditated", "", application_headers={**told, **deaths}, priority=3))

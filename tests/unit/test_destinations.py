@@ -95,10 +95,7 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing() 
     assert missing.why_missing("") is None
     assert [
         missing.why_missing(exchange) is not None for exchange in ("news", "gone", "news", "gone")
-    ] == [
-        *(False, True),
-        *(False, True),
-    ]
+    ] == [*(False, True), *(False, True)]
     assert asked == ["news", "gone"]
     clock.now += 0.9
     assert missing.why_missing("gone") is not None

@@ -77,9 +77,7 @@ def test_a_message_waits_while_the_broker_owes_its_destination_many_answers(
     assert not consumer.has_to_wait(for_queue())
 
 
-def test_a_queue_and_an_exchange_of_one_name_do_not_wait_for_each_other(
-    consumer: Consumer,
-) -> None:
+def test_a_queue_and_an_exchange_of_one_name_do_not_wait_for_each_other(consumer: Consumer) -> None:
     fill(consumer, "office")
     assert not consumer.has_to_wait(for_exchange("office"))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -15,9 +13,6 @@ from hypothesis import strategies as st
 from tests.fuzz.targets import SEEDS, TARGETS
 
 FOUND: Final = Path(__file__).parents[1] / "fuzz" / "found"
-
-#: A program that has no atheris.
-WITHOUT_ATHERIS: Final = "import runpy, sys; sys.modules['atheris'] = None; "
 
 
 def _inputs() -> Iterator[bytes]:
@@ -50,17 +45,3 @@ def test_nothing_but_a_refusal_comes_of_what_anybody_may_have_written(
     name: str, given: bytes
 ) -> None:
     TARGETS[name](given)
-
-
-def test_the_targets_need_no_atheris() -> None:
-    subprocess.run([sys.executable, "-c", f"{WITHOUT_ATHERIS}import {__name__}"], check=True)
-
-
-def test_without_atheris_the_fuzzer_says_in_a_line_what_is_missing() -> None:
-    program = f"{WITHOUT_ATHERIS}runpy.run_module('tests.fuzz', run_name='__main__')"
-    told = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert told.returncode == 1
-    (line,) = told.stderr.splitlines()
-    assert line.startswith("python -m tests.fuzz needs atheris")

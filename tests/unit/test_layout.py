@@ -66,7 +66,7 @@ def test_uniform_levels_are_counted_in_seconds_or_else_in_milliseconds() -> None
     assert [level.name for level in binary(tick=1, levels=2).levels] == ["seconds.x2", "seconds.x1"]
     assert [level.name for level in binary(tick=1.5, levels=2).levels] == ["ms.x3000", "ms.x1500"]
     assert [level.name for level in geometric(tick=2, factor=3, levels=2).levels] == [
-        *("seconds.x6", "seconds.x2"),
+        *("seconds.x6", "seconds.x2")
     ]
 
 

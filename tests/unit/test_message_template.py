@@ -86,11 +86,7 @@ class Maker:
     def __init__(self, options: dict[str, Any], given: Any = app, first: Any = FIRST) -> None:
         publisher = Publisher(Connection(NOWHERE))
         self.by_celery: Callable[[Call], CapturingProducer] = partial(
-            capture_message,
-            given,
-            publisher,
-            given.tasks["look"],
-            options=options,
+            capture_message, given, publisher, given.tasks["look"], options=options
         )
         self.first = call(*first)
         self.made = self.by_celery(self.first)

@@ -201,6 +201,4 @@ def test_a_restricted_producer_may_use_each_key_of_its_queues(
 
 def test_the_commands_are_quoted_for_a_shell() -> None:
     told = list(commands("o'neill", "my host", [Right("write", "a")], []))
-    assert told == [
-        "rabbitmqctl set_permissions -p 'my host' 'o'\"'\"'neill' '' '^(a)$' ''",
-    ]
+    assert told == ["rabbitmqctl set_permissions -p 'my host' 'o'\"'\"'neill' '' '^(a)$' ''"]

@@ -438,10 +438,7 @@ claims = st.fixed_dictionaries(
     selected=st.sampled_from([{}] * 9 + [{"CC": ["other"]}, {"BCC": ["other"]}]),
 )
 def test_no_header_reaches_more_than_what_is_allowed(
-    given_headers: dict[str, Any],
-    key: str,
-    inner: dict[str, Any] | None,
-    selected: dict[str, Any],
+    given_headers: dict[str, Any], key: str, inner: dict[str, Any] | None, selected: dict[str, Any]
 ) -> None:
     properties, body = dict[str, Any](), b""
     if inner is not None:

@@ -14,13 +14,7 @@ from celery_rabbitdelay.registry.names import SHARDS, Names, shard_of
 from tests.unit.waiting import said
 
 scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(),
-    st.binary(),
-    st.datetimes(),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.datetimes()
 )
 anything = st.recursive(
     scalars,

@@ -52,10 +52,7 @@ def test_a_row_has_the_arguments_and_the_delay_of_its_columns() -> None:
             "key": (T.StringType(), ["order:1", None]),
             "task_id": (T.StringType(), [None, "mine"]),
         }
-    ) == [
-        Row([1, 2], {"a": 3}, 1.5, key="order:1"),
-        Row((), {"a": None}, 2.5, task_id="mine"),
-    ]
+    ) == [Row([1, 2], {"a": 3}, 1.5, key="order:1"), Row((), {"a": None}, 2.5, task_id="mine")]
 
 
 def test_a_struct_of_arguments_is_taken_in_the_order_of_its_fields() -> None:
@@ -350,7 +347,4 @@ def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
     spark_rows = [T.Row(args=[{"a": 1}], eta=local, n=7), T.Row(args=None, eta=local, n=None)]
     read = Columns(kind, options(kwargsFromColumns="true"))
     found = [each.row for each in read.taken(spark_rows, in_batches=False)]
-    assert found == [
-        Row([{"a": 1}], {"n": 7}, eta=instant),
-        Row((), {"n": None}, eta=instant),
-    ]
+    assert found == [Row([{"a": 1}], {"n": 7}, eta=instant), Row((), {"n": None}, eta=instant)]

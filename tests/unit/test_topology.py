@@ -230,16 +230,8 @@ def test_all_that_the_clock_declares_is_what_brokers_hold_already() -> None:
 @pytest.mark.parametrize(
     ("topology", "fingerprint", "digest"),
     [
-        (
-            Topology(),
-            "clock-a934f5bbf4-quorum-v41a81445ab",
-            "0afa875852b5",
-        ),
-        (
-            Topology(queue_type="classic"),
-            "clock-a934f5bbf4-classic-v41a81445ab",
-            "f484daa0afdf",
-        ),
+        (Topology(), "clock-a934f5bbf4-quorum-v41a81445ab", "0afa875852b5"),
+        (Topology(queue_type="classic"), "clock-a934f5bbf4-classic-v41a81445ab", "f484daa0afdf"),
         (
             Topology("p", clock(zeros="skip"), shards=2),
             "clock-c61849cdd8-quorum-s2-v41a81445ab",
@@ -250,11 +242,7 @@ def test_all_that_the_clock_declares_is_what_brokers_hold_already() -> None:
             "binary-03b67241a4-quorum-v41a81445ab",
             "ff3f1bdba6d6",
         ),
-        (
-            Topology("p", clock(tick=0.001)),
-            "clock-2f7dcc3aa6-quorum-v41a81445ab",
-            "1988485b24c0",
-        ),
+        (Topology("p", clock(tick=0.001)), "clock-2f7dcc3aa6-quorum-v41a81445ab", "1988485b24c0"),
         (
             Topology("p", geometric(levels=3), shards=3),
             "geometric-c118dcb1dc-quorum-s3-v41a81445ab",

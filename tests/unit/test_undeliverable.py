@@ -250,8 +250,7 @@ def test_a_header_that_should_be_a_text_and_is_not_is_named_beside_the_reason(na
 
 
 @pytest.mark.parametrize(
-    "death",
-    ["x", 5, [5], ["x"], [{"queue": 5}], [{"queue": "q", "routing-keys": [5]}]],
+    "death", ["x", 5, [5], ["x"], [{"queue": 5}], [{"queue": "q", "routing-keys": [5]}]]
 )
 def test_an_x_death_that_rabbitmq_has_not_written_is_named_beside_the_reason(death: Any) -> None:
     odd = examine({**found(), "x-death": death}, CLOCK, "0.0.0.0.0.7.0.0.q")

@@ -207,10 +207,7 @@ def test_a_worker_knows_which_tasks_are_revoked() -> None:
 
 @pytest.mark.parametrize(
     ("error", "handler"),
-    [
-        (InvalidTaskError("x"), "on_invalid_task"),
-        (DecodeError("x"), "on_decode_error"),
-    ],
+    [(InvalidTaskError("x"), "on_invalid_task"), (DecodeError("x"), "on_decode_error")],
 )
 def test_errors_of_a_strategy_go_to_the_consumer(error: Exception, handler: str) -> None:
     called: list[str] = []

@@ -10,11 +10,7 @@ SECRET_KEY = "only for tests"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
-INSTALLED_APPS = [
-    "django_celery_results",
-    "django_celery_beat",
-    "orders",
-]
+INSTALLED_APPS = ["django_celery_results", "django_celery_beat", "orders"]
 
 DATABASES = {
     "default": {
