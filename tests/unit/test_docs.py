@@ -168,9 +168,9 @@ def test_contributing_names_each_target_of_make() -> None:
     assert named == targets
 
 
-def test_read_the_code_names_files_that_exist() -> None:
+def test_the_page_on_the_architecture_names_files_that_exist() -> None:
     root = TESTS.parent
-    page = (root / "docs" / "explanation" / "read_the_code.md").read_text()
+    page = (root / "docs" / "explanation" / "architecture.md").read_text()
     files = re.findall(r"`([\w/]+\.py)`", page)
     assert len(files) > 10
     for file in files:
