@@ -168,9 +168,22 @@ def test_contributing_names_each_target_of_make() -> None:
     assert named == targets
 
 
-def test_read_the_code_names_files_that_exist() -> None:
+def test_contributing_names_files_and_tests_that_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    where = page.partition("## Where to change what")[2].partition("## Static checks")[0]
+    files = re.findall(r"`([\w/]+\.(?:py|lua))`", where.partition("## Which tests")[0])
+    assert len(files) > 10
+    for file in files:
+        assert (ROOT / "celery_rabbitdelay" / file).is_file(), file
+    patterns = re.findall(r"`(tests/[\w/*]+\.py)`", where)
+    assert len(patterns) > 10
+    for pattern in patterns:
+        assert "_name" in pattern or list(ROOT.glob(pattern)), pattern
+
+
+def test_the_page_on_the_architecture_names_files_that_exist() -> None:
     root = TESTS.parent
-    page = (root / "docs" / "explanation" / "read_the_code.md").read_text()
+    page = (root / "docs" / "explanation" / "architecture.md").read_text()
     files = re.findall(r"`([\w/]+\.py)`", page)
     assert len(files) > 10
     for file in files:
