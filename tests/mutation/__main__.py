@@ -1,8 +1,8 @@
 # ruff: noqa: T201  # a program at the terminal prints
 """Break each pure file in random places, and see whether the unit tests notice.
 
-``python -m tests.mutation`` breaks each file of ``levels/``, and each file of ``modules/`` that
-opens no connection, in twenty places, one at a time, in a copy of the project, and runs the unit
+``python -m tests.mutation`` breaks each file of ``levels/``, each file of ``modules/`` that opens
+no connection, and a few others in twenty places, one at a time, in a copy of the project, and runs the unit
 tests there. It prints a table and the mutants that survived, and fails if the tests noticed fewer
 than nine of ten in a file. ``--files`` takes some files only, ``--seed`` other places, ``--places``
 another number of them.
@@ -32,6 +32,9 @@ REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
 #: The files that are pure: they are tested without a broker.
 ROOMS: Final = ("levels", "modules")
+
+#: Pure files of other rooms.
+ELSEWHERE: Final = ("operations/undeliverable/redriving.py", "publishing/message.py")
 
 #: Files of these rooms that talk to a broker, or run threads.
 NOT_PURE: Final = frozenset({"modules/consumer.py", "modules/service.py"})
@@ -133,7 +136,7 @@ def pure_files() -> list[str]:
     package = REPOSITORY / "celery_rabbitdelay"
     paths = [path.relative_to(package) for room in ROOMS for path in (package / room).glob("*.py")]
     names = sorted(str(path) for path in paths if path.name != "__init__.py")
-    return [name for name in names if name not in NOT_PURE]
+    return [*(name for name in names if name not in NOT_PURE), *ELSEWHERE]
 
 
 def _choose(file: str, places: int, seed: int) -> list[Mutant]:
