@@ -2,10 +2,10 @@
 """Break each pure file in random places, and see whether the unit tests notice.
 
 ``python -m tests.mutation`` breaks each file of ``levels/``, each file of ``modules/`` that opens
-no connection, and a few others in twenty places, one at a time, in a copy of the project, and runs the unit
-tests there. It prints a table and the mutants that survived, and fails if the tests noticed fewer
-than nine of ten in a file. ``--files`` takes some files only, ``--seed`` other places, ``--places``
-another number of them.
+no connection, and a few others in twenty places, one at a time, in a copy of the project, and runs
+the unit tests there. It prints a table and the mutants that survived, and fails if the tests
+noticed fewer than nine of ten in a file. ``--files`` takes some files only, ``--seed`` other
+places, ``--places`` another number of them.
 """
 
 from __future__ import annotations
