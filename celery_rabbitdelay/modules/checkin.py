@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import amqp
@@ -35,10 +36,11 @@ from celery_rabbitdelay.publishing.signature import SigningKeys
 _INTEGER: Final = re.compile("-?[0-9]+")
 
 
+@dataclass(frozen=True)
 class CheckIn:
     """Puts messages into the levels.
 
-    Args:
+    Attributes:
         topology: The levels.
         allowed: Returns whether a message may go to an exchange (empty: the default one) with a
             routing key.
@@ -46,18 +48,10 @@ class CheckIn:
         bounds: What a message may cost.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        allowed: Callable[[str, str], bool],
-        signing_keys: SigningKeys | None = None,
-        bounds: Bounds = DEFAULT_BOUNDS,
-    ) -> None:
-        self._topology = topology
-        self._meditated = topology.module_queues.meditated.name
-        self._allowed = allowed
-        self._signing_keys = signing_keys
-        self._bounds = bounds
+    topology: Topology
+    allowed: Callable[[str, str], bool]
+    signing_keys: SigningKeys | None = None
+    bounds: Bounds = DEFAULT_BOUNDS
 
     def admit(self, message: amqp.Message) -> None:
         """Remove from a received message the headers that no client may set.
@@ -66,7 +60,7 @@ class CheckIn:
         """
         info: Any = message.delivery_info
         headers = headers_of(message)
-        if headers and info["exchange"] != self._meditated:
+        if headers and info["exchange"] != self.topology.module_queues.meditated.name:
             kept = of_client(headers)
             if header_names.EXCHANGE in kept:
                 # If check-in refuses it, this tells that it is a client's; see ``never_accepted``.
@@ -83,7 +77,7 @@ class CheckIn:
         headers = headers_of(message)
         check_depth(headers)
         refuse_sender_selected(headers)
-        if info["exchange"] == self._meditated:
+        if info["exchange"] == self.topology.module_queues.meditated.name:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
             yield self._from_client(message, headers, info["routing_key"])
@@ -107,7 +101,7 @@ class CheckIn:
         # module, not only in meditation.
         # Its delay was checked when it came in, maybe by another clock, and another setting.
         due = Due(due_ms * NS_PER_MS, due_ms - time.time_ns() // NS_PER_MS, is_instant=True)
-        return into_levels(self._topology, waiting, due, destination)
+        return into_levels(self.topology, waiting, due, destination)
 
     def _from_client(
         self, message: amqp.Message, given: dict[str, Any], routing_key: str
@@ -124,7 +118,7 @@ class CheckIn:
         sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(given)))
         if not delay_ms:
             return Outgoing(exchange, routing_key, sent)
-        self._bounds.check_delay(header_names.X_DELAY, delay_ms, delay_ms)
+        self.bounds.check_delay(header_names.X_DELAY, delay_ms, delay_ms)
         due = Due(time.time_ns() + delay_ms * NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
@@ -132,9 +126,9 @@ class CheckIn:
                 "since 1970, exceeds 64 bits"
             )
         waiting = for_distribution(sent, due.at_ms, exchange, routing_key)
-        if self._signing_keys is not None:
-            waiting = self._signing_keys.sign(waiting)
-        return into_levels(self._topology, waiting, due)
+        if self.signing_keys is not None:
+            waiting = self.signing_keys.sign(waiting)
+        return into_levels(self.topology, waiting, due)
 
     def _check_destination(self, exchange: Any, routing_key: str) -> None:
         if not isinstance(exchange, str):
@@ -145,7 +139,7 @@ class CheckIn:
             raise UnprocessableMessage(
                 f"it has no destination, neither a routing key nor {header_names.EXCHANGE}"
             )
-        if not self._allowed(exchange, routing_key):
+        if not self.allowed(exchange, routing_key):
             raise UnprocessableMessage(
                 f"check-in may not reach {where_in_words(exchange, routing_key)}: "
                 "see rabbitdelay_checkin_allowed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import amqp
@@ -58,10 +59,11 @@ DECISIVE: Final = frozenset(
 )
 
 
+@dataclass(frozen=True)
 class Distribution:
     """Finds out where messages go that are due.
 
-    Args:
+    Attributes:
         topology: The levels that they come from.
         put_back: Returns what to publish instead if a message is not due yet; see
             :class:`.EarlyMessages`.
@@ -75,26 +77,14 @@ class Distribution:
         bounds: What a message may cost.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None,
-        look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None,
-        reach: DistributionReach = ANYWHERE,
-        signing_keys: SigningKeys | None = None,
-        is_signing_required: bool = True,
-        bounds: Bounds = DEFAULT_BOUNDS,
-        confirm: Callable[[str, str], None] | None = None,
-    ) -> None:
-        self._topology = topology
-        self._confirm = confirm
-        self._keys = topology.keys
-        self._put_back = put_back
-        self._look = look
-        self._reach = reach
-        self._signing_keys = signing_keys
-        self._is_signing_required = is_signing_required
-        self._bounds = bounds
+    topology: Topology
+    put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None
+    look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None
+    reach: DistributionReach = ANYWHERE
+    signing_keys: SigningKeys | None = None
+    is_signing_required: bool = True
+    bounds: Bounds = DEFAULT_BOUNDS
+    confirm: Callable[[str, str], None] | None = None
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -114,11 +104,11 @@ class Distribution:
         refuse_later_version(given, message.properties.get("content_type"))
         check_depth(given)
         headers = _valid(given)
-        self._bounds.check_due(headers.due_ms, time.time_ns() // NS_PER_MS)
+        self.bounds.check_due(headers.due_ms, time.time_ns() // NS_PER_MS)
         received = WaitingMessage.of(message, headers)
         key = _routing_key(message)
         unrouted = self._queue_in_key(key)
-        if unrouted is not None and self._keys.has_no_digits(key):
+        if unrouted is not None and self.topology.keys.has_no_digits(key):
             queue = unrouted or str(headers.queue)
             yield self._returned(received, queue)._replace(is_vouched=False)
             return
@@ -132,7 +122,7 @@ class Distribution:
         one = None
         if not is_envelope:
             one = self._outgoing(received, unrouted, is_vouched)
-        single = self._put_back(received) or one
+        single = self.put_back(received) or one
         found = self._unpacked(received) if single is None else iter([single])
         for outgoing in found:
             yield outgoing if is_vouched else outgoing._replace(is_vouched=False)
@@ -141,13 +131,13 @@ class Distribution:
         """Tell the registry that a job was committed; while Redis is away, the note waits again."""
         job, job_id = map(message.headers.registry.get, (JOB, JOB_ID))
         is_note = job is not None and message.properties.get("message_id") == job_id
-        if self._confirm is None or not is_note:
-            what = "there is no registry" if self._confirm is None else "it names no job"
+        if self.confirm is None or not is_note:
+            what = "there is no registry" if self.confirm is None else "it names no job"
             raise UnprocessableMessage(f"it says that a job was committed, and {what}")
         try:
-            self._confirm(str(job), str(job_id))
+            self.confirm(str(job), str(job_id))
         except RegistryUnavailable:
-            yield into_levels(self._topology, message, Due.after(CONFIRM_AGAIN))
+            yield into_levels(self.topology, message, Due.after(CONFIRM_AGAIN))
 
     def _is_vouched(self, message: WaitingMessage) -> bool:
         """Return whether the sender of a message has shown that it has a key, if there is one.
@@ -155,8 +145,8 @@ class Distribution:
         Raises:
             UnprocessableMessage: It has not, and a signature is required.
         """
-        is_vouched = self._signing_keys is None or self._signing_keys.verifies(*message)
-        if self._is_signing_required and not is_vouched:
+        is_vouched = self.signing_keys is None or self.signing_keys.verifies(*message)
+        if self.is_signing_required and not is_vouched:
             raise UnprocessableMessage(NOT_SIGNED)
         return is_vouched
 
@@ -183,9 +173,9 @@ class Distribution:
         sent = WaitingMessage(message.body, message.properties, left)
         restored = _with_restored_properties(sent, headers)
         names_origin = left.queue is not None or left.early.exchange is not None
-        if self._signing_keys is not None and is_vouched and names_origin:
+        if self.signing_keys is not None and is_vouched and names_origin:
             # Its worker verifies where the task came from.
-            restored = self._signing_keys.sign(restored)
+            restored = self.signing_keys.sign(restored)
         outgoing = Outgoing(exchange, routing_key, restored)
         return self._reached(outgoing, is_unrouted=unrouted is not None)
 
@@ -196,20 +186,20 @@ class Distribution:
         exchange. If the message comes from there, the queue is not bound at the moment: it waits,
         and leaves the levels straight for its queue again.
         """
-        if self._reach.names(outgoing.exchange, outgoing.routing_key):
+        if self.reach.names(outgoing.exchange, outgoing.routing_key):
             return outgoing
-        queue, delivery = outgoing.routing_key, self._topology.delivery.name
+        queue, delivery = outgoing.routing_key, self.topology.delivery.name
         if is_unrouted:
             return outgoing._replace(obstacle=f"no queue {shortened(queue)} is bound to {delivery}")
-        return outgoing._replace(through=(delivery, self._keys.key_without_digits(queue)))
+        return outgoing._replace(through=(delivery, self.topology.keys.key_without_digits(queue)))
 
     def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
         """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
         reason = not_allowed(
             f"{where_in_words('', queue)}, which the application does not name and which is not "
-            f"bound to {self._topology.delivery.name}"
+            f"bound to {self.topology.delivery.name}"
         )
-        undeliverable = self._topology.module_queues.undeliverable.exchange.name
+        undeliverable = self.topology.module_queues.undeliverable.exchange.name
         return to_undeliverable(undeliverable, Outgoing("", queue, message), reason)
 
     def _asked(
@@ -242,7 +232,7 @@ class Distribution:
         if waits and not goes_on:
             until_ms = min(each.until_ms for each in waits)
             due = Due(until_ms * NS_PER_MS, 0, is_instant=True)
-            yield into_levels(self._topology, message, due)
+            yield into_levels(self.topology, message, due)
             return
         for outgoing, decision in zip(unpacked, decisions, strict=True):
             if decision.verdict is not Verdict.EXPIRED:
@@ -255,7 +245,7 @@ class Distribution:
         only a hash of the queue's name.
         """
         word = key.rpartition(".")[2]
-        if word == DISTRIBUTION_WORD or self._keys.digits(key) is None:
+        if word == DISTRIBUTION_WORD or self.topology.keys.digits(key) is None:
             return None
         return decode_destination(word) or ""
 
@@ -291,24 +281,24 @@ class Distribution:
         """
         arrivals = []
         try:
-            envelope = OpenedEnvelope(message.body, self._bounds.max_message_bytes)
+            envelope = OpenedEnvelope(message.body, self.bounds.max_message_bytes)
             is_shared_checked = False
             for item in envelope.items:
                 is_own = _says_otherwise(item)
                 if is_own or not is_shared_checked:
                     self._check(message.headers, envelope, item)
                     is_shared_checked |= not is_own
-                if self._look is not None:
+                if self.look is not None:
                     inner, _ = parse({**envelope.headers, **item.headers})
                     due_ms = message.headers.due_ms or 0
                     arrivals.append(Arrival.of(inner, due_ms, "", redelivered=True))
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
         unpacked = self._messages(message.headers, envelope)
-        if self._look is None:
+        if self.look is None:
             yield from unpacked
         else:
-            yield from self._asked(message, unpacked, arrivals, self._look)
+            yield from self._asked(message, unpacked, arrivals, self.look)
 
     def _check(self, outer: DelayHeaders, envelope: OpenedEnvelope, item: Item) -> None:
         """Refuse a message of an envelope that distribution may not publish, or not read."""
@@ -319,11 +309,11 @@ class Distribution:
         inner, problems = parse(given)
         for name in DECISIVE & problems.keys():
             raise UnprocessableMessage(problems[name])
-        self._reach.names(*_destination(_under(outer, inner)))
+        self.reach.names(*_destination(_under(outer, inner)))
 
     def _messages(self, outer: DelayHeaders, envelope: OpenedEnvelope) -> Iterator[Outgoing]:
         """Return the messages of an envelope that was checked."""
-        undeliverable = self._topology.module_queues.undeliverable.exchange.name
+        undeliverable = self.topology.module_queues.undeliverable.exchange.name
         for item in envelope.items:
             inner, problems = parse({**envelope.headers, **item.headers})
             headers = _under(outer, inner)

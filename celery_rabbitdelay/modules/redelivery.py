@@ -17,6 +17,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
@@ -78,29 +79,26 @@ class EarlyWarning:
         )
 
 
+@dataclass(frozen=True)
 class EarlyMessages:
     """Puts messages back that reach distribution before they are due.
 
-    Args:
+    Attributes:
         topology: The levels.
         tolerated_ms: How many milliseconds early a message may be: the setting
             ``rabbitdelay_early_tolerance``.
         now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
         on_early: Called for each message that goes back.
+        warning: Says in the log that messages are early.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        tolerated_ms: int,
-        now_ms: Callable[[], int] = lambda: time.time_ns() // NS_PER_MS,
-        on_early: Callable[[], None] | None = None,
-    ) -> None:
-        self.warning = EarlyWarning(logging.getLogger(__name__))
-        self._topology = topology
-        self._tolerated_ms = tolerated_ms
-        self._now_ms = now_ms
-        self._on_early = on_early
+    topology: Topology
+    tolerated_ms: int
+    now_ms: Callable[[], int] = lambda: time.time_ns() // NS_PER_MS
+    on_early: Callable[[], None] | None = None
+    warning: EarlyWarning = field(
+        default_factory=lambda: EarlyWarning(logging.getLogger(__name__)), init=False
+    )
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.
@@ -108,18 +106,18 @@ class EarlyMessages:
         An envelope goes back as a whole. Body, headers and properties stay, and distribution gets
         the message again, when it is due.
         """
-        now_ms, earlier = self._now_ms(), message.headers.early
-        by_ms = early_ms(message.headers.due_ms, now_ms, self._tolerated_ms)
+        now_ms, earlier = self.now_ms(), message.headers.early
+        by_ms = early_ms(message.headers.due_ms, now_ms, self.tolerated_ms)
         if by_ms is None:
             return None
-        if not earlier.expects(now_ms, self._tolerated_ms):
+        if not earlier.expects(now_ms, self.tolerated_ms):
             self.warning.warn(f"Distribution: message {message.task_id}", by_ms)
-            if self._on_early is not None:
-                self._on_early()
-        pause = pause_ms(by_ms, self._topology)
+            if self.on_early is not None:
+                self.on_early()
+        pause = pause_ms(by_ms, self.topology)
         until_ms = now_ms + pause if pause < by_ms else 0
         again = earlier._replace(times=earlier.times + 1, until_ms=until_ms)
-        return into_levels(self._topology, message.saying(early=again), Due.after(pause / 1000))
+        return into_levels(self.topology, message.saying(early=again), Due.after(pause / 1000))
 
 
 def early_ms(due_ms: int | None, now_ms: int, tolerated_ms: int) -> int | None:
@@ -157,10 +155,11 @@ JITTER: Final = (0.75, 1.25)
 _MS_PER_S: Final = 1000
 
 
+@dataclass(frozen=True)
 class Redelivery:
     """Decides when a message is tried again, and when it is given up.
 
-    Args:
+    Attributes:
         topology: The levels that it waits in.
         seconds: How long a message is tried again; 0 for not at all.
         jitter: Returns a random number between two others.
@@ -168,19 +167,11 @@ class Redelivery:
         signing_keys: What signs the message that waits; None: nothing does.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        seconds: float,
-        jitter: Callable[[float, float], float] = random.uniform,
-        now_ns: Callable[[], int] = time.time_ns,
-        signing_keys: SigningKeys | None = None,
-    ) -> None:
-        self._topology = topology
-        self._ms = seconds * _MS_PER_S
-        self._jitter = jitter
-        self._now_ns = now_ns
-        self._signing_keys = signing_keys
+    topology: Topology
+    seconds: float
+    jitter: Callable[[float, float], float] = random.uniform
+    now_ns: Callable[[], int] = time.time_ns
+    signing_keys: SigningKeys | None = None
 
     def after_failure(self, outgoing: Outgoing, received: DelayHeaders, reason: str) -> Outgoing:
         """Return what to publish for a message that its destination has not taken.
@@ -193,27 +184,27 @@ class Redelivery:
         Returns:
             The message for the levels; for ``undeliverable`` if it has been tried for too long.
         """
-        now_ms = self._now_ns() // NS_PER_MS
+        now_ms = self.now_ns() // NS_PER_MS
         failures = _after(received.failures, reason, now_ms)
-        if now_ms - failures.since_ms >= self._ms:
-            undeliverable = self._topology.module_queues.undeliverable.exchange.name
+        if now_ms - failures.since_ms >= self.seconds * _MS_PER_S:
+            undeliverable = self.topology.module_queues.undeliverable.exchange.name
             explained = _explained(failures, reason)
             return to_undeliverable(undeliverable, outgoing, explained, received.redriven)
         message = with_destination(outgoing).saying(
             failures=failures, reason=reason, redriven=received.redriven
         )
         # Only distribution gives a priority back, and one of classic levels need not go there.
-        if outgoing.obstacle is None or self._topology.queue_type == "quorum":
+        if outgoing.obstacle is None or self.topology.queue_type == "quorum":
             message = message.with_low_priority()
         if outgoing.is_vouched:
             message = self.sign(message)
         destination = outgoing.routing_key if outgoing.obstacle else DISTRIBUTION
         due = Due.after(self._pause(failures.attempts))
-        return into_levels(self._topology, message, due, destination)
+        return into_levels(self.topology, message, due, destination)
 
     def sign(self, message: WaitingMessage) -> WaitingMessage:
         """Sign a message that the module has made, if there is a key."""
-        return message if self._signing_keys is None else self._signing_keys.sign(message)
+        return message if self.signing_keys is None else self.signing_keys.sign(message)
 
     def until_upgraded(
         self, message: amqp.Message, reason: str, destination: str = DISTRIBUTION
@@ -237,31 +228,31 @@ class Redelivery:
         """
         left = WaitingMessage.unopened(message).having(expiration=None)
         waiting = left
-        if self._topology.queue_type == "quorum":
+        if self.topology.queue_type == "quorum":
             waiting = left.with_low_priority()
             if left.headers.signature is not None or left.headers.priority is not None:
                 waiting = waiting._replace(headers=left.headers)
-        now_ms = self._now_ns() // NS_PER_MS
+        now_ms = self.now_ns() // NS_PER_MS
         by_ms = early_ms(left.headers.due_ms, now_ms, 0)
         if by_ms is not None:
-            due = Due.after(pause_ms(by_ms, self._topology) / _MS_PER_S)
-            return into_levels(self._topology, waiting, due, destination)
+            due = Due.after(pause_ms(by_ms, self.topology) / _MS_PER_S)
+            return into_levels(self.topology, waiting, due, destination)
         failures = _after(left.headers.failures, reason, now_ms)
-        if now_ms - failures.since_ms >= self._ms:
-            undeliverable = self._topology.module_queues.undeliverable.exchange.name
+        if now_ms - failures.since_ms >= self.seconds * _MS_PER_S:
+            undeliverable = self.topology.module_queues.undeliverable.exchange.name
             key = (message.delivery_info or {}).get("routing_key", "")
             left = left.saying(failures=failures, reason=_explained(failures, reason))
             return Outgoing(undeliverable, key, left)
         waiting = waiting.saying(failures=failures, reason=reason)
         due = Due.after(self._pause(failures.attempts))
-        return into_levels(self._topology, waiting, due, destination)
+        return into_levels(self.topology, waiting, due, destination)
 
     def _pause(self, attempts: int) -> float:
         """The seconds until the next attempt."""
         doublings = min(attempts - 1, 20)
-        pause: float = min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE) * self._jitter(*JITTER)
+        pause: float = min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE) * self.jitter(*JITTER)
         # Above the capacity, it would wait in meditation, which needs check-in.
-        return min(pause, self._topology.layout.capacity_ms / _MS_PER_S)
+        return min(pause, self.topology.layout.capacity_ms / _MS_PER_S)
 
 
 def _after(former: Failures | None, reason: str, now_ms: int) -> Failures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -65,31 +66,31 @@ class Pending(NamedTuple):
     job: str | None
 
 
+@dataclass(frozen=True)
 class Index:
     """Reads which tracked tasks wait.
 
-    Args:
+    Attributes:
         store: Where they are kept.
         names: The names of all keys.
         margin_ms: For how many milliseconds a task may be late. What has not arrived by then,
             because its queue was purged for example, does not count as waiting.
     """
 
-    def __init__(self, store: Store, names: Names, margin_ms: int) -> None:
-        self._store = store
-        self._names = names
-        self._margin_ms = margin_ms
+    store: Store
+    names: Names
+    margin_ms: int
 
     def complete_since(self) -> datetime:
         """Return since when the index is complete: older tasks may have been lost with Redis."""
-        key = self._names.complete_since()
+        key = self.names.complete_since()
         now = milliseconds_of(datetime.now(UTC))
 
         def ask(pipeline: Any) -> None:
             pipeline.set(key, now, nx=True)
             pipeline.get(key)
 
-        _, since = self._store.commands(ask)
+        _, since = self.store.commands(ask)
         return instant_of(int(since))
 
     def pending(self, wanted: Filter) -> Iterator[Pending]:
@@ -108,11 +109,11 @@ class Index:
         def ask(pipeline: Any) -> None:
             for task_id in task_ids:
                 fields = ("name", "key", "job", "due", "not_before")
-                pipeline.hmget(self._names.task(task_id), *fields)
+                pipeline.hmget(self.names.task(task_id), *fields)
 
         found = []
         for task_id, (name, key, job, due, later) in zip(
-            task_ids, self._store.commands(ask), strict=True
+            task_ids, self.store.commands(ask), strict=True
         ):
             if name is not None:
                 due_ms = max(int(due), int(later or 0))
@@ -127,9 +128,9 @@ class Index:
 
         def ask(pipeline: Any) -> None:
             for task_id in task_ids:
-                pipeline.get(self._names.message(task_id))
+                pipeline.get(self.names.message(task_id))
 
-        return self._store.commands(ask)
+        return self.store.commands(ask)
 
     def count(self, wanted: Filter) -> int:
         """Return how many tasks wait."""
@@ -138,10 +139,10 @@ class Index:
         scores = wanted.scores(self._least_ms())
 
         def ask(pipeline: Any) -> None:
-            for name in self._names.all_due(wanted.task, wanted.job):
+            for name in self.names.all_due(wanted.task, wanted.job):
                 pipeline.zcount(name, *scores)
 
-        return sum(self._store.commands(ask))
+        return sum(self.store.commands(ask))
 
     def forecast(self, wanted: Filter, start_ms: int, step_ms: int) -> Iterator[tuple[int, int]]:
         """Yield for each step in which tasks are due its start in milliseconds, and how many.
@@ -163,7 +164,7 @@ class Index:
             yield begin, count
 
     def _least_ms(self) -> int:
-        return milliseconds_of(datetime.now(UTC)) - self._margin_ms
+        return milliseconds_of(datetime.now(UTC)) - self.margin_ms
 
     def _due_times(self, wanted: Filter) -> Iterator[int]:
         if wanted.needs_records:
@@ -172,13 +173,13 @@ class Index:
 
     def _due(self, wanted: Filter) -> Iterator[tuple[int, str]]:
         """Yield due times and ids in order; each shard is read page by page."""
-        names = self._names.all_due(wanted.task, None if wanted.task else wanted.job)
+        names = self.names.all_due(wanted.task, None if wanted.task else wanted.job)
         shards = [self._shard(name, wanted) for name in names]
         return heapq.merge(*shards)
 
     def _shard(self, name: str, wanted: Filter) -> Iterator[tuple[int, str]]:
         least_ms, _ = wanted.scores(self._least_ms())
-        (rank,) = self._store.commands(
+        (rank,) = self.store.commands(
             lambda pipeline: pipeline.zcount(name, "-inf", f"({least_ms}")
         )
         last: tuple[float, str] = (least_ms - 0.5, "")
@@ -203,7 +204,7 @@ class Index:
 
     def _page(self, name: str, start: int, end: int) -> list[tuple[int, str]]:
         """Return the tasks of these ranks."""
-        (found,) = self._store.commands(
+        (found,) = self.store.commands(
             lambda pipeline: pipeline.zrange(name, start, end - 1, withscores=True)
         )
         return [(int(score), task_id) for task_id, score in found]
@@ -214,11 +215,9 @@ class Index:
 
         def ask(pipeline: Any) -> None:
             for _, task_id in page:
-                pipeline.hmget(self._names.task(task_id), "name", "key", "job")
+                pipeline.hmget(self.names.task(task_id), "name", "key", "job")
 
-        for (due_ms, task_id), (name, key, job) in zip(
-            page, self._store.commands(ask), strict=True
-        ):
+        for (due_ms, task_id), (name, key, job) in zip(page, self.store.commands(ask), strict=True):
             if name is None:
                 continue  # it has arrived meanwhile
             if wanted.key not in (None, key) or wanted.job not in (None, job):

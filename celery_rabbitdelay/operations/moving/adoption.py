@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -130,31 +131,25 @@ class _ChainKey(NamedTuple):
         return cls(max(longest - 2**level, 0), longest, found[2])
 
 
+@dataclass(frozen=True)
 class TaskMessages:
     """Makes delayed tasks of messages that plain Celery has sent.
 
-    Args:
+    Attributes:
         producer: Makes the messages; nothing is published with it.
         timezone: The application's time zone.
         ensure: Called with the name of each queue that messages are for.
         keeps_own: Returns whether a task, by its name, keeps Celery's own delays.
     """
 
-    def __init__(
-        self,
-        producer: DelayedProducer,
-        timezone: tzinfo,
-        ensure: Callable[[str], None],
-        keeps_own: Callable[[str], bool] = lambda name: False,
-    ) -> None:
-        self._producer = producer
-        self._timezone = timezone
-        self._ensure = ensure
-        self._keeps_own = keeps_own
+    producer: DelayedProducer
+    timezone: tzinfo
+    ensure: Callable[[str], None]
+    keeps_own: Callable[[str], bool] = lambda name: False
 
     def eta(self, message: amqp.Message) -> datetime | None:
         """Return a task's eta; None if it has none. Only of tasks of Celery's protocol 2."""
-        return eta_of(headers_of(message).get("eta"), self._timezone)
+        return eta_of(headers_of(message).get("eta"), self.timezone)
 
     def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:
         """Return the message that waits in the levels.
@@ -162,15 +157,15 @@ class TaskMessages:
         Raises:
             Stay: The levels do not take it.
         """
-        if self._keeps_own(str(headers_of(message).get("task"))):
+        if self.keeps_own(str(headers_of(message).get("task"))):
             raise Stay(KEEPS_OWN)
         headers = headers_of(message)
         if "eta" in headers:
             headers["eta"] = None
         said, _ = parse(headers)
-        self._producer.says = {"registry": said.registry}
+        self.producer.says = {"registry": said.registry}
         try:
-            delayed = self._producer.delayed_message(
+            delayed = self.producer.delayed_message(
                 body_of(message),
                 destination,
                 due,
@@ -182,8 +177,8 @@ class TaskMessages:
         except (NeedsDistribution, DelayTooLong) as error:
             raise Stay(str(error)) from error
         if delayed.queue is not None:
-            self._ensure(delayed.queue.name)
-        address = partial(self._producer.address, delayed, due)
+            self.ensure(delayed.queue.name)
+        address = partial(self.producer.address, delayed, due)
         return Outgoing(*address(), delayed.message, address)
 
 

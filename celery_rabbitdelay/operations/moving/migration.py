@@ -7,9 +7,10 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import amqp
 from amqp.exceptions import NotFound, ResourceLocked
@@ -45,6 +46,7 @@ from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
 
+@dataclass(frozen=True)
 class Migration:
     """Converts messages of the source into messages of the target. Opens no connection.
 
@@ -56,7 +58,7 @@ class Migration:
     undeliverable    the target's ``undeliverable``, with the reason
     ================ ================================================================
 
-    Args:
+    Attributes:
         source: The topology that the messages are in.
         target: The topology that they go to.
         ensure: Called with the name of each destination queue.
@@ -64,25 +66,11 @@ class Migration:
         vouches: Whether messages without a valid signature are signed.
     """
 
-    def __init__(
-        self,
-        source: Topology,
-        target: Topology,
-        ensure: Callable[[str], None],
-        signing_keys: SigningKeys | None = None,
-        vouches: bool = False,
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._ensure = ensure
-        self._signing_keys = signing_keys
-        self._vouches = vouches
-        modules = source.module_queues
-        self._convert_of: Final[Mapping[str, Callable[[amqp.Message], Outgoing]]] = {
-            modules.checkin.name: self._of_checkin,
-            modules.meditation.name: self._meditating,
-            modules.undeliverable.name: self._undeliverable,
-        }
+    source: Topology
+    target: Topology
+    ensure: Callable[[str], None]
+    signing_keys: SigningKeys | None = None
+    vouches: bool = False
 
     def convert(self, message: amqp.Message, queue: str) -> Outgoing:
         """Return what to publish for a message.
@@ -95,18 +83,25 @@ class Migration:
             UnprocessableMessage: The message cannot be one of these levels.
             Stay: Its routing key belongs to other levels, or only a later version can read it.
         """
-        if queue != self._source.module_queues.undeliverable.name:
+        if queue != self.source.module_queues.undeliverable.name:
             why = later_version(headers_of(message), message.properties.get("content_type"))
             if why is not None:
                 raise Stay(why)
-        return self._convert_of.get(queue, self._in_levels)(message)
+        modules = self.source.module_queues
+        if queue == modules.checkin.name:
+            return self._of_checkin(message)
+        if queue == modules.meditation.name:
+            return self._meditating(message)
+        if queue == modules.undeliverable.name:
+            return self._undeliverable(message)
+        return self._in_levels(message)
 
     def _of_checkin(self, message: amqp.Message) -> Outgoing:
         info: Any = message.delivery_info
-        if info["exchange"] == self._source.module_queues.meditated.name:
+        if info["exchange"] == self.source.module_queues.meditated.name:
             return self._meditating(message)
         kept = WaitingMessage.unopened(message)
-        return Outgoing(self._target.module_queues.checkin.exchange.name, info["routing_key"], kept)
+        return Outgoing(self.target.module_queues.checkin.exchange.name, info["routing_key"], kept)
 
     def _meditating(self, message: amqp.Message) -> Outgoing:
         info: Any = message.delivery_info
@@ -115,7 +110,7 @@ class Migration:
     def _in_levels(self, message: amqp.Message) -> Outgoing:
         info: Any = message.delivery_info
         key = info["routing_key"]
-        if self._source.keys.digits(key) is None:
+        if self.source.keys.digits(key) is None:
             raise Stay("its routing key is of another layout: see the --from options")
         word = key.split(".")[-1]
         if word == encode_destination(DISTRIBUTION):
@@ -149,30 +144,30 @@ class Migration:
                 f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}, "
                 "not milliseconds since 1970"
             )
-        is_vouched = self._vouches or (
-            self._signing_keys is not None and self._signing_keys.verifies(*waiting)
+        is_vouched = self.vouches or (
+            self.signing_keys is not None and self.signing_keys.verifies(*waiting)
         )
-        if self._target.queue_type == "quorum":
+        if self.target.queue_type == "quorum":
             # A priority that classic queues have taken.
             lowered = waiting.with_low_priority()
             if lowered is not waiting and waiting.headers.queue is not None:
                 destination = DISTRIBUTION
             waiting = lowered
         if destination:
-            self._ensure(destination)
+            self.ensure(destination)
         due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
-        if self._signing_keys is not None and is_vouched:
+        if self.signing_keys is not None and is_vouched:
             # It may have another priority in its headers; and the first key signs.
-            waiting = self._signing_keys.sign(waiting)
-        return into_levels(self._target, waiting, due, destination)
+            waiting = self.signing_keys.sign(waiting)
+        return into_levels(self.target, waiting, due, destination)
 
     def _undeliverable(self, message: amqp.Message) -> Outgoing:
         info: Any = message.delivery_info
         given = headers_of(message)
         # The broker's headers, which give the reason, are removed.
-        reason = examine(given, self._source, info["routing_key"]).reason
+        reason = examine(given, self.source, info["routing_key"]).reason
         kept = WaitingMessage.unopened(message).saying(reason=reason)
-        exchange = self._target.module_queues.undeliverable.exchange.name
+        exchange = self.target.module_queues.undeliverable.exchange.name
         return Outgoing(exchange, info["routing_key"], kept)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, NamedTuple
 
 import amqp
@@ -143,10 +144,11 @@ def _queue_in_key(headers: Mapping[str, Any], topology: Topology, routing_key: s
 MAX_ATTEMPTS: Final = 3
 
 
+@dataclass(frozen=True)
 class Redriving:
     """Converts the messages that may leave ``undeliverable``; the others have to stay.
 
-    Args:
+    Attributes:
         topology: The levels that the messages go back into.
         allowed: The allowed destinations.
         checkin_allowed: Those of messages that check-in has never accepted; None: the same.
@@ -165,36 +167,20 @@ class Redriving:
         now_ns: The time, in nanoseconds since 1970.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        allowed: AllowedDestinations,
-        *,
-        checkin_allowed: AllowedDestinations | None = None,
-        modules: Collection[str] = (),
-        refuses: Callable[[str], bool] = lambda queue: False,
-        delay_ms: int | None = None,
-        to: str | None = None,
-        max_attempts: int = MAX_ATTEMPTS,
-        ensure: Callable[[str], None] = lambda queue: None,
-        signing_keys: SigningKeys | None = None,
-        vouches: bool = False,
-        bounds: Bounds = DEFAULT_BOUNDS,
-        now_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        self._topology = topology
-        self._allowed = allowed
-        self._checkin_allowed = allowed if checkin_allowed is None else checkin_allowed
-        self._modules = modules
-        self._refuses = refuses
-        self._delay_ms = delay_ms
-        self._to = to
-        self._max_attempts = max_attempts
-        self._ensure = ensure
-        self._signing_keys = signing_keys
-        self._vouches = vouches
-        self._bounds = bounds
-        self._now_ns = now_ns
+    topology: Topology
+    allowed: AllowedDestinations
+    _: KW_ONLY
+    checkin_allowed: AllowedDestinations | None = None
+    modules: Collection[str] = ()
+    refuses: Callable[[str], bool] = lambda queue: False
+    delay_ms: int | None = None
+    to: str | None = None
+    max_attempts: int = MAX_ATTEMPTS
+    ensure: Callable[[str], None] = lambda queue: None
+    signing_keys: SigningKeys | None = None
+    vouches: bool = False
+    bounds: Bounds = DEFAULT_BOUNDS
+    now_ns: Callable[[], int] = time.time_ns
 
     def redriven(self, message: amqp.Message) -> Outgoing:
         """Return what to publish for a message.
@@ -210,11 +196,11 @@ class Redriving:
         _refuse_unreadable(message, headers)
         check_depth(headers)
         key: str = information["routing_key"]
-        is_new = never_accepted(headers, self._topology, key)
-        keys = self._signing_keys
+        is_new = never_accepted(headers, self.topology, key)
+        keys = self.signing_keys
         received = WaitingMessage.unopened(message)
         # A client of check-in has no key: its destination is checked, as check-in does it.
-        if keys is not None and not (is_new or self._vouches or keys.verifies(*received)):
+        if keys is not None and not (is_new or self.vouches or keys.verifies(*received)):
             raise UnprocessableMessage(NOT_SIGNED)
         count = self._count(headers) + 1
         if is_new:
@@ -234,12 +220,12 @@ class Redriving:
             others.pop(header_names.X_DELAY, None)
         own = own._replace(due_ms=due_ms, redriven=count, others=others)
         redriven = received._replace(headers=own).having(expiration=None)
-        if self._topology.queue_type == "quorum" and own.priority is None:
+        if self.topology.queue_type == "quorum" and own.priority is None:
             redriven = redriven.with_low_priority()
         self._check_modules(due, destination, redriven.headers)
         if keys is not None:
             redriven = keys.sign(redriven)
-        return into_levels(self._topology, redriven, due, self._word(destination, redriven.headers))
+        return into_levels(self.topology, redriven, due, self._word(destination, redriven.headers))
 
     def _count(self, headers: Mapping[str, Any]) -> int:
         """Return how often the message was already redriven.
@@ -252,7 +238,7 @@ class Redriving:
             raise UnprocessableMessage(
                 f"its header {header_names.REDRIVEN} is {shortened(count)}, not a count"
             )
-        if count >= self._max_attempts:
+        if count >= self.max_attempts:
             times = "once" if count == 1 else f"{count:,} times"
             raise UnprocessableMessage(f"it was redriven {times} already")
         return count
@@ -262,13 +248,13 @@ class Redriving:
 
         If the due time has passed, the header keeps it, unless the message waits again.
         """
-        now_ms = self._now_ns() // NS_PER_MS
+        now_ms = self.now_ns() // NS_PER_MS
         was_due_ms = said.due_ms
-        delay_ms = self._delay_ms or 0
+        delay_ms = self.delay_ms or 0
         if is_new:
             delay_ms = max(delay_ms, self._delay_of_client(headers))
         until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
-        self._bounds.check_delay("its due time", until_ms, until_ms - now_ms)
+        self.bounds.check_delay("its due time", until_ms, until_ms - now_ms)
         due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
         return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
 
@@ -276,16 +262,16 @@ class Redriving:
         try:
             return client_delay_ms(headers.get(header_names.X_DELAY, 0))
         except UnprocessableMessage as invalid:
-            if self._delay_ms is None:
+            if self.delay_ms is None:
                 raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
-            return self._delay_ms
+            return self.delay_ms
 
     def _checked(self, headers: Mapping[str, Any], routing_key: str, is_new: bool) -> Intended:
         """Return the destination of a message, after checking that it is allowed."""
-        if self._to is not None:
-            self._check(Intended.straight_to(self._to))
-            return Intended.straight_to(self._to)
-        destination = intended(headers, self._topology, routing_key)
+        if self.to is not None:
+            self._check(Intended.straight_to(self.to))
+            return Intended.straight_to(self.to)
+        destination = intended(headers, self.topology, routing_key)
         if is_new:
             self._check_as_check_in(destination)
         self._check(destination)
@@ -294,7 +280,7 @@ class Redriving:
     def _check_as_check_in(self, destination: Intended) -> None:
         """Check that check-in would accept a message of a client."""
         exchange, routing_key = destination.exchange, destination.routing_key
-        if not self._checkin_allowed.includes(exchange, routing_key):
+        if not (self.checkin_allowed or self.allowed).includes(exchange, routing_key):
             raise UnprocessableMessage(
                 f"{where_in_words(exchange, routing_key)} is not one that check-in may reach: "
                 "see rabbitdelay_checkin_allowed"
@@ -309,14 +295,14 @@ class Redriving:
 
     def _check_one(self, exchange: str, routing_key: str) -> None:
         kind, name = ("exchange", exchange) if exchange else ("queue", routing_key)
-        if self._allowed.forbids(name):
+        if self.allowed.forbids(name):
             raise UnprocessableMessage(f"the {kind} {shortened(name)} is never published to")
-        if name != self._to and not self._allowed.includes(exchange, routing_key):
+        if name != self.to and not self.allowed.includes(exchange, routing_key):
             raise UnprocessableMessage(
                 f"the {kind} {shortened(name)} is not one that the application allows"
             )
         if not exchange:
-            self._ensure(name)
+            self.ensure(name)
 
     def _own(self, said: DelayHeaders, destination: Intended) -> DelayHeaders:
         """Return what the headers of a message say from then on."""
@@ -346,9 +332,9 @@ class Redriving:
         """
         try:
             envelope = Envelope.unpack(message.body)
-            if self._to is not None:
+            if self.to is not None:
                 envelope = _redirected(envelope)
-                said = said._replace(exchange="", routing_key=self._to)
+                said = said._replace(exchange="", routing_key=self.to)
                 message = message._replace(body=envelope.pack())
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
@@ -372,10 +358,10 @@ class Redriving:
             needs = "only its exchange can route it"
         elif own.priority is not None:
             needs = f"its priority is above {MAX_PRIORITY}"
-        if needs is not None and DISTRIBUTE not in self._modules:
+        if needs is not None and DISTRIBUTE not in self.modules:
             raise UnprocessableMessage(f"no worker serves distribution, and {needs}")
-        capacity_ms = self._topology.layout.capacity_ms
-        if due.delay_ms > capacity_ms and CHECK_IN not in self._modules:
+        capacity_ms = self.topology.layout.capacity_ms
+        if due.delay_ms > capacity_ms and CHECK_IN not in self.modules:
             raise UnprocessableMessage(
                 f"no worker serves check-in, and it would wait for {due.delay_ms / 1000:,.3f} s; "
                 f"the levels take {capacity_ms / 1000:,.3f} s"
@@ -385,7 +371,7 @@ class Redriving:
         """Return the queue that a message goes directly to, or distribution."""
         if destination is None or destination.queue is None or own.priority is not None:
             return DISTRIBUTION
-        refuses = DISTRIBUTE in self._modules and self._refuses(destination.queue)
+        refuses = DISTRIBUTE in self.modules and self.refuses(destination.queue)
         return DISTRIBUTION if refuses else destination.queue
 
 
