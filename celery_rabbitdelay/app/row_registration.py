@@ -9,8 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from celery_rabbitdelay.app.options import RegistryOptions
-from celery_rabbitdelay.app.stored_message import stored
-from celery_rabbitdelay.app.task_messages import Call
+from celery_rabbitdelay.app.task_messages import Call, stored
 from celery_rabbitdelay.app.task_sending import register_sent
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import Due

@@ -1,13 +1,17 @@
-"""Writing the messages of one task's many calls, the same ones that Celery would publish."""
+"""The messages of one task's many calls, the same ones that Celery would publish; also stored."""
 
 from __future__ import annotations
 
+import json
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import celery
 from celery import signals
+from kombu import Queue
 
 from celery_rabbitdelay.app.celery_internals import repr_depth, repr_sizes
 from celery_rabbitdelay.app.message_template import DESTINATION_HEADERS, NO_HEADERS, MessageTemplate
@@ -15,14 +19,58 @@ from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, Resending
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER
-from celery_rabbitdelay.modules.envelope import Item
+from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER, parse
+from celery_rabbitdelay.modules.envelope import DICTIONARY, Item
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
-from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.publication import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content
+
+#: A deflate stream without a header (RFC 1951); the dictionary is that of envelopes. The window is
+#: of 4 KiB: allocating zlib's usual one takes ten times as long as compressing a small message.
+RAW: Final = -12
+MEMORY: Final = 4
+
+
+def stored(delayed: Delayed, content: Content | None = None) -> str:
+    """Return a message as text.
+
+    Args:
+        delayed: The message, and where it goes.
+        content: The message as bytes; None for that of ``delayed``.
+    """
+    properties, body = content or Content.of(delayed.message.amqp())
+    queue = delayed.queue.name if delayed.queue is not None else None
+    where = _where(delayed.destination, queue)
+    encoder = zlib.compressobj(1, zlib.DEFLATED, RAW, MEMORY, zdict=DICTIONARY)
+    compressed = encoder.compress(b"%s%d\n%s%s" % (where, len(properties), properties, body))
+    return b64encode(compressed + encoder.flush()).decode()
+
+
+def restored(text: str, task_id: str) -> Delayed:
+    """Return the message of a text that :func:`stored` has returned.
+
+    Its queue is the name alone: nothing is known about its arguments.
+
+    Args:
+        text: The text.
+        task_id: The id of its task.
+    """
+    decoder = zlib.decompressobj(RAW, zdict=DICTIONARY)
+    where, size, content = (decoder.decompress(b64decode(text)) + decoder.flush()).split(b"\n", 2)
+    destination, queue = json.loads(where)
+    message = Content(content[: int(size)], content[int(size) :]).message()
+    headers, _ = parse(headers_of(message))
+    known = None if queue is None else Queue(queue, no_declare=True)
+    return Delayed(WaitingMessage.of(message, headers), destination, task_id, known)
+
+
+@lru_cache(maxsize=256)
+def _where(destination: str, queue: str | None) -> bytes:
+    return json.dumps([destination, queue]).encode() + b"\n"
+
 
 #: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
 #: signals may have given each message headers of its own.

@@ -23,7 +23,7 @@ from celery_rabbitdelay.app.celery_internals import (
 from celery_rabbitdelay.app.metrics import count_send
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions, given_registry_options
 from celery_rabbitdelay.app.settings import checked
-from celery_rabbitdelay.app.stored_message import stored
+from celery_rabbitdelay.app.task_messages import stored
 from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer, Resending
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names

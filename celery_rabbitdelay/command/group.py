@@ -7,16 +7,13 @@ from typing import Any
 import click
 
 from celery_rabbitdelay.command.adopt import adopt
-from celery_rabbitdelay.command.declare import declare, delete
-from celery_rabbitdelay.command.export import export
+from celery_rabbitdelay.command.declare import declare, delete, export, permissions
 from celery_rabbitdelay.command.migrate import migrate, transfer
-from celery_rabbitdelay.command.permissions import permissions
 from celery_rabbitdelay.command.route import route
 from celery_rabbitdelay.command.send import send
-from celery_rabbitdelay.command.status import status
+from celery_rabbitdelay.command.status import status, verify
 from celery_rabbitdelay.command.undeliverable import undeliverable
 from celery_rabbitdelay.command.undeliverable_redrive import redrive
-from celery_rabbitdelay.command.verify import verify
 from celery_rabbitdelay.command.waiting import cancel, forecast, job, pending, postpone
 from celery_rabbitdelay.levels.shown_url import without_passwords
 

@@ -8,7 +8,6 @@ Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``al
 (what one message may cost), ``envelope``, ``forwarding`` (the messages to publish) and
 ``undeliverable``; then ``consumer`` (receive, publish, acknowledge) with ``deliveries`` (how much
 is taken at a time), ``attempts`` (what becomes of a message that is not taken), ``destinations``
-(which ones do not answer), ``redelivery`` (what goes back into the levels) and ``warning_limit``
-(what is logged); then ``intended`` and ``redriving`` (what is published for a message that is taken
-out of ``undeliverable``); then ``service`` (the thread that reconnects).
+(which ones do not answer) and ``redelivery`` (what goes back into the levels); then ``service``
+(the thread that reconnects).
 """

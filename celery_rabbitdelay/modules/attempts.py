@@ -19,6 +19,7 @@ from celery_rabbitdelay.exceptions import (
     UnprocessableMessage,
 )
 from celery_rabbitdelay.levels.headers import DelayHeaders, unopened
+from celery_rabbitdelay.modules.bounds import LaterVersionWarning, WarningLimit
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -27,7 +28,6 @@ from celery_rabbitdelay.modules.forwarding import (
     without_headers,
 )
 from celery_rabbitdelay.modules.redelivery import Redelivery
-from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning, WarningLimit
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content

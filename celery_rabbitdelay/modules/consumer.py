@@ -19,12 +19,11 @@ from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
-from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
+from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES, WarningLimit
 from celery_rabbitdelay.modules.deliveries import Deliveries
 from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
-from celery_rabbitdelay.modules.warning_limit import WarningLimit
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.incoming import seen_of
 from celery_rabbitdelay.publishing.kombu_internals import find_exchanges

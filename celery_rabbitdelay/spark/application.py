@@ -1,16 +1,29 @@
-"""The Celery application of a Python process of Spark: imported, or made of a broker's URL."""
+"""The Celery application of a Python process of Spark, and what PySpark 4.0 lacks."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import kombu
 from celery.app.utils import find_app
+from pyspark.sql import datasource
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.spark.options import ApplicationOptions
+
+#: Whether the writer of a stream gets Arrow batches, and not rows (PySpark 4.1).
+STREAMS_BATCHES: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
+
+#: Whether a reader may take filters (PySpark 4.1).
+HAS_FILTERS: Final = hasattr(datasource, "EqualTo")
+
+if TYPE_CHECKING or STREAMS_BATCHES:
+    StreamWriterBase = datasource.DataSourceStreamArrowWriter
+else:
+    StreamWriterBase = datasource.DataSourceStreamWriter
+
 
 #: The name of an application that is made of a URL.
 MADE: Final = "celery_rabbitdelay.spark"

@@ -8,10 +8,16 @@ from pyspark.sql.datasource import DataSource, DataSourceReader
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.spark.application import HAS_FILTERS
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
-from celery_rabbitdelay.spark.pending import LEVELS, PENDING, LevelsReader, PendingReader
-from celery_rabbitdelay.spark.undeliverable import UNDELIVERABLE, UndeliverableReader
-from celery_rabbitdelay.spark.versions import HAS_FILTERS
+from celery_rabbitdelay.spark.read import (
+    LEVELS,
+    PENDING,
+    UNDELIVERABLE,
+    LevelsReader,
+    PendingReader,
+    UndeliverableReader,
+)
 from celery_rabbitdelay.spark.write import BatchWriter, StreamWriter
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThanOrEqual, LessThan
 
-from celery_rabbitdelay.spark.pending import PendingReader, to_ms
+from celery_rabbitdelay.spark.read import PendingReader, to_ms
 
 
 class FilteringReader(PendingReader):

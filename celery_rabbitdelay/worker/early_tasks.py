@@ -21,8 +21,8 @@ from kombu import Message
 from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
 from celery_rabbitdelay.levels.headers import DelayHeaders
+from celery_rabbitdelay.modules.bounds import LaterVersionWarning
 from celery_rabbitdelay.modules.redelivery import EarlyWarning, early_ms
-from celery_rabbitdelay.modules.warning_limit import LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.worker.batch_thread import Action
 from celery_rabbitdelay.worker.celery_internals import (

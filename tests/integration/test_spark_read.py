@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's use
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.publishing.declaration import declare
-from celery_rabbitdelay.spark.versions import HAS_FILTERS
+from celery_rabbitdelay.spark.application import HAS_FILTERS
 from tests.integration.arrivals import wait_until_waiting
 from tests.integration.conftest import delete_what_it_declared
 from tests.integration.shop import make_app

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.command.export import FORMATS
+from celery_rabbitdelay.command.declare import FORMATS
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.layout import Zeros

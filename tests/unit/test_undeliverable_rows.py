@@ -16,7 +16,7 @@ from celery_rabbitdelay.operations.undeliverable.messages import (
     UndeliverableMessage,
     headers_as_json,
 )
-from celery_rabbitdelay.spark.undeliverable import (
+from celery_rabbitdelay.spark.read import (
     BATCH_BYTES,
     BATCH_ROWS,
     UNDELIVERABLE,

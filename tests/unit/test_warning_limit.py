@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from celery_rabbitdelay.modules.warning_limit import LOGGED, WarningLimit
+from celery_rabbitdelay.modules.bounds import LOGGED, WarningLimit
 from tests.unit.consumer_model import Clock, Consumer, for_exchange, is_tried_again
 
 logger = logging.getLogger(__name__)
