@@ -148,8 +148,8 @@ def test_every_pool_leaves_early_tasks_to_the_levels(
         wait_for(partial(_at_least, connection, shop, 20), "all tasks in the levels")
         assert count(connection, f"{prefix}.second") == 0
         before = time.time()
-        seen = send(countdown=5).get(timeout=PATIENCE)
-        assert seen["at"] >= before + 5
+        seen = send(countdown=2).get(timeout=PATIENCE)
+        assert seen["at"] >= before + 2
         assert seen["eta"] is None
 
 
@@ -167,8 +167,8 @@ def test_what_the_levels_cannot_carry_is_held_by_the_worker(
     make_shop(**low)
     with Worker({**configuration, **low}) as worker:
         before = time.time()
-        seen = send(countdown=5).get(timeout=PATIENCE)
-        assert seen["at"] >= before + 5
+        seen = send(countdown=2).get(timeout=PATIENCE)
+        assert seen["at"] >= before + 2
         assert headers.DUE not in seen["headers"]
         assert "cannot wait in the levels, so the worker holds it" in worker.log
 
@@ -337,7 +337,7 @@ def test_a_message_that_cannot_be_read_stops_nothing(
                 headers={"task": "look", "id": f"poison-{number}", "eta": eta},
             )
         wait_for(lambda: worker.log.count("poison-") >= 5, "the messages")
-        result = send(countdown=4)
+        result = send(countdown=2)
         assert headers.DUE in result.get(timeout=PATIENCE)["headers"]
 
 
