@@ -14,7 +14,6 @@ from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, find_waiting, take
 from tests.integration.shop import PATIENCE
@@ -128,7 +127,7 @@ def test_a_priority_above_four_leaves_exchange_and_routing_key_as_they_were(
     assert (seen["exchange"], seen["routing_key"]) == (f"{prefix}.direct", "second")
     assert seen["priority"] == 9
     assert headers.DUE in seen["headers"]
-    assert header_names.EARLY not in seen["headers"]
+    assert headers.EARLY not in seen["headers"]
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
