@@ -27,14 +27,14 @@ demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is k
 SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/tests/test_pipelines.py
 
 # The operator's commands against real servers, and metrics.
-OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command_* commands metrics migrate prometheus \
+OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* metrics migrate prometheus \
         redrive* undeliverable verify*))
 
 # What strangers, other users and other versions may do, and TLS.
 SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies hostile modules_bounds \
         permissions reach sealed secrets signing tls versions)
 
-TEST = -m pytest --numprocesses=3 --dist=loadfile \
+TEST = -m pytest --numprocesses=4 --dist=loadfile \
         $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS),--ignore=$(each))
 
 test: $(VENV)/test.done  ## All tests but those of the next three, on private RabbitMQ and Redis servers
@@ -47,10 +47,10 @@ coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half
 	$(BIN)/coverage report
 
 test-security: $(VENV)/test.done  ## The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
-	$(BIN)/pytest --numprocesses=3 --dist=loadfile $(SECURITY_TESTS)
+	$(BIN)/pytest --numprocesses=4 --dist=loadfile $(SECURITY_TESTS)
 
 test-operations: $(VENV)/test.done  ## The tests of the operator's commands and of metrics, likewise
-	$(BIN)/pytest --numprocesses=3 --dist=loadfile $(OPERATIONS_TESTS)
+	$(BIN)/pytest --numprocesses=4 --dist=loadfile $(OPERATIONS_TESTS)
 
 test-spark: $(VENV)/test.done  ## The tests that start Spark, likewise
 	$(BIN)/pytest --numprocesses=2 --dist=loadfile $(SPARK_TESTS)

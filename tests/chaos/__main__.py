@@ -15,16 +15,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Final
+from typing import Final
 
 from tests.brokers import BROKERS, NotPossibleHere
-from tests.chaos import kill_distribution
-from tests.chaos.cluster import root_of
 from tests.chaos.scenario import Outcome, Scenario, play
 from tests.chaos.scenarios import SCENARIOS, SHORT
-
-#: The scenario that has a ledger of its own.
-KILL_DISTRIBUTION: Final = "kill-distribution"
 
 VERSIONS: Final = [broker.version for broker in BROKERS]
 
@@ -35,10 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options, further = _parser().parse_known_args(arguments)
     versions = options.broker or VERSIONS[-1:]
-    if options.scenario == KILL_DISTRIBUTION:
-        return max(_kill_distribution(version, further) for version in versions)
     if options.scenario == "list":
-        print(*(f"{name:20} {_first_line(each)}" for name, each in _all().items()), sep="\n")
+        print(*(f"{name:20} {_first_line(each)}" for name, each in SCENARIOS.items()), sep="\n")
         return 0
     if options.scenario == "all":
         scenarios = [case for each in SCENARIOS.values() for case in each.cases()]
@@ -48,10 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scenarios = [_scenario(SCENARIOS[options.scenario], further)]
     outcomes = [_play(each, version) for version in versions for each in scenarios]
     print("", Outcome.HEADER, *(each.row() for each in outcomes if each), sep="\n")
-    status = int(not all(each and not each.verdict.complaints for each in outcomes))
-    if options.scenario == "all":
-        status = max(status, *(_kill_distribution(version, []) for version in versions))
-    return status
+    return int(not all(each and not each.verdict.complaints for each in outcomes))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,19 +51,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    parser.add_argument("scenario", choices=["list", "all", "short", *_all()])
+    parser.add_argument("scenario", choices=["list", "all", "short", *SCENARIOS])
     parser.add_argument(
         "--broker", action="append", choices=VERSIONS, help="the version of RabbitMQ (4.3)"
     )
     return parser
 
 
-def _all() -> dict[str, Any]:
-    return {**SCENARIOS, KILL_DISTRIBUTION: kill_distribution}
-
-
-def _first_line(documented: Any) -> str:
-    return str(documented.__doc__).splitlines()[0]
+def _first_line(kind: type[Scenario]) -> str:
+    return str(kind.__doc__).splitlines()[0]
 
 
 def _scenario(kind: type[Scenario], arguments: Sequence[str]) -> Scenario:
@@ -109,10 +95,6 @@ def _play(scenario: Scenario, version: str) -> Outcome | None:
     print(outcome.text(), flush=True)
     outcome.save()
     return outcome
-
-
-def _kill_distribution(version: str, arguments: Sequence[str]) -> int:
-    return kill_distribution.main(arguments, root_of(version))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import Certificates, RabbitMQServer, wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
 from tests.chaos.setup import SetUp
 
@@ -47,9 +47,10 @@ class Node(RabbitMQServer):
         root: As :class:`RabbitMQServer` takes it.
         settings: Lines for ``rabbitmq.conf``.
         cluster_with: The node whose cluster this one joins.
-        environment: Further environment variables.
+        certificates: As :class:`RabbitMQServer` takes it.
 
     Attributes:
+        further: Further environment variables.
         while_waiting: Called while the node starts, for what has to go on meanwhile.
     """
 
@@ -58,10 +59,10 @@ class Node(RabbitMQServer):
         root: Path | None = None,
         settings: Sequence[str] = (),
         cluster_with: RabbitMQServer | None = None,
-        environment: Mapping[str, str] | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
-        super().__init__(root, settings, cluster_with)
-        self.further = dict(environment or {})
+        super().__init__(root, settings, cluster_with, certificates=certificates)
+        self.further: dict[str, str] = {}
         self.while_waiting: Callable[[], object] = lambda: None
 
     @property
@@ -121,13 +122,13 @@ class Cluster(SetUp):
         """Return all nodes as kombu takes them, beginning with one of them."""
         return ";".join(node.url for node in (*self.nodes[first:], *self.nodes[:first]))
 
-    def ssl(self) -> dict[str, Any]:
-        """Return ``broker_use_ssl``; empty without TLS."""
-        return {}
+    def ssl(self) -> dict[str, Any] | bool:
+        """Return ``broker_use_ssl``; False without TLS."""
+        return self.nodes[0].ssl
 
     def connection(self, node: Node | None = None) -> Connection:
         """Return a connection to a node, by default to the first that runs."""
-        return Connection((node or self.running).url, ssl=self.ssl() or False)
+        return Connection((node or self.running).url, ssl=self.ssl())
 
     @property
     def running(self) -> Node:

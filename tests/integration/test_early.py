@@ -14,7 +14,6 @@ from kombu import Connection, Exchange, Queue, binding
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, find_waiting
 from tests.integration.shop import PATIENCE, make_app, named
@@ -121,7 +120,7 @@ def test_what_only_the_worker_finds_early_comes_back_to_its_queue_and_to_no_othe
     delayed = put_into(connection, served_shop, due, "request", **to)
     message = release(connection, served_shop)
     assert message.properties["priority"] <= 4
-    assert headers_of(message)[header_names.EARLY] == {
+    assert headers_of(message)[headers.EARLY] == {
         "times": 1,
         "exchange": fanout,
         "routing-key": "any",
@@ -226,7 +225,7 @@ def test_a_retry_of_a_task_that_was_put_back_returns_to_its_exchange(
     for past in retried.get(timeout=PATIENCE):
         assert (past["exchange"], past["routing_key"]) == (topic, "topic.reports")
         assert past["priority"] == 9
-        assert header_names.EARLY not in past["headers"]
+        assert headers.EARLY not in past["headers"]
 
 
 @pytest.fixture

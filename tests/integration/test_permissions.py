@@ -24,7 +24,6 @@ from celery_rabbitdelay.exceptions import (
     TopologyIncomplete,
 )
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.permissions import (
@@ -481,7 +480,7 @@ def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the
     undeliverable = SMALL.module_queues.undeliverable
     with Worker(settings):
         arrived = take(host.connection, [undeliverable], 6)
-    reasons = sorted(each.message.headers[header_names.REASON] for each in arrived)
+    reasons = sorted(each.message.headers[headers.REASON] for each in arrived)
     assert all("lacks the permission write on the exchange" in each for each in reasons), reasons
     assert sum("'news'" in each for each in reasons) == 3
     assert sum("'rabbitdelay.seconds.x1'" in each for each in reasons) == 3
@@ -541,7 +540,7 @@ def test_what_a_restricted_producer_forges_for_other_destinations_is_undeliverab
             publish(url, key, message)
         arrived = take(host.connection, [undeliverable], len(forged))
         assert "connects again" not in worker.log
-    reasons = sorted(each.message.headers[header_names.REASON] for each in arrived)
+    reasons = sorted(each.message.headers[headers.REASON] for each in arrived)
     assert all("may not reach" in each for each in reasons), reasons
     for name in ("secret", "celery.pidbox", "amq.topic"):
         assert any(name in each for each in reasons), reasons

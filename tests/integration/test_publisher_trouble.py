@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import amqp
 import pytest
@@ -17,173 +18,332 @@ from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     PublishError,
 )
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count
-from tests.integration.publishing import GRACE, TIMEOUT, publish
+from tests.integration.publishing import GRACE, TIMEOUT, bodies, posting, postings, publish, work
 
 
 @pytest.fixture
-def private(private_rabbitmq: RabbitMQServer) -> Iterator[tuple[RabbitMQServer, Publisher]]:
-    """A publisher that has published once to a broker that the test may maltreat."""
-    with Connection(private_rabbitmq.url) as connection:
-        queue = Queue("test-private", queue_arguments={"x-queue-type": "quorum"})
+def broker(private_rabbitmq: RabbitMQServer) -> RabbitMQServer:
+    """A broker that the test may maltreat."""
+    return private_rabbitmq
+
+
+@pytest.fixture
+def queue(broker: RabbitMQServer, prefix: str) -> Iterator[Queue]:
+    """A queue that is on the broker, and stays while the broker is killed."""
+    queue = Queue(f"{prefix}-batch", queue_arguments={"x-queue-type": "quorum"})
+    with Connection(broker.url) as connection:
         queue(connection.default_channel).declare()
-        publisher = Publisher(connection.clone())
-        publish(publisher, queue.name)
-        yield private_rabbitmq, publisher
-    publisher.discard()
-    with Connection(private_rabbitmq.url) as connection:
+        yield queue
+    with Connection(broker.url) as connection:
         queue(connection.default_channel).delete()
 
 
-def test_a_broker_that_falls_silent_is_a_timeout_in_time(
-    private: tuple[RabbitMQServer, Publisher],
-) -> None:
-    broker, publisher = private
-    with _suspended(broker):
-        began = time.monotonic()
-        with pytest.raises(ConfirmTimeout):
-            publish(publisher, "test-private", timeout=TIMEOUT)
-        assert time.monotonic() - began < TIMEOUT + GRACE
-    publish(publisher, "test-private", timeout=30)
-
-
-def test_a_broker_that_is_silent_from_the_start_is_an_error_in_time(
-    private: tuple[RabbitMQServer, Publisher],
-) -> None:
-    broker, _ = private
-    with _suspended(broker):
-        began = time.monotonic()
-        with pytest.raises(PublishError):
-            publish(Publisher(Connection(broker.url)), "test-private", timeout=TIMEOUT)
-        assert time.monotonic() - began < TIMEOUT + GRACE
-
-
-def test_a_declaration_that_is_not_answered_is_an_error_in_time(
-    private: tuple[RabbitMQServer, Publisher],
-) -> None:
-    broker, publisher = private
-
-    def prepare(connection: Connection) -> None:
-        Exchange("amq.topic", type="topic")(connection.default_channel).declare(passive=True)
-
-    with _suspended(broker):
-        began = time.monotonic()
-        with pytest.raises(PublishError):
-            publish(publisher, "test-private", timeout=TIMEOUT, declare=prepare)
-        assert time.monotonic() - began < TIMEOUT + GRACE
-
-
-def test_a_broker_that_never_confirms_says_so_and_its_connection_is_not_used_again(
-    private: tuple[RabbitMQServer, Publisher],
-) -> None:
-    """Also where connecting took a part of the time: no other message was confirmed meanwhile."""
-    broker, _ = private
+@pytest.fixture
+def publisher(broker: RabbitMQServer) -> Iterator[Publisher]:
     publisher = Publisher(Connection(broker.url))
+    yield publisher
+    publisher.discard()
 
-    def suspend(connection: Connection) -> None:
-        broker.suspend()
 
+def then(sent: list[Publication], number: int, event: Callable[[], Any]) -> Iterator[Publication]:
+    """All of these, and before the one of this number, something happens."""
+    yield from sent[:number]
+    event()
+    yield from sent[number:]
+
+
+def all_published(publisher: Publisher, key: str) -> bool:
+    sent = postings(key, 20)
     try:
-        with pytest.raises(ConfirmTimeout, match=r"did not confirm in time$"):
-            publish(publisher, "test-private", timeout=TIMEOUT, declare=suspend)
-    finally:
-        broker.resume()
-    assert not publisher.connection.connected
-    publish(publisher, "test-private", timeout=30)
-    publisher.close()
+        publisher.publish_all(sent, PublishPolicy(TIMEOUT))
+    except PublishError:
+        return False
+    return not any(each.error for each in sent)
 
 
-def test_a_blocked_connection_is_an_error_of_its_own(
-    private: tuple[RabbitMQServer, Publisher],
+def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
 ) -> None:
-    broker, publisher = private
-    broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
-    try:
-        with pytest.raises(ConnectionBlocked):
-            publish(publisher, "test-private", timeout=TIMEOUT)
-    finally:
-        broker.ctl("set_vm_memory_high_watermark", "0.4")
-    publish(publisher, "test-private", timeout=30)
+    sent = postings(queue.name, 3000)
+    finished: list[Publication] = []
+    prepared: list[Connection] = []
+    closings = 0
 
+    def close() -> None:
+        nonlocal closings
+        closings += 1
+        broker.ctl("close_all_connections", "testing")
 
-def test_a_block_that_ends_in_time_only_delays_the_message(
-    private: tuple[RabbitMQServer, Publisher],
-) -> None:
-    broker, publisher = private
-    broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
-    unblock = threading.Thread(target=broker.ctl, args=("set_vm_memory_high_watermark", "0.4"))
-    unblock.start()
-    try:
-        publish(publisher, "test-private", timeout=60)
-    finally:
-        unblock.join()
+    def source() -> Iterator[Publication]:
+        for number, each in enumerate(sent):
+            if number in (700, 1900):
+                close()
+            yield each
 
-
-def test_a_message_is_sent_again_after_the_connection_was_closed_by_the_broker(
-    private: tuple[RabbitMQServer, Publisher],
-) -> None:
-    broker, publisher = private
+    publisher.publish_all(
+        source(), PublishPolicy(window=300), declare=prepared.append, done=finished.append
+    )
+    assert closings == 2
+    assert len(prepared) == 3
+    assert Counter(map(id, finished)) == Counter(map(id, sent))
+    assert {each.error for each in sent} == {None}
     with Connection(broker.url) as connection:
-        before = count(connection, "test-private")
+        held = count(connection, queue.name)
+        arrived = bodies(connection, queue, held)
+    assert set(arrived) == {str(number) for number in range(3000)}
+    # At least once; more often only what was in flight.
+    assert {body for body, times in arrived.items() if times > 1} <= {
+        each.subject for each in sent if each.resent
+    }
+
+
+def test_a_message_that_is_sent_again_asks_for_its_address_again(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    """It depends on the time that is left."""
+    publish(publisher, queue.name)
     broker.ctl("close_all_connections", "testing")
     asked: list[int] = []
 
     def address() -> tuple[str, str]:
         asked.append(len(asked))
-        return "", "test-private"
+        return "", queue.name
 
     publisher.publish(amqp.Message("x"), address)
-    # At each attempt: it depends on the time that is left.
     assert len(asked) == 2
-    with Connection(broker.url) as connection:
-        assert count(connection, "test-private") == before + 1
 
 
-def test_a_killed_broker_is_a_lost_connection_and_when_it_is_back_nothing_is_missing(
-    private: tuple[RabbitMQServer, Publisher],
+def test_a_broker_that_is_killed_is_an_error_of_all_that_were_taken_and_of_no_other(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
 ) -> None:
-    broker, publisher = private
-    _publish_until_the_queue_is_on_disk(publisher)
-    with Connection(broker.url) as connection:
-        before = count(connection, "test-private")
-    broker.kill()
-    with pytest.raises(ConnectionLost, match="attempt 4"):
-        publish(publisher, "test-private", resends=3)
-    with pytest.raises(ConnectionLost, match="attempt 1"):
-        publish(publisher, "test-private", resends=0)
-    broker.start()
-
-    attempts = 0
-
-    def takes_messages_again() -> bool:
-        nonlocal attempts
-        attempts += 1
-        try:
-            publish(publisher, "test-private", timeout=TIMEOUT)
-        except PublishError:
-            # The queue's leader is not back yet.
-            return False
-        return True
-
-    wait_for(takes_messages_again, "the queue's leader", timeout=60)
-    with Connection(broker.url) as connection:
-        assert before < count(connection, "test-private") <= before + attempts
-
-
-def _publish_until_the_queue_is_on_disk(publisher: Publisher) -> None:
-    # Up to 4.0, RabbitMQ writes down that a quorum queue exists only half a second after it was
-    # declared; a node that is killed before has lost the queue and what was confirmed in it.
+    # Up to 4.0, RabbitMQ writes down that a quorum queue exists half a second after it was made.
     enough = time.monotonic() + 2
+    first = 0
     while time.monotonic() < enough:
-        publish(publisher, "test-private")
+        publisher.publish_all([posting(queue.name, "before")])
+        first += 1
+    sent = postings(queue.name, 1000)
+    finished: list[Publication] = []
+    source = then(sent, 500, broker.kill)
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match=f"{broker.port}//, attempt 3") as caught:
+        publisher.publish_all(source, PublishPolicy(resends=2, window=100), done=finished.append)
+    assert time.monotonic() - began < 30
+    rest = list(source)
+    taken = sent[: len(sent) - len(rest)]
+    assert Counter(map(id, finished)) == Counter(map(id, taken))
+    assert 500 <= len(taken) <= 500 + 2 * 100
+    lost = [each for each in taken if each.error is not None]
+    assert lost
+    assert {type(each.error) for each in lost} == {ConnectionLost}
+    assert caught.value in {each.error for each in lost}
+    sure = {each.subject for each in lost if each.error and not each.error.may_have_arrived}
+    assert not [each for each in rest if each.error is not None]
+    with pytest.raises(ConnectionLost, match="attempt 1"):
+        publish(publisher, queue.name, resends=0)
+    broker.start()
+    wait_for(lambda: all_published(publisher, queue.name), "the queue's leader", timeout=60)
+    with Connection(broker.url) as connection:
+        arrived = bodies(connection, queue, count(connection, queue.name))
+    assert arrived["before"] >= first
+    assert {each.subject for each in taken if each.error is None} <= set(arrived)
+    assert not sure & set(arrived)
 
 
-@contextmanager
-def _suspended(broker: RabbitMQServer) -> Iterator[None]:
-    broker.suspend()
+def test_a_broker_that_falls_silent_is_a_timeout_in_time(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    sent = postings(queue.name, 1000)
+    source = then(sent, 500, broker.suspend)
+    began = time.monotonic()
     try:
-        yield
+        with pytest.raises(PublishError) as caught:
+            publisher.publish_all(source, PublishPolicy(TIMEOUT, window=100))
+        assert time.monotonic() - began < TIMEOUT + GRACE
     finally:
         broker.resume()
+    assert isinstance(caught.value, ConfirmTimeout)
+    rest = list(source)
+    without = [each for each in sent[: len(sent) - len(rest)] if each.error is not None]
+    # Those that were given up while the last confirms of others had just come were replaced once.
+    assert 0 < len(without) <= 2 * 100
+    assert {type(each.error) for each in without} == {ConfirmTimeout}
+    wait_for(lambda: all_published(publisher, queue.name), "the broker")
+
+
+def test_a_broker_that_is_silent_from_the_start_is_an_error_in_time(
+    broker: RabbitMQServer, queue: Queue
+) -> None:
+    began = time.monotonic()
+    broker.suspend()
+    try:
+        with pytest.raises(PublishError):
+            publish(Publisher(Connection(broker.url)), queue.name, timeout=TIMEOUT)
+        assert time.monotonic() - began < TIMEOUT + GRACE
+    finally:
+        broker.resume()
+
+
+def test_a_declaration_that_is_not_answered_is_an_error_in_time(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    def prepare(connection: Connection) -> None:
+        broker.suspend()
+        Exchange("amq.topic", type="topic")(connection.default_channel).declare(passive=True)
+
+    began = time.monotonic()
+    try:
+        with pytest.raises(PublishError):
+            publish(publisher, queue.name, timeout=TIMEOUT, declare=prepare)
+        assert time.monotonic() - began < TIMEOUT + GRACE
+    finally:
+        broker.resume()
+
+
+def test_a_broker_that_never_confirms_says_so_and_its_connection_is_not_used_again(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    """Also where connecting took a part of the time: no other message was confirmed meanwhile."""
+    try:
+        with pytest.raises(ConfirmTimeout, match=r"did not confirm in time$"):
+            publish(publisher, queue.name, timeout=TIMEOUT, declare=lambda _: broker.suspend())
+    finally:
+        broker.resume()
+    assert not publisher.connection.connected
+    publish(publisher, queue.name, timeout=30)
+
+
+def test_a_broker_that_is_silent_takes_no_more_than_fits_into_its_socket(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    """Writing itself does not end: an error in time as well."""
+    sent = [posting(queue.name, b"x" * 1_000_000) for _ in range(100)]
+    source = then(sent, 3, broker.suspend)
+    began = time.monotonic()
+    try:
+        with pytest.raises(PublishError):
+            publisher.publish_all(source, PublishPolicy(TIMEOUT, window=100))
+        assert time.monotonic() - began < 2 * TIMEOUT + GRACE
+    finally:
+        broker.resume()
+    assert len(list(source)) < 100
+    wait_for(lambda: all_published(publisher, queue.name), "the broker")
+
+
+def test_a_memory_alarm_is_waited_out(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def alarm() -> None:
+        broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+        calm = threading.Thread(target=broker.ctl, args=("set_vm_memory_high_watermark", "0.4"))
+        calm.start()
+        threads.append(calm)
+
+    sent = postings(queue.name, 1000)
+    try:
+        publisher.publish_all(then(sent, 500, alarm), PublishPolicy(60.0, window=100))
+    finally:
+        for thread in threads:
+            thread.join()
+        broker.ctl("set_vm_memory_high_watermark", "0.4")
+    assert {each.error for each in sent} == {None}
+    with Connection(broker.url) as connection:
+        held = bodies(connection, queue, count(connection, queue.name))
+    assert set(held) == {str(number) for number in range(1000)}
+
+
+def test_a_memory_alarm_that_stays_is_an_error_of_its_own(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    def alarm() -> None:
+        broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+
+    sent = postings(queue.name, 1000)
+    source = then(sent, 500, alarm)
+    try:
+        with pytest.raises(ConnectionBlocked) as caught:
+            publisher.publish_all(source, PublishPolicy(TIMEOUT, window=100))
+    finally:
+        broker.ctl("set_vm_memory_high_watermark", "0.4")
+    taken = sent[: len(sent) - len(list(source))]
+    failed = [each for each in taken if each.error]
+    assert {type(each.error) for each in failed} == {ConnectionBlocked}
+    assert caught.value.may_have_arrived
+    wait_for(lambda: all_published(publisher, queue.name), "the broker")
+    with Connection(broker.url) as connection:
+        arrived = bodies(connection, queue, count(connection, queue.name))
+    for each in failed:
+        assert each.error
+        assert each.error.may_have_arrived or each.subject not in arrived
+
+
+def test_why_the_broker_closed_the_connection_is_told(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    def prepare(connection: Connection) -> None:
+        broker.ctl("close_all_connections", "an operator was here")
+        queue(connection.default_channel).queue_declare()
+
+    with pytest.raises(ConnectionLost, match="an operator was here"):
+        publisher.publish_all([posting(queue.name)], PublishPolicy(resends=0), declare=prepare)
+    publisher.publish_all([posting(queue.name)])
+
+
+def test_a_connection_that_is_lost_while_nothing_is_in_flight_is_opened_again_for_the_next(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    sent = [posting(queue.name, "first"), posting("k" * 300), posting(queue.name, "last")]
+
+    def source() -> Iterator[Publication]:
+        # A slow iterator's messages are written at once.
+        work(0.01)
+        yield sent[0]
+        with Connection(broker.url) as connection:
+            wait_for(lambda: count(connection, queue.name) == 1, "the first message")
+        broker.ctl("close_all_connections", "testing")
+        # It cannot be written; but now the confirm is read, and the end of the connection.
+        yield sent[1]
+        yield sent[2]
+
+    publisher.publish_all(source())
+    assert [type(each.error) for each in sent] == [type(None), PublishError, type(None)]
+
+
+def test_a_connection_that_the_broker_closes_as_not_allowed_is_an_error_of_all_in_flight(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    sent = postings(queue.name, 20)
+
+    def misuse() -> None:
+        channel: Any = publisher.connection.channel()
+        for _ in range(2):
+            channel.basic_consume(queue.name, consumer_tag="twice", nowait=True)
+
+    with pytest.raises(ConnectionLost, match="NOT_ALLOWED"):
+        publisher.publish_all(then(sent, 19, misuse))
+    assert all(isinstance(each.error, ConnectionLost | None) for each in sent)
+    assert sent[-1].error is not None
+
+
+def test_a_repair_during_which_the_connection_is_lost_is_made_again_on_the_next(
+    broker: RabbitMQServer, publisher: Publisher, prefix: str
+) -> None:
+    late = Queue(f"{prefix}-late", auto_delete=True)
+    repairs: list[Connection] = []
+
+    def redeclare(connection: Connection) -> None:
+        repairs.append(connection)
+        if len(repairs) == 1:
+            broker.ctl("close_all_connections", "testing")
+        late(connection.default_channel).queue_declare()
+
+    sent = posting(late.name)
+    publisher.publish_all([sent], redeclare=redeclare)
+    assert sent.error is None
+    assert len(repairs) == 2

@@ -10,7 +10,6 @@ import pytest
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.destination import Destination
@@ -83,7 +82,7 @@ def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Ar
 
 
 def reason(arrival: Arrival) -> str:
-    return str(arrival.message.headers[header_names.REASON])
+    return str(arrival.message.headers[headers.REASON])
 
 
 def test_a_forged_message_for_a_queue_of_somebody_else_is_undeliverable_at_once(
@@ -223,7 +222,7 @@ def test_a_queue_that_only_its_producer_knows_gets_what_goes_through_distributio
     for arrival in arrivals:
         told = {each for each in arrival.message.headers if each.startswith("rabbitdelay-")}
         assert headers.DUE in told
-        assert not {header_names.ATTEMPTS, header_names.REASON} & told
+        assert not {headers.ATTEMPTS, headers.REASON} & told
 
 
 def test_a_list_is_all_that_distribution_reaches(

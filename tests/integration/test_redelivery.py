@@ -11,7 +11,6 @@ import pytest
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -91,7 +90,7 @@ def test_tasks_for_a_full_queue_come_when_there_is_room_and_hold_up_no_others(
         assert arrival.message.headers[headers.QUEUE] == arrival.queue
     for arrival in arrivals:
         told = arrival.message.headers.keys()
-        assert not {header_names.ATTEMPTS, header_names.REASON, "x-death"} & told
+        assert not {headers.ATTEMPTS, headers.REASON, "x-death"} & told
     wait_for(lambda: waiting(connection, served) == 0, "empty levels")
 
 
@@ -127,8 +126,8 @@ def test_after_its_time_a_refused_task_is_undeliverable(
         undeliverable = shop.rabbitdelay.topology.module_queues.undeliverable
         (arrival,) = take(connection, [undeliverable], 1)
     told = arrival.message.headers
-    assert told[header_names.REASON].startswith("the broker nacked it")
-    assert "attempts since" in told[header_names.REASON]
+    assert told[headers.REASON].startswith("the broker nacked it")
+    assert "attempts since" in told[headers.REASON]
     assert (told[headers.ROUTING_KEY], told["mine"]) == (full.name, 1)
 
 

@@ -19,12 +19,20 @@ from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
-from tests.integration.registering import RedisSetup
+from tests.integration.registering import KINDS, RedisSetup
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Worker
 
 #: Seconds; long enough for a test to cancel a task before it is due.
 DELAY = 4.0
+
+
+@pytest.fixture(scope="module")
+def redis_setup() -> Iterator[RedisSetup]:
+    """A cluster, which takes the least. A single server is that of test_registry_worker.py, and
+    sentinels are those of test_registry_fail_over.py."""
+    with KINDS["cluster"]() as setup:
+        yield setup
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.kombu import SigningKeys
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.operations.undeliverable.destinations import redriving_for
 from celery_rabbitdelay.operations.undeliverable.redrive import redrive
@@ -124,7 +123,7 @@ def test_what_is_not_signed_by_this_key_is_undeliverable(
         publish(connection, signing, {**told, **signed, headers.DUE: 6}, correlation_id="1")
     put_in_envelope(connection, signing, [], **told)
     found = undeliverable(connection, signing, 6)
-    assert {each.message.headers[header_names.REASON] for each in found} == {NOT_SIGNED}
+    assert {each.message.headers[headers.REASON] for each in found} == {NOT_SIGNED}
     assert len(take(connection, [queue], 1)) == 1
     assert count(connection, queue.name) == 0
 
@@ -182,7 +181,7 @@ def test_keys_are_rotated_while_tasks_wait(
         arrivals = take(connection, [Queue(named(shop, "mirror"))], 10)
         assert len(arrivals) == 10
         (refused,) = undeliverable(connection, shop)
-    assert refused.message.headers[header_names.REASON] == NOT_SIGNED
+    assert refused.message.headers[headers.REASON] == NOT_SIGNED
     assert not [key for key in (OLD, NEW, FOREIGN) if key in worker.log]
 
 

@@ -14,7 +14,6 @@ from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, find_waiting, take
 from tests.integration.shop import PATIENCE
@@ -128,7 +127,7 @@ def test_a_priority_above_four_leaves_exchange_and_routing_key_as_they_were(
     assert (seen["exchange"], seen["routing_key"]) == (f"{prefix}.direct", "second")
     assert seen["priority"] == 9
     assert headers.DUE in seen["headers"]
-    assert header_names.EARLY not in seen["headers"]
+    assert headers.EARLY not in seen["headers"]
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
@@ -148,8 +147,8 @@ def test_every_pool_leaves_early_tasks_to_the_levels(
         wait_for(partial(_at_least, connection, shop, 20), "all tasks in the levels")
         assert count(connection, f"{prefix}.second") == 0
         before = time.time()
-        seen = send(countdown=5).get(timeout=PATIENCE)
-        assert seen["at"] >= before + 5
+        seen = send(countdown=2).get(timeout=PATIENCE)
+        assert seen["at"] >= before + 2
         assert seen["eta"] is None
 
 
@@ -167,8 +166,8 @@ def test_what_the_levels_cannot_carry_is_held_by_the_worker(
     make_shop(**low)
     with Worker({**configuration, **low}) as worker:
         before = time.time()
-        seen = send(countdown=5).get(timeout=PATIENCE)
-        assert seen["at"] >= before + 5
+        seen = send(countdown=2).get(timeout=PATIENCE)
+        assert seen["at"] >= before + 2
         assert headers.DUE not in seen["headers"]
         assert "cannot wait in the levels, so the worker holds it" in worker.log
 
@@ -337,7 +336,7 @@ def test_a_message_that_cannot_be_read_stops_nothing(
                 headers={"task": "look", "id": f"poison-{number}", "eta": eta},
             )
         wait_for(lambda: worker.log.count("poison-") >= 5, "the messages")
-        result = send(countdown=4)
+        result = send(countdown=2)
         assert headers.DUE in result.get(timeout=PATIENCE)["headers"]
 
 

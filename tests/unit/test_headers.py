@@ -12,7 +12,6 @@ from kombu import Message
 
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, Failures
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing import wire
@@ -93,16 +92,16 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
     assert headers.ROUTING_KEY == "rabbitdelay-routing-key"
     assert headers.PRIORITY == "rabbitdelay-priority"
     assert headers.EXPIRATION == "rabbitdelay-expiration"
-    assert header_names.EARLY == "rabbitdelay-early"
-    assert header_names.ATTEMPTS == "rabbitdelay-attempts"
-    assert header_names.FAILED_SINCE == "rabbitdelay-failed-since"
-    assert header_names.FIRST_REASON == "rabbitdelay-first-reason"
-    assert header_names.REASON == "rabbitdelay-reason"
-    assert header_names.COPY == "rabbitdelay-copy"
-    assert header_names.KEY == "rabbitdelay-key"
-    assert header_names.JOB == "rabbitdelay-job"
-    assert header_names.ONCE == "rabbitdelay-once"
-    assert header_names.UNREADABLE == "rabbitdelay-unreadable"
+    assert headers.EARLY == "rabbitdelay-early"
+    assert headers.ATTEMPTS == "rabbitdelay-attempts"
+    assert headers.FAILED_SINCE == "rabbitdelay-failed-since"
+    assert headers.FIRST_REASON == "rabbitdelay-first-reason"
+    assert headers.REASON == "rabbitdelay-reason"
+    assert headers.COPY == "rabbitdelay-copy"
+    assert headers.KEY == "rabbitdelay-key"
+    assert headers.JOB == "rabbitdelay-job"
+    assert headers.ONCE == "rabbitdelay-once"
+    assert headers.UNREADABLE == "rabbitdelay-unreadable"
     assert wire.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
 
 
@@ -150,7 +149,7 @@ def test_headers_nested_a_thousand_deep_are_read() -> None:
 
 
 def test_the_delay_s_header_is_that_of_the_delayed_message_exchange_plugin() -> None:
-    assert header_names.X_DELAY == "x-delay"
+    assert headers.X_DELAY == "x-delay"
 
 
 def test_nested_headers_are_called_as_celery_reads_them() -> None:

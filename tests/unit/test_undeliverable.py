@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import UNREADABLE
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from celery_rabbitdelay.levels.topology import Topology
@@ -136,7 +135,7 @@ def test_without_its_routing_key_what_no_level_took_is_left_open() -> None:
 
 def test_a_reason_that_a_module_wrote_wins() -> None:
     message = found("rabbitdelay.hours.2", key="0.0.0.0.2.7.0.0.q")
-    written = {**message, header_names.REASON: "its x-delay is no number"}
+    written = {**message, headers.REASON: "its x-delay is no number"}
     assert examine(written, CLOCK).reason == "its x-delay is no number"
 
 
@@ -200,8 +199,8 @@ READ = (
     "task",
     headers.DUE,
     headers.QUEUE,
-    header_names.REASON,
-    header_names.FAILED_SINCE,
+    headers.REASON,
+    headers.FAILED_SINCE,
     UNREADABLE,
 )
 
@@ -243,7 +242,7 @@ def test_the_last_due_time_that_a_datetime_can_express_is_shown() -> None:
     assert first == datetime(1970, 1, 1, tzinfo=UTC)
 
 
-@pytest.mark.parametrize("name", ["id", "task", headers.QUEUE, header_names.REASON])
+@pytest.mark.parametrize("name", ["id", "task", headers.QUEUE, headers.REASON])
 def test_a_header_that_should_be_a_text_and_is_not_is_named_beside_the_reason(name: str) -> None:
     odd = examine({**found(), name: 5}, CLOCK, "0.0.0.0.0.7.0.0.q")
     assert f"its header {name} is 5, not a text" in odd.reason
@@ -339,13 +338,13 @@ def test_why_the_broker_took_it_out_of_a_modules_queue_is_no_ones_word_but_its_o
     stop = f"rabbitdelay.{module}"
     dead = found(stop, key="q")
     dead["x-death"][0]["reason"] = cause
-    forged = {header_names.REASON: "all is well", UNREADABLE: "all is well"}
+    forged = {headers.REASON: "all is well", UNREADABLE: "all is well"}
     assert examine({**dead, **forged}, CLOCK).reason.startswith(reason.format(stop))
 
 
 def test_what_is_told_of_a_message_can_be_printed() -> None:
     half = "\ud800"
-    told = {"id": half, "task": half, headers.QUEUE: half, header_names.REASON: half}
+    told = {"id": half, "task": half, headers.QUEUE: half, headers.REASON: half}
     message = examine(told, CLOCK)
     assert (message.task_id, message.task, message.queue) == ("\\ud800",) * 3
     assert message.reason == "\\ud800"
@@ -357,7 +356,7 @@ def test_a_message_lies_there_since_its_first_failure_or_its_last_stop() -> None
     assert examine(message, CLOCK).since is None
     message["x-death"][0]["time"] = died
     assert examine(message, CLOCK).since == died.replace(tzinfo=UTC)
-    message[header_names.FAILED_SINCE] = 1_900_000_000_123
+    message[headers.FAILED_SINCE] = 1_900_000_000_123
     since = datetime(2030, 3, 17, 17, 46, 40, 123_000, tzinfo=UTC)
     assert examine(message, CLOCK).since == since
 
@@ -365,5 +364,5 @@ def test_a_message_lies_there_since_its_first_failure_or_its_last_stop() -> None
 def test_a_message_that_could_not_be_read_says_why() -> None:
     odd = examine({UNREADABLE: "its routing key is b'\\xff'"}, CLOCK, "?")
     assert odd.reason == "its properties cannot be read: its routing key is b'\\xff'"
-    known = examine({UNREADABLE: "x", header_names.REASON: "a module's reason"}, CLOCK)
+    known = examine({UNREADABLE: "x", headers.REASON: "a module's reason"}, CLOCK)
     assert known.reason == "a module's reason"

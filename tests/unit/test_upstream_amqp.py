@@ -9,10 +9,9 @@ import inspect
 from importlib.metadata import version
 from typing import Any
 
-import amqp
 import pytest
-from amqp import abstract_channel, method_framing, serialization, spec, transport
 from amqp import channel as amqp_channel
+from amqp import spec, transport
 from amqp.abstract_channel import AbstractChannel
 from amqp.exceptions import ChannelError
 
@@ -20,57 +19,6 @@ VERSION = version("amqp")
 # An untyped name, because the private ones are in no stub.
 Channel: Any = amqp_channel.Channel
 ABSTRACT_TRANSPORT: Any = vars(transport)["_AbstractTransport"]
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (amqp.Message, "_serialize_properties"),
-        (amqp.Message, "inbound_header"),
-        (amqp.Message, "PROPERTIES"),
-        (amqp.Connection, "blocking_read"),
-        (amqp.Connection, "on_inbound_frame"),
-        (ABSTRACT_TRANSPORT, "having_timeout"),
-        (ABSTRACT_TRANSPORT, "read_frame"),
-        (ABSTRACT_TRANSPORT, "write"),
-        (method_framing, "frame_handler"),
-        (Channel, "basic_cancel"),
-        (serialization, "dumps"),
-        (spec.Basic, "Publish"),
-        (spec.Exchange, "Declare"),
-        (amqp.Channel, "confirm_select"),
-    ],
-)
-def test_the_names_that_we_use_exist(owner: Any, name: str) -> None:
-    where = getattr(owner, "__qualname__", None) or owner.__name__
-    assert hasattr(owner, name), f"py-amqp {VERSION} has no {where}.{name} any more"
-
-
-def test_a_connection_has_the_attributes_that_we_use() -> None:
-    source = inspect.getsource(amqp.Connection)
-    for name in (
-        "frame_max",
-        "bytes_sent",
-        "bytes_recv",
-        "blocking_read",
-        "on_blocked",
-        "on_unblocked",
-        "transport",
-        "frame_handler",
-    ):
-        assert f"self.{name}" in source or f"{name}=" in source, (
-            f"py-amqp {VERSION} has no Connection.{name} any more"
-        )
-
-
-def test_a_channel_has_the_attributes_that_we_use() -> None:
-    source = inspect.getsource(amqp.Channel) + inspect.getsource(abstract_channel)
-    for name in ("channel_id", "is_open", "auto_decode", "events", "connection"):
-        assert f"self.{name}" in source, f"py-amqp {VERSION} has no Channel.{name} any more"
-    for event in ("basic_ack", "basic_nack", "basic_return"):
-        assert f"'{event}'" in source or f"events['{event}']" in source, (
-            f"py-amqp {VERSION} has no channel event {event!r} any more"
-        )
 
 
 def test_an_error_of_a_channel_says_which_method_failed() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Final
 
-from tests.chaos.certificates import TlsCluster
-from tests.chaos.cluster import Cluster
+from celery_rabbitdelay.testing import Certificates
+from tests.chaos.cluster import Cluster, Node
 from tests.chaos.proxy import ProxiedCluster
 from tests.chaos.scenario import choice
 from tests.chaos.scenarios.node_crash import NodeCrash, Streaming
@@ -42,6 +47,24 @@ class Connections(Streaming):
                 stage.pause(seconds / 5)
                 for proxy in stage.cluster.proxies:
                     proxy.delay = 0.0
+
+
+class TlsCluster(Cluster):
+    """A cluster that is reached over TLS only; nodes and clients check each other."""
+
+    def __init__(self, version: str, count: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-tls-"))
+        self._certificates = Certificates.make(self._folder)
+        super().__init__(version, count)
+
+    def _set_up(self, stack: ExitStack) -> None:
+        stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        super()._set_up(stack)
+
+    def _node(
+        self, number: int, root: Path | None, settings: Sequence[str], first: Node | None
+    ) -> Node:
+        return Node(root, settings, first, self._certificates)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,18 @@ DELAYS: Final = (0.5, 20.0)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessesKilled(Scenario):
-    """A worker is killed five times, or a producer once in the middle of its stream."""
+    """A worker is killed five times, or a producer once in the middle of its stream.
+
+    ``distribution``: the worker is killed while it takes tasks out of envelopes.
+    """
 
     name: ClassVar[str] = "process-killed"
 
     tasks: int = 6000
     minutes: float = 1.0
-    victim: str = choice("worker", "producer", "send-many", "envelopes", help="who is killed")
+    victim: str = choice(
+        *("worker", "distribution", "producer", "send-many", "envelopes"), help="who is killed"
+    )
 
     def queues(self) -> Sequence[TaskQueue]:
         return [TaskQueue(SOUND)]
@@ -36,14 +41,15 @@ class ProcessesKilled(Scenario):
         seconds = self.minutes * 60
         worker = stage.worker(SOUND)
         stage.worker(SOUND)
-        way: Way = "rows" if self.victim in ("send-many", "envelopes") else "task"
+        in_envelopes = self.victim in ("distribution", "envelopes")
+        way: Way = "rows" if in_envelopes or self.victim == "send-many" else "task"
         victim = stage.send(
             Stream(
                 *("tasks", SOUND, self.tasks, seconds, DELAYS, way),
-                envelopes=self.victim == "envelopes",
+                envelopes=in_envelopes,
             )
         )
-        if self.victim == "worker":
+        if self.victim in ("worker", "distribution"):
             for _ in range(KILLS):
                 stage.pause(seconds / (KILLS + 1))
                 with stage.trouble("worker killed"):
