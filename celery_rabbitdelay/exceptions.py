@@ -755,6 +755,6 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
 
 
 def _may_have_arrived(error: Exception) -> bool:
-    # Celery's own publishing does not tell.
+    # Celery's own publishing does not say.
     unknown = isinstance(error, OperationalError)
     return error.may_have_arrived if isinstance(error, RabbitDelayError) else unknown

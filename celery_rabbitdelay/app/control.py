@@ -76,13 +76,13 @@ class DelayingControl(Control):
 def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
     """Tell all workers not to start tasks that they have received, as Celery alone does.
 
-    It is of use for the tasks that a worker holds at the moment. That workers cannot be told, or
-    that the broker's user may not tell them, is no error: the registry knows.
+    This matters for the tasks that a worker holds at the moment. It is no error if workers cannot
+    be reached, or if the broker's user may not reach them: the registry knows.
     """
     try:
         Control.revoke(app.control, task_ids)
     except (AMQPError, OperationalError, OSError) as error:
-        logger.warning("Workers were not told that tasks they hold are cancelled: %s", error)
+        logger.warning("Workers do not know that tasks they hold are cancelled: %s", error)
 
 
 def status_of_workers(

@@ -38,8 +38,8 @@ from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-#: For how many seconds a task may be late, and is listed, besides ``rabbitdelay_retry_for``, for
-#: which it is tried again if its queue does not take it.
+#: For how many seconds a task may be late, and is listed, in addition to ``rabbitdelay_retry_for``,
+#: for which it is tried again if its queue does not take it.
 REGISTRY_MARGIN: Final = 3600.0
 
 

@@ -25,7 +25,7 @@ MAX_GROUP_BYTES: Final = 2**20
 #: Maximum bytes in all groups together.
 MAX_TOTAL_BYTES: Final = 80 * 2**20
 
-#: The bytes that a message in a group takes besides its own.
+#: The bytes that a message in a group takes in addition to its own.
 MESSAGE_OVERHEAD: Final = 64
 
 #: A message waits for others for at most this many milliseconds, and at most its delay divided by

@@ -28,8 +28,8 @@ BATCH: Final = 500
 ASKED: Final = 500
 ASK_AFTER: Final = 0.05
 
-#: A job is told that it has tasks which are due that much later than those it has, in milliseconds:
-#: otherwise it would be told of each row of a list in the order of their due times.
+#: How much further than the latest due time a job is extended at once, in milliseconds: otherwise
+#: each row of a list in the order of due times would extend it.
 MORE_MS: Final = 7 * 86_400_000
 
 

@@ -16,7 +16,7 @@ from celery_rabbitdelay.exceptions import InvalidRow
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of
 from celery_rabbitdelay.modules.envelope import blocks_of, length_prefixed
 
-#: After so many rows that were not confirmed, no further rows are taken.
+#: After this many rows that were not confirmed, no further rows are taken.
 MAX_ERRORS: Final = 1000
 
 #: Seconds between two calls of the caller's ``progress``.

@@ -335,7 +335,7 @@ class RowSender:
         due = group.due
         try:
             content = writer.envelope(bytes(group.items), due.at_ms)
-            # Of a single message, the bound holds for what is in the envelope.
+            # For a single message, the bound applies to what is in the envelope.
             size = len(group.items if len(group.rows) == 1 else content.body)
             producer.check_size(size, DISTRIBUTION, due)
         except (InvalidEnvelope, MessageTooLarge) as too_large:

@@ -31,7 +31,7 @@ def send_one_by_one(
         task: The task, or its name.
         rows: The rows.
         progress: Called with the report, now and then and at the end.
-        options: What ``apply_async`` takes besides, for all rows.
+        options: Further options of ``apply_async``, for all rows.
 
     Raises:
         RowsNotConfirmed: At least one row could not be sent.
@@ -75,7 +75,7 @@ def send_one_by_one(
 def _chained(
     rows: Iterable[Row | Mapping[str, Any]], report: Report, errors: Mapping[int, Exception]
 ) -> Iterator[Row | Mapping[str, Any]]:
-    """Yield the rows; if taking one raises, the error tells which rows before it were not sent."""
+    """Yield the rows; if taking one raises, the error names those before it that were not sent."""
     taken = 0
     try:
         for row in rows:

@@ -226,7 +226,7 @@ class TaskSending:
             logger.warning("Task %s is sent although %s.", self.task_id, error)
             life = life if former else UNKNOWN_LIFE
             order = order or time.time_ns() // NS_PER_US
-        # Of a task that runs once, there is one life.
+        # A task that runs once has one life.
         return Ticket(0 if wanted.once else life, order if wanted.key else 0), job_id
 
     def _send_by_celery(

@@ -56,8 +56,8 @@ CHUNK: Final = 500
 #: A task, or several: ids and results of sends.
 Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
 
-#: How long before a job expires its note comes due: this share of the time, at most so many
-#: milliseconds.
+#: How long before a job expires its note comes due: this share of the time, at most this number
+#: of milliseconds.
 NOTE_SHARE: Final = 0.25
 NOTE_MS: Final = 60_000
 
@@ -118,8 +118,8 @@ class WaitingTasks(ABC):
                 a job that is committed, the tracked tasks are cancelled.
 
         Returns:
-            What was found. Of a task that is neither tracked nor sent with a key, nothing is known:
-            ``UNKNOWN``. Of several tasks, what is least certain.
+            What was found. ``UNKNOWN`` for a task that is neither tracked nor sent with a key. For
+            several tasks, the least certain answer.
 
         Raises:
             TypeError: Not exactly one of a task, a key and a job.
@@ -465,7 +465,7 @@ DELAYED: Final = "DELAYED"
 
 
 class WaitingResult(AsyncResult):  # type: ignore[type-arg]
-    """The result of a task; tells ``PENDING`` from ``DELAYED``, if the task is tracked.
+    """The result of a task, in the state ``DELAYED`` while a tracked task waits.
 
     Celery's state ``PENDING`` means that nothing is known about a task. With a registry, one round
     trip to Redis then says whether it is tracked and waits. If it is not, or if Redis does not

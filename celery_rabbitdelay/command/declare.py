@@ -116,7 +116,7 @@ FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
     "--max-delay",
     type=delay_type,
     help="Only the levels that this delay needs: 86400, 30d. The applications then need another "
-    "rabbitdelay_layout, which is told.",
+    "rabbitdelay_layout, which is printed.",
 )
 @topology_options
 @json_option

@@ -84,7 +84,7 @@ class Lines:
             if line or not self._is_interrupted:
                 self.ended = not line
                 return line
-        # A regular file tells whether there is more; a pipe may never do.
+        # A regular file shows whether there is more; a pipe may never do so.
         self.ended = self._file.seekable() and not self._file.readline()
         self.stopped = None if self.ended else INTERRUPTED
         return b""

@@ -110,7 +110,7 @@ MAX_REASONS_NAMED: Final = 20
     default=0,
     type=click.IntRange(0),
     metavar="[NUMBER]",
-    help="Count why messages are undeliverable; reads so many of them, 1,000 without a number.",
+    help="Count why messages are undeliverable; reads this many of them, 1,000 without a number.",
 )
 @click.option(
     "--watch",

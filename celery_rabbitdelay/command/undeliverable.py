@@ -89,11 +89,11 @@ def filter_options(command: Callable[..., None]) -> Callable[..., None]:
             multiple=True,
             help="With this text in their reason; with * or ?, a pattern for the whole reason.",
         ),
-        click.option("--id", "ids", multiple=True, help="Of the task with this id."),
+        click.option("--id", "ids", multiple=True, help="The task with this id."),
         click.option(
             "--queue", "queues", multiple=True, help="For queues of this name or pattern."
         ),
-        click.option("--task", "tasks", multiple=True, help="Of tasks of this name or pattern."),
+        click.option("--task", "tasks", multiple=True, help="Tasks of this name or pattern."),
     ):
         command = option(command)
     return command

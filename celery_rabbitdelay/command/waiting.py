@@ -44,7 +44,12 @@ def _filters(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--key", help="Only tasks that were sent with this key.")
 @click.option("--due-after", type=instant_type, help="Only tasks that are due then or later.")
 @click.option(
-    "-n", "--limit", type=click.IntRange(1), default=100, show_default=True, help="At most so many."
+    "-n",
+    "--limit",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="At most this many.",
 )
 @json_option
 @click.pass_obj

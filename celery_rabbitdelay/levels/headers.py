@@ -76,7 +76,7 @@ KEY: Final = "rabbitdelay-key"
 ORDER: Final = "rabbitdelay-key-order"
 
 #: The job that the task was sent with: str. Several jobs may have had the name, one after another;
-#: :data:`JOB_ID` tells them apart: str.
+#: :data:`JOB_ID` distinguishes them: str.
 JOB: Final = "rabbitdelay-job"
 JOB_ID: Final = "rabbitdelay-job-id"
 
@@ -436,7 +436,7 @@ def refuse_sender_selected(headers: Mapping[str, Any]) -> None:
 def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the headers of a message that a client has checked in, as far as it may set them.
 
-    Of the reserved names, these are the exchange, and the version, which check-in refuses. What the
+    The reserved names among them are the exchange and the version, which check-in refuses. What the
     broker has added goes as well: up to 3.13, it believes what a client writes there.
     """
     kept = strip(headers)

@@ -63,7 +63,7 @@ class CheckIn:
         if headers and info["exchange"] != self.topology.module_queues.meditated.name:
             kept = of_client(headers)
             if header_names.EXCHANGE in kept:
-                # If check-in refuses it, this tells that it is a client's; see ``never_accepted``.
+                # If check-in refuses it, this marks it as a client's; see ``never_accepted``.
                 kept.setdefault(header_names.X_DELAY, 0)
             message.properties["application_headers"] = kept
 

@@ -69,7 +69,7 @@ class Deliveries:
         self._given_back: list[int] = []
 
     def take(self, prefetch: int) -> None:
-        """Take at most so many messages ahead, from now on."""
+        """Take at most this many messages ahead, from now on."""
         self._wanted, self.consuming = min(prefetch, MAX_PREFETCH), True
         self._cancel()
         self._consume()

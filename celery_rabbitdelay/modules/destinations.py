@@ -96,7 +96,7 @@ class AnswerTimes:
 
         If the broker is slow for all, answers come in the order of sending. So a destination is
         silent if a message that was sent a second later is answered; or if nothing at all was
-        answered for a second, when nobody can tell which destination is the cause.
+        answered for a second, when it is unknown which destination is the cause.
 
         Args:
             destination: The destination.

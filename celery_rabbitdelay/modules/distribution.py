@@ -158,7 +158,7 @@ class Distribution:
         Args:
             message: The message.
             unrouted: The queue in its routing key, if it has not found this one.
-            is_vouched: Whether its signature is valid, if there is a key. Of any other message,
+            is_vouched: Whether its signature is valid, if there is a key. For any other message,
                 nothing is signed: in the phase without required signatures, a stranger would get
                 valid ones.
         """

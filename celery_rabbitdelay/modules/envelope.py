@@ -234,7 +234,7 @@ class _Blocks:
         return block
 
     def _fill(self, size: int) -> bool:
-        """Decompress until there are so many bytes; return whether there are."""
+        """Decompress until there are this many bytes; return whether there are."""
         while len(self._buffer) - self._at < size:
             chunk = next(self._chunks, None)
             if chunk is None:

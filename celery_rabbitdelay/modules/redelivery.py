@@ -7,7 +7,7 @@ later version can read goes back in the same way.
 
 The levels release a message early if a policy gives their queues a shorter ``message-ttl`` than
 their own, because RabbitMQ applies the lower one (https://www.rabbitmq.com/docs/ttl). If the clocks
-of producer and worker differ, a message only looks early. Nobody can tell these cases apart, so it
+of producer and worker differ, a message only looks early. These cases look the same, so it
 goes back in both: a task never starts early, and wrong clocks delay it by their difference, once.
 """
 
@@ -215,7 +215,7 @@ class Redelivery:
         Quorum queues in the levels take no priority above :data:`.MAX_PRIORITY`. The header that
         keeps a higher one is added if the message is not signed: a signature covers that header,
         and whoever cannot read a message does not sign it.
-        If it is not due yet, which every version tells by the same header, it waits until then,
+        If it is not due yet, which every version reads from the same header, it waits until then,
         and that is no attempt.
 
         Args:

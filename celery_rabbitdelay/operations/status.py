@@ -28,9 +28,9 @@ class Status(NamedTuple):
         taken_at: When, in seconds of :func:`time.monotonic`.
         backlog: How many messages wait in which queue.
         workers: What each worker answers, by its name.
-        due_within_ms: Some message comes due within so many milliseconds, as the depths of the
-            queues tell; None if nothing waits. It may be much earlier: a queue does not tell for
-            how long its first message has waited.
+        due_within_ms: Some message comes due within this many milliseconds, as the depths of the
+            queues show; None if nothing waits. It may be much earlier: a queue does not show how
+            long its first message has waited.
         next_due: The due time of the next task that the registry tracks; None if there is none, or
             no registry.
         registry_error: Why the registry could not be asked; None if it could, or there is none.

@@ -87,7 +87,7 @@ class Unconfirmed:
     ) -> None:
         """Note that no queue takes a message; the broker acks it next.
 
-        ``basic.return`` has no delivery tag, so the message itself tells which publication it is.
+        ``basic.return`` has no delivery tag, so the publication is found by the message itself.
         Among equal ones it does not matter which. If the broker has changed the type of a header
         on the way, it is the first with the same address.
         """

@@ -190,7 +190,7 @@ def check_complete(
     """Check a topology that operators have declared; a connection is checked only once.
 
     Guard and marker are declared by this package alone, so they may be missing. AMQP has no method
-    that tells whether the destination is bound. What the user may not ask for counts as existing;
+    that says whether the destination is bound. What the user may not ask for counts as existing;
     see :mod:`~celery_rabbitdelay.publishing.permissions`.
 
     Args:
@@ -262,7 +262,7 @@ def is_complete(connection: Connection, topology: Topology) -> bool:
 
     :func:`missing` asks each queue's leader for its counts, and some leaders may be away after the
     crash of a node. Here the broker only looks whether the queue exists, except for one in
-    :data:`METHODS_PER_ANSWER`. AMQP has no method that tells whether a binding exists.
+    :data:`METHODS_PER_ANSWER`. AMQP has no method that says whether a binding exists.
     """
     exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
     with _channel(connection) as channel:
@@ -281,7 +281,7 @@ def is_complete(connection: Connection, topology: Topology) -> bool:
 def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
     """Return the names of the topology's exchanges and queues that are not on the broker.
 
-    AMQP has no method that tells whether a binding exists.
+    AMQP has no method that says whether a binding exists.
     """
     counts = queue_counts(connection, topology.queues)
     absent = (name for name, found in counts.items() if found is None)

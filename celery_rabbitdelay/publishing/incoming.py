@@ -68,7 +68,7 @@ def reading_unreadable_properties(connection: Connection, max_bytes: int | None 
     If the properties of a message cannot be read, they are replaced by two headers: the error
     (:data:`.UNREADABLE`), and the raw bytes (:data:`.UNREADABLE_PROPERTIES`). If its exchange or
     its routing key is not UTF-8, each byte that is not ASCII becomes a question mark, and the first
-    of these headers is added. :func:`seen_of` tells the same, and cannot be forged.
+    of these headers is added. :func:`seen_of` says the same, and cannot be forged.
 
     Args:
         connection: A connection that is not open yet.

@@ -1,4 +1,4 @@
-"""Which permission a user lacks, as far as RabbitMQ's ``ACCESS_REFUSED`` tells.
+"""Which permission a user lacks, as far as RabbitMQ's ``ACCESS_REFUSED`` says.
 
 RabbitMQ checks a permission for each resource that a method touches
 (https://www.rabbitmq.com/docs/access-control#authorisation). See :data:`.PASSIVE_PERMISSION`.

@@ -39,7 +39,7 @@ from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 #: batches.
 SLOW_SOURCE: Final = 0.005
 
-#: While messages are sent, the broker's answers are read at least once in so many seconds.
+#: While messages are sent, the broker's answers are read at least this often, in seconds.
 READ_EVERY: Final = 0.05
 
 #: Seconds that writing may take at least, where the time is over already.
@@ -306,7 +306,7 @@ class PublishLoop:
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
         if self.last_settled <= taken_at or not channel.in_flight:
             # The broker has answered nothing, perhaps because all messages were for a queue that
-            # does not answer. If their source has something else to publish, that one will tell.
+            # does not answer. If their source has something else to publish, that one will show it.
             over = [each for each in over if each.single_attempt]
             if not over:
                 self._raise_confirm_timeout(oldest)

@@ -122,7 +122,7 @@ class SigningKeys:
         if headers.signature is None or signed is None:
             return False
         found = headers.signature.encode("utf-8", "surrogatepass")
-        # All keys, so that the time tells nothing about them.
+        # All keys, so that the time reveals nothing about them.
         valid = [
             hmac.compare_digest(
                 found, (VERSION + hmac.digest(key, signed, "sha256").hex()).encode()

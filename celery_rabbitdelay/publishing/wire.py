@@ -38,7 +38,7 @@ METHOD_FRAME: Final = 1
 HEADER_FRAME: Final = 2
 BODY_FRAME: Final = 3
 
-#: The bytes of a frame besides its payload: type, channel, size, and the byte at its end.
+#: The bytes of a frame without its payload: type, channel, size, and the byte at its end.
 FRAME_OVERHEAD: Final = 8
 
 #: The bytes of a frame before the length of its payload: type and channel.
@@ -72,7 +72,7 @@ _REJECT: Final = (60, 90)
 _NACK: Final = (60, 120)
 _ACK_BYTES: Final = struct.pack(">HH", *_ACK)
 
-#: Of both: all messages up to this one. Of ``basic.nack``: give the message back to its queue.
+#: Bits of both methods: all messages up to this one; of ``basic.nack``: give it back to its queue.
 _MULTIPLE: Final = 1
 _REQUEUE: Final = 2
 

@@ -178,7 +178,7 @@ class Decision(NamedTuple):
 
 
 def new_copy() -> str:
-    """Return a name for a message: 48 random bits tell the messages of one task apart."""
+    """Return a name for a message: 48 random bits distinguish the messages of one task."""
     return f"{getrandbits(48):012x}"  # it is no secret
 
 

@@ -301,7 +301,7 @@ class Registry:
         """Cancel tasks: from now on, none of their messages is let run when it arrives.
 
         Args:
-            task_ids: Their ids. Of a task that is neither tracked nor under a key, nothing is
+            task_ids: Their ids. If a task is neither tracked nor under a key, nothing is
                 known; then the note lives for ten years.
         """
         ids = list(dict.fromkeys(task_ids))

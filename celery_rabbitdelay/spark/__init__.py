@@ -1,7 +1,7 @@
 """The PySpark data source ``rabbitdelay``: rows become delayed tasks, and what waits becomes rows.
 
-PySpark and PyArrow come in here, and nowhere else in the package. Of the options of a write or a
-read, Spark makes a ``data_source.RabbitDelayDataSource`` in a Python process of its own, and
+PySpark and PyArrow come in here, and nowhere else in the package. From the options of a write or
+a read, Spark makes a ``data_source.RabbitDelayDataSource`` in a Python process of its own, and
 pickles what that returns for the executors. Read ``options`` (what a user may say), ``columns``
 (the schema, and rows of Arrow batches), ``task_ids``, ``partition`` (one partition goes through
 ``send_many``), ``write`` (a whole write, which is one job of the registry, and ``dispatch``, which

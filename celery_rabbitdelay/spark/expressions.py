@@ -27,7 +27,7 @@ PLAIN_NAME: Final = r"[A-Za-z0-9_ .-]+"
 #: Decimals with more digits after the point may be shown with an exponent.
 MAX_SCALE: Final = 6
 
-#: Doubles with so many digits after the point, and below this bound, are the shortest ones that
+#: Doubles with this many digits after the point, and below this bound, are the shortest ones that
 #: are read as the same number, and have no exponent.
 DOUBLE_SCALE: Final = 3
 DOUBLE_BOUND: Final = 10**12
@@ -92,7 +92,7 @@ def written(value: Column, kind: T.DataType) -> Written | None:
 
 
 def can_be_shown(kind: T.DataType) -> bool:
-    """Whether Spark writes values of a type as Python shows them, besides as JSON."""
+    """Whether Spark writes values of a type as Python shows them, and not only as JSON."""
     match kind:
         case T.TimestampType() | T.DayTimeIntervalType():
             # How Python shows a time zone depends on where it comes from.

@@ -281,7 +281,7 @@ class Grouping:
         return written_object(members, F.lit(True))
 
     def _numbers_taken(self) -> Sequence[int]:
-        """How many positional arguments the task takes, besides its keyword arguments."""
+        """How many positional arguments the task takes, in addition to its keyword arguments."""
         task = self._app.tasks.get(self._options.task)
         check = None if task is None else argument_check(task)
         if check is None:

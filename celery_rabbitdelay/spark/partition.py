@@ -28,7 +28,7 @@ from celery_rabbitdelay.spark.task_ids import TaskIds
 #: collected. Only these share envelopes.
 CHUNK_ROWS: Final = 200_000
 
-#: A partition reserves its part of the rate that all share for so many seconds.
+#: The seconds for which a partition reserves its part of the rate that all share.
 RESERVED_FOR: Final = 0.25
 
 #: A row as it was read, and as it is sent.

@@ -32,7 +32,7 @@ def task_id(job_id: str, values: Mapping[str, Any] | Sequence[Any]) -> str:
             number of the micro-batch, and with the id of the query if ``jobId`` is not set.
         values: The row's values in the columns that ``idColumn`` names, or in all columns without
             it: by the columns' names (a mapping or a :class:`pyspark.sql.Row`), or as a list in the
-            alphabetical order of the columns' names. Of a struct, a mapping or a ``Row``.
+            alphabetical order of the columns' names. A struct is a mapping or a ``Row``.
 
     Raises:
         InvalidOption: ``job_id`` is not a string, or there are no values.

@@ -74,7 +74,7 @@ class WorkerDeclaration:
 
     Args:
         app: The worker's application.
-        wait: Waits for so many seconds.
+        wait: Waits for a number of seconds.
     """
 
     def __init__(self, app: Any, wait: Callable[[float], object] = time.sleep) -> None:

@@ -18,7 +18,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
 
-#: The latest instant, in milliseconds since 1970, until which a worker is told to hold a task: in
+#: The latest instant, in milliseconds since 1970, until which a worker has to hold a task: in
 #: the year 9000. Celery cannot convert instants close to the end of the year 9999.
 LATEST_ETA_MS: Final = 221_845_392_000_000
 
@@ -52,7 +52,7 @@ def as_received(message: Message) -> amqp.Message:
 
 
 def is_revoked(consumer: Any, task_id: object) -> bool:
-    """Return whether a worker was told not to run a task; any sender may have written its id."""
+    """Return whether a worker is not to run a task; any sender may have written its id."""
     return isinstance(task_id, str) and task_id in consumer.controller.state.revoked
 
 

@@ -146,7 +146,7 @@ class EarlyTasks:
             ack: As for :meth:`try_enqueue`.
             waited: What its headers have said.
             until_ms: Until when it is to wait, in milliseconds since 1970-01-01 UTC.
-            due_ms: Its due time, likewise, which its header tells from then on.
+            due_ms: Its due time, likewise, which its header has from then on.
             otherwise: What the event loop runs if the levels do not take it.
             forgotten: Why it goes to ``undeliverable`` instead; empty if it does not.
         """

@@ -52,7 +52,7 @@ class Early:
         message: The message.
         destination: The queue that it was consumed from, its exchange and its routing key.
         due: Until when it is to wait.
-        due_ms: Its due time, which its header tells; in milliseconds since 1970-01-01 UTC.
+        due_ms: Its due time, from its header, in milliseconds since 1970-01-01 UTC.
         waited: What its headers have said; None if it has an ``eta`` and was never in the levels.
         acknowledge: Acknowledges it.
         hold: Called if the levels do not take it: passes the task to Celery, which holds it.

@@ -89,7 +89,7 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str
     """Return the exchanges, queues and bindings that ``declare`` makes.
 
     The guard, which refuses other layouts under the prefix, is the first exchange. The marker,
-    which tells processes that the topology is complete, is the last one.
+    which shows that the topology is complete, is the last one.
 
     The virtual host has to exist: an import that names it would reset its description, its tags
     and its default queue type.

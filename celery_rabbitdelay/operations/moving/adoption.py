@@ -148,7 +148,7 @@ class TaskMessages:
     keeps_own: Callable[[str], bool] = lambda name: False
 
     def eta(self, message: amqp.Message) -> datetime | None:
-        """Return a task's eta; None if it has none. Only of tasks of Celery's protocol 2."""
+        """Return a task's eta; None if it has none, or is not of Celery's protocol 2."""
         return eta_of(headers_of(message).get("eta"), self.timezone)
 
     def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:

@@ -135,7 +135,7 @@ class Contents:
     Attributes:
         tasks: Their names.
         ids: Their ids.
-        queues: The queues that they were meant for, as far as the headers tell.
+        queues: The queues that they were meant for, as far as the headers say.
         messages: How many messages an envelope holds; None if the message is no envelope, or cannot
             be opened.
     """
@@ -177,7 +177,7 @@ class UndeliverableFilter:
         queues: Names of queues, likewise.
         ids: Ids of tasks, or of messages (``message_id``, ``correlation_id``).
         reasons: Parts of reasons; with ``*`` or ``?``, a pattern for the whole reason.
-        older_than: How long a message is undeliverable at least. One that does not tell since when
+        older_than: How long a message is undeliverable at least. One that does not say since when
             is neither older nor newer than anything.
         newer_than: For how long it is undeliverable at most.
     """
@@ -271,7 +271,7 @@ class ReasonCount:
 
     Attributes:
         count: How many there are.
-        oldest: Since when the first of them is undeliverable; None if none of them tells.
+        oldest: Since when the first of them is undeliverable; None if none of them says so.
         newest: Since when the last of them is, likewise.
     """
 
@@ -310,7 +310,7 @@ class UndeliverableSummary:
 
 
 def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
-    """Return what a list of messages tells about one.
+    """Return what a list of messages says about one.
 
     Args:
         number: Its place in the queue, from 1.

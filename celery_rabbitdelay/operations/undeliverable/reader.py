@@ -52,7 +52,7 @@ ANSWER_TIMEOUT: Final = 30.0
 MOST_SECONDS: Final = 1500.0
 
 #: Messages that are taken before those that leave the queue are acknowledged. If the process dies,
-#: so many, and those in flight, may be published and still be in the queue.
+#: this number, and those in flight, may be published and still be in the queue.
 AHEAD_OF_REMOVAL: Final = 250
 
 #: Seconds in which requeued messages have to be ready again.

@@ -73,7 +73,7 @@ def intended(headers: Mapping[str, Any], topology: Topology, routing_key: str) -
         routing_key: ``message.delivery_info["routing_key"]``.
 
     Raises:
-        UnprocessableMessage: Nothing tells it, or what does is invalid.
+        UnprocessableMessage: Nothing says it, or what says it is invalid.
     """
     exchange, key = headers.get(header_names.EXCHANGE), headers.get(header_names.ROUTING_KEY)
     queue = headers.get(header_names.QUEUE)

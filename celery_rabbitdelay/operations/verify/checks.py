@@ -245,7 +245,7 @@ def check_orphans(
     Args:
         topology: The topology.
         inventory: The broker's queues and exchanges.
-        count: Returns how many messages a queue has now; None if it cannot tell.
+        count: Returns how many messages a queue has now; None if that is unknown.
     """
     start = f"{topology.prefix}."
     identity = topology.identity

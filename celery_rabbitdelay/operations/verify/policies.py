@@ -22,7 +22,7 @@ GUARD: Final = json.dumps({"overflow": "reject-publish"})
 GUARD_PRIORITY: Final = 1000
 
 #: Keys of which a policy and an operator policy both hold, so that the smaller value counts:
-#: https://www.rabbitmq.com/docs/policies#operator-policies. Of all others, the operator's counts.
+#: https://www.rabbitmq.com/docs/policies#operator-policies. For all others, the operator's counts.
 SMALLER_COUNTS: Final = frozenset(
     {"delivery-limit", "expires", "max-length", "max-length-bytes", "message-ttl"}
 )
