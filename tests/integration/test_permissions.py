@@ -464,7 +464,7 @@ def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the
     _, key, _ = SMALL.route(0, DISTRIBUTION)
     for order in range(3):
         channel.basic_publish(forge(exchange="news"), SMALL.delivery.name, key)
-        told = {"x-delay": 1000, "rabbitdelay-exchange": "celery"}
+        told = {"x-delay": 5000, "rabbitdelay-exchange": "celery"}
         message = amqp.Message(f"delayed {order}", application_headers=told)
         channel.basic_publish(message, "rabbitdelay.checkin", "celery")
     everything = Right("write", r"rabbitdelay\..*")

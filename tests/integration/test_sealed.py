@@ -159,7 +159,7 @@ def test_sealed_tasks_take_every_route(
         wait_for(
             lambda: sealed.command("undeliverable list")["count"] == 1, "the lost one", PATIENCE, 1
         )
-        [shown] = sealed.command(f"undeliverable show {ids['lost']}")["messages"]
+        [shown] = sealed.command(f"undeliverable list --full --id {ids['lost']}")["messages"]
         sealed.command(f"undeliverable export {tmp_path}/messages.jsonl")
         exported = (tmp_path / "messages.jsonl").read_text()
         sealed.command(f"undeliverable redrive --to {prefix}.second")
