@@ -21,9 +21,8 @@ from celery_rabbitdelay.operations.moving.adoption import (
     native_queues,
     nservicebus_queues,
 )
-from celery_rabbitdelay.operations.moving.destinations import Destinations, Place
 from celery_rabbitdelay.operations.moving.migration import ready_in
-from celery_rabbitdelay.operations.moving.mover import Convert, Mover, Target
+from celery_rabbitdelay.operations.moving.mover import Convert, Destinations, Mover, Place, Target
 from celery_rabbitdelay.publishing.declaration import check_complete, declare_if_missing
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher

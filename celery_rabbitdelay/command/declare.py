@@ -27,8 +27,12 @@ from celery_rabbitdelay.command.context import (
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations import permissions as needed
-from celery_rabbitdelay.operations.export.definitions import as_definitions, as_setting, cut
-from celery_rabbitdelay.operations.export.mermaid import as_mermaid
+from celery_rabbitdelay.operations.export.definitions import (
+    as_definitions,
+    as_mermaid,
+    as_setting,
+    cut,
+)
 from celery_rabbitdelay.operations.export.terraform import as_terraform
 from celery_rabbitdelay.publishing import declaration
 

@@ -32,9 +32,8 @@ from celery_rabbitdelay.exceptions import (
     TopologyIncomplete,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.moving.destinations import Destinations, Place
 from celery_rabbitdelay.operations.moving.migration import check_source, migration, waiting
-from celery_rabbitdelay.operations.moving.mover import Moved, Mover
+from celery_rabbitdelay.operations.moving.mover import Destinations, Moved, Mover, Place
 
 #: The exit status if messages are left, or wait for a queue that is not bound.
 MESSAGES_LEFT: Final = 1

@@ -21,8 +21,8 @@ from celery_rabbitdelay.command.undeliverable import (
     tell_removal,
 )
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
-from celery_rabbitdelay.operations.moving.destinations import Destinations, Place
-from celery_rabbitdelay.operations.undeliverable.destinations import (
+from celery_rabbitdelay.operations.moving.mover import Destinations, Place
+from celery_rabbitdelay.operations.undeliverable.redrive import (
     bound_by,
     check_exists,
     redriving_for,

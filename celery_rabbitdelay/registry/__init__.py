@@ -4,7 +4,7 @@ A task that waits lies in a queue of the broker, where nobody can take it out ag
 cancels, postpones or supersedes it writes that beside it, and the worker reads it before the task
 may run. Code belongs here if it writes or reads Redis; it knows nothing of Celery and of AMQP.
 
-Read ``decision`` (what is asked and answered, pure), ``names`` (the keys), the scripts in ``lua``
-(each is one atomic step; ``arrive.lua`` is the rule that decides, and ``shared.lua`` describes the
-record of a task), ``registry`` (calls them), ``jobs``, ``index`` (what waits) and ``connection``.
+Read ``decision`` (what is asked and answered, pure), the scripts in ``lua`` (each is one atomic
+step; ``arrive.lua`` is the rule that decides, and ``shared.lua`` describes the record of a task),
+``registry`` (calls them), ``jobs``, ``index`` (the keys, and what waits) and ``connection``.
 """

@@ -1,8 +1,9 @@
-"""The tracked tasks that wait, in the order of their due times."""
+"""The names of all keys, and the tracked tasks that wait, in the order of their due times."""
 
 from __future__ import annotations
 
 import heapq
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,7 +11,71 @@ from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.connection import Store
-from celery_rabbitdelay.registry.names import Names
+
+#: How many hash tags there are.
+SHARDS: Final = 32
+
+
+class Names(NamedTuple):
+    """The names of all keys under one prefix.
+
+    Attributes:
+        prefix: The first part of every name; the same as that of the levels.
+    """
+
+    prefix: str
+
+    def task(self, task_id: str) -> str:
+        """Return the key of a task's record."""
+        return f"{self._tagged(task_id)}:task:{task_id}"
+
+    def message(self, task_id: str) -> str:
+        """Return the key of what it takes to send a tracked task anew; ``shared.lua`` writes it."""
+        return f"{self._tagged(task_id)}:message:{task_id}"
+
+    def id_of(self, record: str) -> str:
+        """Return the id of the task whose record has a key."""
+        return record.partition("}:task:")[2]
+
+    def key(self, key: str) -> str:
+        """Return the key of what is known about the tasks that were sent with ``key=``."""
+        return f"{self._tagged(key)}:key:{key}"
+
+    def job(self, job: str) -> str:
+        """Return the key of a job."""
+        return f"{self._tagged(job)}:job:{job}"
+
+    def rate(self, name: str) -> str:
+        """Return the key of a rate that several senders share."""
+        return f"{self._tagged(name)}:rate:{name}"
+
+    def due(self, shard: int, task: str | None = None, job: str | None = None) -> str:
+        """Return the key of one shard's index by due time: of all tasks, of a task's, of a job's.
+
+        The scripts write the same names, in ``shared.lua``.
+        """
+        index = f"{self.prefix}:{{{shard}}}:due"
+        if task is not None:
+            return f"{index}:task:{task}"
+        return index if job is None else f"{index}:job:{job}"
+
+    def complete_since(self) -> str:
+        """Return the key that says since when the index is complete."""
+        return f"{self.prefix}:{{0}}:complete-since"
+
+    def _tagged(self, name: str) -> str:
+        return f"{self.prefix}:{{{shard_of(name)}}}"
+
+    def all_due(self, task: str | None = None, job: str | None = None) -> Iterator[str]:
+        """Yield the keys of all shards' indexes."""
+        return (self.due(shard, task, job) for shard in range(SHARDS))
+
+
+def shard_of(name: str) -> int:
+    """Return the number of the hash tag of a task id, a key or a job."""
+    # A name may hold half of a surrogate pair, which strict UTF-8 refuses.
+    return zlib.crc32(name.encode("utf-8", "surrogatepass")) % SHARDS
+
 
 #: How many tasks of each shard are read at once.
 PAGE: Final = 100

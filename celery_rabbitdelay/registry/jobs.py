@@ -12,7 +12,7 @@ from typing import Final
 from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import new_copy
-from celery_rabbitdelay.registry.names import Names
+from celery_rabbitdelay.registry.index import Names
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
-from celery_rabbitdelay.registry.index import Index
+from celery_rabbitdelay.registry.index import Index, Names, shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
-from celery_rabbitdelay.registry.names import Names, shard_of
 
 #: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
 TASKS_PER_CALL: Final = 100

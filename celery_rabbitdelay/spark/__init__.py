@@ -1,20 +1,20 @@
 """The PySpark data source ``rabbitdelay``: rows become delayed tasks, and what waits becomes rows.
 
-PySpark and PyArrow come in here, and nowhere else in the package. From the options of a write or
-a read, Spark makes a ``data_source.RabbitDelayDataSource`` in a Python process of its own, and
+PySpark and PyArrow come in here, and nowhere else in the package. From the options of a write or a
+read, Spark makes a ``data_source.RabbitDelayDataSource`` in a Python process of its own, and
 pickles what that returns for the executors. Read ``options`` (what a user may say), ``columns``
-(the schema, and rows of Arrow batches), ``task_ids``, ``partition`` (one partition goes through
-``send_many``), ``write`` (a whole write, which is one job of the registry, and ``dispatch``, which
-sends from a driver) and ``read`` (what waits, and what could not be delivered) with ``filters``.
-Then ``grouped``, by which Spark's own engine writes the rows, with ``expressions`` (values as text)
-and ``grouped_columns`` (cutting the result into envelopes). ``application`` gives each Python
-process its Celery application.
+(the schema, rows of Arrow batches, ids), ``partition`` (one partition goes through ``send_many``),
+``write`` (a whole write, which is one job of the registry, and ``dispatch``, which sends from a
+driver) and ``read`` (what waits, and what could not be delivered) with ``filters``. Then
+``grouped``, by which Spark's own engine writes the rows, with ``expressions`` (values as text) and
+``grouped_columns`` (cutting the result into envelopes). ``application`` gives each Python process
+its Celery application.
 """
 
 from __future__ import annotations
 
+from celery_rabbitdelay.spark.columns import task_id
 from celery_rabbitdelay.spark.grouped import grouped
-from celery_rabbitdelay.spark.task_ids import task_id
 from celery_rabbitdelay.spark.write import Dispatched, dispatch
 
 __all__ = ["Dispatched", "dispatch", "grouped", "task_id"]

@@ -24,7 +24,7 @@ from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.spark.application import application_of
-from celery_rabbitdelay.spark.columns import SHARED, TYPES, Columns
+from celery_rabbitdelay.spark.columns import SHARED, TYPES, Columns, TaskIds
 from celery_rabbitdelay.spark.expressions import (
     PLAIN,
     Written,
@@ -38,7 +38,6 @@ from celery_rabbitdelay.spark.expressions import (
     written_object,
 )
 from celery_rabbitdelay.spark.options import WriteOptions
-from celery_rabbitdelay.spark.task_ids import TaskIds
 
 #: The columns of a grouped DataFrame: when a task is due, in milliseconds since 1970-01-01 UTC; its
 #: bytes in an envelope; and its row, if Python has to write it.

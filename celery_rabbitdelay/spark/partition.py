@@ -19,10 +19,9 @@ from pyspark.sql.datasource import WriterCommitMessage
 from celery_rabbitdelay.app.rows import Report, Row, WrittenRows, one_by_one
 from celery_rabbitdelay.exceptions import InvalidEnvelope, MessageRefused, RowsNotConfirmed
 from celery_rabbitdelay.spark.application import know_queue
-from celery_rabbitdelay.spark.columns import Columns, Shared, Taken
+from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds
 from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
-from celery_rabbitdelay.spark.task_ids import TaskIds
 
 #: Rows that are kept in memory, where rows differ in their task or queue, or refused ones are
 #: collected. Only these share envelopes.

@@ -22,12 +22,11 @@ from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, JobClose
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.spark.application import STREAMS_BATCHES, StreamWriterBase, application_of
-from celery_rabbitdelay.spark.columns import Columns
+from celery_rabbitdelay.spark.columns import Columns, TaskIds
 from celery_rabbitdelay.spark.grouped import Grouping, is_grouped
 from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.partition import PartitionSender, Sent
-from celery_rabbitdelay.spark.task_ids import TaskIds
 
 #: The row that each partition returns: its :class:`.Sent` as JSON.
 SCHEMA: Final = "sent string"

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from celery_rabbitdelay.operations.undeliverable.destinations import redriving_for
 from celery_rabbitdelay.operations.undeliverable.reader import Reader
-from celery_rabbitdelay.operations.undeliverable.redrive import Removal, redrive
+from celery_rabbitdelay.operations.undeliverable.redrive import Removal, redrive, redriving_for
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from tests.integration.shop import app
 

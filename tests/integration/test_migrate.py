@@ -23,9 +23,8 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
-from celery_rabbitdelay.operations.moving.destinations import Place
 from celery_rabbitdelay.operations.moving.migration import waiting
-from celery_rabbitdelay.operations.moving.mover import Mover, Stay, Target
+from celery_rabbitdelay.operations.moving.mover import Mover, Place, Stay, Target
 from celery_rabbitdelay.operations.moving.source import Source, Taken
 from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.message import body_of, headers_of

@@ -18,16 +18,17 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.operations.undeliverable import reader as undeliverable_reader
-from celery_rabbitdelay.operations.undeliverable.destinations import (
-    check_exists,
-    redrive_destinations,
-    redriving_for,
-)
 from celery_rabbitdelay.operations.undeliverable.messages import (
     UndeliverableMessage,
     undeliverable_messages,
 )
-from celery_rabbitdelay.operations.undeliverable.redrive import purge, redrive
+from celery_rabbitdelay.operations.undeliverable.redrive import (
+    check_exists,
+    purge,
+    redrive,
+    redrive_destinations,
+    redriving_for,
+)
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting

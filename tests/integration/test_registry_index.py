@@ -10,8 +10,7 @@ import pytest
 
 from celery_rabbitdelay.registry import index as index_module
 from celery_rabbitdelay.registry.decision import Verdict
-from celery_rabbitdelay.registry.index import Filter, Index, Pending
-from celery_rabbitdelay.registry.names import shard_of
+from celery_rabbitdelay.registry.index import Filter, Index, Pending, shard_of
 from celery_rabbitdelay.registry.registry import Registration, Registry
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.registering import (

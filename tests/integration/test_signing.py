@@ -13,8 +13,7 @@ from kombu import Connection, Exchange, Queue
 from celery_rabbitdelay.kombu import SigningKeys
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.operations.undeliverable.destinations import redriving_for
-from celery_rabbitdelay.operations.undeliverable.redrive import redrive
+from celery_rabbitdelay.operations.undeliverable.redrive import redrive, redriving_for
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from tests.integration.arrivals import Arrival, count, take, wait_until_waiting
 from tests.integration.modules import OPEN, check_in, put_in_envelope, wait_until_served

@@ -20,11 +20,10 @@ from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.spark import grouped
 from celery_rabbitdelay.spark.application import application_of
-from celery_rabbitdelay.spark.columns import Columns
+from celery_rabbitdelay.spark.columns import Columns, TaskIds
 from celery_rabbitdelay.spark.grouped import DUE, ITEM, ROW
 from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
-from celery_rabbitdelay.spark.task_ids import TaskIds
 from tests.integration.spark import spark_session
 
 #: A port that nothing listens on: grouping opens no connection.

@@ -17,8 +17,8 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.moving import migration
-from celery_rabbitdelay.operations.moving.destinations import Place
 from celery_rabbitdelay.operations.moving.migration import check_source, waiting
+from celery_rabbitdelay.operations.moving.mover import Place
 from celery_rabbitdelay.operations.verify.management import management_api_of
 from celery_rabbitdelay.publishing.connection import PublishingConnection
 from celery_rabbitdelay.publishing.declaration import (

@@ -19,8 +19,12 @@ from celery_rabbitdelay.command.declare import FORMATS
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.layout import Zeros
-from celery_rabbitdelay.operations.export.definitions import as_setting, cut, definitions
-from celery_rabbitdelay.operations.export.mermaid import as_mermaid
+from celery_rabbitdelay.operations.export.definitions import (
+    as_mermaid,
+    as_setting,
+    cut,
+    definitions,
+)
 from celery_rabbitdelay.operations.export.terraform import as_terraform
 from tests.json_schemas import checked
 from tests.unit.declaring_model import DeclaringModel

@@ -10,7 +10,7 @@ from redis.crc import key_slot
 
 from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, ONCE, ORDER
 from celery_rabbitdelay.registry.decision import Arrival, Ticket
-from celery_rabbitdelay.registry.names import SHARDS, Names, shard_of
+from celery_rabbitdelay.registry.index import SHARDS, Names, shard_of
 from tests.unit.waiting import said
 
 scalars = st.one_of(

@@ -13,9 +13,8 @@ from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users k
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay import InvalidColumn, InvalidOption, InvalidRow, Row
-from celery_rabbitdelay.spark.columns import Columns, Shared, Taken
+from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds, task_id
 from celery_rabbitdelay.spark.options import ApplicationOptions, ReadOptions, WriteOptions
-from celery_rabbitdelay.spark.task_ids import TaskIds, task_id
 
 #: As Spark passes them.
 LEAST = {"app": "shop", "task": "remind"}

@@ -1,4 +1,4 @@
-"""A topology written in other formats: a file for each, all of them pure.
+"""A topology written in other formats, all of them pure.
 
-``definitions`` has everything that is declared; ``terraform`` writes the same as a module.
+``definitions`` has everything that is declared, and a diagram; ``terraform`` writes a module.
 """

@@ -33,8 +33,7 @@ from celery_rabbitdelay.levels.routing_key import (
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.operations.moving.destinations import Destinations, Place
-from celery_rabbitdelay.operations.moving.mover import Mover, Stay, Target
+from celery_rabbitdelay.operations.moving.mover import Destinations, Mover, Place, Stay, Target
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
     check_layout,

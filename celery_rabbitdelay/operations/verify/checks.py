@@ -14,6 +14,7 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.entities import DISTRIBUTE, Binding
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.permissions import check_permissions
 from celery_rabbitdelay.operations.verify.findings import FoundRow, Verification, findings_of
 from celery_rabbitdelay.operations.verify.management import (
     Inventory,
@@ -21,7 +22,6 @@ from celery_rabbitdelay.operations.verify.management import (
     ManagementAPI,
     read_inventory,
 )
-from celery_rabbitdelay.operations.verify.permissions import check_permissions
 from celery_rabbitdelay.operations.verify.policies import check_bounds, check_policies
 from celery_rabbitdelay.publishing.declaration import connect, queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
