@@ -61,7 +61,7 @@ unit: $(VENV)/test.done  ## The tests that need no server
 integration: $(VENV)/test.done  ## The tests of the lower rooms and of Celery against real servers
 	$(BIN)/pytest tests/integration
 
-acceptance: $(VENV)/test.done  ## The tests of a Django project
+acceptance: $(VENV)/test.done  ## The tests of whole setups, through pytest-celery
 	$(BIN)/pytest tests/acceptance
 
 test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)

@@ -215,7 +215,11 @@ def _reported_version(root: Path) -> str:
 
 def _call_pytest(root: Path, report: Path) -> int:
     # A container, or a server that runs already, would be taken instead of the version under test.
-    environment = {**os.environ, "RABBITDELAY_BROKER_ROOT": str(root)}
+    environment = {
+        **os.environ,
+        "RABBITDELAY_BROKER_ROOT": str(root),
+        "RABBITDELAY_NODES": "process",
+    }
     environment.pop("RABBITDELAY_BROKER_URL", None)
     at_a_time = ("--numprocesses=2", "--dist=loadfile")
     command = [sys.executable, "-m", "pytest", *at_a_time, *TESTS, f"--junit-xml={report}"]
