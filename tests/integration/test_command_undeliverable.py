@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import pty
 import time
 from pathlib import Path
 from typing import Any
@@ -277,14 +275,3 @@ def test_a_queue_to_redrive_to_is_bound_to_the_levels(
     assert "2 of 2 messages redriven" in told.stdout
     # The envelope is on its way to distribution.
     wait_until_waiting(connection, aside.name, 1)
-
-
-def test_a_terminal_shows_how_many_are_read(configuration: dict[str, Any], name: str) -> None:
-    reader, writer = pty.openpty()
-    told = run_celery(configuration, "rabbitdelay undeliverable redrive -j", errors=writer)
-    os.close(writer)
-    shown = os.read(reader, 10_000).decode()
-    os.close(reader)
-    assert json.loads(told.stdout)["removed"] == 3
-    assert "redrive" in shown
-    assert "6/6" in shown
