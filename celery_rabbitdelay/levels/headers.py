@@ -337,6 +337,9 @@ _KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     COMMITTED: _TRUE,
 }
 
+#: What :func:`strip` removes; further names with our prefix as well.
+_REMOVED: Final = BROKER_HEADERS | _KINDS.keys()
+
 
 def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
     """Read the headers of a message; never raises.
@@ -358,7 +361,7 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
         elif value is not None:
             problems[name] = f"its header {name} is {shortened(value)}, not {expected}"
     get = valid.get
-    has_failed = {ATTEMPTS, FAILED_SINCE, FIRST_REASON} <= valid.keys()
+    has_failed = ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid
     parsed = DelayHeaders(
         get(DUE),
         get(EXCHANGE),
@@ -370,7 +373,9 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
         Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON]) if has_failed else None,
         get(REASON),
         get(REDRIVEN, 0),
-        {name: valid[name] for name in REGISTRY & valid.keys()},
+        NOTHING
+        if REGISTRY.isdisjoint(valid)
+        else {name: valid[name] for name in REGISTRY & valid.keys()},
         get(SIGNATURE),
         strip(headers),
     )
@@ -460,18 +465,16 @@ def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(headers: Mapping[str, Any]) -> dict[str, Any]:
+    kept = dict(headers)
+    for name in _REMOVED & headers.keys():
+        del kept[name]
     try:
-        return {
-            name: value
-            for name, value in headers.items()
-            if name not in BROKER_HEADERS and not name.startswith(OWN_PREFIX)
-        }
+        # Most messages have no other header of this package, and then this is all.
+        if OWN_PREFIX not in "\0".join(kept):
+            return kept
     except TypeError:  # a name in bytes
-        return {
-            name: value
-            for name, value in headers.items()
-            if name not in BROKER_HEADERS and not is_own(name)
-        }
+        pass
+    return {name: value for name, value in kept.items() if not is_own(name)}
 
 
 def is_own(name: str | bytes) -> bool:
