@@ -149,6 +149,9 @@ NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 _DIGITS: Final = re.compile("[0-9]{1,10}")
 
+_PREFIXES: Final[frozenset[str | bytes]] = frozenset((OWN_PREFIX, OWN_PREFIX.encode()))
+_PREFIX_LENGTH: Final = len(OWN_PREFIX)
+
 
 class EarlyHeader(NamedTuple):
     """How a message was put back into the levels that it had left too early.
@@ -337,9 +340,6 @@ _KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     COMMITTED: _TRUE,
 }
 
-#: What :func:`strip` removes; further names with our prefix as well.
-_REMOVED: Final = BROKER_HEADERS | _KINDS.keys()
-
 
 def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
     """Read the headers of a message; never raises.
@@ -353,13 +353,17 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
     """
     valid: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    for name in _KINDS.keys() & headers.keys():
-        value = headers[name]
-        is_valid, expected = _KINDS[name]
-        if is_valid(value):
+    others: dict[str, Any] = {}
+    for name, value in headers.items():
+        kind = _KINDS.get(name)
+        if kind is None:
+            if name not in BROKER_HEADERS and name[:_PREFIX_LENGTH] not in _PREFIXES:
+                others[name] = value
+        elif kind[0](value):
             valid[name] = value
         elif value is not None:
-            problems[name] = f"its header {name} is {shortened(value)}, not {expected}"
+            problems[name] = f"its header {name} is {shortened(value)}, not {kind[1]}"
+    _strip_nested(others)
     get = valid.get
     has_failed = ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid
     parsed = DelayHeaders(
@@ -377,7 +381,7 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
         if REGISTRY.isdisjoint(valid)
         else {name: valid[name] for name in REGISTRY & valid.keys()},
         get(SIGNATURE),
-        strip(headers),
+        others,
     )
     return parsed, dict(sorted(problems.items())) if problems else problems
 
@@ -457,31 +461,28 @@ def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
     The user's own ``x-*`` stay. Nested headers, to which tracers copy the others, are stripped too.
     A name that is not UTF-8 is given in bytes, by py-amqp.
     """
-    stripped = inner = _kept(headers)
+    kept = _without_removed(headers)
+    _strip_nested(kept)
+    return kept
+
+
+def _strip_nested(headers: dict[str, Any]) -> None:
     # Not by recursion: anybody may have nested them a thousand deep.
-    while isinstance(nested := inner.get(NESTED_HEADERS), Mapping):
-        inner[NESTED_HEADERS] = inner = _kept(nested)
-    return stripped
+    while isinstance(nested := headers.get(NESTED_HEADERS), Mapping):
+        headers[NESTED_HEADERS] = headers = _without_removed(nested)
 
 
-def _kept(headers: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(headers)
-    for name in _REMOVED & headers.keys():
-        del kept[name]
-    try:
-        # Most messages have no other header of this package, and then this is all.
-        if OWN_PREFIX not in "\0".join(kept):
-            return kept
-    except TypeError:  # a name in bytes
-        pass
-    return {name: value for name, value in kept.items() if not is_own(name)}
+def _without_removed(headers: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in headers.items()
+        if name not in BROKER_HEADERS and name[:_PREFIX_LENGTH] not in _PREFIXES
+    }
 
 
 def is_own(name: str | bytes) -> bool:
     """Return whether a header has one of the names that are reserved for this package."""
-    if isinstance(name, bytes):
-        return name.startswith(OWN_PREFIX.encode())
-    return name.startswith(OWN_PREFIX)
+    return name[:_PREFIX_LENGTH] in _PREFIXES
 
 
 def shortened(value: object) -> str:

@@ -68,11 +68,11 @@ class WaitingMessage(NamedTuple):
 
     def saying(self, **changes: Any) -> Self:
         """Return the message with changes of what its headers say."""
-        return self._replace(headers=self.headers._replace(**changes))
+        return type(self)(self.body, self.properties, self.headers._replace(**changes))
 
     def having(self, **properties: Any) -> Self:
         """Return the message with other properties; None removes one."""
-        return self._replace(properties={**self.properties, **properties})
+        return type(self)(self.body, {**self.properties, **properties}, self.headers)
 
     def with_low_priority(self) -> Self:
         """Return the message with a priority that quorum queues take in the levels.
