@@ -241,8 +241,12 @@ def test_a_dry_run_of_adopt_counts_and_takes_nothing(
 
 
 def test_tasks_that_stay_survive_many_runs(
-    configuration: dict[str, Any], connection: Connection, make_queue: Callable[..., Queue]
+    configuration: dict[str, Any],
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.operations.moving.mover.SETTLE", 0.0)
     # From 4.0 on, RabbitMQ drops what was given back to a quorum queue more than 20 times.
     queue = make_queue("many", queue_arguments={"x-queue-type": "quorum"})
     queue(connection.default_channel).declare()
