@@ -21,13 +21,7 @@ from celery.canvas import Signature
 from kombu import Connection, Producer
 from kombu.utils.objects import cached_property
 
-from celery_rabbitdelay.app.canvas import (
-    BODY_DELAY_IS_RESTORED,
-    SIGNATURE_OPTIONS,
-    DelayingSignature,
-    restore_body_delay,
-    translate_delays,
-)
+from celery_rabbitdelay.app import canvas
 from celery_rabbitdelay.app.celery_internals import (
     DelayingAMQP,
     combined_class,
@@ -176,14 +170,14 @@ class Celery(celery.Celery):
         """
         refuse_without_registry(options, self)
         former, options = _without_former_delay(options)
-        body_delay_is_restored = options.pop(BODY_DELAY_IS_RESTORED, False)
+        body_delay_is_restored = options.pop(canvas.BODY_DELAY_IS_RESTORED, False)
         if not body_delay_is_restored and not options.get("retries"):
-            options = restore_body_delay(options, delay)
-        if any(options.get(name) for name in SIGNATURE_OPTIONS):
+            options = canvas.restore_body_delay(options, delay)
+        if any(options.get(name) for name in canvas.SIGNATURE_OPTIONS):
             takeover = self.rabbitdelay.settings.takeover
             word = "countdown" if takeover else "delay"
             check = partial(refuse_without_registry, app=self)
-            options = translate_delays(options, word, check)
+            options = canvas.translate_delays(options, word, check)
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
         send = super().send_task
@@ -209,7 +203,7 @@ class Celery(celery.Celery):
     def signature(self, *args: Any, **options: Any) -> Any:
         """Create a signature bound to this application, as :meth:`celery.Celery.signature`."""
         signature = super().signature(*args, **options)
-        return DelayingSignature.of(signature) if type(signature) is Signature else signature
+        return canvas.DelayingSignature.of(signature) if type(signature) is Signature else signature
 
 
 def install(app: AppT) -> AppT:

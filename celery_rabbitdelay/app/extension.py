@@ -13,6 +13,7 @@ from kombu import Connection
 from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import aware
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
@@ -21,12 +22,6 @@ from celery_rabbitdelay.app.rows import Report, Row, WrittenRows, one_by_one, se
 from celery_rabbitdelay.app.send_many import RowSender
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
-from celery_rabbitdelay.exceptions import (
-    InvalidDelay,
-    InvalidDelayType,
-    RegistryRequired,
-    UnknownOption,
-)
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.topology import Topology
@@ -87,7 +82,7 @@ class RabbitDelay(WaitingTasks):
         """
         settings = self.settings
         if settings.registry_url is None:
-            raise RegistryRequired("app.rabbitdelay.registry")
+            raise exceptions.RegistryRequired("app.rabbitdelay.registry")
         store = connect_to_redis(
             settings.registry_url, settings.registry_options, settings.registry_durability or 0
         )
@@ -277,9 +272,9 @@ class RabbitDelay(WaitingTasks):
         try:
             instant = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
         except ValueError as wrong:
-            raise InvalidDelay(eta, f"takes an instant: {wrong}", "eta") from wrong
+            raise exceptions.InvalidDelay(eta, f"takes an instant: {wrong}", "eta") from wrong
         if not isinstance(instant, datetime):
-            raise InvalidDelayType(eta, "takes an aware datetime", "eta")
+            raise exceptions.InvalidDelayType(eta, "takes an aware datetime", "eta")
         if instant.tzinfo is None and self.app.conf.timezone:
             return aware(instant, self.app.timezone)
         return instant
@@ -307,11 +302,11 @@ def _refuse_options_of_a_row(options: Mapping[str, Any]) -> None:
     for name in ("delay", "countdown", "eta", "task_id", "key"):
         if options.get(name) is not None:
             reason = "give it to each row, as its delay, eta, task_id or key"
-            raise UnknownOption(name, options[name], reason)
+            raise exceptions.UnknownOption(name, options[name], reason)
     for name in ("producer", "publisher"):
         if options.get(name) is not None:
             reason = "give the connection to use as connection"
-            raise UnknownOption(name, options[name], reason)
+            raise exceptions.UnknownOption(name, options[name], reason)
 
 
 def _is_rabbitmq(connection: Connection) -> bool:

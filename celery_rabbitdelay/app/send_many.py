@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import celery
 from kombu.exceptions import EncodeError
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.grouping import Group, Grouper
 from celery_rabbitdelay.app.message_template import NO_HEADERS
@@ -42,14 +43,6 @@ from celery_rabbitdelay.app.task_messages import (
     Writer,
     capture_message,
     writer_for,
-)
-from celery_rabbitdelay.exceptions import (
-    InvalidEnvelope,
-    InvalidRow,
-    MessageTooLarge,
-    NeedsDistribution,
-    PublishError,
-    RowsNotConfirmed,
 )
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
@@ -101,7 +94,7 @@ class RowSender:
         self._app: celery.Celery = delays.app
         self._settings: Settings = delays.settings
         if envelopes and DISTRIBUTE not in self._settings.modules:
-            raise NeedsDistribution("an envelope")
+            raise exceptions.NeedsDistribution("an envelope")
         self._publisher = publisher
         self._task = task
         self._tolerance_ms = tolerance_ms
@@ -123,7 +116,7 @@ class RowSender:
         self._stops_taking = False
         self._rest: int | None = None
         self._error_of_rows: Exception | None = None
-        self._error_of_progress: PublishError | None = None
+        self._error_of_progress: exceptions.PublishError | None = None
         self._began = self._last_progress = time.monotonic()
 
     def send(self, rows: Iterable[Given]) -> Report:
@@ -140,7 +133,7 @@ class RowSender:
         self._report_progress()
         not_confirmed = None
         if self._errors:
-            not_confirmed = RowsNotConfirmed(self._report, self._errors, self._rest)
+            not_confirmed = exceptions.RowsNotConfirmed(self._report, self._errors, self._rest)
         if self._error_of_rows is not None:
             raise self._error_of_rows from not_confirmed
         if not_confirmed is not None:
@@ -162,7 +155,7 @@ class RowSender:
             first = given if isinstance(given, Call) else next(self._read(given))[0]
             try:
                 producer = capture(first)
-            except (EncodeError, MessageTooLarge) as error:
+            except (EncodeError, exceptions.MessageTooLarge) as error:
                 self._fail([number], error)
             else:
                 break
@@ -173,7 +166,7 @@ class RowSender:
         if self._envelopes:
             try:
                 writer.envelope(b"", 0)
-            except InvalidEnvelope:
+            except exceptions.InvalidEnvelope:
                 # JSON cannot express a shared header: send each row as a message of its own.
                 self._envelopes = False
         work = chain([(number, given)], work)
@@ -181,7 +174,7 @@ class RowSender:
         policy = producer.policy._replace(window=self._settings.max_unconfirmed)
         try:
             self._publisher.publish_all(publications, policy, done=self._done, **producer.declares)
-        except PublishError as error:
+        except exceptions.PublishError as error:
             if error is self._error_of_progress:
                 raise
             # No further rows are taken; those that were taken and not sent yet have this error.
@@ -237,11 +230,11 @@ class RowSender:
         self._settings.check_delay(due)
         args, kwargs = row.args or (), row.kwargs or {}
         if not isinstance(args, list | tuple):
-            raise InvalidRow(row, "takes a list or a tuple of arguments")
+            raise exceptions.InvalidRow(row, "takes a list or a tuple of arguments")
         if not isinstance(kwargs, Mapping):
-            raise InvalidRow(row, "takes a mapping of keyword arguments")
+            raise exceptions.InvalidRow(row, "takes a mapping of keyword arguments")
         if row.task_id is not None and not _is_id(row.task_id):
-            raise InvalidRow(row, f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes")
+            raise exceptions.InvalidRow(row, f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes")
         if self._check_arguments is not None:
             self._check_arguments(*args, **kwargs)
         if row.key is not None:
@@ -301,7 +294,7 @@ class RowSender:
             return
         try:
             groups = grouper.add(number, call, call.due)
-        except InvalidEnvelope:
+        except exceptions.InvalidEnvelope:
             yield from self._row_publication(producer, writer, [number], call)
             return
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
@@ -338,7 +331,7 @@ class RowSender:
             # For a single message, the bound applies to what is in the envelope.
             size = len(group.items if len(group.rows) == 1 else content.body)
             producer.check_size(size, DISTRIBUTION, due)
-        except (InvalidEnvelope, MessageTooLarge) as too_large:
+        except (exceptions.InvalidEnvelope, exceptions.MessageTooLarge) as too_large:
             self._fail(group.rows, too_large)
             return
         self._report.sent += len(group.rows)
@@ -372,7 +365,7 @@ class RowSender:
         if self._progress is not None:
             try:
                 self._progress(self._report)
-            except PublishError as error:
+            except exceptions.PublishError as error:
                 # It is not an error of the rows, although it is of the same class.
                 self._error_of_progress = error
                 raise

@@ -12,24 +12,18 @@ from typing import Any, Final
 import celery
 from celery.exceptions import Reject
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
-from celery_rabbitdelay.exceptions import (
-    ConfirmTimeout,
-    ConnectionBlocked,
-    ConnectionLost,
-    MessageNacked,
-    NoPublisherFree,
-)
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 
 #: Errors of publishing after which another attempt may succeed.
 TEMPORARY_ERRORS: Final = (
-    MessageNacked,
-    ConfirmTimeout,
-    ConnectionBlocked,
-    ConnectionLost,
-    NoPublisherFree,
+    exceptions.MessageNacked,
+    exceptions.ConfirmTimeout,
+    exceptions.ConnectionBlocked,
+    exceptions.ConnectionLost,
+    exceptions.NoPublisherFree,
 )
 
 #: Maximum seconds to wait before a task whose retry could not be sent is requeued.

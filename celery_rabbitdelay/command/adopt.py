@@ -11,16 +11,7 @@ from kombu import Queue
 from celery_rabbitdelay.command.context import delays_of
 from celery_rabbitdelay.command.migrate import Move, MoveOptions, move_options, run
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
-from celery_rabbitdelay.operations.moving.adoption import (
-    KEEPS_OWN,
-    NOT_DELAYED,
-    EtaTasks,
-    NativeChain,
-    NServiceBusChain,
-    TaskMessages,
-    native_queues,
-    nservicebus_queues,
-)
+from celery_rabbitdelay.operations.moving import adoption
 from celery_rabbitdelay.operations.moving.migration import ready_in
 from celery_rabbitdelay.operations.moving.mover import Convert, Destinations, Mover, Place, Target
 from celery_rabbitdelay.publishing.declaration import check_complete, declare_if_missing
@@ -48,9 +39,9 @@ def native(context: CLIContext, /, chain_prefix: str, options: MoveOptions) -> N
     """
 
     def convert(adopting: _Adopting) -> Convert:
-        return NativeChain(adopting.tasks, adopting.queues.values()).convert
+        return adoption.NativeChain(adopting.tasks, adopting.queues.values()).convert
 
-    _adopt(context, native_queues(chain_prefix), convert, options)
+    _adopt(context, adoption.native_queues(chain_prefix), convert, options)
 
 
 @adopt.command()
@@ -71,11 +62,11 @@ def nservicebus(context: CLIContext, /, version: int, options: MoveOptions) -> N
 
     def convert(adopting: _Adopting) -> Convert:
         keys = adopting.delays.settings.signing_keys
-        return NServiceBusChain(adopting.target.topology, version, keys).convert
+        return adoption.NServiceBusChain(adopting.target.topology, version, keys).convert
 
     if DISTRIBUTE not in delays_of(context).settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
-    _adopt(context, nservicebus_queues(version), convert, options)
+    _adopt(context, adoption.nservicebus_queues(version), convert, options)
 
 
 @adopt.command()
@@ -90,9 +81,9 @@ def eta(context: CLIContext, /, queues: Sequence[str], options: MoveOptions) -> 
     """
 
     def convert(adopting: _Adopting) -> Convert:
-        return EtaTasks(adopting.tasks, adopting.target.topology, adopting.queues).convert
+        return adoption.EtaTasks(adopting.tasks, adopting.target.topology, adopting.queues).convert
 
-    _adopt(context, queues, convert, options, expected=(KEEPS_OWN, NOT_DELAYED))
+    _adopt(context, queues, convert, options, expected=(adoption.KEEPS_OWN, adoption.NOT_DELAYED))
 
 
 class _Adopting:
@@ -108,7 +99,7 @@ class _Adopting:
             Publisher(self.target.connection), **self.delays.settings.for_producer
         )
         tasks = context.app.tasks
-        self.tasks = TaskMessages(
+        self.tasks = adoption.TaskMessages(
             producer,
             context.app.timezone,
             self.destinations.ensure,
@@ -121,7 +112,7 @@ def _adopt(
     queues: Sequence[str],
     convert: Callable[[_Adopting], Convert],
     options: MoveOptions,
-    expected: Collection[str] = (KEEPS_OWN,),
+    expected: Collection[str] = (adoption.KEEPS_OWN,),
 ) -> None:
     adopting = _Adopting(context)
     connection, topology = adopting.target

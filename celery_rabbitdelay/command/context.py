@@ -19,16 +19,8 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.exceptions import (
-    InvalidSetting,
-    LayoutConflict,
-    ManagementUnavailable,
-    RabbitDelayError,
-    RegistryRequired,
-    TopologyInUse,
-    TopologyNotEmpty,
-)
 from celery_rabbitdelay.levels.delay import parse_delay
 from celery_rabbitdelay.levels.shown_url import (
     shown_broker,
@@ -93,7 +85,7 @@ def delays_of(context: CLIContext) -> RabbitDelay:
         raise click.UsageError(f"the broker of {context.app!r} is not RabbitMQ")
     try:
         delays.settings  # noqa: B018 - read, and so checked
-    except InvalidSetting as error:
+    except exceptions.InvalidSetting as error:
         raise click.UsageError(str(error)) from error
     return delays
 
@@ -131,9 +123,13 @@ def broker_of(context: CLIContext, as_json: bool) -> Iterator[Connection]:
     try:
         with connection:
             yield connection
-    except (LayoutConflict, TopologyInUse, TopologyNotEmpty) as error:
+    except (
+        exceptions.LayoutConflict,
+        exceptions.TopologyInUse,
+        exceptions.TopologyNotEmpty,
+    ) as error:
         fail(error, str(error).replace("force=True", "--force"), REFUSED, as_json)
-    except ManagementUnavailable as error:
+    except exceptions.ManagementUnavailable as error:
         fail(error, str(error), EX_UNAVAILABLE, as_json)
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {shown_broker(connection)}: {error}"
@@ -197,7 +193,7 @@ def with_registry(context: CLIContext) -> RabbitDelay:
     delays = delays_of(context)
     try:
         delays.registry  # noqa: B018 - made, and so its settings are checked
-    except (RegistryRequired, InvalidSetting) as error:
+    except (exceptions.RegistryRequired, exceptions.InvalidSetting) as error:
         raise click.UsageError(str(error)) from error
     return delays
 
@@ -209,7 +205,7 @@ def registry_errors(as_json: bool) -> Iterator[None]:
         yield
     except BROKER_ERRORS as error:
         fail(error, str(error), EX_UNAVAILABLE, as_json)
-    except RabbitDelayError as error:
+    except exceptions.RabbitDelayError as error:
         fail(error, str(error), REFUSED, as_json)
 
 
@@ -288,5 +284,5 @@ def topology_of(context: CLIContext, options: dict[str, Any]) -> Topology:
         return settings.topology
     try:
         return replace(settings, **given).topology
-    except InvalidSetting as wrong:
+    except exceptions.InvalidSetting as wrong:
         raise click.UsageError(str(wrong)) from wrong

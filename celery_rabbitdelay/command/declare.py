@@ -27,12 +27,7 @@ from celery_rabbitdelay.command.context import (
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations import permissions as needed
-from celery_rabbitdelay.operations.export.definitions import (
-    as_definitions,
-    as_mermaid,
-    as_setting,
-    cut,
-)
+from celery_rabbitdelay.operations.export import definitions
 from celery_rabbitdelay.operations.export.terraform import as_terraform
 from celery_rabbitdelay.publishing import declaration
 
@@ -95,8 +90,8 @@ def permissions(
 #: What writes each format, given the topology and the name of the virtual host.
 FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
     "terraform": as_terraform,
-    "definitions": as_definitions,
-    "mermaid": lambda topology, vhost: as_mermaid(topology),
+    "definitions": definitions.as_definitions,
+    "mermaid": lambda topology, vhost: definitions.as_mermaid(topology),
 }
 
 
@@ -140,7 +135,7 @@ def export(
     whole = topology.layout
     if max_delay is not None:
         try:
-            topology = replace(topology, layout=cut(whole, max_delay))
+            topology = replace(topology, layout=definitions.cut(whole, max_delay))
         except DelayTooLong as error:
             raise click.UsageError(f"--max-delay: {error}") from error
     host = context.app.connection_for_write().virtual_host or "/" if vhost is None else vhost
@@ -156,7 +151,7 @@ def export(
             "prefix": topology.prefix,
             "vhost": host,
             "fingerprint": topology.identity.fingerprint,
-            "layout": as_setting(topology.layout),
+            "layout": definitions.as_setting(topology.layout),
             "capacity_ms": topology.layout.capacity_ms,
             "output": None if output is None else str(output),
             "text": text if output is None else None,
@@ -165,7 +160,7 @@ def export(
     elif output is None:
         click.echo(text, nl=False)
     if topology.layout != whole:
-        setting = as_setting(topology.layout)
+        setting = definitions.as_setting(topology.layout)
         click.echo(f"The applications need rabbitdelay_layout = {setting!r}", err=True)
 
 

@@ -11,13 +11,7 @@ from typing import Final, NamedTuple, cast
 import amqp
 from amqp.exceptions import NotFound
 
-from celery_rabbitdelay.exceptions import (
-    ConfirmTimeout,
-    MessageNacked,
-    MessageRefused,
-    PublishError,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.headers import DelayHeaders, unopened
 from celery_rabbitdelay.modules.bounds import LaterVersionWarning, WarningLimit
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
@@ -226,7 +220,7 @@ class Forwarder:
         try:
             content = encoded(outgoing, self._frame_max)
             obstacle = outgoing.obstacle or self._obstacle(outgoing, destination, broker_silent_for)
-        except UnprocessableMessage as invalid:
+        except exceptions.UnprocessableMessage as invalid:
             return self.give_up(received, outgoing, invalid.reason)
         finally:
             received.pending -= 1
@@ -244,7 +238,7 @@ class Forwarder:
         error = publication.error
         received.pending -= 1
         self.bytes_in_flight -= len(publication.content.body)
-        if isinstance(error, ConfirmTimeout):
+        if isinstance(error, exceptions.ConfirmTimeout):
             self._unanswered.timed_out(publication, destination)
         else:
             self._unanswered.answered(publication, destination)
@@ -252,17 +246,19 @@ class Forwarder:
             self._statistics.published += 1
             self._statistics.undeliverable += outgoing.exchange == self._undeliverable
             return None
-        if destination is None and isinstance(error, MessageNacked | ConfirmTimeout):
+        if destination is None and isinstance(
+            error, exceptions.MessageNacked | exceptions.ConfirmTimeout
+        ):
             return self._publication(received, outgoing, None, publication.content)
         if outgoing.exchange == self._undeliverable:
-            if not isinstance(error, MessageRefused):
+            if not isinstance(error, exceptions.MessageRefused):
                 raise error
             return self._refused_by_undeliverable(received, outgoing, error)
         if isinstance(error.__cause__, NotFound):
             # Those behind it are put into the levels without closing the channel.
             self._missing.add(outgoing.address[0])
         reason = _reason(error, outgoing)
-        if destination is None or isinstance(error, MessageRefused):
+        if destination is None or isinstance(error, exceptions.MessageRefused):
             return self.give_up(received, outgoing, reason)
         return self._try_later(received, outgoing, destination, reason)
 
@@ -290,7 +286,7 @@ class Forwarder:
             refused = refused._replace(message=self._redelivery.sign(refused.message))
         try:
             content = encoded(refused, self._frame_max)
-        except UnprocessableMessage:
+        except exceptions.UnprocessableMessage:
             refused = without_headers(self._undeliverable, refused)
             content = encoded(refused, self._frame_max)
         return self._publication(received, refused, None, content)
@@ -308,14 +304,14 @@ class Forwarder:
             return self.give_up(received, outgoing, reason, later)
         try:
             content = encoded(later, self._frame_max)
-        except UnprocessableMessage as too_long:
+        except exceptions.UnprocessableMessage as too_long:
             return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
         self._statistics.redelivered += 1
         self._later_version.warn(f"A message in {self._name}", reason)
         return self._publication(received, later, None, content)
 
     def _refused_by_undeliverable(
-        self, received: Received, outgoing: Outgoing, error: MessageRefused
+        self, received: Received, outgoing: Outgoing, error: exceptions.MessageRefused
     ) -> Publication | None:
         """Return what to publish for a message that closes the channel on its way there too.
 
@@ -383,7 +379,7 @@ class Forwarder:
             return self.give_up(received, outgoing, reason, later)
         try:
             content = encoded(later, self._frame_max)
-        except UnprocessableMessage as too_long:
+        except exceptions.UnprocessableMessage as too_long:
             return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
         self._statistics.redelivered += 1
         self._warn(destination, reason)
@@ -399,13 +395,13 @@ class Forwarder:
             )
 
 
-def _reason(error: PublishError, outgoing: Outgoing) -> str:
+def _reason(error: exceptions.PublishError, outgoing: Outgoing) -> str:
     """Say why a message was not taken."""
-    if isinstance(error, MessageNacked):
+    if isinstance(error, exceptions.MessageNacked):
         return "the broker nacked it: its queue is full, or the queue's leader is away"
-    if isinstance(error, ConfirmTimeout):
+    if isinstance(error, exceptions.ConfirmTimeout):
         return "the broker did not confirm it in time"
-    if isinstance(error, MessageRefused):
+    if isinstance(error, exceptions.MessageRefused):
         return f"the broker does not take it: {error.reason}"
     if isinstance(error.__cause__, NotFound):
         return no_exchange(outgoing.address[0])

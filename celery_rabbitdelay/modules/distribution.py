@@ -29,12 +29,7 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import (
-    ANYWHERE,
-    DistributionReach,
-    not_allowed,
-    where_in_words,
-)
+from celery_rabbitdelay.modules import allowed
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
@@ -80,7 +75,7 @@ class Distribution:
     topology: Topology
     put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None
     look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None
-    reach: DistributionReach = ANYWHERE
+    reach: allowed.DistributionReach = allowed.ANYWHERE
     signing_keys: SigningKeys | None = None
     is_signing_required: bool = True
     bounds: Bounds = DEFAULT_BOUNDS
@@ -195,9 +190,9 @@ class Distribution:
 
     def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
         """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
-        reason = not_allowed(
-            f"{where_in_words('', queue)}, which the application does not name and which is not "
-            f"bound to {self.topology.delivery.name}"
+        reason = allowed.not_allowed(
+            f"{allowed.where_in_words('', queue)}, which the application does not name and which is "
+            f"not bound to {self.topology.delivery.name}"
         )
         undeliverable = self.topology.module_queues.undeliverable.exchange.name
         return to_undeliverable(undeliverable, Outgoing("", queue, message), reason)

@@ -23,20 +23,10 @@ from amqp import spec
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import (
-    LayoutConflict,
-    TopologyIncomplete,
-    TopologyInUse,
-    TopologyNotEmpty,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.kombu_internals import (
-    declared_entities,
-    find_exchanges,
-    find_queues,
-    wait_without_limit,
-)
+from celery_rabbitdelay.publishing import kombu_internals
 
 #: Layout, queue type, shards and arguments in a fingerprint; see :meth:`.Topology.identity`.
 _FINGERPRINT: Final = re.compile(
@@ -50,7 +40,7 @@ ANY_SETTING: Final = (
 )
 
 
-def conflict_with(topology: Topology, reply: str) -> LayoutConflict:
+def conflict_with(topology: Topology, reply: str) -> exceptions.LayoutConflict:
     """Return the error for a refusal, with advice that fits it.
 
     Args:
@@ -64,7 +54,7 @@ def conflict_with(topology: Topology, reply: str) -> LayoutConflict:
             "it is empty, and declare the levels again; `celery rabbitdelay verify` lists all "
             "that differ"
         )
-        return LayoutConflict(topology.prefix, reply, advice)
+        return exceptions.LayoutConflict(topology.prefix, reply, advice)
     here, there = _parts(topology.identity.fingerprint), _parts(_declared(topology, reply))
     differing = list(_differing(here, there))
     if there["layout"] and not differing and here["arguments"] != there["arguments"]:
@@ -82,7 +72,7 @@ def conflict_with(topology: Topology, reply: str) -> LayoutConflict:
             "`celery rabbitdelay migrate`; or, once no message waits in them any more, remove them "
             "with `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete"
         )
-    return LayoutConflict(topology.prefix, reply, advice)
+    return exceptions.LayoutConflict(topology.prefix, reply, advice)
 
 
 def _is_about_guard(topology: Topology, reply: str) -> bool:
@@ -216,7 +206,7 @@ def check_complete(
         _known(connection).add(key)
     if destination is not None and _key(topology, destination) not in _known(connection):
         if not _queue_exists(connection, destination):
-            raise TopologyIncomplete(topology.prefix, (destination.name,))
+            raise exceptions.TopologyIncomplete(topology.prefix, (destination.name,))
         _known(connection).add(_key(topology, destination))
 
 
@@ -229,7 +219,7 @@ def _check_all(connection: Connection, topology: Topology) -> None:
             raise
         return
     if absent:
-        raise TopologyIncomplete(topology.prefix, absent)
+        raise exceptions.TopologyIncomplete(topology.prefix, absent)
 
 
 def _check_exchanges(connection: Connection, topology: Topology) -> None:
@@ -237,10 +227,10 @@ def _check_exchanges(connection: Connection, topology: Topology) -> None:
     with _channel(connection) as channel:
         for exchange in topology.exchanges:
             with suppress(AccessRefused):  # it may exist; py-amqp opens the channel again
-                if not all(find_exchanges(channel, [exchange.name])):
+                if not all(kombu_internals.find_exchanges(channel, [exchange.name])):
                     absent.append(exchange.name)
     if absent:
-        raise TopologyIncomplete(topology.prefix, tuple(absent))
+        raise exceptions.TopologyIncomplete(topology.prefix, tuple(absent))
 
 
 def _exists_or_hidden(connection: Connection, topology: Topology) -> bool:
@@ -254,7 +244,7 @@ def _exists_or_hidden(connection: Connection, topology: Topology) -> bool:
 def is_declared(connection: Connection, topology: Topology) -> bool:
     """Return whether a process has declared the whole of this topology on the broker."""
     with _channel(connection) as channel:
-        return all(find_exchanges(channel, [topology.identity.marker.name]))
+        return all(kombu_internals.find_exchanges(channel, [topology.identity.marker.name]))
 
 
 def is_complete(connection: Connection, topology: Topology) -> bool:
@@ -293,7 +283,7 @@ def missing_exchanges(connection: Connection, topology: Topology) -> tuple[str, 
     exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
     names = [exchange.name for exchange in exchanges]
     with _channel(connection) as channel:
-        exist = find_exchanges(channel, names)
+        exist = kombu_internals.find_exchanges(channel, names)
     return tuple(name for name, exists in zip(names, exist, strict=True) if not exists)
 
 
@@ -307,7 +297,7 @@ def check_layout(connection: Connection, topology: Topology) -> None:
         LayoutConflict: Another layout is declared under the same prefix.
     """
     with _channel(connection) as channel, _conflict_explained(topology):
-        if all(find_exchanges(channel, [topology.identity.guard.name])):
+        if all(kombu_internals.find_exchanges(channel, [topology.identity.guard.name])):
             topology.identity.guard(channel).declare()
 
 
@@ -362,17 +352,17 @@ def refuse_to_lose(topology: Topology, counts: Mapping[str, Counts | None]) -> N
     found = {name: each for name, each in counts.items() if each is not None}
     waiting = {name: each.messages for name, each in found.items() if each.messages}
     if waiting:
-        raise TopologyNotEmpty(topology.prefix, waiting)
+        raise exceptions.TopologyNotEmpty(topology.prefix, waiting)
     consumers = {name: each.consumers for name, each in found.items() if each.consumers}
     if consumers:
-        raise TopologyInUse(topology.prefix, consumers)
+        raise exceptions.TopologyInUse(topology.prefix, consumers)
 
 
 def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, Counts | None]:
     """Return the counts of queues by their names; None for a queue that does not exist."""
     names = [queue.name for queue in queues]
     with _channel(connection) as channel:
-        found = find_queues(channel, names)
+        found = kombu_internals.find_queues(channel, names)
     return {
         name: None if counts is None else Counts(*counts)
         for name, counts in zip(names, found, strict=True)
@@ -455,12 +445,12 @@ def connect(connection: Connection) -> None:
         connection.ensure_connection(
             max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
         )
-        wait_without_limit(connection)
+        kombu_internals.wait_without_limit(connection)
 
 
 def _known(connection: Connection) -> set[Any]:
     """Keys of what is known to be declared; kombu empties the set when it reconnects."""
-    return declared_entities(connection)
+    return kombu_internals.declared_entities(connection)
 
 
 def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:

@@ -22,15 +22,7 @@ from typing import Final, NoReturn, TypeAlias
 from amqp import spec
 from amqp.exceptions import ChannelError, FrameSyntaxError, NotFound
 
-from celery_rabbitdelay.exceptions import (
-    ConfirmTimeout,
-    ConnectionBlocked,
-    MessageNacked,
-    MessageNotPermitted,
-    MessageRefused,
-    MessageReturned,
-    PublishError,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.permissions import missing_permission
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
@@ -195,7 +187,7 @@ class PublishLoop:
             except (FrameSyntaxError, struct.error) as error:
                 reason = f"cannot be written in AMQP: {error}"
                 address = publication.exchange, publication.routing_key
-                publication.error = PublishError(*address, reason)
+                publication.error = exceptions.PublishError(*address, reason)
                 self._finish(publication)
             if self._source_took >= SLOW_SOURCE:
                 channel.flush(timeout)
@@ -300,7 +292,7 @@ class PublishLoop:
         if was_in_flight and oldest is not channel.unconfirmed.first():
             return
         if channel.blocked is not None:
-            raise ConnectionBlocked(*oldest.address(), channel.blocked)
+            raise exceptions.ConnectionBlocked(*oldest.address(), channel.blocked)
         now = time.monotonic()
         taken_at = oldest.deadline - self._policy.timeout
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
@@ -316,26 +308,30 @@ class PublishLoop:
         for publication in over:
             publication.unanswered |= publication in unanswered
             reason = "the broker did not confirm the message in time"
-            publication.error = ConfirmTimeout(*publication.address(), reason)
+            publication.error = exceptions.ConfirmTimeout(*publication.address(), reason)
             self._finish(publication)
 
     @staticmethod
     def _raise_confirm_timeout(oldest: Publication | None) -> NoReturn:
         address = ("", "") if oldest is None else oldest.address()
-        raise ConfirmTimeout(*address, "the broker did not confirm in time")
+        raise exceptions.ConfirmTimeout(*address, "the broker did not confirm in time")
 
     def settled(self, publication: Publication) -> None:
         """Note the broker's answer: what a channel calls with each settled publication."""
         self.last_settled = self._progress = time.monotonic()
         self._suspects_left = max(self._suspects_left - 1, 0)
         error = publication.error
-        if isinstance(error, MessageNacked) and not publication.single_attempt:
+        if isinstance(error, exceptions.MessageNacked) and not publication.single_attempt:
             attempt = publication.resent + 1
             at = self._progress + self._policy.pause(attempt)
             if not self._policy.is_over(attempt) and at < publication.deadline:
                 self._send_again(publication, at)
                 return
-        elif isinstance(error, MessageReturned) and self._redeclare and not publication.redeclared:
+        elif (
+            isinstance(error, exceptions.MessageReturned)
+            and self._redeclare
+            and not publication.redeclared
+        ):
             publication.redeclared = self._must_redeclare = True
             self._send_again(publication, 0.0)
             return
@@ -430,7 +426,7 @@ class PublishLoop:
         """Whether the broker may have one of the messages that wait to be sent again."""
         return any(publication.may_have_arrived for _, publication in self._queued)
 
-    def fail_all(self, error: PublishError) -> None:
+    def fail_all(self, error: exceptions.PublishError) -> None:
         """Finish all messages that wait with an error, or with its copy for the others.
 
         One of the two says that the broker may have the message, the other one that it has not.
@@ -443,12 +439,12 @@ class PublishLoop:
             self._finish(publication)
 
 
-def _error_of(culprit: Publication, closed: ChannelError) -> PublishError:
+def _error_of(culprit: Publication, closed: ChannelError) -> exceptions.PublishError:
     """Return the error of the message for which the broker has closed the channel."""
     address = culprit.exchange, culprit.routing_key
     if isinstance(closed, NotFound):
-        return MessageReturned(*address, str(closed))
+        return exceptions.MessageReturned(*address, str(closed))
     permission = missing_permission(closed)
     if permission is not None:
-        return MessageNotPermitted(permission, *address, str(permission))
-    return MessageRefused(*address, str(closed))
+        return exceptions.MessageNotPermitted(permission, *address, str(permission))
+    return exceptions.MessageRefused(*address, str(closed))

@@ -8,16 +8,9 @@ from pyspark.sql.datasource import DataSource, DataSourceReader
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.spark import read
 from celery_rabbitdelay.spark.application import HAS_FILTERS
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
-from celery_rabbitdelay.spark.read import (
-    LEVELS,
-    PENDING,
-    UNDELIVERABLE,
-    LevelsReader,
-    PendingReader,
-    UndeliverableReader,
-)
 from celery_rabbitdelay.spark.write import BatchWriter, StreamWriter
 
 
@@ -35,17 +28,17 @@ class RabbitDelayDataSource(DataSource):
     def schema(self) -> str:
         """Return the columns of a read."""
         what = ReadOptions.of(self.options).what
-        return {"levels": LEVELS, "undeliverable": UNDELIVERABLE}.get(what, PENDING)
+        return {"levels": read.LEVELS, "undeliverable": read.UNDELIVERABLE}.get(what, read.PENDING)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return what reads."""
         options = ReadOptions.of(self.options)
         if options.what == "levels":
-            return LevelsReader(options)
+            return read.LevelsReader(options)
         if options.what == "undeliverable":
-            return UndeliverableReader(options)
+            return read.UndeliverableReader(options)
         if not options.filter_pushdown:
-            return PendingReader(options)
+            return read.PendingReader(options)
         if not HAS_FILTERS:
             raise InvalidOption("filterPushdown", "true", "takes PySpark 4.1 or newer")
         from celery_rabbitdelay.spark.filters import FilteringReader  # cannot be imported in 4.0

@@ -23,20 +23,9 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS, milliseconds
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
+from celery_rabbitdelay.spark import expressions
 from celery_rabbitdelay.spark.application import application_of
 from celery_rabbitdelay.spark.columns import SHARED, TYPES, Columns, TaskIds
-from celery_rabbitdelay.spark.expressions import (
-    PLAIN,
-    Written,
-    all_of,
-    block,
-    can_be_shown,
-    interval_micros,
-    joined,
-    written,
-    written_members,
-    written_object,
-)
 from celery_rabbitdelay.spark.options import WriteOptions
 
 #: The columns of a grouped DataFrame: when a task is due, in milliseconds since 1970-01-01 UTC; its
@@ -138,8 +127,10 @@ class Grouping:
         digest = F.sha1(F.concat(self._namespace, F.col(IDENTITY).cast("binary")))
         frame = frame.select("*", digest.alias(DIGEST))
         frame = frame.select(ROW, DELAY, *self._blocks())
-        is_written = all_of([F.col(EXACT), F.col(DELAY).between(0, layout.capacity_ms)])
-        item = F.when(is_written, F.concat(block(F.col(HEADERS)), block(F.col(BODY))))
+        is_written = expressions.all_of([F.col(EXACT), F.col(DELAY).between(0, layout.capacity_ms)])
+        item = F.when(
+            is_written, F.concat(expressions.block(F.col(HEADERS)), expressions.block(F.col(BODY)))
+        )
         shared_ms = _shared_ms(layout, F.col(DELAY), milliseconds(self._options.tolerance))
         frame = frame.select(ROW, (now_ms + shared_ms).alias(DUE), item.alias(ITEM))
         left = F.when(F.col(ITEM).isNull(), F.col(ROW)).alias(ROW)
@@ -162,7 +153,7 @@ class Grouping:
             column = self._types[name]
             is_written = isinstance(column, CONTAINERS.get(name, T.DataType))
             if name in self._arguments:
-                is_written = is_written and can_be_shown(column)
+                is_written = is_written and expressions.can_be_shown(column)
             if not is_written or _member(name, column) is None:
                 takes = "has a type that Spark does not write as Celery does; leave grouped out"
                 return InvalidColumn(name, column.simpleString(), takes)
@@ -187,7 +178,7 @@ class Grouping:
             return F.greatest(F.ceil(ahead_us / 1000), F.lit(0))
         delay, kind = F.col("delay"), self._types["delay"]
         if isinstance(kind, T.DayTimeIntervalType):
-            return F.ceil(interval_micros(delay) / 1000)
+            return F.ceil(expressions.interval_micros(delay) / 1000)
         # Spark raises an error if a number is not a number, or too large for the next step.
         delay = F.when(delay.between(0, MAX_DELAY), delay)
         if isinstance(kind, T.IntegralType):
@@ -205,14 +196,16 @@ class Grouping:
         kwargs = self._kwargs()
         told = [_member(name, self._types[name]) for name in self._identity]
         names = [each for each in told if each is not None]
-        identity = joined("[", F.concat_ws(",", *(each.compact for each in names)), "]")
-        id_is_exact = all_of([each.is_exact for each in names])
+        identity = expressions.joined("[", F.concat_ws(",", *(each.compact for each in names)), "]")
+        id_is_exact = expressions.all_of([each.is_exact for each in names])
         given = F.lit(None).cast("string")
         if "task_id" in self._types:
             given = F.col("task_id")
-            is_plain = given.rlike(PLAIN) & (F.octet_length(given) <= MAX_SHORTSTR_BYTES)
+            is_plain = given.rlike(expressions.PLAIN) & (
+                F.octet_length(given) <= MAX_SHORTSTR_BYTES
+            )
             id_is_exact = F.when(given.isNull(), id_is_exact).otherwise(is_plain)
-        exact = all_of([id_is_exact, args_are_taken, args.is_exact, kwargs.is_exact])
+        exact = expressions.all_of([id_is_exact, args_are_taken, args.is_exact, kwargs.is_exact])
         return [
             args.json.alias("args"),
             args.shown.alias(REPRS[0]),
@@ -226,16 +219,16 @@ class Grouping:
     def _blocks(self) -> list[Column]:
         """The two blocks of a row, and whether they are those that Python writes."""
         task_id = F.coalesce(F.col("task_id"), _uuid(F.col(DIGEST)))
-        headers = joined('{"headers":{"id":"', task_id)
+        headers = expressions.joined('{"headers":{"id":"', task_id)
         conditions = [F.col(EXACT)]
         for name, size in zip(REPRS, repr_sizes(self._app.amqp), strict=True):
-            headers = joined(headers, f'","{name}":"', F.col(name))
+            headers = expressions.joined(headers, f'","{name}":"', F.col(name))
             conditions.append(F.octet_length(F.col(name)) <= size)
-        body = joined("[", F.col("args"), ", ", F.col("kwargs"), f", {EMBEDDED}]")
+        body = expressions.joined("[", F.col("args"), ", ", F.col("kwargs"), f", {EMBEDDED}]")
         return [
-            joined(headers, '"}}').alias(HEADERS),
+            expressions.joined(headers, '"}}').alias(HEADERS),
             body.alias(BODY),
-            all_of(conditions).alias(EXACT),
+            expressions.all_of(conditions).alias(EXACT),
         ]
 
     @property
@@ -243,30 +236,32 @@ class Grouping:
         ids = TaskIds(self._options.job_id or str(uuid4()))
         return F.lit(bytearray(ids.namespace.bytes))
 
-    def _args(self) -> tuple[Written, Column]:
+    def _args(self) -> tuple[expressions.Written, Column]:
         """The positional arguments, and whether the task takes as many."""
         if "args" not in self._types:
             return _constant("[]", "()"), F.lit(0 in self._numbers_taken())
         args, kind = F.col("args"), self._types["args"]
-        text = written(args, kind)
+        text = expressions.written(args, kind)
         assert text is not None, "is refused"
         if isinstance(kind, T.StructType):
-            members = written_members(args, kind)
+            members = expressions.written_members(args, kind)
             assert members is not None, "is refused"
             texts = [each for _, each in members]
             comma = "," if len(texts) == 1 else ""
-            listed = joined("[", F.concat_ws(", ", *(each.json for each in texts)), "]")
-            shown = joined("(", F.concat_ws(", ", *(each.shown for each in texts)), f"{comma})")
+            listed = expressions.joined("[", F.concat_ws(", ", *(each.json for each in texts)), "]")
+            shown = expressions.joined(
+                "(", F.concat_ws(", ", *(each.shown for each in texts)), f"{comma})"
+            )
             is_taken = F.lit(len(texts) in self._numbers_taken()) & args.isNotNull()
             return text._replace(json=listed, shown=shown), is_taken
         # No arguments are a tuple, whatever they came from.
         shown = F.when(F.size(args) == 0, "()").otherwise(text.shown)
         return text._replace(shown=shown), F.size(args).isin(*self._numbers_taken(), -1)
 
-    def _kwargs(self) -> Written:
+    def _kwargs(self) -> expressions.Written:
         """The keyword arguments."""
         if "kwargs" in self._types:
-            text = written(F.col("kwargs"), self._types["kwargs"])
+            text = expressions.written(F.col("kwargs"), self._types["kwargs"])
             assert text is not None, "is refused"
             return text
         members = []
@@ -277,7 +272,7 @@ class Grouping:
                 members.append((name, text))
         if not members:
             return _constant("{}", "{}")
-        return written_object(members, F.lit(True))
+        return expressions.written_object(members, F.lit(True))
 
     def _numbers_taken(self) -> Sequence[int]:
         """How many positional arguments the task takes, in addition to its keyword arguments."""
@@ -299,24 +294,24 @@ def _takes(check: Callable[..., Any], number: int, kwargs: Mapping[str, Any]) ->
     return True
 
 
-def _constant(json: str, shown: str) -> Written:
-    return Written(F.lit(json), F.lit(json), F.lit(shown), F.lit(True))
+def _constant(json: str, shown: str) -> expressions.Written:
+    return expressions.Written(F.lit(json), F.lit(json), F.lit(shown), F.lit(True))
 
 
 def _column(name: str) -> Column:
     return F.col(f"`{name}`")
 
 
-def _member(name: str, kind: T.DataType) -> Written | None:
+def _member(name: str, kind: T.DataType) -> expressions.Written | None:
     """Return a column as text; None if Spark does not write it as Python does."""
-    members = written_members(None, T.StructType([T.StructField(name, kind)]))
+    members = expressions.written_members(None, T.StructType([T.StructField(name, kind)]))
     return None if members is None else members[0][1]
 
 
 def _uuid(digest: Column) -> Column:
     """Return the UUID of version 5 of a SHA-1 digest in hexadecimal (RFC 9562, section 5.5)."""
     variant = F.translate(F.substring(digest, 17, 1), "0123456789abcdef", "89ab89ab89ab89ab")
-    return joined(
+    return expressions.joined(
         F.substring(digest, 1, 8),
         "-",
         F.substring(digest, 9, 4),

@@ -10,18 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from celery_rabbitdelay.testing.servers import (
-    START_TIMEOUT,
-    Certificates,
-    Server,
-    ServerNotStarted,
-    free_port,
-    open_socket,
-    wait_for,
-)
+from celery_rabbitdelay.testing import servers
 
 
-class RabbitMQServer(Server):
+class RabbitMQServer(servers.Server):
     """A RabbitMQ node with its own Erlang port mapper, cookie and data.
 
     Args:
@@ -50,7 +42,7 @@ class RabbitMQServer(Server):
         cluster_with: RabbitMQServer | None = None,
         management: bool = False,
         plugins: Sequence[str] = (),
-        certificates: Certificates | None = None,
+        certificates: servers.Certificates | None = None,
     ) -> None:
         super().__init__()
         self.root = root
@@ -59,9 +51,9 @@ class RabbitMQServer(Server):
         self.management = management
         self.plugins = plugins
         self.certificates = certificates
-        self._management_port = free_port()
-        self._mapper_port: int = cluster_with._mapper_port if cluster_with else free_port()
-        self._distribution_port = free_port()
+        self._management_port = servers.free_port()
+        self._mapper_port: int = cluster_with._mapper_port if cluster_with else servers.free_port()
+        self._distribution_port = servers.free_port()
         self._mapper: subprocess.Popen[bytes] | None = None
         if root is not None:
             shutil.rmtree(self.folder)
@@ -111,15 +103,17 @@ class RabbitMQServer(Server):
             return
         command = self._inside(["epmd", "-port", str(self._mapper_port), "-address", "127.0.0.1"])
         if shutil.which(command[0]) is None:
-            raise ServerNotStarted(
+            raise servers.ServerNotStarted(
                 "epmd is not installed: on Debian and Ubuntu, apt-get install rabbitmq-server"
             )
         with self._log_path.open("ab") as log:
             self._mapper = self._spawn(command, self._environment(), log)
         try:
-            wait_for(self._mapper_listens, "start of the Erlang port mapper", START_TIMEOUT)
+            servers.wait_for(
+                self._mapper_listens, "start of the Erlang port mapper", servers.START_TIMEOUT
+            )
         except TimeoutError as timeout:
-            raise ServerNotStarted(f"{timeout}\n{self.log[-2000:]}") from timeout
+            raise servers.ServerNotStarted(f"{timeout}\n{self.log[-2000:]}") from timeout
 
     def _mapper_listens(self) -> bool:
         try:
@@ -159,7 +153,7 @@ class RabbitMQServer(Server):
         plugins = [*(["rabbitmq_management"] if self.management else []), *self.plugins]
         (self.folder / "enabled_plugins").write_text(f"[{','.join(plugins)}].\n")
 
-    def _tls_lines(self, section: str, certificates: Certificates) -> list[str]:
+    def _tls_lines(self, section: str, certificates: servers.Certificates) -> list[str]:
         """Return the lines for a listener that lets in nobody without a certificate.
 
         The node may not see the files where they are, so it gets copies.
@@ -224,7 +218,7 @@ class RabbitMQServer(Server):
     def _ready(self) -> bool:
         # The node answers a wrong protocol header with its own and closes: it takes connections.
         try:
-            with open_socket(self.port, self.certificates) as client:
+            with servers.open_socket(self.port, self.certificates) as client:
                 client.sendall(b"AMQP\x00\x00\x09\x01")
                 return client.recv(1) != b""
         except OSError:

@@ -24,17 +24,8 @@ from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.modules.bounds import LaterVersionWarning
 from celery_rabbitdelay.modules.redelivery import EarlyWarning, early_ms
 from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action
-from celery_rabbitdelay.worker.celery_internals import (
-    call_after,
-    give_eta,
-    is_revoked,
-    lower_prefetch,
-    name_of_queue,
-    raise_prefetch,
-    run_strategy,
-    write_pending_acknowledgements,
-)
 from celery_rabbitdelay.worker.put_back import Early, PutBackThread
 
 logger = get_logger(__name__)
@@ -93,7 +84,7 @@ class EarlyTasks:
             # It was released in time, or never waited.
             waited = None
             due = self._due_by_eta(message, body) if takes_eta else None
-        if due is None or is_revoked(self._consumer, message.headers.get("id")):
+        if due is None or celery_internals.is_revoked(self._consumer, message.headers.get("id")):
             return False
 
         def hold() -> None:
@@ -101,8 +92,8 @@ class EarlyTasks:
                 self._ask_at(due, ask)
                 return
             if waited is not None:
-                give_eta(message, body, due.at_ms)
-            run_strategy(self._consumer, message, body, go_on)
+                celery_internals.give_eta(message, body, due.at_ms)
+            celery_internals.run_strategy(self._consumer, message, body, go_on)
 
         destination = self._destination(message, waited)
         if destination is None:
@@ -123,11 +114,11 @@ class EarlyTasks:
         """Hold a task until it is due, beside those that the prefetch count allows."""
 
         def ask_now() -> None:
-            lower_prefetch(self._consumer)
+            celery_internals.lower_prefetch(self._consumer)
             ask()
 
-        raise_prefetch(self._consumer)
-        call_after(self._consumer, due.remaining_ms() / 1000, ask_now)
+        celery_internals.raise_prefetch(self._consumer)
+        celery_internals.call_after(self._consumer, due.remaining_ms() / 1000, ask_now)
 
     def put_back(
         self,
@@ -171,7 +162,7 @@ class EarlyTasks:
             ack: As for :meth:`try_enqueue`.
             why: Why this version cannot read it.
         """
-        name = name_of_queue(self._consumer, message)
+        name = celery_internals.name_of_queue(self._consumer, message)
         if name is None:
             logger.warning("A task stays unacknowledged: its queue is unknown, and %s", why)
             return
@@ -180,7 +171,7 @@ class EarlyTasks:
         acknowledge = partial(acknowledge_message, self._consumer, ack)
 
         def again() -> None:
-            call_after(self._consumer, TRY_AGAIN, partial(self.thread.give, early))
+            celery_internals.call_after(self._consumer, TRY_AGAIN, partial(self.thread.give, early))
 
         destination, now = Destination(queue, "", queue.name), Due.after(0)
         early = Early(message, destination, now, now.at_ms, None, acknowledge, again, why)
@@ -212,7 +203,7 @@ class EarlyTasks:
 
     def _destination(self, message: Message, waited: DelayHeaders | None) -> Destination | None:
         """Return where the message came from; None if it cannot return there from the levels."""
-        info, name = message.delivery_info, name_of_queue(self._consumer, message)
+        info, name = message.delivery_info, celery_internals.name_of_queue(self._consumer, message)
         queue: kombu.Queue | None = self._consumer.app.amqp.queues.get(name)
         if waited is not None:
             # The levels, or distribution, have reached its queue already.
@@ -228,4 +219,4 @@ class EarlyTasks:
 def acknowledge_message(consumer: Any, ack: Callable[..., Any]) -> None:
     """Acknowledge a message with the function that Celery passes to a strategy."""
     ack(logger, consumer.connection_errors)
-    write_pending_acknowledgements(consumer)
+    celery_internals.write_pending_acknowledgements(consumer)

@@ -13,13 +13,8 @@ import kombu
 from celery.utils.log import get_logger
 from kombu import Message
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
-from celery_rabbitdelay.exceptions import (
-    MessageRefused,
-    NoPublisherFree,
-    PermissionMissing,
-    PublishError,
-)
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import (
     MAX_PRIORITY,
@@ -118,7 +113,7 @@ class PutBackThread(BatchThread[Early]):
                 producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
                 for queue, publications in self._by_queue(producer, batch):
                     self._publish(producer, queue, publications)
-        except NoPublisherFree as error:
+        except exceptions.NoPublisherFree as error:
             for early in batch:
                 self._settled(early, error)
 
@@ -312,7 +307,7 @@ def _is_permanent(error: Exception) -> bool:
 
     Not if the user lacks a permission, which an operator can give.
     """
-    if isinstance(error, PermissionMissing):
+    if isinstance(error, exceptions.PermissionMissing):
         return False
     # Of the class itself are those that AMQP cannot write.
-    return isinstance(error, MessageRefused) or type(error) is PublishError
+    return isinstance(error, exceptions.MessageRefused) or type(error) is exceptions.PublishError

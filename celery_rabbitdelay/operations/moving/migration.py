@@ -34,13 +34,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.moving.mover import Destinations, Mover, Place, Stay, Target
-from celery_rabbitdelay.publishing.declaration import (
-    check_complete,
-    check_layout,
-    connect,
-    declare_if_missing,
-    queue_counts,
-)
+from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -204,7 +198,7 @@ def migration(
     convert = Migration(
         source.topology, target.topology, destinations.ensure, signing_keys, vouches
     ).convert
-    declare = declare_if_missing if may_declare else check_complete
+    declare = declaration.declare_if_missing if may_declare else declaration.check_complete
     undeliverable = target.topology.module_queues.undeliverable.exchange.name
     return Mover(
         source.connection,
@@ -242,8 +236,8 @@ def check_places(source: Place, target: Place) -> None:
 def _are_the_same(one: Connection, other: Connection) -> bool:
     """Return whether two connections are to the same virtual host, whatever its address."""
     with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
-        connect(first)
-        connect(second)
+        declaration.connect(first)
+        declaration.connect(second)
         channel: Any = first.default_channel
         # The broker generates a unique name.
         name = channel.queue_declare(exclusive=True).queue
@@ -266,9 +260,9 @@ def check_source(source: Place) -> None:
         OSError: The broker cannot be reached.
     """
     with source.connection.clone(heartbeat=0) as own:
-        connect(own)
-        check_layout(own, source.topology)
-        counts = queue_counts(own, source.topology.queues)
+        declaration.connect(own)
+        declaration.check_layout(own, source.topology)
+        counts = declaration.queue_counts(own, source.topology.queues)
     if not any(counts.values()):
         raise TopologyIncomplete(source.topology.prefix, tuple(counts))
 
@@ -289,6 +283,6 @@ def ready_in(connection: Connection, queues: Sequence[Queue]) -> dict[str, int]:
         OSError: The broker cannot be reached.
     """
     with connection.clone(heartbeat=0) as own:
-        connect(own)
-        counts = queue_counts(own, queues)
+        declaration.connect(own)
+        counts = declaration.queue_counts(own, queues)
     return {name: found.messages for name, found in counts.items() if found and found.messages}

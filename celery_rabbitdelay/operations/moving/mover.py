@@ -28,13 +28,7 @@ from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
 from celery_rabbitdelay.operations.moving.source import Source, SourceLost, SourceRefused, Taken
-from celery_rabbitdelay.publishing.declaration import (
-    bind_destination,
-    connect,
-    declare_destination,
-    declare_if_missing,
-    queue_counts,
-)
+from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
@@ -99,16 +93,16 @@ class Destinations:
         if name not in self._known and not self._may_bind(name):
             self.unnamed.add(name)
             return
-        connect(self._connection)
+        declaration.connect(self._connection)
         queue = self._known.get(name)
-        declare_if_missing(self._connection, self._topology)
+        declaration.declare_if_missing(self._connection, self._topology)
         is_bound = (
             queue is not None
             and not getattr(queue, "no_declare", False)
-            and self._try(partial(declare_destination, queue=queue))
+            and self._try(partial(declaration.declare_destination, queue=queue))
         )
         # It may exist with other arguments than the application gives it.
-        if not is_bound and not self._try(partial(bind_destination, queue_name=name)):
+        if not is_bound and not self._try(partial(declaration.bind_destination, queue_name=name)):
             self.missing.add(name)
         self._seen.add(name)
 
@@ -130,7 +124,7 @@ class Destinations:
         """
         if name not in self._seen:
             self._seen.add(name)
-            if queue_counts(self._connection, [Queue(name)])[name] is None:
+            if declaration.queue_counts(self._connection, [Queue(name)])[name] is None:
                 self.missing.add(name)
         return name not in self.missing
 

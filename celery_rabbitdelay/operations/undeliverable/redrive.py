@@ -20,18 +20,12 @@ import amqp
 from amqp.exceptions import ResourceLocked
 from kombu import Connection, Queue
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.destinations import (
     checkin_destinations,
     configured_destinations,
     configured_queues,
-)
-from celery_rabbitdelay.exceptions import (
-    InvalidDelay,
-    InvalidDestination,
-    PublishError,
-    ReadTooLong,
-    UnprocessableMessage,
 )
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.entities import CHECK_IN
@@ -90,7 +84,7 @@ def redriving_for(
     topology: Topology = settings.topology
     delay_ms = None if delay is None else milliseconds(delay)
     if delay_ms is not None and delay_ms < 0:
-        raise InvalidDelay(delay, "must not be negative")
+        raise exceptions.InvalidDelay(delay, "must not be negative")
     if delay_ms is not None and CHECK_IN not in settings.modules:
         topology.layout.check_capacity(delay_ms)
     queues = configured_queues(app)
@@ -147,7 +141,7 @@ def check_exists(connection: Connection, queue: str) -> None:
     # If it is an exclusive queue of another connection, it exists.
     with suppress(ResourceLocked):
         if queue_counts(connection, [Queue(queue)])[queue] is None:
-            raise InvalidDestination(queue, "does not exist: declare it first")
+            raise exceptions.InvalidDestination(queue, "does not exist: declare it first")
 
 
 def bound_by(destinations: Destinations) -> Callable[[str], None]:
@@ -164,7 +158,7 @@ def bound_by(destinations: Destinations) -> Callable[[str], None]:
             destinations.ensure(queue)
         except (OSError, amqp.AMQPError) as error:
             reason = f"the queue {shortened(queue)} cannot be bound to the levels: {error}"
-            raise UnprocessableMessage(reason) from error
+            raise exceptions.UnprocessableMessage(reason) from error
 
     return ensure
 
@@ -172,9 +166,11 @@ def bound_by(destinations: Destinations) -> Callable[[str], None]:
 def _check_name(queue: str, allowed: AllowedDestinations) -> None:
     size = len(queue.encode(errors="surrogatepass"))
     if not 0 < size <= MAX_SHORTSTR_BYTES:
-        raise InvalidDestination(queue, f"has no name of 1 to {MAX_SHORTSTR_BYTES} bytes")
+        raise exceptions.InvalidDestination(
+            queue, f"has no name of 1 to {MAX_SHORTSTR_BYTES} bytes"
+        )
     if allowed.forbids(queue):
-        raise InvalidDestination(
+        raise exceptions.InvalidDestination(
             queue, "belongs to the levels, to the broker or to Celery: name one of your own"
         )
 
@@ -280,7 +276,7 @@ class Removal:
         present = self.report.present
         most = LIMIT if present is None else min(present, LIMIT)
         messages = islice(self._reader.messages(most), most)
-        errors: tuple[type[BaseException], ...] = (*self._reader.errors, ReadTooLong)
+        errors: tuple[type[BaseException], ...] = (*self._reader.errors, exceptions.ReadTooLong)
         while self.report.stopped is None:
             try:
                 message = next(messages, None)
@@ -301,7 +297,7 @@ class Removal:
             try:
                 outgoing = redriving.redriven(message)
                 content = encoded(outgoing, self._reader.frame_max)
-            except UnprocessableMessage as stays:
+            except exceptions.UnprocessableMessage as stays:
                 self.report.leave(stays.reason)
                 continue
             except Exception as error:
@@ -415,7 +411,7 @@ def redrive(
                         redeclare=redeclare,
                         done=removal.done,
                     )
-                except PublishError as error:
+                except exceptions.PublishError as error:
                     removal.stop(f"nothing more can be published: {error}")
                 finally:
                     # After an interrupt, the broker may have these.
