@@ -191,8 +191,8 @@ class Distribution:
     def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
         """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
         reason = allowed.not_allowed(
-            f"{allowed.where_in_words('', queue)}, which the application does not name and which is "
-            f"not bound to {self.topology.delivery.name}"
+            f"{allowed.where_in_words('', queue)}, which the application does not name and which "
+            f"is not bound to {self.topology.delivery.name}"
         )
         undeliverable = self.topology.module_queues.undeliverable.exchange.name
         return to_undeliverable(undeliverable, Outgoing("", queue, message), reason)
