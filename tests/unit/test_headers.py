@@ -87,21 +87,15 @@ DELAYED: dict[str, Any] = {
 def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() -> None:
     # A message may wait for years, and the worker that gets it may be of any later version; while
     # workers are updated, also of an earlier one. None of them knows another name.
+    names = [name for name in vars(headers).values() if str(name).startswith("rabbitdelay-")]
+    assert sorted(name.removeprefix("rabbitdelay-") for name in names) == [
+        "",  # the prefix itself
+        *("attempts", "committed", "copy", "due", "early", "exchange", "expiration"),
+        *("failed-since", "first-reason", "job", "job-id", "key", "key-order", "life", "once"),
+        *("priority", "queue", "reason", "redelivered", "redriven", "routing-key", "signature"),
+        *("unreadable", "version"),
+    ]
     assert (headers.DUE, headers.QUEUE) == ("rabbitdelay-due", "rabbitdelay-queue")
-    assert headers.EXCHANGE == "rabbitdelay-exchange"
-    assert headers.ROUTING_KEY == "rabbitdelay-routing-key"
-    assert headers.PRIORITY == "rabbitdelay-priority"
-    assert headers.EXPIRATION == "rabbitdelay-expiration"
-    assert headers.EARLY == "rabbitdelay-early"
-    assert headers.ATTEMPTS == "rabbitdelay-attempts"
-    assert headers.FAILED_SINCE == "rabbitdelay-failed-since"
-    assert headers.FIRST_REASON == "rabbitdelay-first-reason"
-    assert headers.REASON == "rabbitdelay-reason"
-    assert headers.COPY == "rabbitdelay-copy"
-    assert headers.KEY == "rabbitdelay-key"
-    assert headers.JOB == "rabbitdelay-job"
-    assert headers.ONCE == "rabbitdelay-once"
-    assert headers.UNREADABLE == "rabbitdelay-unreadable"
     assert wire.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
 
 
@@ -137,6 +131,32 @@ def test_a_message_that_is_passed_on_unopened_keeps_all_headers_but_those_of_the
 ) -> None:
     kept = {name: value for name, value in found.items() if name not in headers.BROKER_HEADERS}
     assert repr(headers.unopened(found).to_headers()) == repr({**kept})
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        (headers.DUE, (0, MAX_MS), (-1, MAX_MS + 1, True, "0")),
+        (headers.PRIORITY, (5, 255), (4, 256, "5")),
+        (headers.EXPIRATION, ("0", "4294967295"), ("4294967296", "", "-1", "1.5", 5)),
+        (headers.ATTEMPTS, (1, 2**31), (0, 2**31 + 1)),
+        (headers.FAILED_SINCE, (1, MAX_MS), (0, MAX_MS + 1)),
+        (headers.REDRIVEN, (0, 2**31), (-1, 2**31 + 1)),
+        (headers.QUEUE, ("q",), ("", b"q")),
+        (headers.ONCE, (True, "mark"), ("", False, 1)),
+        (headers.REDELIVERED, (True,), (False, 1)),
+        (headers.COMMITTED, (True,), (False, "True")),
+    ],
+)
+def test_values_count_up_to_their_bounds(name: str, valid: Any, invalid: Any) -> None:
+    assert [headers.parse({name: value})[1] for value in valid] == [{}] * len(valid)
+    assert [list(headers.parse({name: value})[1]) for value in invalid] == [[name]] * len(invalid)
+
+
+def test_a_message_that_could_not_wait_for_longer_at_once_is_expected_early() -> None:
+    early = EarlyHeader(1, until_ms=1000)
+    assert [early.expects(now_ms, 100) for now_ms in (899, 900, 2000)] == [False, True, True]
+    assert not EarlyHeader(1).expects(1000, 100)
 
 
 def test_headers_nested_a_thousand_deep_are_read() -> None:
