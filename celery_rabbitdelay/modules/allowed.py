@@ -101,25 +101,21 @@ class DistributionReach:
         Raises:
             UnprocessableMessage: Distribution may not publish there.
         """
-        is_named, why = self._decided(exchange, "" if exchange else routing_key)
-        if why is not None:
-            raise UnprocessableMessage(why)
-        return is_named
+        decided = self._decided(exchange, "" if exchange else routing_key)
+        if isinstance(decided, str):
+            raise UnprocessableMessage(decided)
+        return decided
 
-    def _decide(self, exchange: str, queue: str) -> tuple[bool, str | None]:
-        """Return whether a destination is named, and why it is not reached; None if it is."""
+    def _decide(self, exchange: str, queue: str) -> bool | str:
+        """Return whether a destination is named, or why it is not reached."""
         name, where = exchange or queue, where_in_words(exchange, queue)
         if not name:
-            return False, "its destination is missing: it names neither an exchange nor a queue"
+            return "its destination is missing: it names neither an exchange nor a queue"
         if self._named.forbids(name):
-            return False, not_allowed(
-                f"{where}, which belongs to the broker, to Celery or to the levels"
-            )
+            return not_allowed(f"{where}, which belongs to the broker, to Celery or to the levels")
         if self._named.includes(exchange, queue):
-            return True, None
-        if self._is_list:
-            return False, not_allowed(where)
-        return exchange != "", None
+            return True
+        return not_allowed(where) if self._is_list else exchange != ""
 
 
 #: For a program without settings: every destination is named.

@@ -138,8 +138,12 @@ def test_a_list_is_all_that_is_reached(app: Celery) -> None:
     reach = distribution_reach(app)
     assert reach.names("", "news1")
     assert reach.names("news2", "any")
-    for exchange, key in (("", "letters"), ("office", "a"), ("", "")):
-        with pytest.raises(UnprocessableMessage):
+    for exchange, key, why in (
+        ("", "letters", "the queue 'letters'"),
+        ("office", "a", "the exchange 'office'"),
+        ("", "", "neither an exchange nor a queue"),
+    ):
+        with pytest.raises(UnprocessableMessage, match=why):
             reach.names(exchange, key)
 
 
