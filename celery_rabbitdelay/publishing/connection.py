@@ -23,25 +23,13 @@ class PublishingConnection:
     """One connection with one channel in confirm mode. For one thread at a time.
 
     Args:
-        kombu: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and again
-            whenever it was lost.
+        connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
+            again whenever it was lost.
     """
 
-    def __init__(self, kombu: Connection) -> None:
-        self.kombu = kombu
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self._channel: ConfirmChannel | None = None
-
-    @property
-    def connection_errors(self) -> tuple[type[BaseException], ...]:
-        """The errors that mean that the connection is lost."""
-        errors: tuple[type[BaseException], ...] = self.kombu.connection_errors
-        return errors
-
-    @property
-    def channel_errors(self) -> tuple[type[BaseException], ...]:
-        """The errors with which the broker closes a channel."""
-        errors: tuple[type[BaseException], ...] = self.kombu.channel_errors
-        return errors
 
     def channel(self, deadline: float, on_settled: OnSettled) -> ConfirmChannel:
         """Return a channel that can be used, and open the connection if needed.
@@ -55,50 +43,52 @@ class PublishingConnection:
             self._channel.unconfirmed.on_settled = on_settled
             return self._channel
         self._connect(deadline)
-        with Wire(self.kombu).all_answers_within(remaining(deadline)):
-            self._channel = ConfirmChannel(self.kombu, on_settled)
+        with Wire(self.connection).all_answers_within(remaining(deadline)):
+            self._channel = ConfirmChannel(self.connection, on_settled)
         return self._channel
 
     def _connect(self, deadline: float) -> None:
         """Try each broker of a fail-over list once; that does not count as a resend."""
-        own_timeout = self.kombu.connect_timeout
+        own_timeout = self.connection.connect_timeout
         try:
-            for hosts_left in range(max(len(self.kombu.alt), 1), 0, -1):
+            for hosts_left in range(max(len(self.connection.alt), 1), 0, -1):
                 # A host that does not answer leaves time for the others. To switch to the next one
                 # resets kombu's timeout.
                 share = remaining(deadline) / hosts_left
-                self.kombu.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, share)
+                self.connection.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, share)
                 try:
                     # Left to itself, kombu waits two seconds and tries again.
-                    self.kombu.ensure_connection(max_retries=0, reraise_as_library_errors=False)
-                except self.kombu.recoverable_connection_errors:
+                    self.connection.ensure_connection(
+                        max_retries=0, reraise_as_library_errors=False
+                    )
+                except self.connection.recoverable_connection_errors:
                     if hosts_left == 1:
                         raise
-                    self.kombu.maybe_switch_next()
+                    self.connection.maybe_switch_next()
                 else:
                     # What is left of the limit for connecting is none for answers.
-                    wait_without_limit(self.kombu)
+                    wait_without_limit(self.connection)
                     return
         finally:
-            self.kombu.connect_timeout = own_timeout
+            self.connection.connect_timeout = own_timeout
 
     def discard(self) -> None:
         """Drop the connection without AMQP's handshake; :meth:`channel` opens a new one."""
         self._channel = None
-        drop_connection(self.kombu)
+        drop_connection(self.connection)
 
     def close_channel(self) -> None:
         """Close the channel; the connection stays open for others."""
         channel, self._channel = self._channel, None
         if channel is not None:
             # Everything that was published is settled; a close that fails changes nothing.
-            with suppress(*self.connection_errors, *self.channel_errors):
+            with suppress(*self.connection.connection_errors, *self.connection.channel_errors):
                 channel.close(CLOSE_TIMEOUT)
 
     def close(self) -> None:
         """Close the connection in order; it cannot be used any more."""
         self.close_channel()
-        self.kombu.release()
+        self.connection.release()
 
 
 def remaining(deadline: float) -> float:

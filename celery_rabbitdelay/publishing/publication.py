@@ -6,6 +6,7 @@ import math
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
@@ -19,6 +20,7 @@ from celery_rabbitdelay.publishing.wire import Content
 Address: TypeAlias = Callable[[], tuple[str, str]]
 
 
+@dataclass(slots=True, eq=False)
 class Publication:
     """A message to publish, and its outcome.
 
@@ -44,34 +46,18 @@ class Publication:
             the broker may have taken those before that one.
     """
 
-    __slots__ = (
-        "address",
-        "content",
-        "deadline",
-        "error",
-        "exchange",
-        "redeclared",
-        "resent",
-        "routing_key",
-        "single_attempt",
-        "subject",
-        "suspected",
-        "unanswered",
-    )
-
-    def __init__(self, content: Content, address: Address, subject: Any = None) -> None:
-        self.content = content
-        self.address = address
-        self.subject = subject
-        self.exchange = ""
-        self.routing_key = ""
-        self.error: PublishError | None = None
-        self.resent = 0
-        self.deadline = math.inf
-        self.single_attempt = False
-        self.redeclared = False
-        self.unanswered = False
-        self.suspected = False
+    content: Content
+    address: Address
+    subject: Any = None
+    exchange: str = ""
+    routing_key: str = ""
+    error: PublishError | None = None
+    resent: int = 0
+    deadline: float = math.inf
+    single_attempt: bool = False
+    redeclared: bool = False
+    unanswered: bool = False
+    suspected: bool = False
 
     @classmethod
     def of(cls, message: amqp.Message, address: Address, subject: Any = None) -> Publication:

@@ -58,7 +58,7 @@ PASSING_REASONS: Final = re.compile(
 )
 
 
-class Publisher:
+class Publisher(PublishingConnection):
     """Publishes over one connection, and waits for the confirms. For one thread at a time.
 
     Args:
@@ -70,13 +70,8 @@ class Publisher:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = PublishingConnection(connection)
+        super().__init__(connection)
         self.resent = 0
-
-    @property
-    def connection(self) -> Connection:
-        """The kombu connection."""
-        return self._connection.kombu
 
     def publish(
         self,
@@ -156,19 +151,7 @@ class Publisher:
             PublishError: Nothing can be published any more. All messages that were taken and have
                 no outcome have this error; further ones were not taken.
         """
-        _Run(self._connection, publications, policy, declare, redeclare, done).run()
-
-    def discard(self) -> None:
-        """Drop the connection without AMQP's handshake; the next publish opens a new one."""
-        self._connection.discard()
-
-    def close_channel(self) -> None:
-        """Close the publisher's channel; the connection stays open for others."""
-        self._connection.close_channel()
-
-    def close(self) -> None:
-        """Close the connection in order; the publisher cannot be used any more."""
-        self._connection.close()
+        _Run(self, publications, policy, declare, redeclare, done).run()
 
 
 class _MayPass(Exception):
@@ -187,14 +170,14 @@ class _Run:
 
     def __init__(
         self,
-        connection: PublishingConnection,
+        publisher: Publisher,
         publications: Iterable[Publication],
         policy: PublishPolicy,
         declare: Declaration | None,
         redeclare: Declaration | None,
         done: Callable[[Publication], None] | None,
     ) -> None:
-        self._connection = connection
+        self._publisher = publisher
         self._publications = iter(publications)
         self._policy = policy
         self._declare = declare
@@ -224,30 +207,30 @@ class _Run:
                     # The topology on the broker is incomplete, or belongs to another layout.
                     self._loop.take_back()
                     error.may_have_arrived = self._loop.may_have_arrived
-                    self._connection.discard()
+                    self._publisher.discard()
                     raise
                 except NotAllowed as refused:
                     # Do not retry: the virtual host is missing or not accessible.
                     self._loop.take_back()
-                    self._connection.discard()
+                    self._publisher.discard()
                     if self._loop.has_more():
                         self._fail_all_and_raise(self._lost(refused), refused)
                 except (
-                    *self._connection.connection_errors,
-                    *self._connection.channel_errors,
+                    *self._publisher.connection.connection_errors,
+                    *self._publisher.connection.channel_errors,
                 ) as lost:
                     self._try_again(None, lost)
                 except BaseException:
                     # Also an interrupt or a time limit: late confirms of messages in flight must
                     # not be taken for confirms of the next caller's messages.
-                    self._connection.discard()
+                    self._publisher.discard()
                     raise
 
     def _open(self) -> ConfirmChannel:
         """Return a channel on a connection where everything is declared."""
         deadline = self._loop.next_waiting.deadline
         try:
-            channel = self._connection.channel(deadline, self._loop.settled)
+            channel = self._publisher.channel(deadline, self._loop.settled)
         except AccessRefused as refused:
             raise self._lost(refused) from refused
         self._loop.use(channel)
@@ -263,8 +246,8 @@ class _Run:
         publication = self._loop.next_waiting
         try:
             with self._loop.channel.wire.all_answers_within(remaining(publication.deadline)):
-                declare(self._connection.kombu)
-        except self._connection.channel_errors as refused:
+                declare(self._publisher.connection)
+        except self._publisher.connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
                 raise  # for a message in flight
             error = _declaration_refused(publication.address(), refused)
@@ -282,11 +265,11 @@ class _Run:
                     self._loop.wait()
         except PublishError:
             # Late answers about these messages must not be taken for answers about the next ones.
-            self._connection.discard()
+            self._publisher.discard()
             raise
         except ChannelError as closed:
             # py-amqp opens a channel that the broker closed again, but not in confirm mode.
-            self._connection.close_channel()
+            self._publisher.close_channel()
             culprit = self._loop.channel_closed(closed)
             if culprit is not None and isinstance(closed, AccessRefused | NotFound):
                 assert culprit.error is not None
@@ -301,8 +284,8 @@ class _Run:
             cause: The error of this attempt.
         """
         sent = self._loop.take_back()
-        self._connection.discard()
-        self._connection.kombu.maybe_switch_next()
+        self._publisher.discard()
+        self._publisher.connection.maybe_switch_next()
         if not self._loop.has_more():
             return
         if self._loop.last_settled > self._lost_at:
@@ -317,14 +300,14 @@ class _Run:
         time.sleep(pause)
 
     def _lost(self, cause: BaseException | None) -> ConnectionLost:
-        broker = shown_broker(self._connection.kombu)
+        broker = shown_broker(self._publisher.connection)
         reason = f"no connection to {broker}, attempt {max(self._losses, 1)}: {cause!r}"
         return ConnectionLost(*self._loop.next_waiting.address(), reason)
 
     def _fail_all_and_raise(self, error: PublishError, cause: BaseException | None) -> NoReturn:
         """Finish all messages that wait with this error, and raise it."""
         if not isinstance(error, HARMLESS):
-            self._connection.discard()
+            self._publisher.discard()
         self._loop.take_back()
         error.may_have_arrived = error.may_have_arrived or self._loop.may_have_arrived
         error.__cause__ = cause
