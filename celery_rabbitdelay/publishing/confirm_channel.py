@@ -245,12 +245,10 @@ class ConfirmChannel:
 
     def _on_blocked(self, reason: str) -> None:
         self.blocked = reason
-        callback = self._callers_callbacks[0]
-        if callback:
+        if callback := self._callers_callbacks[0]:
             callback(reason)
 
     def _on_unblocked(self) -> None:
         self.blocked = None
-        callback = self._callers_callbacks[1]
-        if callback:
+        if callback := self._callers_callbacks[1]:
             callback()

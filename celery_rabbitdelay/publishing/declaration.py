@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from amqp import spec
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
@@ -469,13 +469,7 @@ def _channel(connection: Connection) -> Any:
     return connection.channel()
 
 
-class _Method(Protocol):
-    """A method of AMQP that takes ``nowait``."""
-
-    def __call__(self, *, nowait: bool) -> Any: ...
-
-
-def _pipeline(*methods: _Method) -> None:
+def _pipeline(*methods: Callable[..., Any]) -> None:
     """Call methods of one channel with few answers: the broker answers every 20th, and the last.
 
     The broker executes the methods of a channel in their order. When it refuses one, it closes the
@@ -488,7 +482,7 @@ def _pipeline(*methods: _Method) -> None:
         method(nowait=not waits)
 
 
-def _bind_method(channel: Any, binding: Binding) -> _Method:
+def _bind_method(channel: Any, binding: Binding) -> Callable[..., Any]:
     bind = channel.exchange_bind if binding.target_is_exchange else channel.queue_bind
     return partial(bind, binding.target, binding.source, binding.pattern)
 
@@ -504,10 +498,8 @@ def _bind_destination(channel: Any, topology: Topology, queue_name: str) -> None
 def _queue_exists(connection: Connection, queue: Queue) -> bool:
     try:
         return queue_counts(connection, [queue])[queue.name] is not None
-    except ResourceLocked:
-        return True  # it is an exclusive queue of another connection
-    except AccessRefused:
-        return True  # it may exist
+    except (ResourceLocked, AccessRefused):
+        return True  # it is an exclusive queue of another connection, or it may exist
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -76,11 +77,8 @@ def reading_unreadable_properties(connection: Connection, max_bytes: int | None 
             so that it never takes memory; its message can only be rejected. None: any is kept.
     """
     options = connection.transport_options or {}
-
-    def frame_handler(amqp_connection: Any, callback: Callable[..., Any]) -> Any:
-        return _frame_handler(amqp_connection, callback, max_bytes)
-
-    connection.transport_options = {**options, "frame_handler": frame_handler}
+    handler = partial(_frame_handler, max_bytes=max_bytes)
+    connection.transport_options = {**options, "frame_handler": handler}
 
 
 def _frame_handler(

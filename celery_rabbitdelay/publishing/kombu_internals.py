@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from queue import LifoQueue
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
 from amqp import spec
 from amqp.exceptions import NotFound
@@ -33,12 +33,7 @@ def find_queues(channel: Any, names: Sequence[str]) -> list[tuple[int, int] | No
     Raises:
         amqp.exceptions.ChannelError: The broker refuses to say it; the message names the queue.
     """
-
-    def ask(name: str) -> None:
-        flags = (True, False, False, False, False)  # passive, ..., nowait
-        channel.send_method(spec.Queue.Declare, "BsbbbbbF", (0, name, *flags, None))
-
-    found = _ask_in_batches(channel, names, ask, spec.Queue.Declare, spec.Queue.DeclareOk)
+    found = _ask_in_batches(channel, names, spec.Queue, "BsbbbbbF")
     return [answer and (answer[1], answer[2]) for answer in found]
 
 
@@ -52,24 +47,15 @@ def find_exchanges(channel: Any, names: Sequence[str]) -> list[bool]:
     Raises:
         amqp.exceptions.ChannelError: The broker refuses to say it; the message names the exchange.
     """
-
-    def ask(name: str) -> None:
-        flags = (True, False, False, False, False)  # passive, ..., nowait
-        # The broker does not compare the type.
-        channel.send_method(spec.Exchange.Declare, "BssbbbbbF", (0, name, "topic", *flags, None))
-
-    found = _ask_in_batches(channel, names, ask, spec.Exchange.Declare, spec.Exchange.DeclareOk)
+    # The broker does not compare the type.
+    found = _ask_in_batches(channel, names, spec.Exchange, "BssbbbbbF", "topic")
     return [answer is not None for answer in found]
 
 
 def _ask_in_batches(
-    channel: Any,
-    names: Sequence[str],
-    ask: Callable[[str], None],
-    question: tuple[int, int],
-    answer: tuple[int, int],
+    channel: Any, names: Sequence[str], methods: Any, layout: str, *types: str
 ) -> list[Any]:
-    """Return the arguments of each answer, None for NOT_FOUND.
+    """Declare passively; return the arguments of each answer, None for NOT_FOUND.
 
     For a missing object the broker closes the channel and ignores the questions behind it. py-amqp
     has opened the channel again when it raises the error, so they are asked again: one first and
@@ -77,16 +63,17 @@ def _ask_in_batches(
     """
     answers: list[Any] = []
     size = PASSIVE_BATCH
+    flags = (True, False, False, False, False)  # passive, ..., nowait
     while len(answers) < len(names):
         batch = names[len(answers) : len(answers) + size]
         for name in batch:
-            ask(name)
+            channel.send_method(methods.Declare, layout, (0, name, *types, *flags, None))
         try:
             for _ in batch:
                 # py-amqp handles one method at a time, so no answer is lost between two waits.
-                answers.append(channel.wait(answer, returns_tuple=True))
+                answers.append(channel.wait(methods.DeclareOk, returns_tuple=True))
         except NotFound as missing:
-            if missing.method_sig != question:
+            if missing.method_sig != methods.Declare:
                 raise  # it closes another channel of the connection
             answers.append(None)
             size = 1
@@ -177,14 +164,7 @@ def consumed_queue_name(consumer: Consumer, consumer_tag: str | None) -> str | N
     return next((name for name, tag in tags.items() if tag == consumer_tag), None)
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-T = TypeVar("T", bound=_Closable)
-
-
-class LazyPool(Resource, Generic[T]):
+class LazyPool(Resource):
     """A pool of kombu's that opens nothing before it is used.
 
     Args:
@@ -192,13 +172,13 @@ class LazyPool(Resource, Generic[T]):
         limit: Maximum size of the pool; None makes a new resource for every use.
     """
 
-    _resource: LifoQueue[T]
+    _resource: LifoQueue[Any]
 
-    def __init__(self, make: Callable[[], T], limit: int | None) -> None:
+    def __init__(self, make: Callable[[], Any], limit: int | None) -> None:
         self._make = make
         super().__init__(limit=limit)
 
-    def new(self) -> T:
+    def new(self) -> Any:
         """Make one more; kombu calls this."""
         return self._make()
 
@@ -207,6 +187,6 @@ class LazyPool(Resource, Generic[T]):
         for _ in range(self.limit or 0):
             self._resource.put_nowait(self.new())
 
-    def collect_resource(self, resource: T) -> None:
+    def collect_resource(self, resource: Any) -> None:
         """Close one; kombu calls this when the pool is closed."""
         resource.close()

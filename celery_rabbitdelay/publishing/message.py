@@ -64,7 +64,8 @@ class WaitingMessage(NamedTuple):
     @property
     def task_id(self) -> str:
         """The task's id: correlation id, message id, or CRC-32 of the body."""
-        return _task_id(self.properties, self.body)
+        given = self.properties.get("correlation_id") or self.properties.get("message_id")
+        return str(given or zlib.crc32(self.body))
 
     def saying(self, **changes: Any) -> Self:
         """Return the message with changes of what its headers say."""
@@ -94,16 +95,6 @@ def body_of(message: amqp.Message) -> bytes:
     """Return a message's body as the bytes that are sent."""
     body: str | bytes = message.body
     return body.encode() if isinstance(body, str) else body
-
-
-def task_id_of(message: amqp.Message) -> str:
-    """Return the task id of a message; see :attr:`WaitingMessage.task_id`."""
-    return _task_id(message.properties, body_of(message))
-
-
-def _task_id(properties: Mapping[str, Any], body: bytes) -> str:
-    given = properties.get("correlation_id") or properties.get("message_id")
-    return str(given or zlib.crc32(body))
 
 
 def headers_of(message: amqp.Message) -> dict[str, Any]:

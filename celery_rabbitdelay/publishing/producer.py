@@ -231,13 +231,14 @@ class DelayedProducer(Producer):
         }
         queue = destination.queue
         is_too_high = self.topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
+        has_distribution = DISTRIBUTE in self.modules
         if queue is None or is_too_high:
-            self._need_distribution(
-                str(destination) if queue is None else f"a message of priority {priority}"
-            )
-        name = DISTRIBUTION
-        if queue is not None and not is_too_high:
-            refuses = DISTRIBUTE in self.modules and may_refuse(queue, self.may_refuse)
+            if not has_distribution:
+                what = str(destination) if queue is None else f"a message of priority {priority}"
+                raise NeedsDistribution(what)
+            name = DISTRIBUTION
+        else:
+            refuses = has_distribution and may_refuse(queue, self.may_refuse)
             name = DISTRIBUTION if refuses else queue.name
         body, properties["content_type"], properties["content_encoding"] = serialized(
             self,
@@ -311,7 +312,3 @@ class DelayedProducer(Producer):
         forget(connection)
         declare(connection, self.topology)
         self._declare(connection, queue, further)
-
-    def _need_distribution(self, what: str) -> None:
-        if DISTRIBUTE not in self.modules:
-            raise NeedsDistribution(what)

@@ -372,7 +372,7 @@ class PublisherPool:
         # parent's connections, so the child drops its references.
         self._publishers = self._new_pool()
 
-    def _new_pool(self) -> LazyPool[Publisher]:
+    def _new_pool(self) -> LazyPool:
         return LazyPool(lambda: Publisher(self._connection.clone()), self._limit)
 
 

@@ -19,7 +19,7 @@ from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item, _Items
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import EarlyMessages
-from celery_rabbitdelay.publishing.message import task_id_of
+from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from tests.unit.waiting import waiting
 
@@ -296,7 +296,7 @@ def test_an_envelope_whose_tasks_all_wait_for_their_job_goes_back_as_a_whole(
         message.properties["application_headers"]["x-death"] = []
         registry = Registry(*[ITS_JOB_IS_OPEN] * number)
         (later,) = registry.distributed(message)
-        route = TOPOLOGY.route(60, DISTRIBUTION, task_id_of(message))
+        route = TOPOLOGY.route(60, DISTRIBUTION, WaitingMessage.unopened(message).task_id)
         assert (later.exchange, later.routing_key) == (route.exchange, route.routing_key)
         # While the levels do not take it, its route is computed anew.
         assert later.reroute is not None
@@ -318,7 +318,7 @@ def test_the_envelope_waits_until_the_first_of_its_tasks_asks_again(
     message = tasks(2)
     registry = Registry(ITS_JOB_IS_OPEN, ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000))
     (later,) = registry.distributed(message)
-    route = TOPOLOGY.route(30, DISTRIBUTION, task_id_of(message))
+    route = TOPOLOGY.route(30, DISTRIBUTION, WaitingMessage.unopened(message).task_id)
     assert (later.exchange, later.routing_key) == (route.exchange, route.routing_key)
 
 
