@@ -6,7 +6,7 @@ When Celery moves one of them, tests/unit/test_upstream_celery.py says which.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import amqp
 from celery.exceptions import InvalidTaskError
@@ -21,6 +21,24 @@ from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
 #: The latest instant, in milliseconds since 1970, until which a worker has to hold a task: in
 #: the year 9000. Celery cannot convert instants close to the end of the year 9999.
 LATEST_ETA_MS: Final = 221_845_392_000_000
+
+
+class Delivery(NamedTuple):
+    """What Celery's consumer passes to a task's strategy.
+
+    Attributes:
+        message: The task's message.
+        body: The body, if the consumer has read it.
+        ack: Acknowledges the message.
+        go_on: Passes the task to Celery, which runs it, or holds it until its ``eta``.
+        task: The task's name.
+    """
+
+    message: Message
+    body: Any
+    ack: Callable[..., Any]
+    go_on: Callable[[], Any]
+    task: str
 
 
 def leave_out_delayed_delivery(consumer: Any) -> None:
@@ -93,14 +111,14 @@ def lower_prefetch(consumer: Any) -> None:
     consumer.qos.decrement_eventually()
 
 
-def run_strategy(consumer: Any, message: Message, body: Any, strategy: Callable[[], Any]) -> None:
+def run_strategy(consumer: Any, delivery: Delivery) -> None:
     """Run a task's strategy outside of Celery's consumer, with the consumer's error handling."""
     try:
-        strategy()
+        delivery.go_on()
     except (InvalidTaskError, ContentDisallowed) as invalid:
-        consumer.on_invalid_task(body, message, invalid)
+        consumer.on_invalid_task(delivery.body, delivery.message, invalid)
     except DecodeError as unreadable:
-        consumer.on_decode_error(message, unreadable)
+        consumer.on_decode_error(delivery.message, unreadable)
 
 
 def has_event_loop(consumer: Any) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 from celery.utils.log import get_logger
-from kombu import Message
 
 from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.exceptions import RegistryUnavailable
@@ -19,6 +18,7 @@ from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict, new_copy
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (
+    Delivery,
     call_after,
     discard_as_revoked,
     has_event_loop,
@@ -82,23 +82,15 @@ class _Due(NamedTuple):
     """A task that is due and has arrived.
 
     Attributes:
-        message: Its message.
-        body: The body that Celery passes to a strategy.
-        ack: Acknowledges the message; the function that Celery passes to a strategy.
-        go_on: Passes the task to Celery.
+        delivery: Its message, restored, as Celery has passed it.
         waited: What its headers have said.
         arrival: What the registry is asked.
-        task: The task's name.
         queue: The queue that the message came from.
     """
 
-    message: Message
-    body: Any
-    ack: Callable[..., Any]
-    go_on: Callable[[], Any]
+    delivery: Delivery
     waited: DelayHeaders
     arrival: Arrival
-    task: str
     queue: str
 
 
@@ -141,25 +133,14 @@ class Decisions(BatchThread[_Due]):
         """Whether Redis is asked nothing at the moment, because it did not answer."""
         return self._breaker.is_open
 
-    def ask(
-        self,
-        message: Message,
-        body: Any,
-        ack: Callable[..., Any],
-        go_on: Callable[[], Any],
-        waited: DelayHeaders,
-        task: str,
-    ) -> None:
+    def ask(self, delivery: Delivery, waited: DelayHeaders) -> None:
         """Ask about a task; the event loop then does what the registry says.
 
         Args:
-            message: The task's message, restored.
-            body: The body that Celery passes to a strategy.
-            ack: The function that Celery passes to a strategy.
-            go_on: Passes the task to Celery.
+            delivery: The task's message, restored, as Celery has passed it.
             waited: What its headers have said.
-            task: The task's name.
         """
+        message, body = delivery.message, delivery.body
         queue = name_of_queue(self._consumer, message) or ""
         redelivered = bool(message.delivery_info.get("redelivered"))
         said = waited
@@ -169,7 +150,7 @@ class Decisions(BatchThread[_Due]):
         arrival = Arrival.of(said, waited.due_ms or 0, queue, redelivered)
         if arrival.once and not arrival.mark:
             arrival = arrival._replace(mark=new_copy())
-        due = _Due(message, body, ack, go_on, waited, arrival, task, queue)
+        due = _Due(delivery, waited, arrival, queue)
         if self._plain.is_open and not arrival.has_options:
             self._plain.give(due)
         else:
@@ -271,11 +252,11 @@ class Decisions(BatchThread[_Due]):
         match decision.verdict:
             case Verdict.RUN:
                 self._signal(signals.released, due)
-                run_strategy(self._consumer, due.message, due.body, due.go_on)
+                run_strategy(self._consumer, due.delivery)
             case Verdict.DUPLICATE | Verdict.REPLACED:
                 # Another message of the task runs, or has run: its result is the task's.
                 logger.info("Task %s does not run twice.", due.arrival.task_id)
-                acknowledge_message(self._consumer, due.ack)
+                acknowledge_message(self._consumer, due.delivery.ack)
             case Verdict.LATER:
                 self._put_back(due, decision)
             case Verdict.FORGOTTEN:
@@ -289,7 +270,7 @@ class Decisions(BatchThread[_Due]):
                 )
                 self._put_back(due, self._later())
             case _:
-                run = partial(run_strategy, self._consumer, due.message, due.body, due.go_on)
+                run = partial(run_strategy, self._consumer, due.delivery)
                 discard_as_revoked(self._consumer, due.arrival.task_id, run)
                 self._signal(DISCARDED[decision.verdict], due)
 
@@ -297,7 +278,7 @@ class Decisions(BatchThread[_Due]):
         values = {instruments.LATENESS: lateness(due.waited.due_ms)}
         if verdict is not Verdict.RUN:
             values = {COUNTED[verdict]: 1}
-        self._consumer.app.rabbitdelay.recorder.record(values, due.task, due.queue)
+        self._consumer.app.rabbitdelay.recorder.record(values, due.delivery.task, due.queue)
 
     def _signal(self, signal: Any, due: _Due) -> None:
         signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)
@@ -305,11 +286,10 @@ class Decisions(BatchThread[_Due]):
     def _put_back(self, due: _Due, decision: Decision, forgotten: str = "") -> None:
         if due.arrival.once:
             # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
-            due.message.headers[ONCE] = due.arrival.mark
+            due.delivery.message.headers[ONCE] = due.arrival.mark
         until_ms = decision.until_ms
         due_ms = until_ms if decision.is_new_due else due.arrival.due_ms
         otherwise = partial(self._ask_again, [due])
-        if not self._early_tasks.put_back(
-            due.message, due.ack, due.waited, until_ms, due_ms, otherwise, forgotten
-        ):
+        put_back = self._early_tasks.put_back
+        if not put_back(due.delivery, due.waited, until_ms, due_ms, otherwise, forgotten):
             otherwise()

@@ -26,6 +26,7 @@ from celery_rabbitdelay.modules.redelivery import EarlyWarning, early_ms
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action
+from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.put_back import Early, PutBackThread
 
 logger = get_logger(__name__)
@@ -54,14 +55,7 @@ class EarlyTasks:
         self.thread = PutBackThread(consumer)
 
     def try_enqueue(
-        self,
-        message: Message,
-        body: Any,
-        ack: Callable[..., Any],
-        go_on: Callable[[], Any],
-        waited: DelayHeaders | None = None,
-        takes_eta: bool = True,
-        ask: Action | None = None,
+        self, delivery: Delivery, waited: DelayHeaders | None, takes_eta: bool, ask: Action | None
     ) -> bool:
         """Take a task that is not due yet; return whether it was taken.
 
@@ -71,14 +65,12 @@ class EarlyTasks:
         Celery holds it and does not start it.
 
         Args:
-            message: The task's message.
-            body: The body that Celery passes to a strategy.
-            ack: Acknowledges the message; the function that Celery passes to a strategy.
-            go_on: Passes the task to Celery, which holds it until its ``eta``.
+            delivery: The task's message, as Celery has passed it.
             waited: What its headers have said; None if it was not in the levels.
             takes_eta: Whether to take a task for its ``eta``.
             ask: Asks the registry about a task that has left the levels; None without one.
         """
+        message, body = delivery.message, delivery.body
         due = self._due_after_levels(waited)
         if due is None:
             # It was released in time, or never waited.
@@ -93,7 +85,7 @@ class EarlyTasks:
                 return
             if waited is not None:
                 celery_internals.give_eta(message, body, due.at_ms)
-            celery_internals.run_strategy(self._consumer, message, body, go_on)
+            celery_internals.run_strategy(self._consumer, delivery)
 
         destination = self._destination(message, waited)
         if destination is None:
@@ -106,7 +98,7 @@ class EarlyTasks:
             if not earlier.expects(due.at_ms - due.delay_ms, self._tolerated_ms):
                 self._warning.warn(f"Task {message.headers.get('id')}", due.delay_ms)
             waited = waited._replace(early=earlier._replace(times=earlier.times + 1))
-        acknowledge = partial(acknowledge_message, self._consumer, ack)
+        acknowledge = partial(acknowledge_message, self._consumer, delivery.ack)
         self.thread.give(Early(message, destination, due, due.at_ms, waited, acknowledge, hold))
         return True
 
@@ -122,8 +114,7 @@ class EarlyTasks:
 
     def put_back(
         self,
-        message: Message,
-        ack: Callable[..., Any],
+        delivery: Delivery,
         waited: DelayHeaders,
         until_ms: int,
         due_ms: int,
@@ -133,21 +124,20 @@ class EarlyTasks:
         """Put a task back into the levels that has left them; return whether it was taken.
 
         Args:
-            message: The task's message.
-            ack: As for :meth:`try_enqueue`.
+            delivery: The task's message, as Celery has passed it.
             waited: What its headers have said.
             until_ms: Until when it is to wait, in milliseconds since 1970-01-01 UTC.
             due_ms: Its due time, likewise, which its header has from then on.
             otherwise: What the event loop runs if the levels do not take it.
             forgotten: Why it goes to ``undeliverable`` instead; empty if it does not.
         """
-        destination = self._destination(message, waited)
+        destination = self._destination(delivery.message, waited)
         if destination is None:
             return False
         rest_ms = max(until_ms - time.time_ns() // NS_PER_MS, 0)
         due = Due(until_ms * NS_PER_MS, rest_ms, is_instant=True)
-        acknowledge = partial(acknowledge_message, self._consumer, ack)
-        early = Early(message, destination, due, due_ms, waited, acknowledge, otherwise)
+        acknowledge = partial(acknowledge_message, self._consumer, delivery.ack)
+        early = Early(delivery.message, destination, due, due_ms, waited, acknowledge, otherwise)
         early.forgotten = forgotten
         self.thread.give(early)
         return True
@@ -159,7 +149,7 @@ class EarlyTasks:
 
         Args:
             message: The task's message, as it was received.
-            ack: As for :meth:`try_enqueue`.
+            ack: Acknowledges the message; the function that Celery passes to a strategy.
             why: Why this version cannot read it.
         """
         name = celery_internals.name_of_queue(self._consumer, message)

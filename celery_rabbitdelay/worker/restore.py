@@ -19,7 +19,7 @@ from celery_rabbitdelay.app.instruments import EARLY, LATENESS, TAKEN_OVER, Inst
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
-from celery_rabbitdelay.worker.celery_internals import id_of, name_of_queue
+from celery_rabbitdelay.worker.celery_internals import Delivery, id_of, name_of_queue
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.metrics import Arrivals, lateness
@@ -91,8 +91,6 @@ class Origins:
             return False
 
 
-logger = get_logger(__name__)
-
 #: When the task was published, as Sentry's Celery integration notes it: float, seconds since
 #: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
 SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
@@ -139,7 +137,7 @@ class RestoringStrategies(dict[str, Strategy]):
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
             try:
-                is_taken = self._take(message, body, ack, go_on, task_name, takes_eta)
+                is_taken = self._take(Delivery(message, body, ack, go_on, task_name), takes_eta)
             except Exception:  # anybody may have written the message
                 logger.exception("A message for the task %s is left to Celery.", task_name)
                 is_taken = False
@@ -147,21 +145,14 @@ class RestoringStrategies(dict[str, Strategy]):
 
         super().__setitem__(task_name, restoring)
 
-    def _take(
-        self,
-        message: Message,
-        body: Any,
-        ack: Any,
-        go_on: Callable[[], Any],
-        task_name: str,
-        takes_eta: bool,
-    ) -> bool:
+    def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
         """Restore a message; return whether it is not passed to Celery, or not now."""
+        message = delivery.message
         later = later_version(message.headers or {}, message.content_type)
         if later is not None:
             # Between two connections there is nothing to acknowledge: RabbitMQ redelivers it.
             if self.early_tasks is not None:
-                self.early_tasks.leave_to_later_version(message, ack, later)
+                self.early_tasks.leave_to_later_version(message, delivery.ack, later)
             return True
         waited = restore(message, self._origin)
         self._hide_delivery(message)
@@ -171,15 +162,15 @@ class RestoringStrategies(dict[str, Strategy]):
             return False
         ask = None
         if self.decisions is not None and waited is not None and id_of(message):
-            ask = partial(self.decisions.ask, message, body, ack, go_on, waited, task_name)
-        if self.early_tasks.try_enqueue(message, body, ack, go_on, waited, takes_eta, ask):
-            self._record(TAKEN_OVER if waited is None else EARLY, 1, task_name, message)
+            ask = partial(self.decisions.ask, delivery, waited)
+        if self.early_tasks.try_enqueue(delivery, waited, takes_eta, ask):
+            self._record(TAKEN_OVER if waited is None else EARLY, 1, delivery)
             return True
         if ask is not None:
             ask()
             return True
         if waited is not None:
-            self._record(LATENESS, lateness(waited.due_ms), task_name, message)
+            self._record(LATENESS, lateness(waited.due_ms), delivery)
             signals.send(signals.released, self._app, id_of(message), waited.due_ms)
         return False
 
@@ -194,9 +185,9 @@ class RestoringStrategies(dict[str, Strategy]):
             if queue is not None:
                 message.delivery_info.update(exchange="", routing_key=queue)
 
-    def _record(self, instrument: Instrument, value: float, task: str, message: Message) -> None:
-        queue = name_of_queue(self._consumer, message) or ""
-        self._app.rabbitdelay.recorder.record({instrument: value}, task, queue)
+    def _record(self, instrument: Instrument, value: float, delivery: Delivery) -> None:
+        queue = name_of_queue(self._consumer, delivery.message) or ""
+        self._app.rabbitdelay.recorder.record({instrument: value}, delivery.task, queue)
 
 
 def restore(message: Message, origin: Origin = as_it_says) -> DelayHeaders | None:

@@ -224,7 +224,9 @@ def test_errors_of_a_strategy_go_to_the_consumer(error: Exception, handler: str)
     def strategy() -> None:
         raise error
 
-    of_worker.run_strategy(Fake(), None, None, strategy)  # type: ignore[arg-type]
+    message: Any = None
+    delivery = of_worker.Delivery(message, None, print, strategy, "task")
+    of_worker.run_strategy(Fake(), delivery)
     assert called == [handler]
 
 
