@@ -181,10 +181,6 @@ class BatchThread(ABC, Generic[ItemT]):
         """Add what was given by now."""
         if first is not None:
             batch.append(first)
-        while len(batch) < MAX_BATCH:
-            try:
-                item = self._given.get_nowait()
-            except Empty:
-                return
-            if item is not None:
+        while len(batch) < MAX_BATCH and not self._given.empty():
+            if (item := self._given.get()) is not None:
                 batch.append(item)

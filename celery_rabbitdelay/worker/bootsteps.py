@@ -11,11 +11,10 @@ from threading import Lock
 from typing import Any, Final
 
 from amqp.exceptions import AccessRefused, NotFound
-from celery import bootsteps
 from celery.worker.components import Pool
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
-from kombu import Connection, Queue
+from kombu import Connection
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
@@ -38,7 +37,7 @@ from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.worker.celery_internals import leave_out_delayed_delivery
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
@@ -86,12 +85,6 @@ class WorkerDeclaration:
         #: different brokers.
         self._brokers: set[str] = set()
 
-    @property
-    def queues(self) -> list[Queue]:
-        """The queues that the worker consumes from, without those of broadcasts."""
-        queues = self._app.amqp.queues.consume_from.values()
-        return [queue for queue in queues if not isinstance(queue, Broadcast)]
-
     def declare(self, connection: Connection) -> None:
         """Declare everything, unless that was done since the last loss of a connection.
 
@@ -117,8 +110,8 @@ class WorkerDeclaration:
                 delays.declare(connection)
             self._has_declared = True
             if delays.settings.declare == "auto":
-                for queue in self.queues:
-                    if not queue.exclusive:
+                for queue in self._app.amqp.queues.consume_from.values():
+                    if not (queue.exclusive or isinstance(queue, Broadcast)):
                         declare_destination(connection, delays.topology, queue)
             self._brokers.add(broker)
             logger.info(
@@ -178,14 +171,10 @@ class WorkerDeclaration:
             self._brokers.clear()
 
 
-class DelayLevels(bootsteps.StartStopStep):
+class DelayLevels(RabbitMQStep):
     """Declares the levels and binds the worker's queues, on every connection of its consumer."""
 
     requires = (Tasks, DelayedDelivery)
-
-    def include_if(self, consumer: Any) -> bool:
-        """Leave the step out where the broker is not RabbitMQ."""
-        return bool(consumer.app.rabbitdelay.available)
 
     def include(self, consumer: Any) -> bool:
         """Replace Celery's ``DelayedDelivery`` step."""
@@ -215,7 +204,7 @@ class DelayLevels(bootsteps.StartStopStep):
         consumer.controller.rabbitdelay_declaration.connection_lost()
 
 
-class RestoreTasks(bootsteps.StartStopStep):
+class RestoreTasks(RabbitMQStep):
     """Restores each delayed task on its arrival, and says whether and when it runs.
 
     Tasks that arrive before they are due go back into the levels; see :class:`EarlyTasks`. About
@@ -223,10 +212,6 @@ class RestoreTasks(bootsteps.StartStopStep):
     """
 
     requires = (DelayLevels,)
-
-    def include_if(self, consumer: Any) -> bool:
-        """Leave the step out where the broker is not RabbitMQ."""
-        return bool(consumer.app.rabbitdelay.available)
 
     def start(self, consumer: Any) -> None:
         """Wrap the execution strategies, and begin to take early tasks of the new connection."""
@@ -275,7 +260,7 @@ PREFETCH: Final = {CHECK_IN: 1000, DISTRIBUTE: 300}
 HEARTBEAT: Final = 60
 
 
-class Modules(bootsteps.StartStopStep):
+class Modules(RabbitMQStep):
     """Serves check-in and distribution, each in a thread and on a connection of its own.
 
     They start after the pool, so that pool processes do not inherit their threads and sockets, and
@@ -295,10 +280,6 @@ class Modules(bootsteps.StartStopStep):
         worker.rabbitdelay_services = self._services
         self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
         super().__init__(worker, **options)
-
-    def include_if(self, worker: Any) -> bool:
-        """Leave the step out where the broker is not RabbitMQ."""
-        return bool(worker.app.rabbitdelay.available)
 
     def start(self, worker: Any) -> None:
         """Start the modules.

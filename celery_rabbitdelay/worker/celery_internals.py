@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import amqp
+from celery import bootsteps
 from celery.exceptions import InvalidTaskError
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
@@ -21,6 +22,14 @@ from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
 #: The latest instant, in milliseconds since 1970, until which a worker has to hold a task: in
 #: the year 9000. Celery cannot convert instants close to the end of the year 9999.
 LATEST_ETA_MS: Final = 221_845_392_000_000
+
+
+class RabbitMQStep(bootsteps.StartStopStep):
+    """A bootstep of a worker or of its consumer, left out where the broker is not RabbitMQ."""
+
+    def include_if(self, parent: Any) -> bool:
+        """Return whether the step is for this worker, or consumer."""
+        return bool(parent.app.rabbitdelay.available)
 
 
 class Delivery(NamedTuple):

@@ -11,7 +11,7 @@ from threading import Lock, Thread
 from typing import Any, Final
 
 from amqp.exceptions import AMQPError
-from celery import bootsteps, signals
+from celery import signals
 from celery.concurrency.prefork import TaskPool
 from celery.utils.log import get_logger
 from celery.worker.components import Pool
@@ -30,6 +30,7 @@ from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of, module_qu
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 
 logger = get_logger(__name__)
 
@@ -53,7 +54,7 @@ PATIENCE: Final = 1.0
 TIMEOUT: Final = 10.0
 
 
-class ServeMetrics(bootsteps.StartStopStep):
+class ServeMetrics(RabbitMQStep):
     """Serves the metrics of a worker, with those of its pool's processes, on a port.
 
     Without a port, it does something only where OpenTelemetry's SDK is set up: it adds what the
@@ -75,10 +76,6 @@ class ServeMetrics(bootsteps.StartStopStep):
         self._children: ChildCounts | None = None
         self._at_end = ExitStack()
         super().__init__(worker, **options)
-
-    def include_if(self, worker: Any) -> bool:
-        """Leave the step out where the broker is not RabbitMQ."""
-        return bool(worker.app.rabbitdelay.available)
 
     def create(self, worker: Any) -> None:
         """Prepare for the processes of the pool, none of which is forked yet.

@@ -183,7 +183,9 @@ class PutBackThread(BatchThread[Early]):
     def _settled(self, early: Early, error: Exception | None) -> None:
         """Acknowledge a message, or try it again; if that is no use, the worker holds it."""
         if error is None:
-            self.actions.add(partial(self._done, early), is_acknowledgement=True)
+            self.actions.add(
+                partial(self._finish, early, early.acknowledge), is_acknowledgement=True
+            )
             return
         if early.later_version:
             self._try_later_version_again(early, error)
@@ -227,15 +229,7 @@ class PutBackThread(BatchThread[Early]):
             early.due.remaining_ms() / 1000,
             error,
         )
-        self.actions.add(partial(self._hold, early))
-
-    def _done(self, early: Early) -> None:
-        self._give_back_its_place(early)
-        early.acknowledge()
-
-    def _hold(self, early: Early) -> None:
-        self._give_back_its_place(early)
-        early.hold()
+        self.actions.add(partial(self._finish, early, early.hold))
 
     def _give_it_a_place(self, early: Early) -> None:
         """Raise the prefetch count, as Celery does for a task that it holds.
@@ -246,10 +240,12 @@ class PutBackThread(BatchThread[Early]):
             early.has_place = True
             self.actions.add(partial(raise_prefetch, self._consumer))
 
-    def _give_back_its_place(self, early: Early) -> None:
+    def _finish(self, early: Early, action: Action) -> None:
+        """Lower the prefetch count if it was raised for a message, and acknowledge or hold it."""
         if early.has_place:
             early.has_place = False
             lower_prefetch(self._consumer)
+        action()
 
     def _delayed(self, producer: DelayedProducer, early: Early, due: Due) -> Delayed:
         """Return what replaces a message, and waits until ``due``."""

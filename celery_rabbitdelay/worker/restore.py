@@ -63,7 +63,8 @@ class Origins:
         queue = name_of_queue(self._consumer, message) or ""
         if (exchange, routing_key) == ("", queue):
             return exchange, routing_key
-        if not self._is_signed(message, headers):
+        keys = self._signing_keys
+        if keys is not None and not keys.verifies(b"", message.properties, headers):
             why = "is not signed: see rabbitdelay_signing_key"
         elif not self._reaches(exchange, routing_key):
             why = "may not be published there: see rabbitdelay_distribution_allowed"
@@ -77,10 +78,6 @@ class Origins:
             why,
         )
         return "", queue
-
-    def _is_signed(self, message: Message, headers: DelayHeaders) -> bool:
-        keys = self._signing_keys
-        return keys is None or keys.verifies(b"", message.properties, headers)
 
     def _reaches(self, exchange: object, routing_key: object) -> bool:
         if not isinstance(exchange, str) or not isinstance(routing_key, str):

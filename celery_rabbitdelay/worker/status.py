@@ -10,7 +10,7 @@ has imported, so the command group of this package imports this module, as a wor
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, Final
 
@@ -23,8 +23,7 @@ from celery_rabbitdelay.app.control import ARRIVALS, COMMAND
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.shown_url import without_passwords_in
 from celery_rabbitdelay.modules.service import ModuleService
-from celery_rabbitdelay.registry.index import Filter, Pending
-from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.registry.index import Filter, Index, Pending
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 
 logger = logging.getLogger(__name__)
@@ -45,30 +44,16 @@ _celerys_query_task: Final = _celerys_own.query_task
 def scheduled(state: Any, **options: Any) -> list[Mapping[str, Any]]:
     """List of currently scheduled ETA/countdown tasks, and of tracked tasks that wait next."""
     held: list[Mapping[str, Any]] = _celerys_scheduled(state, **options)
-    registry = _registry(state)
-    if registry is None:
-        return held
-    try:
-        waiting = list(islice(registry.index.pending(Filter()), MAX_SHOWN))
-    except RegistryUnavailable as error:
-        logger.warning("inspect scheduled: tasks in the levels are not shown: %s", error)
-        return held
-    return [*held, *(_shown(each) for each in waiting)]
+    waiting = _waiting(state, "scheduled", lambda index: islice(index.pending(Filter()), MAX_SHOWN))
+    return [*held, *map(_shown, waiting)]
 
 
 @inspect_command(name="query_task", variadic="ids", signature="[id1 [id2 [... [idN]]]]")
 def query_task(state: Any, ids: Any, **options: Any) -> dict[str, Any]:
     """Query for task information by id, also of tracked tasks that wait."""
     found: dict[str, Any] = _celerys_query_task(state, ids, **options)
-    registry = _registry(state)
     missing = [task_id for task_id in maybe_list(ids) or () if task_id not in found]
-    if registry is None or not missing:
-        return found
-    try:
-        waiting = registry.index.tasks(missing)
-    except RegistryUnavailable as error:
-        logger.warning("inspect query_task: tasks in the levels are not shown: %s", error)
-        return found
+    waiting = _waiting(state, "query_task", lambda index: index.tasks(missing)) if missing else []
     shown = {each.task_id: ("scheduled", _shown(each)["request"]) for each in waiting}
     return {**found, **shown}
 
@@ -86,12 +71,18 @@ def conf(state: Any, with_defaults: bool = False, **options: Any) -> dict[str, A
     return {name: without_passwords_in(value) for name, value in shown.items()}
 
 
-def _registry(state: Any) -> Registry | None:
+def _waiting(
+    state: Any, command: str, look_up: Callable[[Index], Iterable[Pending]]
+) -> list[Pending]:
+    """Return tracked tasks that wait; none without a registry, or while Redis does not answer."""
     delays = getattr(state.app, "rabbitdelay", None)
     if delays is None or not delays.has_registry:
-        return None
-    registry: Registry = delays.registry
-    return registry
+        return []
+    try:
+        return list(look_up(delays.registry.index))
+    except RegistryUnavailable as error:
+        logger.warning("inspect %s: tasks in the levels are not shown: %s", command, error)
+        return []
 
 
 def _shown(task: Pending) -> dict[str, Any]:
