@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple, cast
 
 import amqp
@@ -78,6 +80,7 @@ class ModuleStatistics:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Received:
     """A received message, and what is left to do about it.
 
@@ -91,15 +94,12 @@ class Received:
             from here.
     """
 
-    __slots__ = ("held", "message", "outgoing", "pending", "rejected", "unpacked")
-
-    def __init__(self, message: amqp.Message, outgoing: Iterator[Outgoing]) -> None:
-        self.message = message
-        self.outgoing = outgoing
-        self.held: Outgoing | None = None
-        self.pending = 0
-        self.unpacked = False
-        self.rejected = False
+    message: amqp.Message
+    outgoing: Iterator[Outgoing]
+    held: Outgoing | None = None
+    pending: int = 0
+    unpacked: bool = False
+    rejected: bool = False
 
     @property
     def headers(self) -> DelayHeaders:
@@ -300,15 +300,8 @@ class Forwarder:
             reason: Why this version cannot read it.
         """
         later = self._redelivery.until_upgraded(received.message, reason)
-        if later.reroute is None:
-            return self.give_up(received, outgoing, reason, later)
-        try:
-            content = encoded(later, self._frame_max)
-        except exceptions.UnprocessableMessage as too_long:
-            return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
-        self._statistics.redelivered += 1
-        self._later_version.warn(f"A message in {self._name}", reason)
-        return self._publication(received, later, None, content)
+        warn = partial(self._later_version.warn, f"A message in {self._name}", reason)
+        return self._put_back(received, outgoing, later, reason, warn)
 
     def _refused_by_undeliverable(
         self, received: Received, outgoing: Outgoing, error: exceptions.MessageRefused
@@ -375,6 +368,18 @@ class Forwarder:
     ) -> Publication:
         """Return the publication that puts a message into the levels, to try it again."""
         later = self._redelivery.after_failure(outgoing, received.headers, reason)
+        warn = partial(self._warn, destination, reason)
+        return self._put_back(received, outgoing, later, reason, warn)
+
+    def _put_back(
+        self,
+        received: Received,
+        outgoing: Outgoing,
+        later: Outgoing,
+        reason: str,
+        warn: Callable[[], None],
+    ) -> Publication:
+        """Return the publication of what redelivery has made of a message."""
         if later.reroute is None:
             return self.give_up(received, outgoing, reason, later)
         try:
@@ -382,7 +387,7 @@ class Forwarder:
         except exceptions.UnprocessableMessage as too_long:
             return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
         self._statistics.redelivered += 1
-        self._warn(destination, reason)
+        warn()
         return self._publication(received, later, None, content)
 
     def _warn(self, destination: str | None, reason: str) -> None:

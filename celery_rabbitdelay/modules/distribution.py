@@ -279,7 +279,8 @@ class Distribution:
             envelope = OpenedEnvelope(message.body, self.bounds.max_message_bytes)
             is_shared_checked = False
             for item in envelope.items:
-                is_own = _says_otherwise(item)
+                # Whether it has something of its own that decides whether it is published.
+                is_own = not DECISIVE.isdisjoint(item.headers) or "content_type" in item.properties
                 if is_own or not is_shared_checked:
                     self._check(message.headers, envelope, item)
                     is_shared_checked |= not is_own
@@ -337,11 +338,6 @@ def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
     names = ("exchange", "routing_key", "priority", "expiration")
     own = {name: getattr(inner, name) for name in names}
     return outer._replace(**{name: value for name, value in own.items() if value is not None})
-
-
-def _says_otherwise(item: Item) -> bool:
-    """Return whether an item has something of its own that decides whether it is published."""
-    return not DECISIVE.isdisjoint(item.headers) or "content_type" in item.properties
 
 
 def _named_by(headers: DelayHeaders) -> Any:

@@ -26,12 +26,8 @@ STOP_TIMEOUT: Final = 10.0
 #: Seconds from the loss of a connection to the first attempt to connect again, and the longest.
 RECONNECT_PAUSES: Final = (0.5, 10.0)
 
-#: Seconds until a queue that does not exist is looked for again.
-LOOK_AGAIN: Final = 60.0
-
-
-class NothingToServe(Exception):
-    """The module's queue does not exist and is not to be declared; it is looked for later again."""
+#: Other errors that are logged without a traceback.
+EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
 class ModuleService:
@@ -40,12 +36,8 @@ class ModuleService:
     Args:
         module: The module.
         connection: Template; each attempt to connect clones it.
-        declare: Called with each new connection, to declare what the module needs. It may raise
-            :class:`NothingToServe`.
+        declare: Called with each new connection, to declare what the module needs.
         on_lost: Called when an open connection is lost, or the module fails on it.
-
-    Attributes:
-        has_queue: Whether there was anything to serve when it was last looked for.
     """
 
     def __init__(
@@ -58,7 +50,6 @@ class ModuleService:
         self.module = module
         self.statistics = ModuleStatistics()
         self.stopping = Event()
-        self.has_queue = True
         self.connection = connection
         self.declare = declare
         self.on_lost = on_lost
@@ -85,29 +76,18 @@ class ModuleService:
             try:
                 with self.connection.clone() as connection:
                     self._serve(connection)
-            except NothingToServe:
-                self.has_queue = False
-                self.stopping.wait(LOOK_AGAIN)
             except Exception as lost:
-                if self.statistics.finished > finished:
-                    pause = shortest
                 self._careful = not isinstance(lost, ConnectionStuck)
-                if not self._careful:
+                if self.statistics.finished > finished or not self._careful:
                     pause = shortest
-                expected = (
-                    *self.connection.recoverable_connection_errors,
-                    PermissionMissing,
-                    PublishError,
-                )
-                with_traceback = not isinstance(
-                    lost, (*expected, *self.connection.channel_errors, ConnectionStuck)
-                )
+                errors = self.connection.recoverable_connection_errors
+                expected = (*errors, *self.connection.channel_errors, *EXPECTED)
                 logger.warning(
                     "%s: connects again in %.1f s: %s",
                     self.module.name,
                     pause,
                     lost if isinstance(lost, PermissionMissing) else repr(lost),
-                    exc_info=with_traceback,
+                    exc_info=not isinstance(lost, expected),
                 )
                 self.stopping.wait(pause)
                 pause = min(pause * 2, longest)
@@ -127,8 +107,7 @@ class ModuleService:
         try:
             with Wire(connection).answers_within(self.module.timeout):
                 self.declare(connection)
-            self.has_queue = True
-            logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
+                logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
             consumer = ModuleConsumer(
                 self.module,
                 connection,
@@ -139,8 +118,6 @@ class ModuleService:
             )
             with permissions_named():
                 return consumer.serve()
-        except NothingToServe:
-            raise
         except Exception:
             self.on_lost()
             raise

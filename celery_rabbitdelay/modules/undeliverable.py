@@ -66,8 +66,8 @@ def examine(
             queue of the levels needs it: its headers do not say where it was published.
     """
     reader = _HeaderReader(headers)
-    last_stop, key = reader.death()
-    by_broker = _by_broker(topology, last_stop, reader.cause_of_death())
+    last_stop, key, cause = reader.death()
+    by_broker = _by_broker(topology, last_stop, cause)
     key = key if key is not None else routing_key
     queue = reader.text(header_names.QUEUE)
     word = key.split(".")[-1] if key else ""
@@ -144,27 +144,22 @@ class _HeaderReader:
         why = self.text(UNREADABLE)
         return None if why is None else f"its properties cannot be read: {why}"
 
-    def death(self) -> tuple[str | None, str | None]:
-        """Return the queue that the message was dead-lettered from last, and its routing key."""
+    def death(self) -> tuple[str | None, str | None, object]:
+        """Return the queue that the message was dead-lettered from last, its key, and why."""
         deaths, newest = self._headers.get("x-death"), self._newest_death()
         if newest is None:
             if deaths:
                 self._note("x-death", deaths, "a list of tables")
-            return None, None
+            return None, None, None
         stop, keys = newest.get("queue"), newest.get("routing-keys")
         key = keys[0] if isinstance(keys, list) and keys else keys or None
         if not isinstance(stop, str | None) or not isinstance(key, str | None):
             self._note("x-death", newest, "a queue and its routing keys")
-            return None, None
+            return None, None, None
         if key and len(key.encode(errors="surrogatepass")) > MAX_SHORTSTR_BYTES:
             self._note("x-death", key, "a routing key that AMQP can carry")
             key = None
-        return stop or None, key
-
-    def cause_of_death(self) -> str | None:
-        """Return why the broker has dead-lettered the message last, in its own word."""
-        cause = (self._newest_death() or {}).get("reason")
-        return cause if isinstance(cause, str) else None
+        return stop or None, key, newest.get("reason")
 
     def _newest_death(self) -> Mapping[str, Any] | None:
         deaths = self._headers.get("x-death")
@@ -175,7 +170,7 @@ class _HeaderReader:
         self.unreadable.append(f"its header {name} is {shortened(value)}, not {expected}")
 
 
-def _by_broker(topology: Topology, last_stop: str | None, cause: str | None) -> str | None:
+def _by_broker(topology: Topology, last_stop: str | None, cause: object) -> str | None:
     """Return why the broker took a message out of a module's queue; None if it has not."""
     modules = topology.module_queues
     if last_stop not in (modules.checkin.name, modules.distribution.name):

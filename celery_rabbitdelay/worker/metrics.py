@@ -110,7 +110,7 @@ class ServeMetrics(RabbitMQStep):
         signals.worker_shutdown.connect(self._close, sender=worker)
         reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
         self._at_end.callback(reader.stop)
-        delays.recorder.observe(partial(observed, worker, reader, {}))
+        delays.recorder.observe(partial(observed, worker, reader))
         self._at_end.callback(delays.recorder.observe)
         if self._children is not None:
             self._children.start()
@@ -144,21 +144,16 @@ class ServeMetrics(RabbitMQStep):
         self._at_end.close()
 
 
-def observed(
-    worker: Any, reader: BacklogReader, services: dict[str, ModuleService]
-) -> Iterator[Sample]:
+def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
     """Yield what a worker knows at the moment, and does not record as it happens.
 
     Args:
         worker: The worker.
         reader: Asks the broker.
-        services: The modules found so far, by their queues, which is kept: a worker that stops
-            gives its modules up before everything else.
     """
-    found = [each for each in tuple(worker.rabbitdelay_services) if each.has_queue]
-    services.update((each.module.queue.name, each) for each in found)
-    for queue, service in services.items():
-        statistics = service.statistics
+    services: list[ModuleService] = worker.rabbitdelay_services
+    for service in tuple(services):
+        queue, statistics = service.module.queue.name, service.statistics
         yield instruments.MODULE_RECEIVED, (queue,), statistics.received
         yield instruments.MODULE_PUBLISHED, (queue,), statistics.published
         yield instruments.MODULE_REDELIVERED, (queue,), statistics.redelivered

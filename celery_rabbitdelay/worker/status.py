@@ -104,7 +104,7 @@ def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]
     """Rates and backlog of the modules around the delay levels; how late delayed tasks arrive."""
     consumer = state.consumer
     services: list[ModuleService] = getattr(consumer.controller, "rabbitdelay_services", [])
-    status = {each.module.name: each.statistics.status() for each in services if each.has_queue}
+    status = {each.module.name: each.statistics.status() for each in services}
     if isinstance(consumer.strategies, RestoringStrategies):
         status[ARRIVALS] = consumer.strategies.arrivals.status()
     return status
