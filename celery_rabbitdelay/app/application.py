@@ -26,7 +26,6 @@ from celery_rabbitdelay.app.celery_internals import (
     DelayingAMQP,
     combined_class,
     forget_classes,
-    imported_class,
     installed_on,
     result_class,
     task_class,
@@ -90,14 +89,14 @@ class Celery(celery.Celery):
     @cached_property
     def amqp(self) -> celery_amqp.AMQP:
         """Celery's AMQP features of the application."""
-        amqp_class = combined_class(DelayingAMQP, imported_class(self.amqp_cls))
+        amqp_class = combined_class(DelayingAMQP, self.amqp_cls)
         amqp: celery_amqp.AMQP = amqp_class(app=self)
         return amqp
 
     @cached_property
     def control(self) -> Control:
         """Celery's remote control of the application's workers."""
-        control_class = combined_class(DelayingControl, imported_class(self.control_cls))
+        control_class = combined_class(DelayingControl, self.control_cls)
         control: Control = control_class(app=self)
         return control
 
@@ -108,7 +107,7 @@ class Celery(celery.Celery):
 
     def create_task_cls(self) -> type[celery.Task[Any, Any]]:
         """Create the base class of the application's tasks."""
-        return task_class(self, combined_class(DelayingTask, imported_class(self.task_cls)))
+        return task_class(self, combined_class(DelayingTask, self.task_cls))
 
     def __reduce__(self) -> tuple[Any, ...]:
         reduced: tuple[Any, Any] = super().__reduce__()  # type: ignore[assignment]

@@ -47,14 +47,9 @@ def has_quorum_queue(app: celery.Celery) -> bool:
 # Combining our classes with the user's.
 
 
-def imported_class(named: Any) -> type[Any]:
-    """Return a class that is given by itself or by name, as ``task_cls`` and ``amqp_cls`` are."""
-    found: type[Any] = symbol_by_name(named)
-    return found
-
-
-def combined_class(ours: type[Any], base: type[Any]) -> type[Any]:
-    """Return a class that is ``ours`` and ``base``."""
+def combined_class(ours: type[Any], named: Any) -> type[Any]:
+    """Return a class that is ours and another, given by itself or by name, as ``task_cls`` is."""
+    base: type[Any] = symbol_by_name(named)
     if issubclass(base, ours):
         return base
     if issubclass(ours, base):
@@ -64,7 +59,7 @@ def combined_class(ours: type[Any], base: type[Any]) -> type[Any]:
 
 
 def installed_on(cls: type[Any]) -> type[Any]:
-    """Return the ``base`` of :func:`combined_class`: only it can be imported by name."""
+    """Return the other class of :func:`combined_class`: only it can be imported by name."""
     base: type[Any] = getattr(cls, "_installed_on", cls)
     return base
 

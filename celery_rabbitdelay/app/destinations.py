@@ -17,7 +17,6 @@ from kombu import Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
 
 #: Names of queues and exchanges that never get a message: those of the broker, those by which
@@ -102,12 +101,9 @@ def never_reached(app: Celery) -> tuple[frozenset[str], tuple[str, ...]]:
     They are those of the levels and their modules, of the broker, and of Celery's remote control,
     its replies and its events, as the application's settings name them.
     """
-    conf = app.conf
-    names = {
-        conf.event_exchange,
-        conf.result_exchange,
-        *_names_of_levels(app.rabbitdelay.settings.topology),
-    }
+    conf, topology = app.conf, app.rabbitdelay.settings.topology
+    ours = (*topology.queues, *topology.exchanges, *topology.identity)
+    names = {conf.event_exchange, conf.result_exchange, *(each.name for each in ours)}
     # So Celery names the queue of each receiver of events; the application may have others of the
     # same prefix.
     events = f"{escape(conf.event_queue_prefix)}.{_ANY_UUID}"
@@ -142,9 +138,3 @@ def _of_tasks(app: Celery) -> Iterator[str]:
         queue = getattr(task, "queue", None)
         if isinstance(queue, str) and queue:
             yield queue
-
-
-def _names_of_levels(topology: Topology) -> Iterator[str]:
-    yield from (queue.name for queue in topology.queues)
-    yield from (exchange.name for exchange in topology.exchanges)
-    yield from (topology.identity.guard.name, topology.identity.marker.name)

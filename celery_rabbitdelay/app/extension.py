@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from typing import Any, Final
 
 import celery
@@ -91,7 +92,7 @@ class RabbitDelay(WaitingTasks):
         keep_ms = milliseconds(max(settings.registry_keep, margin))
         prefix = settings.registry_prefix or settings.prefix
         registry = Registry(store, prefix, keep_ms, milliseconds(margin))
-        registry.jobs.on_expired = self._note_expired_job
+        registry.jobs.on_expired = partial(self.recorder.record, {JOBS_EXPIRED: 1})
         return registry
 
     @property
@@ -124,9 +125,6 @@ class RabbitDelay(WaitingTasks):
 
     def _note_call(self, seconds: float, has_succeeded: bool) -> None:
         self.recorder.record({REGISTRY: seconds, REGISTRY_FAILURES: int(not has_succeeded)})
-
-    def _note_expired_job(self) -> None:
-        self.recorder.record({JOBS_EXPIRED: 1})
 
     def warn_treated_as_countdown(self, why: str) -> None:
         """Log once that a delay does not wait in the levels, but is treated as a countdown.

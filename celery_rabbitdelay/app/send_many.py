@@ -80,6 +80,9 @@ class RowSender:
         options: Further options of ``apply_async``, for all rows.
     """
 
+    _producer: CapturingProducer
+    _writer: Writer
+
     def __init__(
         self,
         delays: Any,
@@ -162,7 +165,8 @@ class RowSender:
         else:
             return
         self._counts.queue = queue_label(producer.delayed)
-        writer = writer_for(producer, first, self._options, capture)
+        self._producer = producer
+        self._writer = writer = writer_for(producer, first, self._options, capture)
         if self._envelopes:
             try:
                 writer.envelope(b"", 0)
@@ -170,7 +174,7 @@ class RowSender:
                 # JSON cannot express a shared header: send each row as a message of its own.
                 self._envelopes = False
         work = chain([(number, given)], work)
-        publications = self._publications(producer, writer, work)
+        publications = self._publications(work)
         policy = producer.policy._replace(window=self._settings.max_unconfirmed)
         try:
             self._publisher.publish_all(publications, policy, done=self._done, **producer.declares)
@@ -244,99 +248,88 @@ class RowSender:
         has_id = row.task_id is not None
         return Call(row.task_id or next(self._ids), args, kwargs, due, headers, has_id)
 
-    def _publications(
-        self, producer: CapturingProducer, writer: Writer, work: Iterator[tuple[int, Work]]
-    ) -> Iterator[Publication]:
-        grouper = Grouper(
-            self._settings.topology.layout,
-            writer.item,
-            max_bytes=self._settings.max_message_bytes // 2,
-        )
-        add = partial(self._call_publications, producer, writer, grouper)
+    def _publications(self, work: Iterator[tuple[int, Work]]) -> Iterator[Publication]:
+        layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
+        grouper = Grouper(layout, self._writer.item, max_bytes=max_bytes)
         for number, given in work:
             if isinstance(given, Call):
-                yield from add(number, given)
-            elif (group := self._ready_group(number, given, writer)) is not None:
-                yield from self._group_publication(producer, writer, group)
+                yield from self._call_publications(grouper, number, given)
+            elif (group := self._ready_group(number, given)) is not None:
+                yield from self._group_publication(group)
             else:
                 calls = (call for call, _ in self._read(given))
                 for each, call in self._registration.asked(enumerate(calls, number)):
-                    yield from add(each, call)
+                    yield from self._call_publications(grouper, each, call)
         for group in grouper.flush():
-            yield from self._group_publication(producer, writer, group)
+            yield from self._group_publication(group)
 
-    def _ready_group(self, number: int, written: WrittenRows, writer: Writer) -> Group | None:
+    def _ready_group(self, number: int, written: WrittenRows) -> Group | None:
         """Return rows that are written already as a group.
 
         None if they do not stand in an envelope as this application writes them, which tracked ones
         never do, or if the bound of a message is lower than the bytes of a group.
         """
-        if not self._envelopes or not writer.can_write_again or self._registration.tracks:
+        if not self._envelopes or not self._writer.can_write_again or self._registration.tracks:
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None
         first, row = next(self._read(written))
-        if writer.item(first) != row.item:
+        if self._writer.item(first) != row.item:
             return None
         return Group(first.due, first, written.items, range(number, number + written.count))
 
     def _call_publications(
-        self,
-        producer: CapturingProducer,
-        writer: Writer,
-        grouper: Grouper,
-        number: int,
-        call: Call,
+        self, grouper: Grouper, number: int, call: Call
     ) -> Iterator[Publication]:
         """Publish a call by itself, or put it into a group; yield what waits no longer."""
         if not self._envelopes:
-            yield from self._row_publication(producer, writer, [number], call)
+            yield from self._row_publication([number], call)
             return
         try:
             groups = grouper.add(number, call, call.due)
         except exceptions.InvalidEnvelope:
-            yield from self._row_publication(producer, writer, [number], call)
+            yield from self._row_publication([number], call)
             return
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self._fail([number], error)
             return
-        content = partial(writer.content, call) if writer.can_write_again else None
-        self._registration.sent([number], call, content, producer.delayed)
+        content = partial(self._writer.content, call) if self._writer.can_write_again else None
+        self._registration.sent([number], call, content, self._producer.delayed)
         for group in groups:
-            yield from self._group_publication(producer, writer, group)
+            yield from self._group_publication(group)
 
-    def _row_publication(
-        self, producer: CapturingProducer, writer: Writer, rows: Sequence[int], call: Call
-    ) -> Iterator[Publication]:
+    def _row_publication(self, rows: Sequence[int], call: Call) -> Iterator[Publication]:
         try:
-            content = writer.content(call)
-            producer.check_size(len(content.body), producer.delayed.destination, call.due)
+            content = self._writer.content(call)
+            self._producer.check_size(
+                len(content.body), self._producer.delayed.destination, call.due
+            )
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self._fail(rows, error)
             return
         self._report.sent += len(rows)
-        delayed = producer.delayed._replace(task_id=call.task_id)
+        delayed = self._producer.delayed._replace(task_id=call.task_id)
         self._registration.sent(rows, call, lambda: content, delayed)
-        yield Publication(content, partial(producer.address, delayed, call.due), rows)
+        yield Publication(content, partial(self._producer.address, delayed, call.due), rows)
 
-    def _group_publication(
-        self, producer: CapturingProducer, writer: Writer, group: Group
-    ) -> Iterator[Publication]:
-        if len(group.rows) == 1 and writer.can_write_again:
-            yield from self._row_publication(producer, writer, group.rows, group.first)
+    def _group_publication(self, group: Group) -> Iterator[Publication]:
+        if len(group.rows) == 1 and self._writer.can_write_again:
+            yield from self._row_publication(group.rows, group.first)
             return
         due = group.due
         try:
-            content = writer.envelope(bytes(group.items), due.at_ms)
+            content = self._writer.envelope(bytes(group.items), due.at_ms)
             # For a single message, the bound applies to what is in the envelope.
             size = len(group.items if len(group.rows) == 1 else content.body)
-            producer.check_size(size, DISTRIBUTION, due)
+            self._producer.check_size(size, DISTRIBUTION, due)
         except (exceptions.InvalidEnvelope, exceptions.MessageTooLarge) as too_large:
             self._fail(group.rows, too_large)
             return
         self._report.sent += len(group.rows)
-        delayed = producer.delayed._replace(destination=DISTRIBUTION, task_id=group.first.task_id)
-        yield Publication(content, partial(producer.address, delayed, due), group.rows)
+        delayed = self._producer.delayed._replace(
+            destination=DISTRIBUTION, task_id=group.first.task_id
+        )
+        yield Publication(content, partial(self._producer.address, delayed, due), group.rows)
 
     def _done(self, publication: Publication) -> None:
         report = self._report

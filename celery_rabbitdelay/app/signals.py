@@ -15,6 +15,7 @@ arguments: ``task_id`` (str), ``due`` (an aware datetime, or None where it is no
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any, Final
 
 from celery.utils.dispatch import Signal
@@ -61,9 +62,7 @@ def send(signal: Any, app: Any, task_id: str, due_ms: object) -> None:
         return
     due, lateness = None, None
     if isinstance(due_ms, int):
-        try:
+        with suppress(OverflowError):  # after the year 9999
             due = instant_of(due_ms)
-        except OverflowError:
-            due = None  # after the year 9999
         lateness = time.time() - due_ms / 1000
     signal.send(sender=app, task_id=task_id, due=due, lateness=lateness)

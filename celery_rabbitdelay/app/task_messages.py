@@ -7,7 +7,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import celery
 from celery import signals
@@ -103,33 +103,6 @@ class Call(NamedTuple):
     has_id: bool = True
 
 
-class Writer(Protocol):
-    """Writes the messages of calls.
-
-    Attributes:
-        can_write_again: Whether a call that was written as an item can be written as a message.
-    """
-
-    can_write_again: bool
-
-    def content(self, call: Call) -> Content:
-        """Return the message of a call."""
-
-    def item(self, call: Call) -> bytes:
-        """Return a call as it stands in an envelope.
-
-        Raises:
-            InvalidEnvelope: An envelope cannot express it, but :meth:`content` can.
-        """
-
-    def envelope(self, items: bytes, due_ms: int) -> Content:
-        """Return the envelope of items that :meth:`item` has returned.
-
-        Raises:
-            InvalidEnvelope: An envelope cannot express a header that all calls have.
-        """
-
-
 class CapturingProducer(DelayedTaskProducer):
     """Keeps the message of a task that Celery has made and routed, instead of publishing it.
 
@@ -219,15 +192,18 @@ def writer_for(
         signals.after_task_publish,
         signals.task_sent,
     )
-    template_writer = _TemplateWriter(first, call, options)
     sends_event = first.amqp.app.conf.task_send_sent_event
     if sends_event or any(signal.receivers for signal in signals_of_publishing):
-        return _CeleryWriter(template_writer.template, first, call, capture)
-    return template_writer
+        return _CeleryWriter(first, call, options, capture)
+    return Writer(first, call, options)
 
 
-class _TemplateWriter:
-    """Writes messages by a template, which is the message of one call."""
+class Writer:
+    """Writes the messages of calls by a template, which is the message of one call.
+
+    Attributes:
+        can_write_again: Whether a call that was written as an item can be written as a message.
+    """
 
     can_write_again = True
 
@@ -248,12 +224,12 @@ class _TemplateWriter:
                 first.signing_keys,
             )
 
-        self.template = template(self._encode)
+        self._template = template(self._encode)
         if is_kombus_json(first.options.get("serializer")):
             faster = template(None)
             # It may be compressed as well.
             if faster.body(call.args, call.kwargs) == first.delayed.message.body:
-                self.template = faster
+                self._template = faster
 
     def _encode(self, body: Any) -> bytes:
         given = self._first.options
@@ -264,32 +240,42 @@ class _TemplateWriter:
         return encoded.encode() if isinstance(encoded, str) else encoded
 
     def content(self, call: Call) -> Content:
-        return self.template.content(
+        """Return the message of a call."""
+        return self._template.content(
             call.task_id, call.args, call.kwargs, call.due.at_ms, call.headers
         )
 
     def item(self, call: Call) -> bytes:
-        return self.template.item(call.task_id, call.args, call.kwargs, call.headers)
+        """Return a call as it stands in an envelope.
+
+        Raises:
+            InvalidEnvelope: An envelope cannot express it, but :meth:`content` can.
+        """
+        return self._template.item(call.task_id, call.args, call.kwargs, call.headers)
 
     def envelope(self, items: bytes, due_ms: int) -> Content:
-        return self.template.envelope(items, due_ms)
+        """Return the envelope of items that :meth:`item` has returned.
+
+        Raises:
+            InvalidEnvelope: An envelope cannot express a header that all calls have.
+        """
+        return self._template.envelope(items, due_ms)
 
 
-class _CeleryWriter:
+class _CeleryWriter(Writer):
     """Lets Celery build each message; all go to the destination of the first one."""
 
     can_write_again = False
 
     def __init__(
         self,
-        template: MessageTemplate,
         first: CapturingProducer,
         call: Call,
+        options: Mapping[str, Any],
         capture: Callable[[Call], CapturingProducer],
     ) -> None:
-        self._template = template
+        super().__init__(first, call, options)
         self._capture = capture
-        self._sign = first.sign
         # The messages that Celery has made and that are not written yet. To make one again would
         # send the signals again.
         self._captured = {call.task_id: first.delayed.message}
@@ -297,7 +283,7 @@ class _CeleryWriter:
     def _message(self, call: Call) -> WaitingMessage:
         message = self._captured.pop(call.task_id, None) or self._capture(call).delayed.message
         shared, _ = header_names.parse(self._template.headers)
-        return self._sign(
+        return self._first.sign(
             message.saying(
                 exchange=shared.exchange, routing_key=shared.routing_key, queue=shared.queue
             )

@@ -140,10 +140,8 @@ class DelayedTaskProducer(DelayedProducer):
         )
         retry = options.pop("retry", False)
         policy = options.pop("retry_policy", None) or {}
-        timeout = self._settings_timeout
-        if options.get("confirm_timeout") is not None:
-            timeout = checked("confirm_timeout", options["confirm_timeout"])
-        options.pop("confirm_timeout", None)
+        given = options.pop("confirm_timeout", None)
+        timeout = self._settings_timeout if given is None else checked("confirm_timeout", given)
         self.timeout = max(timeout - self._waited, MIN_TIMEOUT)
         options.pop("timeout", None)
         began = time.monotonic()

@@ -178,9 +178,9 @@ class TaskSending:
             finally:
                 count_send(delays.recorder, self.name, producer, publisher.resent - resent)
         if copy:
-            registration = Registration(
-                result.id, copy, due.at_ms, self._attempt, ticket, wanted.key
-            )
+            retries, replaced = map(self.options.get, ("retries", "replaced_task_nesting"))
+            attempt = attempt_of(retries, replaced)
+            registration = Registration(result.id, copy, due.at_ms, attempt, ticket, wanted.key)
             if wanted.track:
                 registration = registration._replace(
                     name=self.name, job=wanted.job, message=stored(producer.delayed)
@@ -188,10 +188,6 @@ class TaskSending:
             register_sent(delays.registry, [registration])
         signals.send(signals.delayed, self.app, result.id, due.at_ms)
         return result
-
-    @property
-    def _attempt(self) -> str:
-        return attempt_of(self.options.get("retries"), self.options.get("replaced_task_nesting"))
 
     def _ask(self, due: Due, wanted: RegistryOptions) -> tuple[Ticket, str]:
         """Ask the registry what the message has to carry: its ticket, and the id of its job.

@@ -127,14 +127,11 @@ class WaitingTasks(ABC):
         if job is not None:
             if task is not None or key is not None:
                 raise TypeError("takes a task, a key or a job")
-            return self._cancel_job(job)
+            with suppress(JobClosed):
+                self.abort_job(job)
+                return Outcome.DONE
+            return self._cancel([each.task_id for each in self.pending(job=job)])
         return self._cancel(self._meant(task, key))
-
-    def _cancel_job(self, job: str) -> Outcome:
-        with suppress(JobClosed):
-            self.abort_job(job)
-            return Outcome.DONE
-        return self._cancel([each.task_id for each in self.pending(job=job)])
 
     def _cancel(self, ids: list[str]) -> Outcome:
         if not ids:
