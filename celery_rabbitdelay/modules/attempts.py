@@ -80,7 +80,7 @@ class ModuleStatistics:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Received:
     """A received message, and what is left to do about it.
 

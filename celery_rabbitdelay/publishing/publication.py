@@ -20,7 +20,7 @@ from celery_rabbitdelay.publishing.wire import Content
 Address: TypeAlias = Callable[[], tuple[str, str]]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Publication:
     """A message to publish, and its outcome.
 
