@@ -14,13 +14,7 @@ import amqp
 import pytest
 from amqp.exceptions import NotFound
 
-from celery_rabbitdelay.exceptions import (
-    ConfirmTimeout,
-    MessageNacked,
-    MessageRefused,
-    MessageReturned,
-    PublishError,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
@@ -40,11 +34,11 @@ TIMEOUT = 60.0
 FRAME_MAX = 131_072
 
 #: The answer of the broker, or of the publish loop, about a message.
-NACKED = MessageNacked("", "", "nacked")
-TIMED_OUT = ConfirmTimeout("", "", "too late")
-REFUSED = MessageRefused("", "", "too large")
-RETURNED = MessageReturned("", "", "NO_ROUTE")
-NO_EXCHANGE = MessageReturned("", "", "NOT_FOUND")
+NACKED = exceptions.MessageNacked("", "", "nacked")
+TIMED_OUT = exceptions.ConfirmTimeout("", "", "too late")
+REFUSED = exceptions.MessageRefused("", "", "too large")
+RETURNED = exceptions.MessageReturned("", "", "NO_ROUTE")
+NO_EXCHANGE = exceptions.MessageReturned("", "", "NOT_FOUND")
 NO_EXCHANGE.__cause__ = NotFound("no exchange")
 
 
@@ -115,7 +109,7 @@ class Consumer:
         assert publication is not None
         return publication
 
-    def answer(self, publication: Publication, error: PublishError) -> Publication:
+    def answer(self, publication: Publication, error: exceptions.PublishError) -> Publication:
         """Let a publication fail; return what is published in its place."""
         publication.error = error
         in_its_place = self.attempts.settled(publication)

@@ -15,13 +15,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ONCE, UNREADABLE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.operations.moving.adoption import (
-    NOT_DELAYED,
-    EtaTasks,
-    NativeChain,
-    NServiceBusChain,
-    TaskMessages,
-)
+from celery_rabbitdelay.operations.moving import adoption
 from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -37,9 +31,9 @@ QUEUES = [
 MODULES = ("check-in", "distribution")
 
 
-def tasks(modules: tuple[str, ...] = MODULES, **more: Any) -> TaskMessages:
+def tasks(modules: tuple[str, ...] = MODULES, **more: Any) -> adoption.TaskMessages:
     producer = DelayedProducer(Publisher(Connection("amqp://")), TOPOLOGY, modules=modules)
-    return TaskMessages(producer, UTC, lambda name: None, **more)
+    return adoption.TaskMessages(producer, UTC, lambda name: None, **more)
 
 
 def message(key: str, exchange: str = "", **headers: Any) -> amqp.Message:
@@ -57,7 +51,7 @@ def message(key: str, exchange: str = "", **headers: Any) -> amqp.Message:
 def native(
     key: str, level: int = 5, modules: tuple[str, ...] = MODULES, **headers: Any
 ) -> Outgoing:
-    chain = NativeChain(tasks(modules), QUEUES)
+    chain = adoption.NativeChain(tasks(modules), QUEUES)
     return chain.convert(message(key, **headers), f"celery_delayed_{level}")
 
 
@@ -131,7 +125,7 @@ def test_the_registrys_headers_stay() -> None:
 
 
 def test_a_task_that_keeps_celerys_own_delays_stays() -> None:
-    chain = NativeChain(tasks(keeps_own=lambda name: name == "remind"), QUEUES)
+    chain = adoption.NativeChain(tasks(keeps_own=lambda name: name == "remind"), QUEUES)
     with pytest.raises(Stay, match="rabbitdelay=False"):
         chain.convert(message(calculate_routing_key(40, "daily")), "celery_delayed_5")
 
@@ -144,7 +138,7 @@ def nservicebus(seconds: int, level: int, sent: datetime, **headers: Any) -> Out
     }
     key = calculate_routing_key(seconds, "endpoint")
     queue = f"nsb.v2.delay-level-{level:02}"
-    return NServiceBusChain(TOPOLOGY).convert(message(key, **told), queue)
+    return adoption.NServiceBusChain(TOPOLOGY).convert(message(key, **told), queue)
 
 
 def test_a_message_of_nservicebus_ends_where_its_chain_ends() -> None:
@@ -183,7 +177,7 @@ def test_a_message_of_nservicebus_reaches_nothing_else() -> None:
 
 
 def eta_task(**headers: Any) -> Outgoing:
-    tasks_in_queue = EtaTasks(tasks(), TOPOLOGY, {queue.name: queue for queue in QUEUES})
+    tasks_in_queue = adoption.EtaTasks(tasks(), TOPOLOGY, {queue.name: queue for queue in QUEUES})
     return tasks_in_queue.convert(message("daily", "reports", **headers), "daily")
 
 
@@ -197,7 +191,7 @@ def test_a_task_with_an_eta_returns_to_its_queue() -> None:
 def test_a_task_that_is_not_delayed_stays(is_past: bool) -> None:
     with pytest.raises(Stay) as stay:
         eta_task(eta=in_seconds(-5) if is_past else None)
-    assert str(stay.value) == NOT_DELAYED
+    assert str(stay.value) == adoption.NOT_DELAYED
 
 
 @pytest.mark.parametrize("header", ["x-delivery-count", "x-acquired-count"])

@@ -12,19 +12,8 @@ import pytest
 from celery import Task, chain, group
 from kombu import Exchange, Queue
 
-from celery_rabbitdelay import Celery, install
+from celery_rabbitdelay import Celery, exceptions, install
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
-from celery_rabbitdelay.exceptions import (
-    ConnectionLost,
-    DelayTooLong,
-    InvalidDelay,
-    InvalidDelayType,
-    InvalidSetting,
-    LayoutConflict,
-    NeedsDistribution,
-    RegistryRequired,
-    TopologyIncomplete,
-)
 
 #: A port that nothing listens on: what gets as far as the broker fails with another error.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
@@ -49,28 +38,28 @@ def remind(app: Any) -> Any:
 
 @pytest.mark.parametrize("delay", [True, "5", datetime.now(UTC), [1]])
 def test_a_delay_of_a_wrong_type_is_refused(remind: Any, delay: Any) -> None:
-    with pytest.raises(InvalidDelayType) as caught:
+    with pytest.raises(exceptions.InvalidDelayType) as caught:
         remind.apply_async(delay=delay)
     assert caught.value.value is delay
 
 
 @pytest.mark.parametrize("delay", [float("nan"), float("inf")])
 def test_a_delay_that_is_not_finite_is_refused(remind: Any, delay: float) -> None:
-    with pytest.raises(InvalidDelay, match=repr(delay)):
+    with pytest.raises(exceptions.InvalidDelay, match=repr(delay)):
         remind.apply_async(delay=delay)
 
 
 @pytest.mark.parametrize("tolerance", [-1, "60", True, float("nan"), timedelta(seconds=-1)])
 @pytest.mark.parametrize("time", [{"delay": 5}, {"countdown": 5}, {}])
 def test_a_wrong_tolerance_is_refused_by_that_name(remind: Any, time: Any, tolerance: Any) -> None:
-    with pytest.raises(InvalidDelay, match="tolerance") as caught:
+    with pytest.raises(exceptions.InvalidDelay, match="tolerance") as caught:
         remind.apply_async(**time, tolerance=tolerance)
     assert caught.value.value is tolerance
     assert caught.value.what == "tolerance"
 
 
 def test_a_delay_that_ends_beyond_all_counting_is_refused(remind: Any) -> None:
-    with pytest.raises((InvalidDelay, DelayTooLong)):
+    with pytest.raises((exceptions.InvalidDelay, exceptions.DelayTooLong)):
         remind.apply_async(delay=10**18)
 
 
@@ -82,19 +71,19 @@ def test_delay_together_with_countdown_or_eta_is_refused(remind: Any, other: Any
 
 @pytest.mark.parametrize("countdown", [True, "5", float("nan")])
 def test_a_countdown_is_checked_as_a_delay_is(remind: Any, countdown: Any) -> None:
-    with pytest.raises((InvalidDelay, InvalidDelayType)):
+    with pytest.raises((exceptions.InvalidDelay, exceptions.InvalidDelayType)):
         remind.apply_async(countdown=countdown)
 
 
 def test_a_naive_eta_is_refused_where_no_timezone_says_what_it_means(remind: Any) -> None:
-    with pytest.raises(InvalidDelay, match="naive"):
+    with pytest.raises(exceptions.InvalidDelay, match="naive"):
         remind.apply_async(eta=datetime(2100, 1, 1))
 
 
 def test_a_naive_eta_means_the_time_of_the_timezone_setting(app: Any, remind: Any) -> None:
     app.conf.timezone = "Asia/Tokyo"
     soon = datetime.now(UTC).replace(tzinfo=None) + timedelta(hours=10)
-    with pytest.raises(ConnectionLost) as caught:
+    with pytest.raises(exceptions.ConnectionLost) as caught:
         remind.apply_async(eta=soon)
     # Tokyo is nine hours ahead: one hour is left.
     assert str(caught.value).count("no connection") == 1
@@ -103,18 +92,20 @@ def test_a_naive_eta_means_the_time_of_the_timezone_setting(app: Any, remind: An
 
 @pytest.mark.parametrize("eta", ["tomorrow", 5])
 def test_an_eta_that_is_no_instant_is_refused(remind: Any, eta: Any) -> None:
-    with pytest.raises((InvalidDelay, InvalidDelayType)):
+    with pytest.raises((exceptions.InvalidDelay, exceptions.InvalidDelayType)):
         remind.apply_async(eta=eta)
 
 
 def test_a_delay_above_the_capacity_names_the_capacity(remind: Any) -> None:
-    with pytest.raises(DelayTooLong, match=r"345,599,999\.900 s"):
+    with pytest.raises(exceptions.DelayTooLong, match=r"345,599,999\.900 s"):
         remind.apply_async(delay=timedelta(days=4000))
 
 
 def test_a_delay_of_more_than_a_hundred_years_is_refused(app: Any, remind: Any) -> None:
     app.conf.rabbitdelay_modules = ["check-in", "distribution"]
-    with pytest.raises(InvalidDelay, match="is longer than the longest delay, 3,153,600,000 s"):
+    with pytest.raises(
+        exceptions.InvalidDelay, match="is longer than the longest delay, 3,153,600,000 s"
+    ):
         remind.apply_async(delay=timedelta(days=36_500, milliseconds=1))
 
 
@@ -125,7 +116,7 @@ def test_an_unreachable_broker_is_an_operational_error_as_celery_documents(remin
 
 @pytest.mark.parametrize("timeout", ["5", 0, -1, float("nan")])
 def test_a_timeout_of_one_call_is_checked_as_the_setting_is(remind: Any, timeout: Any) -> None:
-    with pytest.raises(InvalidSetting, match="confirm_timeout"):
+    with pytest.raises(exceptions.InvalidSetting, match="confirm_timeout"):
         remind.apply_async(delay=5, confirm_timeout=timeout)
 
 
@@ -158,7 +149,9 @@ def test_an_option_of_the_registry_is_refused_without_one_however_the_task_is_se
         if option != "key":  # of one task: a group refuses it in any case
             senders.append(lambda: group(remind.si(), remind.si()).apply_async(**given))
     for send in senders:
-        with pytest.raises(RegistryRequired, match=f"{option} = {value!r} needs the registry"):
+        with pytest.raises(
+            exceptions.RegistryRequired, match=f"{option} = {value!r} needs the registry"
+        ):
             send()
 
 
@@ -173,7 +166,7 @@ def test_a_stamp_may_have_the_name_of_such_an_option() -> None:
 
 def test_what_celery_takes_by_position_is_taken_by_position(app: Any) -> None:
     router = app.amqp.router
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(exceptions.ConnectionLost):
         app.send_task("remind", (), {}, None, None, "id", None, None, router, delay=5)
 
 
@@ -187,12 +180,15 @@ def test_only_a_retry_goes_back_to_the_queue_that_its_headers_name(app: Any, ret
     fanout = Exchange("all", type="fanout")
     app.conf.task_queues = [Queue("a", fanout), Queue("b", fanout)]
     headers = {"rabbitdelay-due": 1, "rabbitdelay-queue": "b"}
-    expected = ConnectionLost if retries else NeedsDistribution
+    expected = exceptions.ConnectionLost if retries else exceptions.NeedsDistribution
     with pytest.raises(expected):
         app.send_task("remind", delay=5, queue="a", headers=headers, retries=retries)
 
 
-@pytest.mark.parametrize("error", [LayoutConflict, NeedsDistribution, TopologyIncomplete])
+@pytest.mark.parametrize(
+    "error",
+    [exceptions.LayoutConflict, exceptions.NeedsDistribution, exceptions.TopologyIncomplete],
+)
 def test_who_catches_celery_s_error_of_sending_catches_ours_which_no_retry_waits_for(
     error: type[Exception],
 ) -> None:
@@ -202,7 +198,7 @@ def test_who_catches_celery_s_error_of_sending_catches_ours_which_no_retry_waits
 
 def test_a_wrong_setting_fails_at_the_first_delay(app: Any, remind: Any) -> None:
     app.conf.rabbitdelay_layout = "sundial"
-    with pytest.raises(InvalidSetting, match="sundial"):
+    with pytest.raises(exceptions.InvalidSetting, match="sundial"):
         remind.apply_async(delay=5)
 
 
@@ -300,7 +296,7 @@ def test_install_makes_an_existing_application_ours(base: type[celery.Celery]) -
     assert isinstance(app, base)
     assert isinstance(app, Celery)
     assert install(app) is app
-    with pytest.raises(DelayTooLong):
+    with pytest.raises(exceptions.DelayTooLong):
         app.tasks[remind.name].apply_async(countdown=1e9)
 
 

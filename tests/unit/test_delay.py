@@ -13,14 +13,6 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import delay as delay_module
-from celery_rabbitdelay.levels.delay import (
-    MAX_DUE_MS,
-    Due,
-    instant_of,
-    milliseconds,
-    milliseconds_of,
-    tolerance_milliseconds,
-)
 
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000
@@ -66,32 +58,32 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     ],
 )
 def test_a_delay_in_milliseconds_is_rounded_up(delay: float, expected: int) -> None:
-    assert milliseconds(delay) == expected
+    assert delay_module.milliseconds(delay) == expected
 
 
 def test_seconds_may_be_more_milliseconds_than_a_float_holds() -> None:
-    assert milliseconds(1e306) == 10**309
-    assert milliseconds(-1e306) == -(10**309)
-    assert milliseconds(Fraction(10**400)) == 10**403
+    assert delay_module.milliseconds(1e306) == 10**309
+    assert delay_module.milliseconds(-1e306) == -(10**309)
+    assert delay_module.milliseconds(Fraction(10**400)) == 10**403
 
 
 def test_a_float_of_another_type_is_the_number_that_it_prints_as() -> None:
     class Seconds(float):
         """Stands in for numpy's float64, which is a float as well."""
 
-    assert milliseconds(Seconds(1.1)) == 1100
+    assert delay_module.milliseconds(Seconds(1.1)) == 1100
 
 
 @given(st.floats(min_value=0, max_value=1e9))
 def test_a_float_is_never_rounded_down_and_by_less_than_a_millisecond_up(delay: float) -> None:
     printed = Fraction(repr(delay)) * 1000
-    assert 0 <= milliseconds(delay) - printed < 1
+    assert 0 <= delay_module.milliseconds(delay) - printed < 1
 
 
 @pytest.mark.parametrize("delay", [True, False, "5", b"5", None, [5], 1j, datetime.now(UTC)])
 def test_what_is_no_length_of_time_is_a_type_error_with_the_value(delay: object) -> None:
     with pytest.raises(TypeError) as caught:
-        milliseconds(delay)  # type: ignore[arg-type]
+        delay_module.milliseconds(delay)  # type: ignore[arg-type]
     assert isinstance(caught.value, InvalidDelayType)
     assert caught.value.value is delay
     assert repr(delay) in str(caught.value)
@@ -100,7 +92,7 @@ def test_what_is_no_length_of_time_is_a_type_error_with_the_value(delay: object)
 @pytest.mark.parametrize("delay", [float("nan"), float("inf"), float("-inf"), Decimal("NaN")])
 def test_a_number_that_is_not_finite_is_a_value_error_with_the_value(delay: float) -> None:
     with pytest.raises(ValueError, match="finite") as caught:
-        milliseconds(delay)
+        delay_module.milliseconds(delay)
     assert isinstance(caught.value, InvalidDelay)
     assert caught.value.value is delay
 
@@ -109,7 +101,7 @@ def test_a_number_that_is_not_finite_is_a_value_error_with_the_value(delay: floa
     ("given", "expected"), [(0, 0), (60, 60_000), (0.0015, 1), (timedelta(seconds=1.5), 1500)]
 )
 def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
-    assert tolerance_milliseconds(given) == expected
+    assert delay_module.tolerance_milliseconds(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -123,11 +115,11 @@ def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
 )
 def test_what_is_no_tolerance_is_refused_by_that_name(given: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="tolerance"):
-        tolerance_milliseconds(given)
+        delay_module.tolerance_milliseconds(given)
 
 
 def test_what_is_due_is_fixed_when_the_caller_asks(clock: Clock) -> None:
-    due = Due.after(timedelta(seconds=90))
+    due = delay_module.Due.after(timedelta(seconds=90))
     clock.now_ns += 10_000_000_000
     assert due.at_ms == START_NS // 1_000_000 + 90_000
     assert due.remaining_ms() == 80_000
@@ -137,48 +129,48 @@ def test_what_is_due_is_fixed_when_the_caller_asks(clock: Clock) -> None:
 def test_a_length_of_time_keeps_its_digits_while_next_to_nothing_was_lost(
     clock: Clock, lost_ms: int, left_ms: int
 ) -> None:
-    due = Due.after(10)
+    due = delay_module.Due.after(10)
     clock.now_ns += lost_ms * 1_000_000
     assert due.remaining_ms() == left_ms
 
 
 def test_an_instant_is_met_whatever_was_lost(clock: Clock) -> None:
-    due = Due.at(datetime.now(UTC) + timedelta(days=1))
+    due = delay_module.Due.at(datetime.now(UTC) + timedelta(days=1))
     before = due.remaining_ms()
     clock.now_ns += 5_000_000
     assert due.remaining_ms() == before - 5
 
 
 def test_what_is_past_is_over(clock: Clock) -> None:
-    assert Due.at(datetime.now(UTC) - timedelta(seconds=1)).is_past
-    assert Due.after(0).is_past
-    assert not Due.after(0.001).is_past
+    assert delay_module.Due.at(datetime.now(UTC) - timedelta(seconds=1)).is_past
+    assert delay_module.Due.after(0).is_past
+    assert not delay_module.Due.after(0.001).is_past
 
 
 def test_what_amqp_cannot_count_any_more_is_refused(clock: Clock) -> None:
     latest_ms = 2**63 - 1 - START_NS // 1_000_000
-    assert Due.after(10**12).at_ms > 10**15
-    assert Due.after(Fraction(latest_ms, 1000)).at_ms == 2**63 - 1
+    assert delay_module.Due.after(10**12).at_ms > 10**15
+    assert delay_module.Due.after(Fraction(latest_ms, 1000)).at_ms == 2**63 - 1
     with pytest.raises(InvalidDelay, match="64 bits"):
-        Due.after(Fraction(latest_ms + 1, 1000))
+        delay_module.Due.after(Fraction(latest_ms + 1, 1000))
 
 
 @pytest.mark.parametrize("delay", [-1e300, -(10**30), timedelta.min])
 def test_what_was_over_before_amqp_can_count_is_over(clock: Clock, delay: Any) -> None:
-    due = Due.after(delay)
+    due = delay_module.Due.after(delay)
     assert due.is_past
     assert due.remaining_ms() < 0
     assert due.at_ns == 0
 
 
 def test_an_instant_before_1970_is_1970(clock: Clock) -> None:
-    assert Due.at(datetime(1969, 12, 31, 23, 59, 59, tzinfo=UTC)).at_ns == 0
+    assert delay_module.Due.at(datetime(1969, 12, 31, 23, 59, 59, tzinfo=UTC)).at_ns == 0
 
 
 def test_without_a_tolerance_a_message_may_not_be_later_at_all() -> None:
-    assert Due.after(60).tolerance_ms == 0
-    assert Due.at(datetime.now(UTC)).tolerance_ms == 0
-    assert Due(at_ns=0, delay_ms=0).tolerance_ms == 0
+    assert delay_module.Due.after(60).tolerance_ms == 0
+    assert delay_module.Due.at(datetime.now(UTC)).tolerance_ms == 0
+    assert delay_module.Due(at_ns=0, delay_ms=0).tolerance_ms == 0
 
 
 @given(st.floats(0.001, 1e7), st.integers(0, 10**13))
@@ -188,7 +180,7 @@ def test_the_wait_that_is_left_never_ends_before_the_message_is_due(
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(delay_module, "time", clock)
-        due = Due.after(delay)
+        due = delay_module.Due.after(delay)
         clock.now_ns += lost_ns
         ends_ns = clock.now_ns + due.remaining_ms() * 1_000_000
     assert ends_ns >= due.at_ns
@@ -199,10 +191,10 @@ def test_the_wait_that_is_left_never_ends_before_the_message_is_due(
 
 def test_the_wait_until_an_instant_is_rounded_up(clock: Clock) -> None:
     now = datetime.fromtimestamp(START_NS // 10**9, UTC) + timedelta(microseconds=400)
-    due = Due.at(now + timedelta(microseconds=1500))
+    due = delay_module.Due.at(now + timedelta(microseconds=1500))
     assert (due.delay_ms, due.remaining_ms()) == (2, 2)
     assert due.at_ns == START_NS + 1_500_000
-    assert Due.at(now - timedelta(seconds=2)).delay_ms == -2000
+    assert delay_module.Due.at(now - timedelta(seconds=2)).delay_ms == -2000
 
 
 @given(st.datetimes(timezones=st.timezones()), st.integers(0, 10**19))
@@ -213,10 +205,10 @@ def test_an_instant_is_met_to_the_millisecond_and_never_missed(
         clock = Clock()
         clock.now_ns = now_ns
         patch.setattr(delay_module, "time", clock)
-        due = Due.at(instant, 5)
+        due = delay_module.Due.at(instant, 5)
         assert due.is_instant
         assert due.tolerance_ms == 5
-        assert 0 <= due.at_ms <= MAX_DUE_MS
+        assert 0 <= due.at_ms <= delay_module.MAX_DUE_MS
         microseconds = (instant - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
         if microseconds >= 0:
             assert due.at_ns == microseconds * 1000
@@ -228,25 +220,25 @@ def test_an_instant_is_met_to_the_millisecond_and_never_missed(
 def test_a_naive_datetime_names_no_instant() -> None:
     naive = datetime(2030, 1, 1)
     with pytest.raises(InvalidDelay, match="naive") as caught:
-        Due.at(naive)
+        delay_module.Due.at(naive)
     assert caught.value.value is naive
 
 
 def test_a_number_is_not_an_instant() -> None:
     with pytest.raises(InvalidDelayType):
-        Due.at(5)  # type: ignore[arg-type]
+        delay_module.Due.at(5)  # type: ignore[arg-type]
 
 
-@given(st.integers(milliseconds_of(FIRST), milliseconds_of(LAST)))
+@given(st.integers(delay_module.milliseconds_of(FIRST), delay_module.milliseconds_of(LAST)))
 def test_an_instant_is_the_same_in_milliseconds_and_as_a_datetime(epoch_ms: int) -> None:
-    instant = instant_of(epoch_ms)
+    instant = delay_module.instant_of(epoch_ms)
     assert instant.tzinfo is UTC
-    assert milliseconds_of(instant) == epoch_ms
+    assert delay_module.milliseconds_of(instant) == epoch_ms
 
 
 def test_milliseconds_since_1970_are_rounded_down_in_any_time_zone() -> None:
-    assert instant_of(0) == datetime(1970, 1, 1, tzinfo=UTC)
+    assert delay_module.instant_of(0) == datetime(1970, 1, 1, tzinfo=UTC)
     east = timezone(timedelta(hours=2))
-    assert milliseconds_of(datetime(1970, 1, 1, 2, 0, 0, 1999, tzinfo=east)) == 1
+    assert delay_module.milliseconds_of(datetime(1970, 1, 1, 2, 0, 0, 1999, tzinfo=east)) == 1
     with pytest.raises(OverflowError):
-        instant_of(milliseconds_of(LAST) + 1)
+        delay_module.instant_of(delay_module.milliseconds_of(LAST) + 1)

@@ -10,162 +10,152 @@ from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.publication import Publication
-from tests.unit.consumer_model import (
-    NACKED,
-    NO_EXCHANGE,
-    REFUSED,
-    TIMED_OUT,
-    Consumer,
-    for_exchange,
-    for_levels,
-    for_queue,
-    for_undeliverable,
-    headers,
-    is_tried_again,
-    pending,
-    reason,
-)
+from tests.unit import consumer_model
 
 #: How many messages a destination may have in flight that has not answered yet.
 ROOM = 30
 
 
 @pytest.fixture
-def consumer(monkeypatch: pytest.MonkeyPatch) -> Consumer:
-    return Consumer(monkeypatch)
+def consumer(monkeypatch: pytest.MonkeyPatch) -> consumer_model.Consumer:
+    return consumer_model.Consumer(monkeypatch)
 
 
-def fill(consumer: Consumer, queue: str = "letters") -> list[Publication]:
+def fill(consumer: consumer_model.Consumer, queue: str = "letters") -> list[Publication]:
     """Publish as many messages as a queue may have, and return them."""
-    publications = [consumer.publish(for_queue(queue)) for _ in range(ROOM)]
-    assert not any(map(is_tried_again, publications))
-    assert consumer.has_to_wait(for_queue(queue))
+    publications = [consumer.publish(consumer_model.for_queue(queue)) for _ in range(ROOM)]
+    assert not any(map(consumer_model.is_tried_again, publications))
+    assert consumer.has_to_wait(consumer_model.for_queue(queue))
     return publications
 
 
 def test_a_message_for_a_missing_exchange_is_tried_again_without_closing_the_channel(
-    consumer: Consumer,
+    consumer: consumer_model.Consumer,
 ) -> None:
-    later = consumer.publish(for_exchange("gone"))
-    assert is_tried_again(later)
-    assert reason(later) == "there is no exchange 'gone'"
-    assert headers(later)[header_names.EXCHANGE] == "gone"
-    assert pending(later) == 1
+    later = consumer.publish(consumer_model.for_exchange("gone"))
+    assert consumer_model.is_tried_again(later)
+    assert consumer_model.reason(later) == "there is no exchange 'gone'"
+    assert consumer_model.headers(later)[header_names.EXCHANGE] == "gone"
+    assert consumer_model.pending(later) == 1
     assert consumer.counts == (0, 1, 0)
-    assert not is_tried_again(consumer.publish(for_exchange()))
-    assert not is_tried_again(consumer.publish(for_queue()))
+    assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_exchange()))
+    assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
     assert consumer.asked == ["gone", "office"]
 
 
 def test_of_messages_for_an_exchange_that_vanishes_one_alone_closes_the_channel(
-    consumer: Consumer,
+    consumer: consumer_model.Consumer,
 ) -> None:
-    publication = consumer.publish(for_exchange())
+    publication = consumer.publish(consumer_model.for_exchange())
     consumer.exchanges.clear()
-    consumer.answer(publication, NO_EXCHANGE)
-    assert is_tried_again(consumer.publish(for_exchange()))
+    consumer.answer(publication, consumer_model.NO_EXCHANGE)
+    assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_exchange()))
     assert consumer.asked == ["office"]
 
 
 def test_a_message_waits_while_the_broker_owes_its_destination_many_answers(
-    consumer: Consumer,
+    consumer: consumer_model.Consumer,
 ) -> None:
     first, *_ = fill(consumer)
-    assert not consumer.has_to_wait(for_queue("other"))
-    assert not consumer.has_to_wait(for_exchange())
+    assert not consumer.has_to_wait(consumer_model.for_queue("other"))
+    assert not consumer.has_to_wait(consumer_model.for_exchange())
     consumer.confirm(first)
-    assert not consumer.has_to_wait(for_queue())
+    assert not consumer.has_to_wait(consumer_model.for_queue())
 
 
-def test_a_queue_and_an_exchange_of_one_name_do_not_wait_for_each_other(consumer: Consumer) -> None:
+def test_a_queue_and_an_exchange_of_one_name_do_not_wait_for_each_other(
+    consumer: consumer_model.Consumer,
+) -> None:
     fill(consumer, "office")
-    assert not consumer.has_to_wait(for_exchange("office"))
+    assert not consumer.has_to_wait(consumer_model.for_exchange("office"))
 
 
-@pytest.mark.parametrize("make", [for_levels, for_undeliverable])
+@pytest.mark.parametrize("make", [consumer_model.for_levels, consumer_model.for_undeliverable])
 def test_no_message_waits_for_the_levels_or_for_undeliverable(
-    consumer: Consumer, make: Callable[[], Outgoing]
+    consumer: consumer_model.Consumer, make: Callable[[], Outgoing]
 ) -> None:
     for _ in range(2 * ROOM):
         assert not consumer.has_to_wait(make())
 
 
 def test_a_destination_that_does_not_answer_gets_no_more_messages_which_wait_in_the_levels(
-    consumer: Consumer,
+    consumer: consumer_model.Consumer,
 ) -> None:
-    first = consumer.publish(for_queue())
+    first = consumer.publish(consumer_model.for_queue())
     consumer.clock.now = consumer.silent_for = 1.0
-    later = consumer.publish(for_queue())
-    assert is_tried_again(later)
-    assert reason(later) == "the queue 'letters' does not answer, or too slowly"
-    assert not is_tried_again(consumer.publish(for_queue("other")))
+    later = consumer.publish(consumer_model.for_queue())
+    assert consumer_model.is_tried_again(later)
+    assert consumer_model.reason(later) == "the queue 'letters' does not answer, or too slowly"
+    assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue("other")))
     consumer.silent_for = 0.0
     consumer.confirm(first)
-    assert not is_tried_again(consumer.publish(for_queue()))
+    assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
 
 
 def test_what_waits_for_a_full_destination_does_so_no_longer_once_that_is_silent(
-    consumer: Consumer,
+    consumer: consumer_model.Consumer,
 ) -> None:
     fill(consumer)
     consumer.clock.now = consumer.silent_for = 1.0
-    assert is_tried_again(consumer.publish(for_queue()))
+    assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
 
 
 def test_a_destination_that_was_silent_on_a_former_connection_gets_one_message_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     silent = ["the queue 'letters'", "the exchange 'office'"]
-    consumer = Consumer(monkeypatch, silent=silent)
-    for make in (for_queue, for_exchange):
+    consumer = consumer_model.Consumer(monkeypatch, silent=silent)
+    for make in (consumer_model.for_queue, consumer_model.for_exchange):
         first = consumer.publish(make())
-        assert not is_tried_again(first)
-        assert is_tried_again(consumer.publish(make()))
+        assert not consumer_model.is_tried_again(first)
+        assert consumer_model.is_tried_again(consumer.publish(make()))
         consumer.confirm(first)
         for _ in range(2):
-            assert not is_tried_again(consumer.publish(make()))
+            assert not consumer_model.is_tried_again(consumer.publish(make()))
 
 
-@pytest.mark.parametrize(("error", "is_silent"), [(TIMED_OUT, True), (NACKED, False)])
+@pytest.mark.parametrize(
+    ("error", "is_silent"), [(consumer_model.TIMED_OUT, True), (consumer_model.NACKED, False)]
+)
 def test_a_destination_that_let_a_message_time_out_is_silent_and_one_that_refused_it_is_not(
-    consumer: Consumer, error: PublishError, is_silent: bool
+    consumer: consumer_model.Consumer, error: PublishError, is_silent: bool
 ) -> None:
-    consumer.answer(consumer.publish(for_queue()), error)
-    assert not is_tried_again(consumer.publish(for_queue()))
-    assert is_tried_again(consumer.publish(for_queue())) == is_silent
+    consumer.answer(consumer.publish(consumer_model.for_queue()), error)
+    assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
+    assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue())) == is_silent
 
 
 def test_a_destination_that_holds_up_others_gets_no_more_messages_than_it_answers(
-    consumer: Consumer,
+    consumer: consumer_model.Consumer,
 ) -> None:
     first, *_ = fill(consumer)
-    consumer.attempts.note_slow(for_levels())
-    assert consumer.has_to_wait(for_queue())
-    consumer.attempts.note_slow(for_queue())
-    assert is_tried_again(consumer.publish(for_queue()))
+    consumer.attempts.note_slow(consumer_model.for_levels())
+    assert consumer.has_to_wait(consumer_model.for_queue())
+    consumer.attempts.note_slow(consumer_model.for_queue())
+    assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
     consumer.confirm(first)
-    assert not is_tried_again(consumer.publish(for_queue()))
+    assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
 
 
 def test_the_broker_is_stuck_if_it_answers_nothing_and_owes_a_destination_too_many_answers(
-    consumer: Consumer,
+    consumer: consumer_model.Consumer,
 ) -> None:
     prompt, *_ = fill(consumer)
     consumer.confirm(prompt)
     assert consumer.attempts.stuck(3.0) == []
     for _ in range(2):
-        assert not consumer.has_to_wait(for_queue())
+        assert not consumer.has_to_wait(consumer_model.for_queue())
     assert consumer.attempts.stuck(2.9) == []
     assert consumer.attempts.stuck(3.0) == ["the queue 'letters'"]
 
 
 def test_the_log_names_a_destination_in_trouble_once_a_minute(
-    consumer: Consumer, caplog: pytest.LogCaptureFixture
+    consumer: consumer_model.Consumer, caplog: pytest.LogCaptureFixture
 ) -> None:
     logged_at = []
     for now in (0.0, 30.0, 59.9, 60.0, 119.9):
         consumer.clock.now = now
-        consumer.answer(consumer.publish(for_queue()), NACKED)
+        consumer.answer(consumer.publish(consumer_model.for_queue()), consumer_model.NACKED)
         named = [text for text in caplog.messages if "2 more within 60 s" not in text]
         assert len(caplog.messages) - len(named) == (now == 60.0)
         logged_at += [now] * len(named)
@@ -174,16 +164,16 @@ def test_the_log_names_a_destination_in_trouble_once_a_minute(
             assert "the broker nacked it" in text
         caplog.clear()
     assert logged_at == [0.0, 60.0]
-    consumer.answer(consumer.publish(for_exchange()), NACKED)
+    consumer.answer(consumer.publish(consumer_model.for_exchange()), consumer_model.NACKED)
     assert "the exchange 'office' does not take a message" in caplog.text
 
 
 def test_what_becomes_undeliverable_is_logged_once_a_minute_for_each_reason(
-    consumer: Consumer, caplog: pytest.LogCaptureFixture
+    consumer: consumer_model.Consumer, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        consumer.answer(consumer.publish(for_queue()), REFUSED)
-        consumer.answer(consumer.publish(for_queue()), REFUSED)
+        consumer.answer(consumer.publish(consumer_model.for_queue()), consumer_model.REFUSED)
+        consumer.answer(consumer.publish(consumer_model.for_queue()), consumer_model.REFUSED)
         consumer.clock.now += 60.0
     told = "distribution: a message is undeliverable: the broker does not take it: too large"
     more = "distribution: undeliverable messages: 1 more within 60 s, without a warning each"

@@ -17,14 +17,8 @@ from celery_rabbitdelay.levels.headers import ENVELOPE, EarlyHeader
 from celery_rabbitdelay.levels.layout import clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import redelivery
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.redelivery import (
-    MAX_PAUSE_MS,
-    EarlyMessages,
-    EarlyWarning,
-    early_ms,
-    pause_ms,
-)
 from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta
 from celery_rabbitdelay.worker.restore import restore
 from tests.unit.broker_model import BrokerModel
@@ -41,8 +35,10 @@ def due_in(delay_ms: int, **headers: Any) -> amqp.Message:
     return amqp.Message(b"body", application_headers=own, app_id="shop", priority=4)
 
 
-def early_messages(topology: Topology = TOPOLOGY, tolerated_ms: int = 1000) -> EarlyMessages:
-    return EarlyMessages(topology, tolerated_ms, lambda: NOW)
+def early_messages(
+    topology: Topology = TOPOLOGY, tolerated_ms: int = 1000
+) -> redelivery.EarlyMessages:
+    return redelivery.EarlyMessages(topology, tolerated_ms, lambda: NOW)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +53,7 @@ def early_messages(topology: Topology = TOPOLOGY, tolerated_ms: int = 1000) -> E
     ],
 )
 def test_a_message_is_early_by_more_than_what_is_tolerated(due_ms: Any, expected: Any) -> None:
-    assert early_ms(due_ms, NOW, 1000) == expected
+    assert redelivery.early_ms(due_ms, NOW, 1000) == expected
 
 
 def test_a_message_that_is_due_goes_on() -> None:
@@ -105,7 +101,7 @@ def test_a_clock_that_is_years_behind_costs_a_day() -> None:
     assert outgoing is not None
     assert outgoing.exchange == "rabbitdelay.days.x1"
     assert outgoing.message.headers.to_headers()[header_names.DUE] == NOW + fifty_years
-    assert pause_ms(fifty_years, TOPOLOGY) == MAX_PAUSE_MS == A_DAY
+    assert redelivery.pause_ms(fifty_years, TOPOLOGY) == redelivery.MAX_PAUSE_MS == A_DAY
 
 
 def test_nothing_that_goes_back_exceeds_the_capacity() -> None:
@@ -113,7 +109,7 @@ def test_nothing_that_goes_back_exceeds_the_capacity() -> None:
     outgoing = early_messages(seconds).put_back(waiting(due_in(60_000)))
     assert outgoing is not None
     assert outgoing.exchange == "rabbitdelay.seconds.x1"
-    assert pause_ms(60_000, seconds) == seconds.layout.capacity_ms == 5000
+    assert redelivery.pause_ms(60_000, seconds) == seconds.layout.capacity_ms == 5000
 
 
 @given(
@@ -131,10 +127,10 @@ def test_wrong_clocks_delay_a_message_by_the_largest_difference_at_most(
     now, passes = NOW + late_ms, 0
     while True:
         behind = data.draw(st.sampled_from(offsets))
-        by_ms = early_ms(NOW, now - behind, 1000)
+        by_ms = redelivery.early_ms(NOW, now - behind, 1000)
         if by_ms is None:
             break
-        pause = pause_ms(by_ms, TOPOLOGY)
+        pause = redelivery.pause_ms(by_ms, TOPOLOGY)
         now += -(-pause // tick_ms) * tick_ms
         passes += 1
         assert now <= NOW + max(latest, late_ms)
@@ -149,7 +145,7 @@ def test_with_levels_that_keep_a_message_too_short_it_goes_around_until_it_is_du
 ) -> None:
     now, passes = NOW, 0
     while True:
-        by_ms = early_ms(NOW + delay_ms, now, 1000)
+        by_ms = redelivery.early_ms(NOW + delay_ms, now, 1000)
         if by_ms is None:
             break
         stops = TOPOLOGY.route(by_ms / 1000, "q").stops
@@ -233,7 +229,7 @@ def test_there_is_one_warning_for_each_connection_that_names_policies_and_clocks
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    warning = EarlyWarning(logging.getLogger("test"))
+    warning = redelivery.EarlyWarning(logging.getLogger("test"))
     for number in range(3):
         warning.warn(f"Task {number}", 3_600_000)
     (record,) = caplog.records

@@ -18,15 +18,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from celery_rabbitdelay.app import instruments
 from celery_rabbitdelay.app import metrics as recording
-from celery_rabbitdelay.app.instruments import (
-    INSTRUMENTS,
-    JOBS_EXPIRED,
-    LATENESS,
-    PENDING,
-    SENT,
-    Instrument,
-)
 from celery_rabbitdelay.app.metrics import (
     MAX_BYTES,
     OTHER,
@@ -54,10 +47,10 @@ def by_name(metrics: Metrics) -> dict[str, Any]:
 
 
 def test_names_are_unique_and_labels_are_few() -> None:
-    assert len({each.metric for each in INSTRUMENTS}) == len(INSTRUMENTS)
-    for each in INSTRUMENTS:
+    assert len({each.metric for each in instruments.INSTRUMENTS}) == len(instruments.INSTRUMENTS)
+    for each in instruments.INSTRUMENTS:
         assert set(each.labels) <= LABELS
-        assert ("level" in each.labels) == (each is PENDING)
+        assert ("level" in each.labels) == (each is instruments.PENDING)
         assert list(each.buckets) == sorted(set(each.buckets))
         assert bool(each.buckets) == (each.kind == "histogram")
 
@@ -67,13 +60,13 @@ def test_the_page_has_every_metric_with_its_kind_labels_and_meaning() -> None:
                       PAGE.read_text(), re.MULTILINE)  # fmt: skip
     assert rows == [
         (each.metric, each.kind, ", ".join(f"`{label}`" for label in each.labels), each.help)
-        for each in INSTRUMENTS
+        for each in instruments.INSTRUMENTS
     ]
 
 
 def test_a_value_falls_into_the_bucket_whose_bound_it_does_not_exceed(metrics: Metrics) -> None:
     for seconds in (0.05, 0.06, 10_000.0):
-        metrics.record({LATENESS: seconds}, "remind", "mail")
+        metrics.record({instruments.LATENESS: seconds}, "remind", "mail")
     samples = {
         (sample.name.removeprefix("celery_rabbitdelay_lateness_seconds"), sample.labels.get("le")):
             sample.value
@@ -96,7 +89,7 @@ def test_metrics_without_labels_begin_with_zero_and_others_with_their_first_even
 
 def test_the_source_is_asked_each_time(metrics: Metrics) -> None:
     waiting = [5.0]
-    metrics.observe(lambda: [(PENDING, ("hours.x1",), waiting[0])])
+    metrics.observe(lambda: [(instruments.PENDING, ("hours.x1",), waiting[0])])
     for expected in (5.0, 7.0):
         waiting[0] = expected
         (sample,) = by_name(metrics)["celery_rabbitdelay_pending"].samples
@@ -109,7 +102,7 @@ def test_prometheus_reads_what_is_shown_whatever_a_task_is_called(metrics: Metri
     registry = CollectorRegistry()
     registry.register(metrics)
     name = 'shop."remind"\\\n{é}'
-    metrics.record({SENT: 2}, name, "mail")
+    metrics.record({instruments.SENT: 2}, name, "mail")
     text = generate_latest(registry).decode()
     assert "_created" not in text
     (sent,) = [each for each in text_string_to_metric_families(text) if each.name.endswith("_sent")]
@@ -122,8 +115,8 @@ def test_a_metric_with_too_many_labels_counts_the_rest_together(
 ) -> None:
     monkeypatch.setattr(recording, "MAX_SERIES", 2)
     for queue in ("a", "b", "c", "d", "a"):
-        metrics.record({SENT: 1}, "remind", queue)
-    metrics.record({JOBS_EXPIRED: 1})
+        metrics.record({instruments.SENT: 1}, "remind", queue)
+    metrics.record({instruments.JOBS_EXPIRED: 1})
     assert totals(metrics) == {("remind", "a"): 2, ("remind", "b"): 1, (OTHER, OTHER): 2}
 
 
@@ -151,17 +144,18 @@ def wait_for_total(metrics: Metrics, number: int) -> None:
     wait_for(lambda: sum(totals(metrics).values()) == number, f"{number} counts")
 
 
-Sent = tuple[dict[Instrument, float], tuple[str, ...]]
+Sent = tuple[dict[instruments.Instrument, float], tuple[str, ...]]
 
 #: What a process may count at once.
 SENDS = st.one_of(
     st.tuples(
         st.dictionaries(
-            st.sampled_from([SENT, LATENESS]), st.integers(0, 2**40).map(lambda n: n / 8)
+            st.sampled_from([instruments.SENT, instruments.LATENESS]),
+            st.integers(0, 2**40).map(lambda n: n / 8),
         ),
         st.tuples(st.text(), st.text()),
     ),
-    st.tuples(st.just({JOBS_EXPIRED: 1.0}), st.just(())),
+    st.tuples(st.just({instruments.JOBS_EXPIRED: 1.0}), st.just(())),
 )
 
 
@@ -193,7 +187,7 @@ def test_a_full_pipe_holds_a_process_up_until_its_parent_reads(
     child = os.fork()
     if not child:
         for number in range(5000):
-            metrics.record({SENT: 1}, "remind", f"queue-{number % 10}")
+            metrics.record({instruments.SENT: 1}, "remind", f"queue-{number % 10}")
         os._exit(0)
     # Nobody reads yet, and the pipe has no room for all of them.
     wait_for(lambda: unread(children) > 60_000, "a full pipe")
@@ -211,7 +205,7 @@ def test_what_several_processes_write_at_once_is_never_mixed(
         child = os.fork()
         if not child:
             for _ in range(500):
-                metrics.record({SENT: 1}, f"remind-{number}", "queue" * 100)
+                metrics.record({instruments.SENT: 1}, f"remind-{number}", "queue" * 100)
             os._exit(0)
         pids.append(child)
     children.start()
@@ -227,10 +221,10 @@ def test_what_was_written_before_the_end_is_read_and_a_child_goes_on_without_a_p
     told, go_on = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
-        metrics.record({SENT: 3}, "remind", "mail")
+        metrics.record({instruments.SENT: 3}, "remind", "mail")
         os.write(told[1], b"x")
         os.read(go_on[0], 1)
-        metrics.record({SENT: 1}, "remind", "mail")
+        metrics.record({instruments.SENT: 1}, "remind", "mail")
         os._exit(0)
     os.read(told[0], 1)
     children.start()

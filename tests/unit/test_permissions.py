@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.exceptions import (
-    MessageNotPermitted,
-    MessageRefused,
-    MissingPermission,
-    PermissionMissing,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.layout import binary
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -51,32 +46,32 @@ def refused(reply: str, method: tuple[int, int] = spec.Basic.Publish) -> AccessR
         (
             "configure access to queue 'q' in vhost '/' refused for user 'web'",
             spec.Queue.Declare,
-            MissingPermission("web", "configure", "queue", "q", "/"),
+            exceptions.MissingPermission("web", "configure", "queue", "q", "/"),
         ),
         (
             "access to exchange 'a.b' in vhost 'shop' refused for user 'web'",
             spec.Basic.Publish,
-            MissingPermission("web", "write", "exchange", "a.b", "shop"),
+            exceptions.MissingPermission("web", "write", "exchange", "a.b", "shop"),
         ),
         (
             "access to queue 'q' in vhost '/' refused for user 'web'",
             spec.Queue.Declare,
-            MissingPermission("web", "configure or read", "queue", "q", "/"),
+            exceptions.MissingPermission("web", "configure or read", "queue", "q", "/"),
         ),
         (
             "write access to topic '0.0.secret' in exchange 'x' in vhost '/' refused for user 'u'",
             spec.Basic.Publish,
-            MissingPermission("u", "write", "exchange", "x", "/", "0.0.secret"),
+            exceptions.MissingPermission("u", "write", "exchange", "x", "/", "0.0.secret"),
         ),
         (
             "access to topic '0.\n.x' in exchange 'x' in vhost '/' refused for user 'web'",
             spec.Basic.Publish,
-            MissingPermission("web", "write", "exchange", "x", "/", "0.\n.x"),
+            exceptions.MissingPermission("web", "write", "exchange", "x", "/", "0.\n.x"),
         ),
     ],
 )
 def test_the_broker_s_reply_is_read(
-    reply: str, method: tuple[int, int], permission: MissingPermission
+    reply: str, method: tuple[int, int], permission: exceptions.MissingPermission
 ) -> None:
     assert missing_permission(refused(reply, method)) == permission
 
@@ -101,14 +96,14 @@ def test_other_errors_name_no_permission() -> None:
 
 
 def test_the_error_of_another_message_has_the_permission_too() -> None:
-    permission = MissingPermission("web", "write", "exchange", "x", "/")
-    error = MessageNotPermitted(permission, "x", "key", str(permission))
+    permission = exceptions.MissingPermission("web", "write", "exchange", "x", "/")
+    error = exceptions.MessageNotPermitted(permission, "x", "key", str(permission))
     copied = error.copy(may_have_arrived=True)
     assert copied.permission == permission
     assert str(copied) == str(error)
     assert copied.may_have_arrived
-    assert isinstance(error, MessageRefused)
-    assert isinstance(error, PermissionMissing)
+    assert isinstance(error, exceptions.MessageRefused)
+    assert isinstance(error, exceptions.PermissionMissing)
 
 
 @pytest.mark.parametrize("role", get_args(Role))

@@ -14,16 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.registry_model import (
-    EMPTY,
-    Message,
-    Record,
-    arrive,
-    cancel,
-    next_life,
-    postpone,
-    register,
-)
+from tests import registry_model
 
 DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "5"))
 
@@ -53,9 +44,9 @@ class World(NamedTuple):
         sent: How many messages were sent.
     """
 
-    record: Record
-    waiting: tuple[Message, ...]
-    running: tuple[Message, ...] = ()
+    record: registry_model.Record
+    waiting: tuple[registry_model.Message, ...]
+    running: tuple[registry_model.Message, ...] = ()
     newest: int = 0
     holder: tuple[str, ...] = ()
     job: str = "open"
@@ -64,7 +55,7 @@ class World(NamedTuple):
     stopped: int | None = None
     sent: int = 1
 
-    def word(self, message: Message) -> str:
+    def word(self, message: registry_model.Message) -> str:
         """Return what key and job say when a message arrives."""
         if message.order and message.order < self.newest:
             return "replaced" if self.holder else "superseded"
@@ -72,10 +63,10 @@ class World(NamedTuple):
             return "run"
         return {"open": "later", "committed": "run", "aborted": "expired"}[self.job]
 
-    def arrived(self, message: Message, *, answer: bool = True) -> World:
+    def arrived(self, message: registry_model.Message, *, answer: bool = True) -> World:
         """Return the world after a message has arrived, and perhaps the answer was lost."""
         word, before = self.word(message), self.record
-        record, verdict = arrive(before, message, word)
+        record, verdict = registry_model.arrive(before, message, word)
         world = self.claimed(message)._replace(
             record=record, waiting=without(self.waiting, message)
         )
@@ -99,13 +90,13 @@ class World(NamedTuple):
             return world._replace(excused=self.excused | {message.full})
         return world
 
-    def claimed(self, message: Message) -> World:
+    def claimed(self, message: registry_model.Message) -> World:
         """Return the world in which the key knows of a message."""
         if message.order <= self.newest:
             return self
         return self._replace(newest=message.order, holder=message.full)
 
-    def check_run(self, message: Message, before: Record) -> None:
+    def check_run(self, message: registry_model.Message, before: registry_model.Record) -> None:
         """Raise if a message must not run."""
         assert not (self.stopped is not None and message.life <= self.stopped), "after a cancel"
         has_won = (
@@ -149,7 +140,7 @@ class World(NamedTuple):
             yield "commit", self._replace(job="committed")
             yield "abort", self._replace(job="aborted")
         if self.sent < MESSAGES:
-            life = 0 if self.first.once else next_life(self.record)
+            life = 0 if self.first.once else registry_model.next_life(self.record)
             order = (self.newest // NEWER * NEWER + OWN + self.sent) * bool(self.first.order)
             for each_life in (life,) if self.first.once else (life, -1):
                 new = self.message(self.first, life=each_life, attempt="0.0", order=order)
@@ -159,29 +150,29 @@ class World(NamedTuple):
             yield "expire", self.forgetful()
 
     @property
-    def first(self) -> Message:
+    def first(self) -> registry_model.Message:
         """A message like the first one."""
         return KIND
 
-    def message(self, like: Message, **changed: Any) -> Message:
+    def message(self, like: registry_model.Message, **changed: Any) -> registry_model.Message:
         """Return a further message."""
         name = f"m{self.sent}" if like.copy else ""
         fresh = {"due": 5, "redelivered": False, "is_old": False, "mark": f"k{self.sent}"}
         return like._replace(**{"copy": name, **fresh, **changed})
 
-    def with_message(self, message: Message) -> World:
+    def with_message(self, message: registry_model.Message) -> World:
         """Return the world with one more message."""
         return self._replace(waiting=added(self.waiting, message), sent=self.sent + 1)
 
-    def noting(self, message: Message) -> World:
+    def noting(self, message: registry_model.Message) -> World:
         """Return the world in which a message is registered, and its key claimed."""
         if not message.copy:
             return self
-        record, _ = register(self.record, message)
+        record, _ = registry_model.register(self.record, message)
         return self.claimed(message)._replace(record=record)
 
     def cancelled(self) -> World:
-        record, found = cancel(self.record)
+        record, found = registry_model.cancel(self.record)
         stopped = self.stopped
         if found in ("done", "unknown"):
             stopped = max(self.record.life, stopped or 0)
@@ -189,7 +180,7 @@ class World(NamedTuple):
 
     def postponed(self, due: int) -> Iterator[tuple[str, World]]:
         newest = self.newest
-        record, found = postpone(self.record, due, newest)
+        record, found = registry_model.postpone(self.record, due, newest)
         world = self._replace(record=record)
         if found != "earlier":
             yield "postpone", world
@@ -206,7 +197,7 @@ class World(NamedTuple):
     def forgetful(self) -> World:
         """Return the world long after all is due: Redis has forgotten."""
         return World(
-            EMPTY,
+            registry_model.EMPTY,
             tuple(sorted(each._replace(is_old=True, due=LONG_AGO) for each in self.waiting)),
             excused=frozenset(each.full for each in self.waiting),
             sent=self.sent,
@@ -229,15 +220,19 @@ class World(NamedTuple):
         assert not lost, f"lost: {lost}"
 
 
-KIND = Message("m0")
+KIND = registry_model.Message("m0")
 
 
-def without(messages: tuple[Message, ...], message: Message) -> tuple[Message, ...]:
+def without(
+    messages: tuple[registry_model.Message, ...], message: registry_model.Message
+) -> tuple[registry_model.Message, ...]:
     at = messages.index(message)
     return messages[:at] + messages[at + 1 :]
 
 
-def added(messages: tuple[Message, ...], message: Message) -> tuple[Message, ...]:
+def added(
+    messages: tuple[registry_model.Message, ...], message: registry_model.Message
+) -> tuple[registry_model.Message, ...]:
     return tuple(sorted((*messages, message)))
 
 
@@ -272,11 +267,11 @@ def _checked(world: World, way: tuple[str, ...]) -> None:
 
 
 KINDS = {
-    "tracked": Message("m0", due=5),
-    "under a key": Message("m0", due=5, order=OWN),
-    "once": Message("", due=5, once=True, mark="k0"),
-    "tracked, once": Message("m0", due=5, once=True, mark="k0"),
-    "in a job, under a key": Message("m0", due=5, order=OWN, in_job=True),
+    "tracked": registry_model.Message("m0", due=5),
+    "under a key": registry_model.Message("m0", due=5, order=OWN),
+    "once": registry_model.Message("", due=5, once=True, mark="k0"),
+    "tracked, once": registry_model.Message("m0", due=5, once=True, mark="k0"),
+    "in a job, under a key": registry_model.Message("m0", due=5, order=OWN, in_job=True),
 }
 
 
@@ -287,6 +282,6 @@ def test_whatever_happens_nothing_is_lost_or_runs_twice_or_after_a_decision(
     kind: str, noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.KIND", KINDS[kind])
-    start = World(EMPTY, (KINDS[kind],))
+    start = World(registry_model.EMPTY, (KINDS[kind],))
     worlds = explore(start.noting(KINDS[kind]) if noted else start, DEPTH)
     assert worlds > 1000

@@ -9,34 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.levels.routing_key import (
-    DISTRIBUTION,
-    RoutingKeys,
-    decode_destination,
-    encode_destination,
-)
+from celery_rabbitdelay.levels import routing_key
 from tests.unit.strategies import destinations
 
 
 @given(destinations, destinations)
 def test_a_destination_is_one_word_and_different_for_different_queues(one: str, two: str) -> None:
-    word = encode_destination(one)
+    word = routing_key.encode_destination(one)
     assert not set(".*#") & set(word)
     assert len(word.encode()) <= 120
-    assert (word == encode_destination(two)) == (one == two)
-    decoded = decode_destination(word)
+    assert (word == routing_key.encode_destination(two)) == (one == two)
+    decoded = routing_key.decode_destination(word)
     assert decoded == one or (decoded is None and word.startswith("%~"))
 
 
 @given(st.text(min_size=121, max_size=255))
 def test_a_long_name_is_hashed(name: str) -> None:
-    word = encode_destination(name)
+    word = routing_key.encode_destination(name)
     assert word.startswith("%~")
-    assert decode_destination(word) is None
+    assert routing_key.decode_destination(word) is None
 
 
 def test_any_text_says_a_shard() -> None:
-    keys = RoutingKeys(levels=2, shards=4)
+    keys = routing_key.RoutingKeys(levels=2, shards=4)
     assert keys.shard("half a character \ud800") in range(4)
     assert keys.shard("é") == zlib.crc32("é".encode()) % 4
 
@@ -53,26 +48,26 @@ def test_any_text_says_a_shard() -> None:
 def test_a_destination_is_encoded_as_in_the_bindings_that_stand_on_brokers_already(
     name: str, word: str
 ) -> None:
-    assert encode_destination(name) == word
-    assert decode_destination(word) == name
+    assert routing_key.encode_destination(name) == word
+    assert routing_key.decode_destination(word) == name
 
 
 @pytest.mark.parametrize("name", ["n" * 120, "é" * 60, "." * 40])
 def test_a_word_of_120_bytes_is_the_longest_that_is_not_hashed(name: str) -> None:
-    assert decode_destination(encode_destination(name)) == name
+    assert routing_key.decode_destination(routing_key.encode_destination(name)) == name
     longer = f"{name}n"
     digest = hashlib.sha256(longer.encode()).hexdigest()
-    assert encode_destination(longer) == f"%~{digest}"
+    assert routing_key.encode_destination(longer) == f"%~{digest}"
 
 
 def test_a_key_has_a_word_for_each_digit_and_one_for_the_destination() -> None:
-    keys = RoutingKeys(levels=3)
+    keys = routing_key.RoutingKeys(levels=3)
     assert keys.key(0, (0, 45, 7), "daily.reports") == "0.45.7.daily%2Ereports"
-    assert keys.key(0, (0, 0, 0), DISTRIBUTION) == "0.0.0.%distribution"
+    assert keys.key(0, (0, 0, 0), routing_key.DISTRIBUTION) == "0.0.0.%distribution"
 
 
 def test_with_several_shards_the_shard_s_word_comes_first() -> None:
-    keys = RoutingKeys(levels=2, shards=2)
+    keys = routing_key.RoutingKeys(levels=2, shards=2)
     assert keys.key(1, (4, 2), "q") == "s1.4.2.q"
     assert keys.pattern(1, 1, 2) == "s1.*.2.#"
     assert keys.destination_pattern("q") == "*.*.*.q"
@@ -81,8 +76,8 @@ def test_with_several_shards_the_shard_s_word_comes_first() -> None:
 
 
 def test_a_single_shard_has_no_word() -> None:
-    keys = RoutingKeys(levels=2, shards=1)
-    assert keys == RoutingKeys(levels=2)
+    keys = routing_key.RoutingKeys(levels=2, shards=1)
+    assert keys == routing_key.RoutingKeys(levels=2)
     assert keys.shard_words(0) == ()
     assert keys.pattern(0, 1, 2) == "*.2.#"
     assert keys.pattern(0, 0, 0, 3) == "0.3.#"
@@ -91,26 +86,26 @@ def test_a_single_shard_has_no_word() -> None:
 
 @pytest.mark.parametrize("key", ["", "q", "1.q", "1.2.3.q"])
 def test_a_key_of_another_topology_has_no_digits(key: str) -> None:
-    assert RoutingKeys(levels=2).digits(key) is None
+    assert routing_key.RoutingKeys(levels=2).digits(key) is None
 
 
 def test_the_digits_stand_before_the_last_word() -> None:
-    assert RoutingKeys(levels=2).digits("0.17.q") == ("0", "17")
+    assert routing_key.RoutingKeys(levels=2).digits("0.17.q") == ("0", "17")
 
 
 def test_two_shards_are_both_used_and_one_is_always_the_first() -> None:
     ids = [f"task-{number}" for number in range(50)]
-    assert {RoutingKeys(1, shards=2).shard(each) for each in ids} == {0, 1}
-    assert {RoutingKeys(1).shard(each) for each in ids} == {0}
+    assert {routing_key.RoutingKeys(1, shards=2).shard(each) for each in ids} == {0, 1}
+    assert {routing_key.RoutingKeys(1).shard(each) for each in ids} == {0}
 
 
 def test_no_queue_shares_the_word_of_distribution() -> None:
-    word = encode_destination(DISTRIBUTION)
+    word = routing_key.encode_destination(routing_key.DISTRIBUTION)
     assert word == "%distribution"
-    assert encode_destination(word) == "%25distribution"
-    assert decode_destination("%25distribution") == word
+    assert routing_key.encode_destination(word) == "%25distribution"
+    assert routing_key.decode_destination("%25distribution") == word
 
 
 def test_half_of_a_surrogate_pair_in_a_queue_s_name_raises_nothing() -> None:
-    assert encode_destination("\ud800") == "\ud800"
-    assert encode_destination("\ud800" * 99).startswith("%~")
+    assert routing_key.encode_destination("\ud800") == "\ud800"
+    assert routing_key.encode_destination("\ud800" * 99).startswith("%~")

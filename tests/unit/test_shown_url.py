@@ -9,13 +9,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidManagementURL, InvalidOption, InvalidSetting
-from celery_rabbitdelay.levels.shown_url import (
-    has_password,
-    shown_broker,
-    without_password,
-    without_passwords,
-    without_passwords_in,
-)
+from celery_rabbitdelay.levels import shown_url
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.registry.connection import connect
 from celery_rabbitdelay.spark.options import ApplicationOptions
@@ -61,9 +55,9 @@ TEMPLATES = [
     ],
 )
 def test_a_password_is_hidden(url: str, shown: str) -> None:
-    assert without_password(url) == shown
-    assert has_password(url)
-    assert without_password(shown) == shown
+    assert shown_url.without_password(url) == shown
+    assert shown_url.has_password(url)
+    assert shown_url.without_password(shown) == shown
 
 
 @pytest.mark.parametrize(
@@ -82,8 +76,8 @@ def test_a_password_is_hidden(url: str, shown: str) -> None:
     ],
 )
 def test_what_has_no_password_is_shown_as_it_is(url: str) -> None:
-    assert without_password(url) == url
-    assert not has_password(url)
+    assert shown_url.without_password(url) == url
+    assert not shown_url.has_password(url)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -91,12 +85,15 @@ def test_what_has_no_password_is_shown_as_it_is(url: str) -> None:
 @example(password=f"12/{PLANTED}?pass=word")
 @example(password=f"a@b/{PLANTED}?token=c")
 def test_no_character_of_a_password_makes_it_visible(template: str, password: str) -> None:
-    assert PLANTED not in without_password(template.format(password))
+    assert PLANTED not in shown_url.without_password(template.format(password))
 
 
 def test_in_a_text_each_url_loses_its_password() -> None:
     text = f"'amqp://a:{PLANTED}@one' and redis://:{PLANTED}@two/0 of celery@host"
-    assert without_passwords(text) == "'amqp://a:**@one' and redis://:**@two/0 of celery@host"
+    assert (
+        shown_url.without_passwords(text)
+        == "'amqp://a:**@one' and redis://:**@two/0 of celery@host"
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,7 @@ def test_in_a_text_each_url_loses_its_password() -> None:
     ],
 )
 def test_in_a_text_a_password_may_have_blanks(text: str, shown: str) -> None:
-    assert without_passwords(text) == shown
+    assert shown_url.without_passwords(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -124,7 +121,7 @@ def test_in_a_text_a_password_may_have_blanks(text: str, shown: str) -> None:
     ],
 )
 def test_in_a_text_what_follows_a_url_is_shown(text: str) -> None:
-    assert without_passwords(text) == text
+    assert shown_url.without_passwords(text) == text
 
 
 def test_settings_lose_the_passwords_that_are_deep_in_them() -> None:
@@ -133,7 +130,7 @@ def test_settings_lose_the_passwords_that_are_deep_in_them() -> None:
         "hosts": [("two", f"redis://:{PLANTED}@two"), {"password": PLANTED, "port": 6379}],
         "max": 3,
     }
-    assert without_passwords_in(settings) == {
+    assert shown_url.without_passwords_in(settings) == {
         "sentinel": "redis://:**@one",
         "hosts": [["two", "redis://:**@two"], {"password": "**", "port": 6379}],
         "max": 3,
@@ -150,7 +147,7 @@ def test_settings_lose_the_passwords_that_are_deep_in_them() -> None:
     ids=["valid", "slash", "no-scheme"],
 )
 def test_a_broker_is_shown_without_its_password(url: str, shown: str) -> None:
-    assert shown_broker(Connection(url)) == shown
+    assert shown_url.shown_broker(Connection(url)) == shown
 
 
 @pytest.mark.parametrize(

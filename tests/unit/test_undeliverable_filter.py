@@ -13,15 +13,7 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.undeliverable import Undeliverable
-from celery_rabbitdelay.operations.undeliverable.messages import (
-    MOST_REASONS,
-    OTHER_REASONS,
-    Contents,
-    UndeliverableFilter,
-    UndeliverableMessage,
-    UndeliverableSummary,
-    shown_body,
-)
+from celery_rabbitdelay.operations.undeliverable import messages
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
@@ -32,10 +24,10 @@ def copy(
     body: bytes = b"",
     told: dict[str, Any] | None = None,
     **properties: Any,
-) -> UndeliverableMessage:
+) -> messages.UndeliverableMessage:
     since = None if minutes is None else NOW - timedelta(minutes=minutes)
     found = Undeliverable("4d5e", "shop.remind", "reports", None, reason, None, since)
-    return UndeliverableMessage(found, told or {}, body, "", "", properties)
+    return messages.UndeliverableMessage(found, told or {}, body, "", "", properties)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +51,13 @@ def copy(
 def test_a_filter_means_messages_for_which_all_conditions_hold(
     options: dict[str, Any], is_meant: bool
 ) -> None:
-    assert UndeliverableFilter(**options).matches(copy(), NOW) is is_meant
+    assert messages.UndeliverableFilter(**options).matches(copy(), NOW) is is_meant
 
 
 def test_a_message_without_a_time_is_neither_older_nor_newer() -> None:
     for meant in (
-        UndeliverableFilter(older_than=timedelta(0)),
-        UndeliverableFilter(newer_than=timedelta(days=9999)),
+        messages.UndeliverableFilter(older_than=timedelta(0)),
+        messages.UndeliverableFilter(newer_than=timedelta(days=9999)),
     ):
         assert not meant.matches(copy(minutes=None), NOW)
 
@@ -75,19 +67,21 @@ def test_an_envelope_is_meant_by_each_of_its_tasks() -> None:
     body = Envelope(items, {"task": "shop.ship"}).pack()
     told = {headers.EXCHANGE: "", headers.ROUTING_KEY: "letters"}
     packed = copy(body=body, told=told, content_type=ENVELOPE)
-    assert UndeliverableFilter(tasks=["shop.pay"], ids=["1"], queues=["letters"]).matches(packed)
-    assert not UndeliverableFilter(tasks=["shop.remind"]).matches(packed)
-    assert Contents.of(packed).messages == 2
+    assert messages.UndeliverableFilter(tasks=["shop.pay"], ids=["1"], queues=["letters"]).matches(
+        packed
+    )
+    assert not messages.UndeliverableFilter(tasks=["shop.remind"]).matches(packed)
+    assert messages.Contents.of(packed).messages == 2
 
 
 @given(st.binary())
 def test_what_is_no_envelope_is_none(body: bytes) -> None:
-    contents = Contents.of(copy(body=body, content_type=ENVELOPE))
+    contents = messages.Contents.of(copy(body=body, content_type=ENVELOPE))
     assert contents.tasks == {"shop.remind"} or contents.messages is not None
 
 
 def test_reasons_that_differ_only_in_their_attempts_are_one() -> None:
-    summary = UndeliverableSummary()
+    summary = messages.UndeliverableSummary()
     for minutes, reason in (
         (5, "full (7 attempts since 2026-11-22 10:00:00 UTC)"),
         (9, "full (9 attempts since 2026-11-22 10:00:01 UTC; the first time: gone (x))"),
@@ -103,11 +97,11 @@ def test_reasons_that_differ_only_in_their_attempts_are_one() -> None:
 
 
 def test_strangers_cannot_make_up_reasons_without_end() -> None:
-    summary = UndeliverableSummary()
-    for number in range(MOST_REASONS + 50):
+    summary = messages.UndeliverableSummary()
+    for number in range(messages.MOST_REASONS + 50):
         summary.add(copy(str(number)))
-    assert len(summary.reasons) == MOST_REASONS + 1
-    assert summary.reasons[OTHER_REASONS].count == 50
+    assert len(summary.reasons) == messages.MOST_REASONS + 1
+    assert summary.reasons[messages.OTHER_REASONS].count == 50
 
 
 @pytest.mark.parametrize(
@@ -123,6 +117,6 @@ def test_strangers_cannot_make_up_reasons_without_end() -> None:
 def test_a_body_is_shown_as_text_if_it_is_one(
     body: bytes, most: int, text: str | None, encoded: str | None
 ) -> None:
-    shown = shown_body(body, most)
+    shown = messages.shown_body(body, most)
     assert (shown["text"], shown["base64"]) == (text, encoded)
     assert (shown["size"], shown["is_cut_off"]) == (len(body), len(body) > most)

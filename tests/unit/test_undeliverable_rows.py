@@ -16,14 +16,7 @@ from celery_rabbitdelay.operations.undeliverable.messages import (
     UndeliverableMessage,
     headers_as_json,
 )
-from celery_rabbitdelay.spark.read import (
-    BATCH_BYTES,
-    BATCH_ROWS,
-    UNDELIVERABLE,
-    _batched,
-    _to_arrow,
-    to_row,
-)
+from celery_rabbitdelay.spark import read
 
 #: Half a character, which py-amqp reads and UTF-8 cannot express.
 HALF = "\ud800"
@@ -94,20 +87,24 @@ def test_headers_that_are_nested_too_deeply_are_named() -> None:
 )
 @settings(deadline=None)
 def test_every_message_is_a_row_of_arrow(headers: dict[str, Any], body: bytes) -> None:
-    batch = _to_arrow([to_row(message(headers, body)), to_row(message({"id": HALF}))])
-    assert batch.schema.names == [column.split()[0] for column in UNDELIVERABLE.split(", ")]
+    batch = read._to_arrow(
+        [read.to_row(message(headers, body)), read.to_row(message({"id": HALF}))]
+    )
+    assert batch.schema.names == [column.split()[0] for column in read.UNDELIVERABLE.split(", ")]
     first, second = batch.to_pylist()
     assert (first["body"], first["size"]) == (body, len(body))
     assert second["task_id"] == "\\ud800"
 
 
 def test_an_instant_is_the_same_in_arrow() -> None:
-    (row,) = _to_arrow([to_row(message({"rabbitdelay-due": 1_900_000_000_123}))]).to_pylist()
+    (row,) = read._to_arrow(
+        [read.to_row(message({"rabbitdelay-due": 1_900_000_000_123}))]
+    ).to_pylist()
     assert row["due"] == datetime(2030, 3, 17, 17, 46, 40, 123_000, tzinfo=UTC)
 
 
 def test_a_batch_has_few_rows_and_few_bytes() -> None:
-    small = [to_row(message({}))] * (2 * BATCH_ROWS + 1)
-    assert [len(batch) for batch in _batched(small)] == [BATCH_ROWS, BATCH_ROWS, 1]
-    large = [to_row(message({}, bytes(BATCH_BYTES // 2)))] * 5
-    assert [len(batch) for batch in _batched(large)] == [2, 2, 1]
+    small = [read.to_row(message({}))] * (2 * read.BATCH_ROWS + 1)
+    assert [len(batch) for batch in read._batched(small)] == [read.BATCH_ROWS, read.BATCH_ROWS, 1]
+    large = [read.to_row(message({}, bytes(read.BATCH_BYTES // 2)))] * 5
+    assert [len(batch) for batch in read._batched(large)] == [2, 2, 1]

@@ -13,14 +13,7 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command.context import first_of
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.verify.checks import (
-    check_bindings,
-    check_broker,
-    check_destinations,
-    check_entities,
-    check_orphans,
-    check_replicas,
-)
+from celery_rabbitdelay.operations.verify import checks
 from celery_rabbitdelay.operations.verify.findings import FAULTS, Severity, findings_of
 from celery_rabbitdelay.operations.verify.management import (
     Inventory,
@@ -81,10 +74,10 @@ def test_the_reference_has_every_code() -> None:
 def test_nothing_is_wrong_with_a_sound_layout() -> None:
     settings = Settings()
     inventory = sound(settings.topology)
-    assert list(check_broker(settings, inventory)) == []
-    assert list(check_entities(settings, inventory)) == []
-    assert list(check_bindings(settings.topology, inventory)) == []
-    assert list(check_orphans(settings.topology, inventory, lambda _: 0)) == []
+    assert list(checks.check_broker(settings, inventory)) == []
+    assert list(checks.check_entities(settings, inventory)) == []
+    assert list(checks.check_bindings(settings.topology, inventory)) == []
+    assert list(checks.check_orphans(settings.topology, inventory, lambda _: 0)) == []
 
 
 @pytest.mark.parametrize(
@@ -102,7 +95,7 @@ def test_nothing_is_wrong_with_a_sound_layout() -> None:
     ],
 )
 def test_the_version_is_too_old_or_has_a_fault(version: str, codes: list[str]) -> None:
-    found = check_broker(Settings(), Inventory(version=version))
+    found = checks.check_broker(Settings(), Inventory(version=version))
     assert [code for code, *_ in found] == codes
 
 
@@ -123,7 +116,7 @@ def test_the_version_is_too_old_or_has_a_fault(version: str, codes: list[str]) -
 def test_replicas_are_counted(members: str, online: str, nodes: str, codes: list[str]) -> None:
     queue = queue_of(HOURS, members=list(members), online=list(online))
     inventory = EMPTY._replace(queues={HOURS: queue}, nodes=dict.fromkeys(nodes, True))
-    assert [code for code, *_ in check_replicas(inventory, [HOURS])] == codes
+    assert [code for code, *_ in checks.check_replicas(inventory, [HOURS])] == codes
 
 
 def test_without_policies_none_is_in_effect() -> None:
@@ -184,7 +177,9 @@ def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None
     }
     queues = {name: queue_of(name, arguments=own) for name, own in names.items()}
     counts = {"rabbitdelay.weeks.1": 5, "rabbitdelay.weeks.x1.0.s3": None, "rabbitdelay.weeks.2": 0}
-    found = list(check_orphans(Topology(), EMPTY._replace(queues=queues), counts.__getitem__))
+    found = list(
+        checks.check_orphans(Topology(), EMPTY._replace(queues=queues), counts.__getitem__)
+    )
     assert [(code, subject.removeprefix("queue ")) for code, subject, _ in found] == [
         ("orphan", "rabbitdelay.weeks.1"),
         ("orphan", "rabbitdelay.weeks.x1.0.s3"),
@@ -194,14 +189,14 @@ def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None
 
 def test_the_levels_of_another_prefix_that_begins_alike_are_no_orphans() -> None:
     inventory = sound(Topology("rabbitdelay.eu"))
-    assert list(check_orphans(Topology(), inventory, lambda _: 5)) == []
+    assert list(checks.check_orphans(Topology(), inventory, lambda _: 5)) == []
 
 
 def test_queues_that_differ_by_the_type_of_the_virtual_host_are_the_same() -> None:
     inventory = EMPTY._replace(queues={"q": queue_of("q", arguments={"x-queue-type": "quorum"})})
     settings = Settings()
-    assert list(check_destinations(settings, [Queue("q")], inventory)) == []
-    [(code, *_)] = check_destinations(settings, [Queue("q", max_length=5)], inventory)
+    assert list(checks.check_destinations(settings, [Queue("q")], inventory)) == []
+    [(code, *_)] = checks.check_destinations(settings, [Queue("q", max_length=5)], inventory)
     assert code == "destination-differs"
 
 
@@ -211,7 +206,7 @@ def test_queues_that_differ_by_the_type_of_the_virtual_host_are_the_same() -> No
 )
 def test_clocks_that_differ_by_more_than_workers_tolerate(ahead: float, text: str | None) -> None:
     inventory = EMPTY._replace(clock_ahead=ahead)
-    found = findings_of(check_broker(Settings(early_tolerance=1.0), inventory))
+    found = findings_of(checks.check_broker(Settings(early_tolerance=1.0), inventory))
     assert [text in each.what for each in found if text] == [True] * bool(text)
     assert bool(found) == bool(text)
 

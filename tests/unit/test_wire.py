@@ -18,14 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels.headers import UNREADABLE
+from celery_rabbitdelay.publishing import wire
 from celery_rabbitdelay.publishing.incoming import _frame_handler
-from celery_rabbitdelay.publishing.wire import (
-    Content,
-    ack_frames,
-    publish_frames,
-    requeue_all_frame,
-    requeue_frames,
-)
 
 #: The least that a peer may ask for: frame-min-size of AMQP 0-9-1.
 FRAME_MIN = 4096
@@ -114,15 +108,15 @@ def test_the_frames_of_a_message_are_those_of_py_amqp(
 ) -> None:
     if isinstance(body, str) and told.get("content_encoding") == "binary":
         del told["content_encoding"]
-    content = Content.of(amqp.Message(body, **told))
-    ours = publish_frames(channel, exchange, routing_key, content, frame_max)
+    content = wire.Content.of(amqp.Message(body, **told))
+    ours = wire.publish_frames(channel, exchange, routing_key, content, frame_max)
     assert ours == by_pyamqp(channel, exchange, routing_key, amqp.Message(body, **told), frame_max)
 
 
 @pytest.mark.parametrize("size", range(4085, 4093))
 def test_a_body_at_the_frame_s_edge_takes_no_empty_frame(size: int) -> None:
-    content = Content.of(amqp.Message(b"x" * size))
-    ours = publish_frames(1, "", "key", content, FRAME_MIN)
+    content = wire.Content.of(amqp.Message(b"x" * size))
+    ours = wire.publish_frames(1, "", "key", content, FRAME_MIN)
     assert ours == by_pyamqp(1, "", "key", amqp.Message(b"x" * size), FRAME_MIN)
     sizes = []
     while ours:
@@ -138,26 +132,26 @@ def test_a_body_at_the_frame_s_edge_takes_no_empty_frame(size: int) -> None:
 def test_a_name_above_255_bytes_cannot_be_written(where: str, name: str) -> None:
     names = {"exchange": "", "routing_key": "", where: name}
     with pytest.raises(struct.error):
-        publish_frames(1, **names, content=Content(b"\0\0", b""), frame_max=FRAME_MIN)
+        wire.publish_frames(1, **names, content=wire.Content(b"\0\0", b""), frame_max=FRAME_MIN)
 
 
 def test_half_a_character_is_written_as_py_amqp_writes_it() -> None:
-    content = Content.of(amqp.Message(b"x"))
-    ours = publish_frames(1, "\ud800", "\udfff", content, FRAME_MIN)
+    content = wire.Content.of(amqp.Message(b"x"))
+    ours = wire.publish_frames(1, "\ud800", "\udfff", content, FRAME_MIN)
     assert ours == by_pyamqp(1, "\ud800", "\udfff", amqp.Message(b"x"), FRAME_MIN)
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, 1j])
 def test_a_header_that_amqp_has_no_type_for_cannot_be_written(value: object) -> None:
     with pytest.raises(FrameSyntaxError):
-        Content.of(amqp.Message(b"x", application_headers={"x": value}))
+        wire.Content.of(amqp.Message(b"x", application_headers={"x": value}))
 
 
 def test_a_body_of_text_is_written_in_the_encoding_that_the_message_says() -> None:
     message = amqp.Message("größe", content_encoding="utf-16")
-    assert Content.of(message).body == "größe".encode("utf-16")
+    assert wire.Content.of(message).body == "größe".encode("utf-16")
     silent = amqp.Message("größe")
-    content = Content.of(silent)
+    content = wire.Content.of(silent)
     assert content.body == "größe".encode()
     back: Any = amqp.Message()
     cast("Any", back)._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
@@ -165,21 +159,21 @@ def test_a_body_of_text_is_written_in_the_encoding_that_the_message_says() -> No
 
 
 def test_a_header_of_a_decimal_keeps_its_digits() -> None:
-    content = Content.of(amqp.Message(b"", application_headers={"price": Decimal("-1.25")}))
+    content = wire.Content.of(amqp.Message(b"", application_headers={"price": Decimal("-1.25")}))
     back: Any = amqp.Message()
     back._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
     assert back.properties["application_headers"] == {"price": Decimal("-1.25")}
 
 
 def requeue_all_frames(channel: int, tags: list[int]) -> bytes:
-    return b"".join(requeue_all_frame(channel, tag) for tag in tags)
+    return b"".join(wire.requeue_all_frame(channel, tag) for tag in tags)
 
 
 @pytest.mark.parametrize(
     ("frames", "method", "bits"),
     [
-        (ack_frames, spec.Basic.Ack, (False,)),
-        (requeue_frames, spec.Basic.Nack, (False, True)),
+        (wire.ack_frames, spec.Basic.Ack, (False,)),
+        (wire.requeue_frames, spec.Basic.Nack, (False, True)),
         (requeue_all_frames, spec.Basic.Nack, (True, True)),
     ],
     ids=["ack", "nack", "nack-all"],
@@ -223,7 +217,7 @@ def test_names_that_python_cannot_read_are_replaced_and_noted(
     handle = _frame_handler(
         SimpleNamespace(bytes_recv=0), lambda *arguments: received.append(arguments)
     )
-    properties = Content.of(amqp.Message(b"", application_headers={"own": 7})).properties
+    properties = wire.Content.of(amqp.Message(b"", application_headers={"own": 7})).properties
     handle((1, 5, begin + names(exchange, key) + after))
     handle((2, 5, struct.pack(">HHQ", 60, 0, 1) + properties))
     handle((3, 5, b"x"))
