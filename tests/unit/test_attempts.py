@@ -50,8 +50,7 @@ def test_a_message_goes_to_its_destination_and_is_tried_there_once(consumer: Con
     assert publication.single_attempt
     assert pending(publication) == 1
     consumer.confirm(publication)
-    assert pending(publication) == 0
-    assert consumer.counts == (1, 0, 0)
+    assert (pending(publication), consumer.counts) == (0, (1, 0, 0))
 
 
 def test_the_messages_of_an_envelope_are_pending_until_each_is_settled(consumer: Consumer) -> None:
@@ -84,18 +83,15 @@ def test_a_refused_message_goes_back_into_the_levels_with_its_attempts_counted(
     consumer.clock.now = 5.0
     later = consumer.answer(publication, NACKED)
     assert is_tried_again(later)
-    assert headers(later)[header_names.ATTEMPTS] == 1
-    assert headers(later)["mine"] == 1
-    assert headers(later)[header_names.EXCHANGE] == "office"
-    assert later.content.body == b"body"
+    assert (headers(later)[header_names.ATTEMPTS], headers(later)["mine"]) == (1, 1)
+    assert (headers(later)[header_names.EXCHANGE], later.content.body) == ("office", b"body")
     # The levels have as long as the destination had, and are tried until they take it.
     assert later.deadline == 5.0 + TIMEOUT
     assert not later.single_attempt
     # The received message is acknowledged once the levels have it.
     assert pending(later) == 1
     consumer.confirm(later)
-    assert pending(later) == 0
-    assert consumer.counts == (1, 1, 0)
+    assert (pending(later), consumer.counts) == (0, (1, 1, 0))
 
     again = consumer.publish(for_exchange(**headers(later)))
     assert headers(consumer.answer(again, NACKED))[header_names.ATTEMPTS] == 2
@@ -158,8 +154,7 @@ def test_a_message_that_amqp_cannot_carry_is_undeliverable_without_its_headers(
     assert is_undeliverable(given_up)
     assert headers(given_up).keys() == {header_names.REASON}
     assert reason(given_up).startswith("a header or property cannot be written")
-    assert given_up.content.body == b"body"
-    assert pending(given_up) == 1
+    assert (given_up.content.body, pending(given_up)) == (b"body", 1)
     consumer.confirm(given_up)
     assert consumer.counts == (1, 0, 1)
 
@@ -198,8 +193,7 @@ def test_the_levels_are_tried_until_they_take_a_message_and_its_route_is_compute
     keys.append(again.address()[1])
     assert [key.split(".")[6] for key in keys] == ["8", "7", "6"]
     assert again.content is publication.content
-    assert again.deadline == 2 * TIMEOUT
-    assert pending(again) == 1
+    assert (again.deadline, pending(again)) == (2 * TIMEOUT, 1)
     consumer.confirm(again)
     assert consumer.counts == (1, 0, 0)
 
@@ -212,8 +206,7 @@ def test_undeliverable_is_tried_until_it_takes_a_message(
     again = consumer.answer(consumer.answer(given_up, error), error)
     assert is_undeliverable(again)
     assert again.content is given_up.content
-    assert pending(again) == 1
-    assert consumer.counts == (0, 0, 0)
+    assert (pending(again), consumer.counts) == (1, (0, 0, 0))
     consumer.confirm(again)
     assert consumer.counts == (1, 0, 1)
 

@@ -65,8 +65,7 @@ def test_what_is_given_while_a_batch_is_worked_on_makes_up_the_next_one(thread: 
     for number in (2, 3, 4):
         thread.give(number)
     thread.go_on.set()
-    assert next_batch(thread) == [2, 3, 4]
-    assert thread.thread_names == {"recorded"}
+    assert (next_batch(thread), thread.thread_names) == ([2, 3, 4], {"recorded"})
 
 
 def test_a_batch_has_a_limit(thread: Recorded) -> None:
@@ -74,8 +73,7 @@ def test_a_batch_has_a_limit(thread: Recorded) -> None:
         thread.give(number)
     thread.go_on.set()
     thread.start()
-    assert next_batch(thread) == [*range(MAX_BATCH)]
-    assert next_batch(thread) == [MAX_BATCH]
+    assert (next_batch(thread), next_batch(thread)) == ([*range(MAX_BATCH)], [MAX_BATCH])
 
 
 def test_the_thread_is_asked_how_long_to_gather_once_for_each_batch(thread: Recorded) -> None:

@@ -54,8 +54,7 @@ def test_an_ack_of_several_settles_all_up_to_it(
 ) -> None:
     sent = send(unconfirmed, "a", "b", "c", "d")
     unconfirmed.ack(3, multiple=True)
-    assert settled == sent[:3]
-    assert unconfirmed.all() == sent[3:]
+    assert (settled, unconfirmed.all()) == (sent[:3], sent[3:])
 
 
 def test_a_nack_of_several_is_an_error_of_each(
@@ -101,8 +100,7 @@ def test_each_message_is_reported_once_with_its_error(
     unconfirmed.ack(1, multiple=False)
     unconfirmed.nack(3, multiple=True)
     unconfirmed.ack(3, multiple=True)
-    assert settled == sent
-    assert [each.error is None for each in settled] == [True, False, False]
+    assert (settled, [each.error is None for each in settled]) == (sent, [True, False, False])
     assert len(unconfirmed) == 0
     assert unconfirmed.first() is None
 

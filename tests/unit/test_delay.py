@@ -121,8 +121,7 @@ def test_what_is_no_tolerance_is_refused_by_that_name(given: Any, error: type[Ex
 def test_what_is_due_is_fixed_when_the_caller_asks(clock: Clock) -> None:
     due = delay_module.Due.after(timedelta(seconds=90))
     clock.now_ns += 10_000_000_000
-    assert due.at_ms == START_NS // 1_000_000 + 90_000
-    assert due.remaining_ms() == 80_000
+    assert (due.at_ms, due.remaining_ms()) == (START_NS // 1_000_000 + 90_000, 80_000)
 
 
 @pytest.mark.parametrize(("lost_ms", "left_ms"), [(0, 10_000), (10, 10_000), (11, 9_989)])
@@ -192,8 +191,7 @@ def test_the_wait_that_is_left_never_ends_before_the_message_is_due(
 def test_the_wait_until_an_instant_is_rounded_up(clock: Clock) -> None:
     now = datetime.fromtimestamp(START_NS // 10**9, UTC) + timedelta(microseconds=400)
     due = delay_module.Due.at(now + timedelta(microseconds=1500))
-    assert (due.delay_ms, due.remaining_ms()) == (2, 2)
-    assert due.at_ns == START_NS + 1_500_000
+    assert (due.delay_ms, due.remaining_ms(), due.at_ns) == (2, 2, START_NS + 1_500_000)
     assert delay_module.Due.at(now - timedelta(seconds=2)).delay_ms == -2000
 
 
@@ -211,8 +209,7 @@ def test_an_instant_is_met_to_the_millisecond_and_never_missed(
         assert 0 <= due.at_ms <= delay_module.MAX_DUE_MS
         microseconds = (instant - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
         if microseconds >= 0:
-            assert due.at_ns == microseconds * 1000
-            assert due.remaining_ms() == due.delay_ms
+            assert (due.at_ns, due.remaining_ms()) == (microseconds * 1000, due.delay_ms)
         ends_ns = now_ns + due.remaining_ms() * 1_000_000
         assert 0 <= ends_ns - due.at_ns < 1_000_000
 

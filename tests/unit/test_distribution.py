@@ -276,8 +276,7 @@ def test_a_due_time_that_is_missing_is_zero_for_the_registry() -> None:
 def test_the_registry_is_not_asked_about_a_task_outside_of_an_envelope() -> None:
     registry = Registry(RUN)
     (outgoing,) = registry.distributed(waited({"id": "1"}))
-    assert outgoing.exchange == "office"
-    assert registry.asked == []
+    assert (outgoing.exchange, registry.asked) == ("office", [])
 
 
 @pytest.mark.parametrize("decision", [RUN, POSTPONED, Decision(Verdict.CANCELLED)])
@@ -331,8 +330,7 @@ def note(**changed: Any) -> amqp.Message:
 def test_the_registry_is_told_of_a_job_that_was_committed() -> None:
     told: list[tuple[str, str]] = []
     distribution = Distribution(TOPOLOGY, confirm=lambda *job: told.append(job))
-    assert list(distribution.receive(note())) == []
-    assert told == [("june", "1")]
+    assert (list(distribution.receive(note())), told) == ([], [("june", "1")])
     # Nobody has signed the name of the job, but its id.
     for wrong in ({JOB_ID: "2"}, {JOB: 7}, {JOB_ID: None}):
         with pytest.raises(UnprocessableMessage, match=r"it names no job|job is 7, not a text"):
@@ -368,8 +366,7 @@ def test_an_envelope_of_which_one_task_need_not_wait_is_opened_and_the_workers_a
 
 def test_while_the_registry_is_away_all_tasks_go_on_to_workers_who_know_what_to_do() -> None:
     registry = Registry()
-    assert ids(registry.distributed(tasks(2))) == ["0", "1"]
-    assert len(registry.asked) == 1
+    assert (ids(registry.distributed(tasks(2))), len(registry.asked)) == (["0", "1"], 1)
 
 
 def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() -> None:

@@ -52,8 +52,7 @@ def test_each_row_of_the_table_of_senders_names_tests_that_exist() -> None:
 def test_the_queues_are_as_many_as_the_reference_says() -> None:
     topology, page = Topology(), NAMES.read_text()
     [total, digits] = re.findall(r"declare (\d+) queues: (\d+) digit queues", page)[0]
-    assert int(total) == len(topology.queues)
-    assert int(digits) == len(topology.digit_queues)
+    assert (int(total), int(digits)) == (len(topology.queues), len(topology.digit_queues))
     for level, queues in topology.level_queues.items():
         row = f"| `rabbitdelay.{level}` | `{queues[0].name}` to `{queues[-1].name}` |"
         assert f"{row} {len(queues)} |" in page
@@ -70,8 +69,7 @@ def test_the_table_of_layouts_counts_queues_levels_and_days() -> None:
             layout=ast.literal_eval(layout), tick=ast.literal_eval(tick[0]) if tick else 0.1
         )
         found = settings.topology
-        assert len(found.layout.levels) == int(levels)
-        assert len(found.digit_queues) == int(queues)
+        assert (len(found.layout.levels), len(found.digit_queues)) == (int(levels), int(queues))
         assert int(found.layout.capacity_ms / 86_400_000 + 0.001) == int(days.replace(",", ""))
 
 

@@ -51,8 +51,7 @@ def test_what_this_format_has_once_written_is_read() -> None:
 
 def test_the_format_says_its_version_and_its_limits() -> None:
     assert ENVELOPE == "application/vnd.rabbitdelay.envelope.1"
-    assert envelope.MAX_ENVELOPE_MESSAGES == 100_000
-    assert envelope.MAX_ENVELOPE_BYTES == 67_108_864
+    assert (envelope.MAX_ENVELOPE_MESSAGES, envelope.MAX_ENVELOPE_BYTES) == (100_000, 67_108_864)
 
 
 def test_what_two_headers_of_a_message_share_is_written_once() -> None:
@@ -62,8 +61,7 @@ def test_what_two_headers_of_a_message_share_is_written_once() -> None:
     items = (Item(b"one", {"id": "1"}), Item(b"two", {"id": "2", "root_id": "1"}))
     blocks = shared + b"".join(item.length_prefixed() for item in items)
     held = Envelope.unpack(envelope.compressed(blocks, 9))
-    assert held.headers == {"task": "t"}
-    assert held.properties == {"priority": 0}
+    assert (held.headers, held.properties) == ({"task": "t"}, {"priority": 0})
     one, two = held.items
     assert one == (b"one", {"id": "1", "root_id": "1"}, {"correlation_id": "1"})
     assert (two.headers["root_id"], two.properties) == ("2", {"correlation_id": "2"})
@@ -211,8 +209,7 @@ def test_an_envelope_may_hold_as_many_bytes_as_the_limit(monkeypatch: pytest.Mon
     body = held.pack()
     size = len(zlib.decompressobj(zdict=envelope.DICTIONARY).decompress(body))
     monkeypatch.setattr(envelope, "MAX_ENVELOPE_BYTES", size)
-    assert held.pack() == body
-    assert Envelope.unpack(body) == held
+    assert (held.pack(), Envelope.unpack(body)) == (body, held)
     monkeypatch.setattr(envelope, "MAX_ENVELOPE_BYTES", size - 1)
     with pytest.raises(InvalidEnvelope, match=f"{size} bytes are more than {size - 1}"):
         held.pack()

@@ -43,8 +43,7 @@ def test_an_error_keeps_its_text_and_attributes_in_another_process(name: str) ->
     error.may_have_arrived = True
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
-    assert str(copy) == str(error)
-    assert repr(vars(copy)) == repr(vars(error))
+    assert (str(copy), repr(vars(copy))) == (str(error), repr(vars(error)))
 
 
 def test_rows_that_are_not_confirmed_keep_their_errors_in_another_process() -> None:

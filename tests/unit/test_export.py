@@ -188,8 +188,7 @@ def test_the_flow_chart_shows_every_level_and_where_it_leads(layout: Layout) -> 
         for source, line, _, target in arrows
         if line == "-->" and source.startswith("exchange")
     ]
-    assert set(drawn) == bound
-    assert len(set(drawn)) == len(drawn)
+    assert (set(drawn), len(set(drawn))) == (bound, len(drawn))
     dead_letters = {(source, target) for source, line, _, target in arrows if line == "-.->"}
     assert {
         (of_queue[queue.name], of_exchange[(queue.queue_arguments or {})["x-dead-letter-exchange"]])
@@ -205,8 +204,7 @@ def test_the_command_writes_every_format(offline: Callable[..., Result], tmp_pat
         path = tmp_path / name
         options = ("-f", name, "-o", str(path), "--prefix", "shop", "--layout", "binary", "-j")
         found = checked("export", offline("export", *options).stdout)
-        assert path.read_text() == told.stdout
-        assert found["output"] == str(path)
+        assert (path.read_text(), found["output"]) == (told.stdout, str(path))
         assert found["text"] is None
 
 

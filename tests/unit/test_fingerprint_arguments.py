@@ -47,8 +47,7 @@ def test_a_fingerprint_names_layout_queue_type_shards_and_arguments(
     topology = Topology("p", layout, queue_type, shards)
     shard = f"-s{shards}" if shards > 1 else ""
     expected = f"{layout.fingerprint}-{queue_type}{shard}-v{arguments_digest()}"
-    assert topology.identity.fingerprint == expected
-    assert topology.identity.guard.name == "p.layout"
+    assert (topology.identity.fingerprint, topology.identity.guard.name) == (expected, "p.layout")
 
 
 def altered(value: Any) -> Any:

@@ -132,8 +132,7 @@ def test_with_a_tolerance_they_share_the_roundest_tick_within_it() -> None:
     for delay_ms in range(50_000, 60_000, 1_000):
         assert not it.add(it.clock.due(delay_ms, 3_600_000))
     (group,) = it.flush()
-    assert group.due.delay_ms == 3_600_000
-    assert len(group.rows) == 70
+    assert (group.due.delay_ms, len(group.rows)) == (3_600_000, 70)
 
 
 def test_an_instant_keeps_its_time_in_a_group_of_lengths_of_time() -> None:
@@ -178,8 +177,7 @@ def test_all_groups_together_hold_so_many_bytes(monkeypatch: pytest.MonkeyPatch)
         flushes += bool(it.add(it.clock.due(number * 100_000), b"x" * 36))
         held = len(it.dues) - sum(len(group.rows) for _, group in it.out)
         most = max(most, held)
-    assert most == 100
-    assert flushes == 2
+    assert (most, flushes) == (100, 2)
     it.flush()
     assert sorted(row for _, group in it.out for row in group.rows) == list(range(299))
 
@@ -210,8 +208,7 @@ def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
         it.add(1, b"", fake.due(5_000))
     it.add(2, b"b", fake.due(5_000))
     (group,) = it.flush()
-    assert list(group.rows) == [0, 2]
-    assert group.items == b"ab"
+    assert (list(group.rows), group.items) == ([0, 2], b"ab")
     assert not list(it.flush())
 
 

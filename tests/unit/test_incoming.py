@@ -78,8 +78,7 @@ def test_tables_nested_ten_thousand_deep_cost_their_message_alone() -> None:
     line.deliver(deep, b"both, this one too")
     first, second, third = (message for _, _, message in line.came)
     assert "RecursionError" in str(seen_of(first).unreadable)
-    assert first.headers[UNREADABLE_PROPERTIES] == deep
-    assert second.headers == {"mine": 1}
+    assert (first.headers[UNREADABLE_PROPERTIES], second.headers) == (deep, {"mine": 1})
     assert seen_of(third).skipped_bytes == 18
     assert seen_of(third).unreadable
 
@@ -109,8 +108,7 @@ def test_the_names_of_a_returned_message_are_made_readable() -> None:
     line._handle((1, 1, arguments))
     line._handle((2, 1, pack(">HHQ", 60, 0, 0) + properties()))
     ((method, payload, message),) = line.came
-    assert method == (60, 50)
-    assert payload == arguments.replace(b"\xff", b"?")
+    assert (method, payload) == ((60, 50), arguments.replace(b"\xff", b"?"))
     assert seen_of(message).unreadable == r"its exchange is b'\xff', which is not UTF-8"
 
 

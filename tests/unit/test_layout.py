@@ -47,8 +47,7 @@ def test_queues_are_counted_in_the_level_s_unit() -> None:
 
 def test_the_binary_layout_has_28_levels_of_one_bit() -> None:
     layout = binary(tick=1)
-    assert layout.bases == (2,) * 28
-    assert layout.capacity_ms == (2**28 - 1) * 1000
+    assert (layout.bases, layout.capacity_ms) == ((2,) * 28, (2**28 - 1) * 1000)
 
 
 def test_the_geometric_layout_counts_in_its_factor() -> None:
@@ -58,8 +57,7 @@ def test_the_geometric_layout_counts_in_its_factor() -> None:
 
 def test_the_layouts_have_a_tick_of_a_tenth_of_a_second() -> None:
     assert [layout.tick_ms for layout in (clock(), binary(), geometric())] == [100] * 3
-    assert len(binary().levels) == 28
-    assert geometric().bases == (10,) * 9
+    assert (len(binary().levels), geometric().bases) == (28, (10,) * 9)
 
 
 def test_uniform_levels_are_counted_in_seconds_or_else_in_milliseconds() -> None:

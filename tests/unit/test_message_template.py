@@ -112,8 +112,7 @@ class Maker:
         """Both ways are the same, alone and in an envelope."""
         expected_properties, expected_body = self.expected(each)
         properties, body = self.alone(each)
-        assert body == expected_body
-        assert properties == expected_properties
+        assert (body, properties) == (expected_body, expected_properties)
         ((properties, body),) = self.together(each)
         assert body == expected_body
         told = expected_properties["application_headers"]
@@ -281,8 +280,7 @@ def test_many_calls_in_one_envelope_come_out_in_their_order() -> None:
     calls = [call((number, "it's " * number), {}) for number in range(50)]
     for each, (properties, body) in zip(calls, MAKER.together(*calls), strict=True):
         assert properties["correlation_id"] == properties["application_headers"]["id"]
-        assert properties["correlation_id"] == each.task_id
-        assert body == MAKER.expected(each)[1]
+        assert (properties["correlation_id"], body) == (each.task_id, MAKER.expected(each)[1])
 
 
 def test_a_correlation_id_of_none_becomes_the_task_s_id() -> None:

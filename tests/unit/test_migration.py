@@ -99,8 +99,7 @@ def test_what_the_broker_has_added_is_left_out_and_the_users_own_stays(
 def test_a_message_that_is_due_goes_to_its_queue_at_once(convert: Callable[..., Outgoing]) -> None:
     past = {**task(), header_names.DUE: DUE - 7_200_000}
     outgoing = convert("old.s.1", key_of(SOURCE, "emails"), past)
-    assert outgoing.exchange == "new.delivery"
-    assert digits_of(outgoing) == 0
+    assert (outgoing.exchange, digits_of(outgoing)) == ("new.delivery", 0)
 
 
 def test_a_message_in_meditation_has_its_bare_destination_as_its_key(

@@ -99,8 +99,7 @@ def test_the_error_of_another_message_has_the_permission_too() -> None:
     permission = exceptions.MissingPermission("web", "write", "exchange", "x", "/")
     error = exceptions.MessageNotPermitted(permission, "x", "key", str(permission))
     copied = error.copy(may_have_arrived=True)
-    assert copied.permission == permission
-    assert str(copied) == str(error)
+    assert (copied.permission, str(copied)) == (permission, str(error))
     assert copied.may_have_arrived
     assert isinstance(error, exceptions.MessageRefused)
     assert isinstance(error, exceptions.PermissionMissing)

@@ -83,14 +83,11 @@ def test_what_arrives_while_a_question_is_asked_is_the_next_question() -> None:
     asked = Asked()
     for task in "abc":
         asked.plain.give(task)
-    assert asked.asker.asked == [["key of a"]]
-    assert asked.ran == []
+    assert (asked.asker.asked, asked.ran) == ([["key of a"]], [])
     asked.answers()
-    assert asked.ran == ["a"]
-    assert asked.asker.asked == [["key of a"], ["key of b", "key of c"]]
+    assert (asked.ran, asked.asker.asked) == (["a"], [["key of a"], ["key of b", "key of c"]])
     asked.answers()
-    assert asked.ran == ["a", "b", "c"]
-    assert asked.decided == []
+    assert (asked.ran, asked.decided) == (["a", "b", "c"], [])
 
 
 def test_a_question_waits_for_more_tasks_if_more_may_come() -> None:

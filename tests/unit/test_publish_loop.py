@@ -57,8 +57,7 @@ def test_each_message_is_told_of_itself_whether_it_may_have_arrived(raised: bool
     assert not loop.may_have_arrived
     for each, may_have_arrived in ((written, True), (suspected, True), (never, False)):
         assert isinstance(each.error, ConnectionLost)
-        assert each.error.may_have_arrived == may_have_arrived
-        assert each.error.args == error.args
+        assert (each.error.may_have_arrived, each.error.args) == (may_have_arrived, error.args)
         assert each.error.__cause__ is cause
     assert error in [each.error for each in done]
     assert error.may_have_arrived == raised
@@ -83,8 +82,7 @@ def test_a_message_that_is_given_up_alone_may_have_arrived_if_it_was_written() -
     sent[0].deadline = sent[2].deadline = time.monotonic() - 1
     loop.last_settled = time.monotonic()  # another message was confirmed just now
     loop.check_time()
-    assert done == [sent[0], sent[2]]
-    assert channel.unconfirmed.all() == [sent[1]]
+    assert (done, channel.unconfirmed.all()) == ([sent[0], sent[2]], [sent[1]])
     assert all(isinstance(each.error, ConfirmTimeout) for each in done)
     assert [each.error.may_have_arrived for each in done if each.error] == [True, False]
     assert not sent[1].may_have_arrived
@@ -109,8 +107,7 @@ def test_a_message_that_was_returned_has_not_arrived_although_its_ack_is_missing
     channel.unconfirmed.returned(
         amqp.exceptions.NoConsumers("NO_ROUTE"), "exchange", "key", amqp.Message(b"x")
     )
-    assert loop.take_back() == 3
-    assert [each.may_have_arrived for each in sent] == [False, True, False]
+    assert (loop.take_back(), [each.may_have_arrived for each in sent]) == (3, [False, True, False])
     assert {each.error for each in sent} == {None}
 
 

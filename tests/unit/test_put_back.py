@@ -45,10 +45,7 @@ def test_one_that_waits_for_the_levels_takes_no_place_of_others_and_is_logged_on
     with caplog.at_level(logging.WARNING):
         for each in [*tasks, *tasks]:
             thread._settled(each, error)
-    assert held == [0, 1, 0, 1]
-    assert consumer.qos.value == 6
-    assert len(caplog.records) == 1
+    assert (held, consumer.qos.value, len(caplog.records)) == ([0, 1, 0, 1], 6, 1)
     for each in tasks:
         thread._settled(each, None)
-    assert acknowledged == [0, 1]
-    assert consumer.qos.value == 4
+    assert (acknowledged, consumer.qos.value) == ([0, 1], 4)

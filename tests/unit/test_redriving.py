@@ -110,8 +110,7 @@ def test_a_task_goes_straight_to_its_queue_with_its_own_headers() -> None:
     assert told(outgoing) == straight(**own, **{header_names.REDRIVEN: 1})
     properties = outgoing.message.amqp().properties
     assert (properties["priority"], properties["reply_to"]) == (3, "r")
-    assert properties["delivery_mode"] == 2
-    assert outgoing.message.body == b"body"
+    assert (properties["delivery_mode"], outgoing.message.body) == (2, b"body")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,7 @@ def test_it_waits_until_it_is_due_and_for_the_delay(
     due_ms: Any, options: dict[str, Any], header: int, key: str
 ) -> None:
     outgoing = redrive(straight(**{headers.DUE: due_ms}), **options)
-    assert told(outgoing)[headers.DUE] == header
-    assert outgoing.routing_key == key
+    assert (told(outgoing)[headers.DUE], outgoing.routing_key) == (header, key)
 
 
 def test_what_only_its_exchange_can_route_goes_through_distribution() -> None:
@@ -399,8 +397,7 @@ def test_all_messages_of_an_envelope_can_go_to_one_queue() -> None:
     outgoing = envelope(*items, shared={headers.ROUTING_KEY: "x"}, to="aside", given={})
     assert told(outgoing)[headers.ROUTING_KEY] == "aside"
     read = Envelope.unpack(outgoing.message.body)
-    assert read.headers == {}
-    assert read.items == (Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"}))
+    assert (read.headers, read.items) == ({}, (Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"})))
 
 
 def claimed(*usual: Any) -> st.SearchStrategy[Any]:

@@ -54,8 +54,7 @@ def test_the_pause_doubles_with_each_failure_in_a_row_up_to_the_maximum(
     for _ in range(7):
         breaker.failed()
         pauses.append(pause(breaker, clock))
-    assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    assert pauses[-1] == MAX_PAUSE
+    assert (pauses, pauses[-1]) == ([1, 2, 4, 8, 16, 30, 30], MAX_PAUSE)
 
 
 def test_a_success_closes_it_and_the_next_failure_is_a_first_one(

@@ -30,8 +30,7 @@ def test_the_explained_route_is_the_one_that_a_message_takes(
 
     walk = BrokerModel(topology, ("reports",)).walk(Route(**found["entered"], stops=()))
     levels = found["stops"][1:] if found["meditations"] else found["stops"]
-    assert tuple(stop["queue"] for stop in levels) == walk.stops
-    assert walk.delivered_to == {"reports"}
+    assert (tuple(stop["queue"] for stop in levels), walk.delivered_to) == (walk.stops, {"reports"})
     looped = found["stops"][0]["ttl_ms"] * found["meditations"] if found["meditations"] else 0
     assert looped + walk.waited_ms == found["total_ms"]
     passed = walk.waited_ms if layout.zeros == "queue" else 0
@@ -73,16 +72,14 @@ def test_the_command_says_it_in_words_and_as_a_table(offline: Callable[..., Resu
 
 def test_the_command_takes_any_layout(offline: Callable[..., Result]) -> None:
     found = checked("route", offline("route", "27", "--layout", SEED, "-Q", "my-key", "-j").stdout)
-    assert found["meditations"] == 1
-    assert found["entered"]["routing_key"] == "1.1.0.0.my-key"
+    assert (found["meditations"], found["entered"]["routing_key"]) == (1, "1.1.0.0.my-key")
     words = offline("route", "27", "--layout", SEED, "-Q", "my-key").stdout
     assert "waits 0:00:15 in rabbitdelay.meditation once" in words
 
     skip = json.dumps({"name": "binary", "levels": 4, "zeros": "skip"})
     options = ("--layout", skip, "--tick", "1", "--prefix", "p", "--shards", "2", "--task-id", "x")
     found = checked("route", offline("route", "0:00:05", *options, "-j").stdout)
-    assert found["destination"] == "celery"
-    assert found["published"]["exchange"] == "p.seconds.x4"
+    assert (found["destination"], found["published"]["exchange"]) == ("celery", "p.seconds.x4")
     shard = found["published"]["routing_key"].split(".")[0]
     assert [stop["queue"] for stop in found["stops"]] == [
         f"p.seconds.4.{shard}",

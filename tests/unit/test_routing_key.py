@@ -68,19 +68,15 @@ def test_a_key_has_a_word_for_each_digit_and_one_for_the_destination() -> None:
 
 def test_with_several_shards_the_shard_s_word_comes_first() -> None:
     keys = routing_key.RoutingKeys(levels=2, shards=2)
-    assert keys.key(1, (4, 2), "q") == "s1.4.2.q"
-    assert keys.pattern(1, 1, 2) == "s1.*.2.#"
-    assert keys.destination_pattern("q") == "*.*.*.q"
-    assert keys.digits("s1.4.2.q") == ("4", "2")
+    assert (keys.key(1, (4, 2), "q"), keys.pattern(1, 1, 2)) == ("s1.4.2.q", "s1.*.2.#")
+    assert (keys.destination_pattern("q"), keys.digits("s1.4.2.q")) == ("*.*.*.q", ("4", "2"))
     assert [keys.shard_words(shard) for shard in range(2)] == [("s0",), ("s1",)]
 
 
 def test_a_single_shard_has_no_word() -> None:
     keys = routing_key.RoutingKeys(levels=2, shards=1)
-    assert keys == routing_key.RoutingKeys(levels=2)
-    assert keys.shard_words(0) == ()
-    assert keys.pattern(0, 1, 2) == "*.2.#"
-    assert keys.pattern(0, 0, 0, 3) == "0.3.#"
+    assert (keys, keys.shard_words(0)) == (routing_key.RoutingKeys(levels=2), ())
+    assert (keys.pattern(0, 1, 2), keys.pattern(0, 0, 0, 3)) == ("*.2.#", "0.3.#")
     assert keys.destination_pattern("a.b") == "*.*.a%2Eb"
 
 
@@ -101,8 +97,7 @@ def test_two_shards_are_both_used_and_one_is_always_the_first() -> None:
 
 def test_no_queue_shares_the_word_of_distribution() -> None:
     word = routing_key.encode_destination(routing_key.DISTRIBUTION)
-    assert word == "%distribution"
-    assert routing_key.encode_destination(word) == "%25distribution"
+    assert (word, routing_key.encode_destination(word)) == ("%distribution", "%25distribution")
     assert routing_key.decode_destination("%25distribution") == word
 
 

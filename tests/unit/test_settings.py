@@ -14,10 +14,8 @@ from celery_rabbitdelay.kombu import Layout, binary, clock, custom, geometric
 
 def test_without_any_key_there_is_a_clock_on_quorum_queues() -> None:
     topology = Settings.of({"broker_url": "amqp://"}).topology
-    assert topology.prefix == "rabbitdelay"
-    assert topology.layout.name == "clock"
-    assert topology.queue_type == "quorum"
-    assert len(topology.digit_queues) == 180
+    assert (topology.prefix, topology.layout.name) == ("rabbitdelay", "clock")
+    assert (topology.queue_type, len(topology.digit_queues)) == ("quorum", 180)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,7 @@ def test_every_delay_ends_at_its_destination_after_exactly_its_ticks(
 
     walk = BrokerModel(topology, (destination, "other")).walk(route)
 
-    assert walk.delivered_to == {destination}
-    assert walk.stops == route.stops
+    assert (walk.delivered_to, walk.stops) == ({destination}, route.stops)
     assert len(set(walk.stops)) == len(walk.stops)
     pass_through = tuple(f"rabbitdelay.{level.queue_name(0)}" for level in layout.levels)
     passes = sum(stop.startswith(pass_through) for stop in walk.stops) * PASS_THROUGH_TTL

@@ -92,8 +92,7 @@ def test_reasons_that_differ_only_in_their_attempts_are_one() -> None:
         summary.add(copy(reason, minutes))
     (first, group), (second, _) = summary.by_count()
     assert (first, second, group.count, summary.count) == ("full", "gone", 4, 5)
-    assert group.oldest == NOW - timedelta(minutes=9)
-    assert group.newest == NOW - timedelta(minutes=5)
+    assert (group.oldest, group.newest) == (NOW - timedelta(minutes=9), NOW - timedelta(minutes=5))
 
 
 def test_strangers_cannot_make_up_reasons_without_end() -> None:

@@ -93,8 +93,7 @@ def test_it_goes_back_into_the_levels_as_it_is_with_growing_pauses(
         assert headers.pop(header_names.ATTEMPTS) == attempt
         for name in ("FAILED_SINCE", "FIRST_REASON", "REASON"):
             headers.pop(getattr(header_names, name))
-        assert headers == before.properties["application_headers"]
-        assert message.body == before.body
+        assert (headers, message.body) == (before.properties["application_headers"], before.body)
         assert message.properties["priority"] == 3
         assert message.properties.get("content_type") == before.properties.get("content_type")
     outgoing = redelivery.until_upgraded(message, "it is of a later version")
@@ -116,8 +115,7 @@ def test_a_high_priority_never_waits_in_quorum_levels(destination: str, is_early
         found = redelivery.until_upgraded(message, "later", destination).message.amqp().properties
         return found["priority"], found["application_headers"].get(header_names.PRIORITY)
 
-    assert waiting(TOPOLOGY) == (4, 9)
-    assert waiting(TOPOLOGY, **{header_names.PRIORITY: 7}) == (4, 7)
+    assert (waiting(TOPOLOGY), waiting(TOPOLOGY, **{header_names.PRIORITY: 7})) == ((4, 9), (4, 7))
     # A signature covers the header.
     assert waiting(TOPOLOGY, **{header_names.SIGNATURE: "1:ab"}) == (4, None)
     assert waiting(Topology(queue_type="classic")) == (9, None)
