@@ -165,9 +165,7 @@ def test_a_delayed_retry_of_nservicebus_is_not_early() -> None:
         {"NServiceBus.Transport.RabbitMQ.DelayInSeconds": "soon"},
     ],
 )
-def test_a_message_of_nservicebus_without_a_valid_time_waits_as_long_as_its_chain(
-    told: dict[str, str],
-) -> None:
+def test_without_a_valid_time_nservicebus_waits_as_long_as_its_chain(told: dict[str, str]) -> None:
     assert 20 < due_in(nservicebus(40, 5, datetime.now(UTC), **told)) <= 40.001
 
 

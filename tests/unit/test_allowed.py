@@ -40,9 +40,7 @@ def app() -> Iterator[Celery]:
         ("amq.topic", "letters", False),
     ],
 )
-def test_queues_and_the_exchanges_that_they_are_bound_to_are_allowed(
-    exchange: str, routing_key: str, expected: bool
-) -> None:
+def test_queues_and_exchanges_are_allowed(exchange: str, routing_key: str, expected: bool) -> None:
     assert AllowedDestinations.of_queues(QUEUES).includes(exchange, routing_key) is expected
 
 
@@ -58,9 +56,7 @@ def test_queues_and_the_exchanges_that_they_are_bound_to_are_allowed(
         ("else", "letters", False),
     ],
 )
-def test_patterns_allow_queues_and_exchanges_by_their_names(
-    exchange: str, routing_key: str, expected: bool
-) -> None:
+def test_patterns_allow_names(exchange: str, routing_key: str, expected: bool) -> None:
     allowed = AllowedDestinations.matching(["letters", "invoices.?"])
     assert allowed.includes(exchange, routing_key) is expected
 

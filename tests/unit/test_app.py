@@ -125,7 +125,7 @@ def test_a_timeout_of_one_call_is_checked_as_the_setting_is(remind: Any, timeout
 @pytest.mark.parametrize(
     ("option", "value"), [("key", "order:7"), ("job", "import"), ("once", True), ("track", True)]
 )
-def test_an_option_of_the_registry_is_refused_without_one_however_the_task_is_sent(
+def test_an_option_of_the_registry_needs_one_however_the_task_is_sent(
     app: Any, remind: Any, option: str, value: Any, time: dict[str, Any], eager: bool
 ) -> None:
     app.conf.task_always_eager = eager
@@ -189,9 +189,7 @@ def test_only_a_retry_goes_back_to_the_queue_that_its_headers_name(app: Any, ret
     "error",
     [exceptions.LayoutConflict, exceptions.NeedsDistribution, exceptions.TopologyIncomplete],
 )
-def test_who_catches_celery_s_error_of_sending_catches_ours_which_no_retry_waits_for(
-    error: type[Exception],
-) -> None:
+def test_our_errors_of_sending_are_celery_s_and_no_retry_waits_for_them(error: Any) -> None:
     assert issubclass(error, Task.OperationalError)
     assert not issubclass(error, TEMPORARY_ERRORS)
 
@@ -214,7 +212,7 @@ def test_a_task_can_keep_celery_s_own_countdown() -> None:
 
 @pytest.mark.parametrize("protocol", [1, 2])
 @pytest.mark.parametrize("event", [True, False])
-def test_beside_a_quorum_queue_a_held_task_says_until_when_in_each_protocol(
+def test_a_held_task_says_its_eta(
     monkeypatch: pytest.MonkeyPatch, protocol: int, event: bool
 ) -> None:
     app: Any = Celery("shop", broker="memory://", set_as_current=False)
@@ -243,9 +241,7 @@ def test_beside_a_quorum_queue_a_held_task_says_until_when_in_each_protocol(
 
 
 @pytest.mark.parametrize("rabbitdelay", [True, False])
-def test_where_celery_does_it_itself_a_naive_eta_means_what_it_means_to_celery(
-    rabbitdelay: bool,
-) -> None:
+def test_where_celery_does_it_a_naive_eta_means_what_celery_says(rabbitdelay: bool) -> None:
     app: Any = Celery("shop", broker="memory://", set_as_current=False)
 
     @app.task(rabbitdelay=rabbitdelay, shared=False)

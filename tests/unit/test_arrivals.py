@@ -54,9 +54,7 @@ def test_an_early_task_is_not_late(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("due_ms", [None, "soon", 1.5, {}])
-def test_a_due_time_that_is_no_number_of_milliseconds_is_only_counted(
-    clock: Clock, due_ms: object
-) -> None:
+def test_a_due_time_of_no_milliseconds_is_only_counted(clock: Clock, due_ms: object) -> None:
     arrivals = Arrivals()
     arrivals.note(due_ms)
     assert arrivals.status() == {"received": 1, "latest": 0}

@@ -76,9 +76,7 @@ def test_a_message_that_had_to_wait_for_its_destination_comes_before_the_next_on
     assert [received.next_outgoing() for _ in range(2)] == [held, after]
 
 
-def test_a_refused_message_goes_back_into_the_levels_with_its_attempts_counted(
-    consumer: Consumer,
-) -> None:
+def test_a_refused_message_goes_back_and_its_attempts_are_counted(consumer: Consumer) -> None:
     publication = consumer.publish(for_exchange(mine=1))
     consumer.clock.now = 5.0
     later = consumer.answer(publication, NACKED)
@@ -107,15 +105,13 @@ def test_a_refused_message_goes_back_into_the_levels_with_its_attempts_counted(
         (for_exchange(), NO_EXCHANGE, "there is no exchange 'office'"),
     ],
 )
-def test_a_message_in_the_levels_says_why_its_destination_did_not_take_it(
-    consumer: Consumer, outgoing: Outgoing, error: PublishError, why: str
-) -> None:
+def test_it_says_why(consumer: Consumer, outgoing: Outgoing, error: PublishError, why: str) -> None:
     later = consumer.answer(consumer.publish(outgoing), error)
     assert is_tried_again(later)
     assert reason(later).startswith(why)
 
 
-def test_a_message_that_was_tried_for_too_long_is_undeliverable_with_all_that_is_known(
+def test_what_was_tried_long_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     consumer = Consumer(monkeypatch, seconds=60)
@@ -136,9 +132,7 @@ def test_a_message_that_was_tried_for_too_long_is_undeliverable_with_all_that_is
     assert "distribution: a message is undeliverable: the broker nacked it" in caplog.text
 
 
-def test_a_message_that_the_broker_will_never_take_is_undeliverable_at_once(
-    consumer: Consumer,
-) -> None:
+def test_a_message_that_the_broker_never_takes_is_undeliverable_at_once(consumer: Consumer) -> None:
     given_up = consumer.answer(consumer.publish(for_exchange()), REFUSED)
     assert is_undeliverable(given_up)
     assert reason(given_up) == "the broker does not take it: too large"
@@ -147,9 +141,7 @@ def test_a_message_that_the_broker_will_never_take_is_undeliverable_at_once(
     assert consumer.counts == (1, 0, 1)
 
 
-def test_a_message_that_amqp_cannot_carry_is_undeliverable_without_its_headers(
-    consumer: Consumer,
-) -> None:
+def test_what_amqp_cannot_carry_is_undeliverable_without_its_headers(consumer: Consumer) -> None:
     given_up = consumer.publish(for_exchange(no_amqp_type=object()))
     assert is_undeliverable(given_up)
     assert headers(given_up).keys() == {header_names.REASON}
@@ -159,16 +151,12 @@ def test_a_message_that_amqp_cannot_carry_is_undeliverable_without_its_headers(
     assert consumer.counts == (1, 0, 1)
 
 
-def test_the_broker_is_not_asked_for_an_exchange_whose_name_it_could_not_read(
-    consumer: Consumer,
-) -> None:
+def test_the_broker_is_not_asked_for_an_exchange_with_too_long_a_name(consumer: Consumer) -> None:
     assert is_undeliverable(consumer.publish(for_exchange("x" * 256)))
     assert consumer.asked == []
 
 
-def test_a_message_whose_frame_has_no_room_for_our_headers_is_undeliverable_with_both_reasons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_room_for_our_headers_it_is_undeliverable(monkeypatch: pytest.MonkeyPatch) -> None:
     outgoing = for_exchange(long="x" * 500)
     size = len(encoded(outgoing, FRAME_MAX).properties)
     consumer = Consumer(monkeypatch, frame_max=size + 2048)
@@ -182,9 +170,7 @@ def test_a_message_whose_frame_has_no_room_for_our_headers_is_undeliverable_with
 
 
 @pytest.mark.parametrize("error", [NACKED, TIMED_OUT])
-def test_the_levels_are_tried_until_they_take_a_message_and_its_route_is_computed_anew(
-    consumer: Consumer, error: PublishError
-) -> None:
+def test_the_levels_are_tried_until_they_take_it(consumer: Consumer, error: PublishError) -> None:
     publication = consumer.publish(for_levels())
     assert not publication.single_attempt
     keys = [publication.address()[1] for _ in range(2)]
@@ -199,9 +185,7 @@ def test_the_levels_are_tried_until_they_take_a_message_and_its_route_is_compute
 
 
 @pytest.mark.parametrize("error", [NACKED, TIMED_OUT])
-def test_undeliverable_is_tried_until_it_takes_a_message(
-    consumer: Consumer, error: PublishError
-) -> None:
+def test_undeliverable_is_tried_until_it_takes_it(consumer: Consumer, error: PublishError) -> None:
     given_up = consumer.answer(consumer.publish(for_exchange()), REFUSED)
     again = consumer.answer(consumer.answer(given_up, error), error)
     assert is_undeliverable(again)
@@ -218,15 +202,13 @@ def test_undeliverable_is_tried_until_it_takes_a_message(
         (RETURNED, "the exchange 'rabbitdelay.seconds.x1' has no queue for the key"),
     ],
 )
-def test_what_the_levels_will_never_take_is_undeliverable(
-    consumer: Consumer, error: PublishError, why: str
-) -> None:
+def test_what_levels_refuse_is_given_up(consumer: Consumer, error: PublishError, why: str) -> None:
     given_up = consumer.answer(consumer.publish(for_levels()), error)
     assert is_undeliverable(given_up)
     assert reason(given_up).startswith(why)
 
 
-def test_what_undeliverable_never_takes_goes_there_without_headers_and_then_by_the_broker(
+def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
     consumer: Consumer,
 ) -> None:
     told = {header_names.REASON: "why", "CC": "no list"}
@@ -250,9 +232,7 @@ def test_what_undeliverable_never_takes_goes_there_without_headers_and_then_by_t
 
 
 @pytest.mark.parametrize("error", [RETURNED, NO_EXCHANGE])
-def test_where_even_undeliverable_takes_no_message_the_module_begins_anew(
-    consumer: Consumer, error: PublishError
-) -> None:
+def test_without_undeliverable_a_module_restarts(consumer: Consumer, error: PublishError) -> None:
     publication = consumer.publish(for_undeliverable())
     publication.error = error
     with pytest.raises(type(error)) as caught:

@@ -93,9 +93,7 @@ def test_so_it_is_where_a_chain_makes_the_chord(make: Make, sent: list[Sent]) ->
     assert all(_times(task.embedded["chord"]) == NONE for task in sent)
 
 
-def test_so_it_is_where_the_header_is_made_of_chains_and_chords(
-    make: Make, sent: list[Sent]
-) -> None:
+def test_so_it_is_where_the_header_has_chains_and_chords(make: Make, sent: list[Sent]) -> None:
     inner = chord([make("count")], make("total"))
     whole = chord([make("count") | make("count"), inner], make("mail"))
     whole.apply_async(delay=30)
@@ -118,7 +116,7 @@ def test_a_body_keeps_its_own_delay(app: Any, sent: list[Sent], delay: int) -> N
 @pytest.mark.parametrize("time", ["delay", "countdown"])
 @pytest.mark.parametrize("seconds", [30, 40])
 @pytest.mark.parametrize("give", ["apply_async", "set"])
-def test_a_body_keeps_its_own_delay_beside_that_of_the_whole(
+def test_a_body_keeps_its_own_delay_too(
     app: Any, sent: list[Sent], time: str, seconds: int, give: str
 ) -> None:
     body = app.tasks["total"].s().set(**{time: seconds})
@@ -142,9 +140,7 @@ def _all_times(embedded: Any) -> list[dict[str, Any]]:
     return [*found, _times(embedded)] if embedded.get("task") == "mail" else found
 
 
-def test_the_outermost_body_waits_no_second_time_however_deep_the_header_is(
-    make: Make, sent: list[Sent]
-) -> None:
+def test_the_outermost_body_waits_once_however_deep_it_is(make: Make, sent: list[Sent]) -> None:
     inner: list[Any] = [chord([make("count"), make("count")], make("total")) for _ in range(2)]
     chord([inner[0], make("count") | inner[1]], make("mail")).apply_async(delay=30)
     assert {task.seconds for task in sent} == {30}
@@ -155,9 +151,7 @@ def test_the_outermost_body_waits_no_second_time_however_deep_the_header_is(
 
 @pytest.mark.parametrize("whole", [None, 30])
 @pytest.mark.parametrize("option", ["link", "link_error"])
-def test_a_body_with_a_callback_keeps_the_delay_that_its_header_has_too(
-    app: Any, sent: list[Sent], option: str, whole: int | None
-) -> None:
+def test_so_does_one_with_a_callback(app: Any, sent: list[Sent], option: str, whole: Any) -> None:
     body = app.tasks["total"].s().set(delay=30, **{option: [app.signature("mail")]})
     header = [app.tasks["count"].s().set(delay=30) for _ in range(2)]
     chord(header, body).apply_async(delay=whole)
@@ -180,9 +174,7 @@ def test_a_retry_leaves_the_body_of_its_chord_alone(app: Any, sent: list[Sent]) 
 
 
 @pytest.mark.parametrize("option", ["link", "link_error"])
-def test_a_callback_of_the_whole_chord_makes_its_body_wait_no_second_time(
-    app: Any, make: Make, sent: list[Sent], option: str
-) -> None:
+def test_a_callback_delays_no_body(app: Any, make: Make, sent: list[Sent], option: str) -> None:
     whole: Any = chord([app.tasks["count"].s()], app.tasks["total"].s().set(delay=40))
     if celery.VERSION < (5, 7):
         with pytest.raises(TypeError, match="link"):
@@ -194,17 +186,13 @@ def test_a_callback_of_the_whole_chord_makes_its_body_wait_no_second_time(
     assert _times(sent[0].embedded["chord"])["delay"] is None
 
 
-def test_a_plain_body_keeps_a_delay_that_differs_from_the_header_s(
-    make: Make, sent: list[Sent]
-) -> None:
+def test_a_plain_body_keeps_a_delay_unlike_the_header_s(make: Make, sent: list[Sent]) -> None:
     chord([make("count").set(delay=30)], make("total").set(delay=40))()
     assert [task.seconds for task in sent] == [30]
     assert _times(sent[0].embedded["chord"]) == {**NONE, "countdown": 40}
 
 
-def test_the_delay_of_a_chord_behind_a_task_goes_into_its_header(
-    make: Make, sent: list[Sent]
-) -> None:
+def test_a_delay_of_a_chord_behind_a_task_is_its_header_s(make: Make, sent: list[Sent]) -> None:
     whole: Any = chord([make("count"), make("count").set(countdown=5)], make("total"))
     chain(make("mail"), whole.set(delay=timedelta(seconds=30))).apply_async()
     (task,) = sent
@@ -217,9 +205,7 @@ def test_the_delay_of_a_chord_behind_a_task_goes_into_its_header(
 
 
 @pytest.mark.parametrize("option", ["link", "link_error"])
-def test_a_callback_s_delay_is_written_in_celery_s_own_word(
-    app: Any, make: Make, sent: list[Sent], option: str
-) -> None:
+def test_a_callback_has_a_countdown(app: Any, make: Make, sent: list[Sent], option: str) -> None:
     callback = make("mail").set(delay=timedelta(hours=1))
     app.tasks["count"].apply_async(**{option: callback})
     (task,) = sent
@@ -230,9 +216,7 @@ def test_a_callback_s_delay_is_written_in_celery_s_own_word(
 
 
 @pytest.mark.parametrize("composite", [group, chain])
-def test_the_delay_of_a_callback_of_several_tasks_is_written_so_too(
-    app: Any, make: Make, sent: list[Sent], composite: Any
-) -> None:
+def test_so_is_that_of_several(app: Any, make: Make, sent: list[Sent], composite: Any) -> None:
     several = composite(make("mail").set(delay=5), make("count")).set(delay=60)
     app.tasks["count"].apply_async(link=several)
     (carried,) = sent[0].embedded["callbacks"]
@@ -249,7 +233,7 @@ def test_without_takeover_a_nested_delay_stays_one(app: Any, make: Make, sent: l
 @pytest.mark.parametrize(
     ("delay", "error"), [("5", InvalidDelayType), (float("nan"), InvalidDelay)]
 )
-def test_a_wrong_delay_of_a_callback_is_refused_when_its_task_is_sent(
+def test_a_wrong_delay_of_a_callback_is_refused(
     app: Any, make: Make, sent: list[Sent], delay: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error):

@@ -79,9 +79,7 @@ def test_a_delay_above_the_capacity_meditates_and_comes_back(receive: Any) -> No
     assert (own.exchange, own.routing_key) == ("t.delivery", "0.a%2Eb")
 
 
-def test_what_goes_through_distribution_does_so_after_meditation_even_with_a_queue_of_its_own(
-    receive: Any,
-) -> None:
+def test_what_goes_through_distribution_does_so_after_meditation_too(receive: Any) -> None:
     told = {headers.DUE: NOW - 5, headers.QUEUE: "a.b"}
     back = receive(message("t.meditated", "", application_headers=told))
     assert (back.exchange, back.routing_key) == ("t.delivery", "0.%distribution")
@@ -123,9 +121,7 @@ def test_a_priority_and_no_expiration_need_no_headers(receive: Any) -> None:
     assert not {headers.PRIORITY, headers.EXPIRATION} & set(properties["application_headers"])
 
 
-def test_the_latest_due_time_is_the_last_that_an_integer_of_amqp_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_latest_due_time_is_the_last_that_amqp_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000)
     unbounded = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=2.0**63))
 
@@ -216,9 +212,7 @@ def test_after_meditation_a_delay_may_still_be_above_the_capacity(receive: Any) 
     assert receive(message("t.meditated", "", application_headers=told)).exchange == "t.seconds.x1"
 
 
-def test_after_meditation_a_part_of_a_millisecond_does_not_make_a_message_early(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_meditation_part_of_a_millisecond_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000 + 999_999)
     module = CheckIn(TOPOLOGY, lambda exchange, key: True)
     told = {headers.DUE: NOW + 4001}
@@ -268,9 +262,7 @@ def test_the_shard_is_that_of_the_task() -> None:
         ),
     ],
 )
-def test_the_reason_of_a_refusal_names_what_was_found_and_the_way_out(
-    receive: Any, given: dict[str, Any], reason: str
-) -> None:
+def test_a_refusal_names_what_was_found(receive: Any, given: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnprocessableMessage) as caught:
         receive(message(**given))
     assert caught.value.reason == reason
@@ -294,9 +286,7 @@ def test_the_reason_of_a_refusal_names_what_was_found_and_the_way_out(
         ({"exchange": "t.meditated"}, "from meditation, but"),
     ],
 )
-def test_what_is_hostile_is_refused_in_few_words(
-    receive: Any, given: dict[str, Any], why: str
-) -> None:
+def test_what_is_hostile_is_refused_briefly(receive: Any, given: dict[str, Any], why: str) -> None:
     with pytest.raises(UnprocessableMessage, match=why) as caught:
         receive(message(**given))
     assert len(caught.value.reason) < 500

@@ -38,9 +38,7 @@ def send(unconfirmed: Unconfirmed, *keys: str) -> list[Publication]:
     return sent
 
 
-def test_an_ack_settles_its_message_only(
-    unconfirmed: Unconfirmed, settled: list[Publication]
-) -> None:
+def test_an_ack_settles_one_message(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
     first, second, third = send(unconfirmed, "a", "b", "c")
     unconfirmed.ack(2, multiple=False)
     assert settled == [second]
@@ -49,17 +47,13 @@ def test_an_ack_settles_its_message_only(
     assert unconfirmed.first() is first
 
 
-def test_an_ack_of_several_settles_all_up_to_it(
-    unconfirmed: Unconfirmed, settled: list[Publication]
-) -> None:
+def test_an_ack_settles_all_up_to_it(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
     sent = send(unconfirmed, "a", "b", "c", "d")
     unconfirmed.ack(3, multiple=True)
     assert (settled, unconfirmed.all()) == (sent[:3], sent[3:])
 
 
-def test_a_nack_of_several_is_an_error_of_each(
-    unconfirmed: Unconfirmed, settled: list[Publication]
-) -> None:
+def test_a_nack_of_several_fails_each(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
     sent = send(unconfirmed, "a", "b", "c")
     unconfirmed.nack(2, multiple=True)
     assert settled == sent[:2]
@@ -93,9 +87,7 @@ def test_a_return_belongs_to_the_message_with_its_content(unconfirmed: Unconfirm
     assert [each.error is None for each in sent] == [False, False, True]
 
 
-def test_each_message_is_reported_once_with_its_error(
-    unconfirmed: Unconfirmed, settled: list[Publication]
-) -> None:
+def test_each_is_reported_once(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
     sent = send(unconfirmed, "a", "b", "c")
     unconfirmed.ack(1, multiple=False)
     unconfirmed.nack(3, multiple=True)
@@ -105,9 +97,7 @@ def test_each_message_is_reported_once_with_its_error(
     assert unconfirmed.first() is None
 
 
-def test_an_answer_about_a_message_that_is_settled_already_changes_nothing(
-    unconfirmed: Unconfirmed, settled: list[Publication]
-) -> None:
+def test_a_second_answer_is_ignored(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
     (sent,) = send(unconfirmed, "a")
     unconfirmed.ack(1, multiple=False)
     unconfirmed.nack(1, multiple=False)
@@ -116,9 +106,7 @@ def test_an_answer_about_a_message_that_is_settled_already_changes_nothing(
     assert settled == [sent]
 
 
-def test_an_answer_about_a_message_that_is_waited_for_no_more_changes_nothing(
-    unconfirmed: Unconfirmed, settled: list[Publication]
-) -> None:
+def test_a_late_answer_is_ignored(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
     first, second, third = send(unconfirmed, "a", "b", "c")
     unconfirmed.forget([first, third])
     unconfirmed.ack(3, multiple=True)

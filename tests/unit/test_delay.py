@@ -125,9 +125,7 @@ def test_what_is_due_is_fixed_when_the_caller_asks(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("lost_ms", "left_ms"), [(0, 10_000), (10, 10_000), (11, 9_989)])
-def test_a_length_of_time_keeps_its_digits_while_next_to_nothing_was_lost(
-    clock: Clock, lost_ms: int, left_ms: int
-) -> None:
+def test_a_length_of_time_keeps_its_digits(clock: Clock, lost_ms: int, left_ms: int) -> None:
     due = delay_module.Due.after(10)
     clock.now_ns += lost_ms * 1_000_000
     assert due.remaining_ms() == left_ms
@@ -173,9 +171,7 @@ def test_without_a_tolerance_a_message_may_not_be_later_at_all() -> None:
 
 
 @given(st.floats(0.001, 1e7), st.integers(0, 10**13))
-def test_the_wait_that_is_left_never_ends_before_the_message_is_due(
-    delay: float, lost_ns: int
-) -> None:
+def test_the_wait_that_is_left_never_ends_too_early(delay: float, lost_ns: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(delay_module, "time", clock)
@@ -196,9 +192,7 @@ def test_the_wait_until_an_instant_is_rounded_up(clock: Clock) -> None:
 
 
 @given(st.datetimes(timezones=st.timezones()), st.integers(0, 10**19))
-def test_an_instant_is_met_to_the_millisecond_and_never_missed(
-    instant: datetime, now_ns: int
-) -> None:
+def test_an_instant_is_met_to_the_millisecond(instant: datetime, now_ns: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         clock.now_ns = now_ns

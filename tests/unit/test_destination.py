@@ -30,9 +30,7 @@ KNOWN = [ORDERS, REPORTS, FANOUT, DIRECT]
         ("mail", "mail", "mail"),
     ],
 )
-def test_the_one_queue_that_matches_is_the_destination(
-    exchange: str, routing_key: str, queue: str
-) -> None:
+def test_the_one_queue_that_matches_gets_it(exchange: str, routing_key: str, queue: str) -> None:
     destination = resolve(exchange, routing_key, KNOWN)
     assert destination.queue is not None
     assert destination.queue.name == queue
@@ -61,7 +59,7 @@ def test_a_queue_with_several_bindings_matches_by_each() -> None:
         ("all", "", [FANOUT, Queue("second", FANOUT.exchange)]),
     ],
 )
-def test_where_not_one_known_queue_gets_it_the_exchange_has_to_say_which_do(
+def test_else_the_exchange_says_who_gets_it(
     exchange: str, routing_key: str, queues: list[Queue]
 ) -> None:
     destination = resolve(exchange, routing_key, queues)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.publication import Publication
 from tests.unit import consumer_model
+from tests.unit.consumer_model import Consumer
 
 #: How many messages a destination may have in flight that has not answered yet.
 ROOM = 30
 
 
 @pytest.fixture
-def consumer(monkeypatch: pytest.MonkeyPatch) -> consumer_model.Consumer:
-    return consumer_model.Consumer(monkeypatch)
+def consumer(monkeypatch: pytest.MonkeyPatch) -> Consumer:
+    return Consumer(monkeypatch)
 
 
-def fill(consumer: consumer_model.Consumer, queue: str = "letters") -> list[Publication]:
+def fill(consumer: Consumer, queue: str = "letters") -> list[Publication]:
     """Publish as many messages as a queue may have, and return them."""
     publications = [consumer.publish(consumer_model.for_queue(queue)) for _ in range(ROOM)]
     assert not any(map(consumer_model.is_tried_again, publications))
@@ -29,9 +29,7 @@ def fill(consumer: consumer_model.Consumer, queue: str = "letters") -> list[Publ
     return publications
 
 
-def test_a_message_for_a_missing_exchange_is_tried_again_without_closing_the_channel(
-    consumer: consumer_model.Consumer,
-) -> None:
+def test_a_missing_exchange_means_another_attempt_and_no_channel_error(consumer: Consumer) -> None:
     later = consumer.publish(consumer_model.for_exchange("gone"))
     assert consumer_model.is_tried_again(later)
     assert consumer_model.reason(later) == "there is no exchange 'gone'"
@@ -42,9 +40,7 @@ def test_a_message_for_a_missing_exchange_is_tried_again_without_closing_the_cha
     assert consumer.asked == ["gone", "office"]
 
 
-def test_of_messages_for_an_exchange_that_vanishes_one_alone_closes_the_channel(
-    consumer: consumer_model.Consumer,
-) -> None:
+def test_of_messages_for_a_vanished_exchange_one_closes_the_channel(consumer: Consumer) -> None:
     publication = consumer.publish(consumer_model.for_exchange())
     consumer.exchanges.clear()
     consumer.answer(publication, consumer_model.NO_EXCHANGE)
@@ -52,9 +48,7 @@ def test_of_messages_for_an_exchange_that_vanishes_one_alone_closes_the_channel(
     assert consumer.asked == ["office"]
 
 
-def test_a_message_waits_while_the_broker_owes_its_destination_many_answers(
-    consumer: consumer_model.Consumer,
-) -> None:
+def test_a_message_waits_while_its_destination_owes_many_answers(consumer: Consumer) -> None:
     first, *_ = fill(consumer)
     assert not consumer.has_to_wait(consumer_model.for_queue("other"))
     assert not consumer.has_to_wait(consumer_model.for_exchange())
@@ -62,24 +56,18 @@ def test_a_message_waits_while_the_broker_owes_its_destination_many_answers(
     assert not consumer.has_to_wait(consumer_model.for_queue())
 
 
-def test_a_queue_and_an_exchange_of_one_name_do_not_wait_for_each_other(
-    consumer: consumer_model.Consumer,
-) -> None:
+def test_a_queue_and_an_exchange_of_one_name_do_not_wait_for_each_other(consumer: Consumer) -> None:
     fill(consumer, "office")
     assert not consumer.has_to_wait(consumer_model.for_exchange("office"))
 
 
 @pytest.mark.parametrize("make", [consumer_model.for_levels, consumer_model.for_undeliverable])
-def test_no_message_waits_for_the_levels_or_for_undeliverable(
-    consumer: consumer_model.Consumer, make: Callable[[], Outgoing]
-) -> None:
+def test_none_waits_for_levels_or_undeliverable(consumer: Consumer, make: Any) -> None:
     for _ in range(2 * ROOM):
         assert not consumer.has_to_wait(make())
 
 
-def test_a_destination_that_does_not_answer_gets_no_more_messages_which_wait_in_the_levels(
-    consumer: consumer_model.Consumer,
-) -> None:
+def test_a_destination_that_does_not_answer_gets_no_more_messages(consumer: Consumer) -> None:
     first = consumer.publish(consumer_model.for_queue())
     consumer.clock.now = consumer.silent_for = 1.0
     later = consumer.publish(consumer_model.for_queue())
@@ -91,19 +79,15 @@ def test_a_destination_that_does_not_answer_gets_no_more_messages_which_wait_in_
     assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
 
 
-def test_what_waits_for_a_full_destination_does_so_no_longer_once_that_is_silent(
-    consumer: consumer_model.Consumer,
-) -> None:
+def test_nothing_waits_for_a_full_destination_once_that_is_silent(consumer: Consumer) -> None:
     fill(consumer)
     consumer.clock.now = consumer.silent_for = 1.0
     assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
 
 
-def test_a_destination_that_was_silent_on_a_former_connection_gets_one_message_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_formerly_silent_destination_gets_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = ["the queue 'letters'", "the exchange 'office'"]
-    consumer = consumer_model.Consumer(monkeypatch, silent=silent)
+    consumer = Consumer(monkeypatch, silent=silent)
     for make in (consumer_model.for_queue, consumer_model.for_exchange):
         first = consumer.publish(make())
         assert not consumer_model.is_tried_again(first)
@@ -116,17 +100,13 @@ def test_a_destination_that_was_silent_on_a_former_connection_gets_one_message_a
 @pytest.mark.parametrize(
     ("error", "is_silent"), [(consumer_model.TIMED_OUT, True), (consumer_model.NACKED, False)]
 )
-def test_a_destination_that_let_a_message_time_out_is_silent_and_one_that_refused_it_is_not(
-    consumer: consumer_model.Consumer, error: PublishError, is_silent: bool
-) -> None:
+def test_a_timeout_means_silence(consumer: Consumer, error: PublishError, is_silent: bool) -> None:
     consumer.answer(consumer.publish(consumer_model.for_queue()), error)
     assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
     assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue())) == is_silent
 
 
-def test_a_destination_that_holds_up_others_gets_no_more_messages_than_it_answers(
-    consumer: consumer_model.Consumer,
-) -> None:
+def test_a_destination_that_holds_up_others_gets_what_it_answers(consumer: Consumer) -> None:
     first, *_ = fill(consumer)
     consumer.attempts.note_slow(consumer_model.for_levels())
     assert consumer.has_to_wait(consumer_model.for_queue())
@@ -136,9 +116,7 @@ def test_a_destination_that_holds_up_others_gets_no_more_messages_than_it_answer
     assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
 
 
-def test_the_broker_is_stuck_if_it_answers_nothing_and_owes_a_destination_too_many_answers(
-    consumer: consumer_model.Consumer,
-) -> None:
+def test_the_broker_is_stuck_if_it_answers_nothing_and_owes_too_much(consumer: Consumer) -> None:
     prompt, *_ = fill(consumer)
     consumer.confirm(prompt)
     assert consumer.attempts.stuck(3.0) == []
@@ -148,9 +126,7 @@ def test_the_broker_is_stuck_if_it_answers_nothing_and_owes_a_destination_too_ma
     assert consumer.attempts.stuck(3.0) == ["the queue 'letters'"]
 
 
-def test_the_log_names_a_destination_in_trouble_once_a_minute(
-    consumer: consumer_model.Consumer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trouble_is_logged_at_times(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
     logged_at = []
     for now in (0.0, 30.0, 59.9, 60.0, 119.9):
         consumer.clock.now = now
@@ -167,9 +143,7 @@ def test_the_log_names_a_destination_in_trouble_once_a_minute(
     assert "the exchange 'office' does not take a message" in caplog.text
 
 
-def test_what_becomes_undeliverable_is_logged_once_a_minute_for_each_reason(
-    consumer: consumer_model.Consumer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_reason_is_logged_once(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         consumer.answer(consumer.publish(consumer_model.for_queue()), consumer_model.REFUSED)
         consumer.answer(consumer.publish(consumer_model.for_queue()), consumer_model.REFUSED)

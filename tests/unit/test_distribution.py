@@ -130,9 +130,7 @@ def test_a_priority_that_could_wait_as_it_was_stays_and_no_expiration_appears() 
         ),
     ],
 )
-def test_a_message_is_refused_that_lacks_exchange_or_key_or_has_an_invalid_header(
-    headers: dict[str, Any], why: str
-) -> None:
+def test_without_exchange_key_or_valid_headers_it_is_refused(headers: Any, why: str) -> None:
     with pytest.raises(UnprocessableMessage) as caught:
         list(distributed(waited(headers)))
     assert caught.value.reason == why
@@ -177,9 +175,7 @@ def test_a_queue_that_is_no_text_is_refused() -> None:
         ("", None),
     ],
 )
-def test_a_message_without_our_headers_is_for_the_queue_in_its_key(
-    key: str, queue: str | None
-) -> None:
+def test_without_our_headers_a_message_is_for_the_queue_in_its_key(key: str, queue: Any) -> None:
     message = amqp.Message(b"body", application_headers={"mine": 1})
     message.delivery_info = {"exchange": "rabbitdelay.delivery", "routing_key": key}
     if queue is None:
@@ -248,7 +244,7 @@ def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope() -> None:
 
 
 @pytest.mark.parametrize("registry", [None, Registry(RUN, RUN, RUN), Registry()])
-def test_an_envelope_is_read_twice_with_and_without_a_registry(
+def test_envelopes_are_read_twice(
     monkeypatch: pytest.MonkeyPatch, registry: Registry | None
 ) -> None:
     read = 0
@@ -286,9 +282,7 @@ def test_of_an_envelope_only_the_tasks_of_an_aborted_job_end_here(decision: Deci
     assert ids(Registry(EXPIRED, EXPIRED).distributed(tasks(2))) == []
 
 
-def test_an_envelope_whose_tasks_all_wait_for_their_job_goes_back_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_envelope_whose_tasks_all_wait_goes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delay, "time", Time)
     for number in (1, 2):
         message = tasks(number)
@@ -310,9 +304,7 @@ def test_cancelled_tasks_wait_in_their_envelope_with_those_whose_job_is_open() -
     assert later.message.amqp().properties["content_type"] == ENVELOPE
 
 
-def test_the_envelope_waits_until_the_first_of_its_tasks_asks_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_envelope_waits_for_the_first_of_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delay, "time", Time)
     message = tasks(2)
     registry = Registry(ITS_JOB_IS_OPEN, ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000))
@@ -340,9 +332,7 @@ def test_the_registry_is_told_of_a_job_that_was_committed() -> None:
         list(Distribution(TOPOLOGY).receive(note()))
 
 
-def test_while_the_registry_is_away_the_note_of_a_commit_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_registry_the_note_of_a_commit_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delay, "time", Time)
 
     def away(*job: str) -> None:
@@ -378,7 +368,7 @@ def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() ->
     assert registry.asked == []
 
 
-def test_a_clock_that_is_wrong_makes_no_message_undeliverable_and_a_forged_due_time_does(
+def test_a_wrong_clock_is_tolerated_and_a_forged_due_time_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_ms, day_ms = 1_900_000_000_000, 86_400_000

@@ -60,9 +60,7 @@ def test_a_classic_queue_has_no_argument_that_only_quorum_queues_know() -> None:
 
 
 @pytest.mark.parametrize(("queue_type", "limited"), [("quorum", True), ("classic", False)])
-def test_a_message_that_ends_100_workers_is_undeliverable_and_stays_there(
-    queue_type: QueueType, limited: bool
-) -> None:
+def test_what_ends_100_workers_is_undeliverable(queue_type: QueueType, limited: bool) -> None:
     modules = ModuleQueues.of(Entities("p", queue_type), HOUR_MS)
     for queue in (modules.checkin, modules.distribution):
         assert arguments(queue)["x-dead-letter-exchange"] == "p.undeliverable"

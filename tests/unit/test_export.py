@@ -208,9 +208,7 @@ def test_the_command_writes_every_format(offline: Callable[..., Result], tmp_pat
         assert found["text"] is None
 
 
-def test_the_command_leaves_out_levels_that_the_longest_delay_does_not_need(
-    offline: Callable[..., Result],
-) -> None:
+def test_the_command_leaves_out_levels_that_no_delay_needs(offline: Callable[..., Result]) -> None:
     told = offline("export", "-f", "definitions", "--max-delay", "1d", "-j", "--vhost", "v")
     found = checked("export", told.stdout)
     assert "The applications need rabbitdelay_layout = " in told.stderr
@@ -235,9 +233,7 @@ def test_the_command_leaves_out_levels_that_the_longest_delay_does_not_need(
         (["-f", "mermaid", "-o", "/nowhere/at/all"], "--output: "),
     ],
 )
-def test_what_the_command_cannot_write_is_a_usage_error(
-    offline: Callable[..., Result], arguments: list[str], said: str
-) -> None:
+def test_what_cannot_be_written_is_an_error(offline: Any, arguments: list[str], said: str) -> None:
     told = offline("export", *arguments)
     assert told.exit_code == 2
     assert said in told.stderr

@@ -41,9 +41,7 @@ def test_what_is_declared_does_not_change_by_accident() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.zeros}")
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_fingerprint_names_layout_queue_type_shards_and_arguments(
-    layout: Any, queue_type: Any, shards: int
-) -> None:
+def test_a_fingerprint_names_all_that_differs(layout: Any, queue_type: Any, shards: int) -> None:
     topology = Topology("p", layout, queue_type, shards)
     shard = f"-s{shards}" if shards > 1 else ""
     expected = f"{layout.fingerprint}-{queue_type}{shard}-v{arguments_digest()}"

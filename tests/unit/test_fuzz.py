@@ -41,7 +41,5 @@ def mutated(draw: st.DrawFn) -> bytes:
 @settings(max_examples=300)
 @given(given=mutated())
 @example(given=b"")
-def test_nothing_but_a_refusal_comes_of_what_anybody_may_have_written(
-    name: str, given: bytes
-) -> None:
+def test_nothing_but_a_refusal_comes_of_what_anybody_writes(name: str, given: bytes) -> None:
     TARGETS[name](given)

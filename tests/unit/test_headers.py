@@ -105,9 +105,7 @@ def test_what_is_written_is_read_again(said: DelayHeaders) -> None:
 
 
 @given(tables)
-def test_whatever_headers_say_is_read_and_what_is_invalid_counts_as_missing(
-    found: dict[Any, Any],
-) -> None:
+def test_headers_are_read_and_what_is_invalid_counts_as_missing(found: dict[Any, Any]) -> None:
     said, problems = headers.parse(found)
     assert headers.parse(said.to_headers()) == (said, {})
     for name, problem in problems.items():
@@ -126,9 +124,7 @@ def test_whatever_headers_say_is_read_and_what_is_invalid_counts_as_missing(
 
 
 @given(tables)
-def test_a_message_that_is_passed_on_unopened_keeps_all_headers_but_those_of_the_broker(
-    found: dict[Any, Any],
-) -> None:
+def test_passed_on_unopened_it_keeps_all_headers_but_the_broker_s(found: dict[Any, Any]) -> None:
     kept = {name: value for name, value in found.items() if name not in headers.BROKER_HEADERS}
     assert repr(headers.unopened(found).to_headers()) == repr({**kept})
 

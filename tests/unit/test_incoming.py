@@ -132,9 +132,7 @@ def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:
 
 
 @pytest.mark.parametrize(("size", "fitting"), [(0, 50), (1, 50), (5, 10), (26, 1), (1_000, 1)])
-def test_as_many_of_the_largest_message_fit_as_take_half_of_the_budget(
-    size: int, fitting: int
-) -> None:
+def test_as_many_of_the_largest_fit_as_take_half_of_the_budget(size: int, fitting: int) -> None:
     held = HeldBytes(100)
     held.note(size)
     assert held.fitting == fitting

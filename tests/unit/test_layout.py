@@ -80,9 +80,7 @@ def test_custom_levels_bring_their_own_tick() -> None:
 
 
 @given(layouts, st.data())
-def test_a_delay_is_the_sum_of_its_digits_times_their_place_values(
-    layout: Layout, data: st.DataObject
-) -> None:
+def test_a_delay_is_the_sum_of_its_digits_and_places(layout: Layout, data: st.DataObject) -> None:
     delay_ms = data.draw(st.integers(0, layout.capacity_ms))
 
     written = layout.digits(delay_ms)
@@ -99,9 +97,7 @@ def trailing_zeros(layout: Layout, delay_ms: int) -> int:
 
 
 @given(small_layouts(), st.data())
-def test_in_the_range_of_a_tolerance_the_delay_with_the_fewest_stops_is_found(
-    layout: Layout, data: st.DataObject
-) -> None:
+def test_a_tolerance_finds_a_delay_with_fewest_stops(layout: Layout, data: st.DataObject) -> None:
     delay_ms = data.draw(st.integers(1, layout.capacity_ms))
     tolerance_ms = data.draw(st.integers(0, layout.capacity_ms + 10 * layout.tick_ms))
 
@@ -121,9 +117,7 @@ def test_in_the_range_of_a_tolerance_the_delay_with_the_fewest_stops_is_found(
 
 @pytest.mark.parametrize("coarsest", [False, True])
 @pytest.mark.parametrize("delay_ms", [-5000, -1, 0, clock().capacity_ms + 1])
-def test_a_delay_that_no_level_takes_stays_as_it_is_whatever_the_tolerance(
-    delay_ms: int, coarsest: bool
-) -> None:
+def test_a_delay_that_no_level_takes_is_never_rounded(delay_ms: int, coarsest: bool) -> None:
     assert clock().round_to_fewest_stops(delay_ms, 10**9, coarsest=coarsest) == delay_ms
 
 
@@ -237,9 +231,7 @@ def test_what_is_no_layout_is_refused_with_the_reason(make: object, problem: str
         (custom([("days", 10, 86400), ("hours", 24, 3600)]), "custom-619f9a26a5"),
     ],
 )
-def test_a_fingerprint_is_that_of_the_levels_that_stand_on_brokers_already(
-    layout: Layout, fingerprint: str
-) -> None:
+def test_a_fingerprint_is_that_of_levels_on_brokers(layout: Layout, fingerprint: str) -> None:
     assert layout.fingerprint == fingerprint
 
 

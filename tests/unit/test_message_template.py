@@ -268,9 +268,7 @@ def test_another_json_writes_each_call_although_it_writes_the_first_as_kombu_doe
 
 @pytest.mark.parametrize("serializer", ["own", "pickle"])
 @pytest.mark.parametrize("options", [{}, {"link": [app.tasks["look"].si({1, 2})]}])
-def test_another_serializer_may_write_what_json_cannot(
-    serializer: str, options: dict[str, Any]
-) -> None:
+def test_another_serializer_writes_what_json_cannot(serializer: str, options: Any) -> None:
     maker = Maker({"serializer": serializer, **options}, first=(({1},), {}))
     maker.check(maker.first)
     maker.check(call(({2},), {"key": {3}}))

@@ -44,9 +44,7 @@ def make(
         (STRAIGHT, {"delay": BEYOND}),
     ],
 )
-def test_what_passes_through_a_module_is_refused_by_the_sender(
-    destination: Destination, options: dict[str, Any]
-) -> None:
+def test_the_sender_refuses_what_no_module_takes(destination: Destination, options: Any) -> None:
     assert make(1000, destination, **options) == 1000
     with pytest.raises(MessageTooLarge) as caught:
         make(1001, destination, **options)

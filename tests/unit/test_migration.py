@@ -72,7 +72,7 @@ def digits_of(outgoing: Outgoing) -> int:
 
 
 @pytest.mark.parametrize("destination", ["emails", "daily.reports", DISTRIBUTION])
-def test_a_waiting_message_goes_on_for_the_rest_of_its_delay(
+def test_what_waits_goes_on_for_the_rest(
     convert: Callable[..., Outgoing], ensured: list[str], destination: str
 ) -> None:
     queue = SOURCE.digit_queues[0].name
@@ -87,9 +87,7 @@ def test_a_waiting_message_goes_on_for_the_rest_of_its_delay(
     assert outgoing.reroute is not None
 
 
-def test_what_the_broker_has_added_is_left_out_and_the_users_own_stays(
-    convert: Callable[..., Outgoing],
-) -> None:
+def test_what_the_broker_has_added_goes_and_the_users_own_stays(convert: Any) -> None:
     deaths = {"x-death": [{"queue": "old.seconds.1"}], "x-delivery-count": 2, "x-mine": "kept"}
     outgoing = convert("old.s.1", key_of(SOURCE, "emails"), task(**deaths), priority=3)
     assert outgoing.message.headers.to_headers() == task(**{"x-mine": "kept"})
@@ -102,9 +100,7 @@ def test_a_message_that_is_due_goes_to_its_queue_at_once(convert: Callable[..., 
     assert (outgoing.exchange, digits_of(outgoing)) == ("new.delivery", 0)
 
 
-def test_a_message_in_meditation_has_its_bare_destination_as_its_key(
-    convert: Callable[..., Outgoing],
-) -> None:
+def test_in_meditation_the_key_is_the_bare_destination(convert: Callable[..., Outgoing]) -> None:
     outgoing = convert(MODULES.meditation.name, "daily.reports", task())
     assert outgoing.routing_key.endswith(".daily%2Ereports")
     back = convert(MODULES.checkin.name, "daily.reports", task(), exchange=MODULES.meditated.name)
@@ -120,9 +116,7 @@ def test_a_delay_above_the_targets_capacity_meditates_there() -> None:
     assert (outgoing.exchange, outgoing.routing_key) == ("new.meditation", "emails")
 
 
-def test_what_a_client_has_checked_in_is_checked_in_at_the_target(
-    convert: Callable[..., Outgoing],
-) -> None:
+def test_what_a_client_has_checked_in_stays_so_at_the_target(convert: Any) -> None:
     headers = {"x-delay": 5000, "rabbitdelay-exchange": "reports"}
     outgoing = convert(MODULES.checkin.name, "daily", headers, expiration="9000")
     assert (outgoing.exchange, outgoing.routing_key) == ("new.checkin", "daily")
@@ -141,9 +135,7 @@ def test_an_undeliverable_message_keeps_its_reason(convert: Callable[..., Outgoi
     }
 
 
-def test_a_long_queue_name_is_hashed_in_the_key_and_read_from_the_header(
-    convert: Callable[..., Outgoing], ensured: list[str]
-) -> None:
+def test_a_long_name_is_hashed_in_the_key(convert: Any, ensured: list[str]) -> None:
     name = "q" * 200
     convert("old.s.1", key_of(SOURCE, name), task(**{header_names.QUEUE: name}))
     assert ensured == [name]
@@ -151,9 +143,7 @@ def test_a_long_queue_name_is_hashed_in_the_key_and_read_from_the_header(
         convert("old.s.1", key_of(SOURCE, name), task())
 
 
-def test_a_priority_that_quorum_levels_do_not_take_goes_through_distribution(
-    convert: Callable[..., Outgoing],
-) -> None:
+def test_a_priority_too_high_for_the_levels_goes_through_distribution(convert: Any) -> None:
     outgoing = convert("old.s.1", key_of(SOURCE, "emails"), task(), priority=9)
     assert outgoing.routing_key.endswith(".%distribution")
     assert outgoing.message.amqp().properties["priority"] == 4
@@ -161,9 +151,7 @@ def test_a_priority_that_quorum_levels_do_not_take_goes_through_distribution(
 
 
 @pytest.mark.parametrize("due", [None, "soon", -1, True, 2**63, 1.5])
-def test_a_message_without_a_due_time_is_undeliverable(
-    convert: Callable[..., Outgoing], due: Any
-) -> None:
+def test_a_message_without_a_due_time_is_undeliverable(convert: Any, due: Any) -> None:
     with pytest.raises(UnprocessableMessage, match="rabbitdelay-due"):
         convert("old.s.1", key_of(SOURCE, "emails"), task(**{header_names.DUE: due}))
 
@@ -185,9 +173,7 @@ def test_a_message_of_another_layout_stays(convert: Callable[..., Outgoing]) -> 
         convert("old.s.1", "0.1.emails", task())
 
 
-def test_a_message_for_an_exchange_keeps_a_high_priority_for_distribution(
-    convert: Callable[..., Outgoing],
-) -> None:
+def test_for_an_exchange_a_high_priority_is_kept(convert: Callable[..., Outgoing]) -> None:
     headers = task()
     del headers[header_names.QUEUE]
     outgoing = convert("old.s.1", key_of(SOURCE, DISTRIBUTION), headers, priority=9)

@@ -32,9 +32,7 @@ def test_without_a_backoff_a_port_that_refuses_is_not_asked_without_a_pause() ->
 @pytest.mark.parametrize(
     ("resends", "over"), [(None, []), (0, [1, 2, 3]), (2, [3])], ids=["time alone", "none", "two"]
 )
-def test_resends_are_counted_only_if_a_number_is_given(
-    resends: int | None, over: list[int]
-) -> None:
+def test_resends_are_counted_if_a_number_is_given(resends: int | None, over: list[int]) -> None:
     policy = PublishPolicy(resends=resends)
     assert [attempt for attempt in (1, 2, 3) if policy.is_over(attempt)] == over
 

@@ -17,9 +17,7 @@ from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.worker.put_back import Early, PutBackThread
 
 
-def test_one_that_waits_for_the_levels_takes_no_place_of_others_and_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_one_that_waits_takes_no_place_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     app: Any = Celery("later", broker="amqp://", set_as_current=False)
     # Without an event loop, the thread runs its actions itself.
     consumer: Any = SimpleNamespace(

@@ -26,9 +26,7 @@ def test_a_version_is_read_as_the_broker_writes_it(text: str, version: tuple[int
         (Quirk("", "", first=(4, 3)), ["4.3.0", "5.0.0"], ["4.2.9", ""]),
     ],
 )
-def test_a_quirk_is_in_the_versions_from_its_first_to_its_last(
-    quirk: Quirk, having: list[str], lacking: list[str]
-) -> None:
+def test_a_quirk_has_its_versions(quirk: Quirk, having: list[str], lacking: list[str]) -> None:
     assert [each for each in having + lacking if quirk.is_in(version_of(each))] == having
 
 

@@ -83,9 +83,7 @@ def test_an_early_task_of_a_broadcast_returns_to_the_queue_of_its_worker(app: Ce
         *("levels.hours.x1", "levels.hours.7"),
     ],
 )
-def test_celery_s_names_those_of_the_broker_and_of_the_levels_are_never_reached(
-    app: Celery, patterns: Any, name: str
-) -> None:
+def test_names_that_others_own_are_never_reached(app: Celery, patterns: Any, name: str) -> None:
     app.conf.update(
         rabbitdelay_prefix="levels",
         rabbitdelay_distribution_allowed=patterns,
@@ -117,9 +115,7 @@ def test_the_names_are_those_of_the_control_of_this_celery(app: Celery) -> None:
             reach.names("", queue.name)
 
 
-def test_the_queues_of_events_are_those_of_celery_and_not_all_with_their_prefix(
-    app: Celery,
-) -> None:
+def test_queues_of_events_are_those_of_celery_not_all_with_their_prefix(app: Celery) -> None:
     app.conf.update(
         event_queue_prefix="shop",
         task_default_queue="shop.default",
@@ -162,9 +158,7 @@ def unrouted(key: str, **told: Any) -> amqp.Message:
 
 
 @given(destinations.filter(lambda name: name != "known" and not name.endswith(".pidbox")))
-def test_another_queue_is_reached_by_its_binding_and_no_message_goes_round_for_ever(
-    queue: str,
-) -> None:
+def test_another_queue_is_reached_by_its_binding_and_nothing_goes_in_circles(queue: str) -> None:
     (outgoing,) = distributed(waiting("", queue, **{header_names.QUEUE: queue}))
     exchange, key = outgoing.address
     assert exchange == TOPOLOGY.delivery.name
@@ -196,9 +190,7 @@ def test_a_message_that_finds_no_queue_leaves_the_levels_for_it_again() -> None:
 
 
 @pytest.mark.parametrize(("queue_type", "waits_as"), [("classic", 9), ("quorum", 4)])
-def test_a_message_that_finds_no_queue_keeps_its_priority_in_classic_levels(
-    queue_type: Any, waits_as: int
-) -> None:
+def test_without_a_binding_classic_levels_keep_its_priority(queue_type: Any, waits_as: int) -> None:
     """Levels of quorum queues have to stay in order, so a higher one only comes from elsewhere."""
     topology = Topology(queue_type=queue_type)
     message = unrouted(topology.route(5, "other").routing_key, **to("", "other"))
@@ -225,9 +217,7 @@ LONG = "q" * 200
         (LONG, to("", LONG)),
     ],
 )
-def test_a_message_that_finds_no_queue_goes_to_the_one_in_its_key(
-    queue: str, told: dict[str, Any]
-) -> None:
+def test_without_a_binding_it_goes_to_the_queue_in_its_key(queue: str, told: Any) -> None:
     (outgoing,) = distributed(unrouted(TOPOLOGY.route(5, queue).routing_key, **told))
     assert (outgoing.exchange, outgoing.routing_key) == ("", queue)
 
@@ -247,9 +237,7 @@ def test_a_message_that_finds_no_queue_goes_to_the_one_in_its_key(
     ],
 )
 @pytest.mark.parametrize("due", [5, 2**41])
-def test_a_message_that_finds_no_queue_goes_nowhere_else_even_if_it_is_early(
-    queue: str, told: dict[str, Any], due: int
-) -> None:
+def test_without_a_binding_it_goes_nowhere_else(queue: str, told: dict[str, Any], due: int) -> None:
     """A producer may have the right to send to the queue in the key, and to no other."""
     message = unrouted(TOPOLOGY.route(5, queue).routing_key, **told, **{header_names.DUE: due})
     bounds = Bounds(max_delay=10**9)
@@ -301,9 +289,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("where", ["in the last message", "in what all share"])
 @pytest.mark.parametrize("said", REFUSED.values(), ids=REFUSED)
-def test_of_an_envelope_with_something_forbidden_nothing_is_published(
-    said: dict[str, Any], where: str
-) -> None:
+def test_an_envelope_with_something_forbidden_stays_closed(said: Any, where: str) -> None:
     sound = Item(b"x", {"id": "1"})
     shared = Envelope((), to("", "known"))
     if where == "in the last message":

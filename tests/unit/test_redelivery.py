@@ -138,9 +138,7 @@ def test_a_message_for_a_known_queue_keeps_what_its_worker_restores() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, 60])
-def test_after_its_time_a_message_is_undeliverable_with_the_first_and_the_last_reason(
-    seconds: float,
-) -> None:
+def test_after_its_time_it_is_undeliverable_with_its_first_and_last_reason(seconds: float) -> None:
     clock = Clock()
     redelivery = clock.redelivery(seconds)
     received: dict[str, Any] = {}
@@ -162,9 +160,7 @@ def test_after_its_time_a_message_is_undeliverable_with_the_first_and_the_last_r
 
 
 @given(values, values, values)
-def test_whatever_a_stranger_has_written_a_message_is_tried_again_or_given_up(
-    attempts: Any, since: Any, reason: Any
-) -> None:
+def test_a_stranger_s_headers_stop_no_attempts(attempts: Any, since: Any, reason: Any) -> None:
     received = {
         header_names.ATTEMPTS: attempts,
         header_names.FAILED_SINCE: since,
@@ -189,9 +185,7 @@ def test_whatever_a_stranger_has_written_a_message_is_tried_again_or_given_up(
         (1, 2**63, False),
     ],
 )
-def test_a_message_is_counted_anew_if_its_numbers_are_none_that_a_module_can_have_written(
-    attempts: int, since: int, is_counted_on: bool
-) -> None:
+def test_numbers_of_no_module_do_not_count(attempts: int, since: int, is_counted_on: bool) -> None:
     received = {
         header_names.ATTEMPTS: attempts,
         header_names.FAILED_SINCE: since,

@@ -127,9 +127,7 @@ def test_a_task_goes_straight_to_its_queue_with_its_own_headers() -> None:
         (2**63, {}, NOW, "0.0.reports"),
     ],
 )
-def test_it_waits_until_it_is_due_and_for_the_delay(
-    due_ms: Any, options: dict[str, Any], header: int, key: str
-) -> None:
+def test_it_waits_until_it_is_due(due_ms: Any, options: Any, header: int, key: str) -> None:
     outgoing = redrive(straight(**{headers.DUE: due_ms}), **options)
     assert (told(outgoing)[headers.DUE], outgoing.routing_key) == (header, key)
 
@@ -195,9 +193,7 @@ def test_a_queue_that_may_refuse_gets_its_messages_through_distribution() -> Non
         ({headers.QUEUE: "daily"}, "", "daily"),
     ],
 )
-def test_a_message_of_another_client_goes_to_the_queue_that_it_names(
-    given: dict[str, Any], key: str, queue: str
-) -> None:
+def test_a_client_s_message_goes_to_its_queue(given: dict[str, Any], key: str, queue: str) -> None:
     outgoing = redrive(given, key=key)
     expected = {headers.EXCHANGE: "", headers.ROUTING_KEY: queue, headers.QUEUE: queue}
     assert told(outgoing).items() >= {**expected, headers.DUE: NOW}.items()
@@ -212,9 +208,7 @@ def test_a_message_of_another_client_goes_to_the_queue_that_it_names(
         ({headers.EXCHANGE: CHECKIN.exchange.name, headers.ROUTING_KEY: "daily"}, ""),
     ],
 )
-def test_what_check_in_has_not_accepted_keeps_its_delay(
-    given: dict[str, Any], exchange: str
-) -> None:
+def test_what_check_in_has_not_accepted_keeps_its_delay(given: Any, exchange: str) -> None:
     outgoing = redrive(given, key="daily")
     due_ms = NOW + (900 if "x-delay" in given else 0)
     assert told(outgoing) == {
@@ -235,9 +229,7 @@ def test_what_check_in_has_not_accepted_keeps_its_delay(
         ({headers.EXCHANGE: "topic"}, "daily.1"),
     ],
 )
-def test_what_check_in_has_refused_goes_nowhere_else_without_the_operator_s_word(
-    client: dict[str, Any], key: str
-) -> None:
+def test_what_check_in_refused_goes_nowhere_unless_an_operator_says(client: Any, key: str) -> None:
     """Not to what the application names elsewhere, and it gets no signature."""
     keys, public = SigningKeys("k" * 32), AllowedDestinations(queues=frozenset({"reports"}))
     check_in = CheckIn(TOPOLOGY, public.includes, keys)
@@ -319,9 +311,7 @@ def test_what_is_never_allowed_stays_whatever_a_pattern_allows() -> None:
         (straight(**{headers.DUE: NOW + 60_000}), "no worker serves check-in, and it would wait"),
     ],
 )
-def test_messages_stay_that_need_a_module_which_is_not_served(
-    given: dict[str, Any], reason: str
-) -> None:
+def test_messages_stay_whose_module_is_not_served(given: dict[str, Any], reason: str) -> None:
     redrive(given)
     with pytest.raises(UnprocessableMessage, match=reason):
         redrive(given, modules=())
@@ -374,9 +364,7 @@ def test_an_envelope_goes_back_as_a_whole() -> None:
         (Item(b""), {"CC": ["x"]}, "header CC"),
     ],
 )
-def test_an_envelope_stays_if_one_of_its_messages_may_not_go(
-    item: Item, shared: dict[str, Any], reason: str
-) -> None:
+def test_an_envelope_stays_if_one_message_may_not_go(item: Item, shared: Any, reason: str) -> None:
     fine = Item(b"", {headers.EXCHANGE: "", headers.ROUTING_KEY: "reports"})
     with pytest.raises(UnprocessableMessage, match=reason):
         envelope(fine, item, shared=shared)
@@ -434,9 +422,7 @@ claims = st.fixed_dictionaries(
     inner=st.none() | st.none() | claims,
     selected=st.sampled_from([{}] * 9 + [{"CC": ["other"]}, {"BCC": ["other"]}]),
 )
-def test_no_header_reaches_more_than_what_is_allowed(
-    given_headers: dict[str, Any], key: str, inner: dict[str, Any] | None, selected: dict[str, Any]
-) -> None:
+def test_no_header_reaches_too_far(given_headers: Any, key: str, inner: Any, selected: Any) -> None:
     properties, body = dict[str, Any](), b""
     if inner is not None:
         body = Envelope((Item(b"", inner),)).pack()

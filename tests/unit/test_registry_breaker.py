@@ -47,9 +47,7 @@ def test_after_a_failure_calls_are_left_out_for_a_while(breaker: Breaker, clock:
     assert pause(breaker, clock) == FIRST_PAUSE
 
 
-def test_the_pause_doubles_with_each_failure_in_a_row_up_to_the_maximum(
-    breaker: Breaker, clock: Clock
-) -> None:
+def test_the_pause_doubles_with_each_failure_in_a_row(breaker: Breaker, clock: Clock) -> None:
     pauses = []
     for _ in range(7):
         breaker.failed()
@@ -57,9 +55,7 @@ def test_the_pause_doubles_with_each_failure_in_a_row_up_to_the_maximum(
     assert (pauses, pauses[-1]) == ([1, 2, 4, 8, 16, 30, 30], MAX_PAUSE)
 
 
-def test_a_success_closes_it_and_the_next_failure_is_a_first_one(
-    breaker: Breaker, clock: Clock
-) -> None:
+def test_after_a_success_the_next_failure_is_a_first_one(breaker: Breaker, clock: Clock) -> None:
     for _ in range(3):
         breaker.failed()
         clock.seconds += MAX_PAUSE

@@ -278,7 +278,7 @@ KINDS = {
 @pytest.mark.parametrize("noted", [True, False], ids=["registered", "not registered"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(600)
-def test_whatever_happens_nothing_is_lost_or_runs_twice_or_after_a_decision(
+def test_none_is_lost_or_runs_twice(
     kind: str, noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.KIND", KINDS[kind])

@@ -26,9 +26,7 @@ names = st.text(st.characters())  # half of a surrogate pair as well
 
 
 @given(st.dictionaries(known, anything, max_size=5), st.integers(), st.booleans())
-def test_an_arrival_is_read_from_any_headers(
-    headers: dict[str, Any], due_ms: int, redelivered: bool
-) -> None:
+def test_an_arrival_is_read_anyhow(headers: dict[str, Any], due_ms: int, redelivered: bool) -> None:
     arrival = Arrival.of(said(headers), due_ms, "queue", redelivered)
     assert (arrival.due_ms, arrival.redelivered) == (due_ms, redelivered)
     for field, header in (("task_id", "id"), ("copy", COPY), ("job", JOB)):

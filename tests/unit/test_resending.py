@@ -43,9 +43,7 @@ def app_with(**settings: Any) -> Celery:
         ),
     ],
 )
-def test_a_number_of_retries_counts_only_if_somebody_has_given_it(
-    settings: dict[str, Any], options: dict[str, Any], resends: int | None
-) -> None:
+def test_retries_count_if_somebody_gave_them(settings: Any, options: Any, resends: Any) -> None:
     app = app_with(**settings)
     merged = {**app.conf.task_publish_retry_policy, **options.get("retry_policy", {})}
     assert Resending.of(app, options).resends(True, merged) == resends
@@ -56,9 +54,7 @@ def test_a_number_of_retries_counts_only_if_somebody_has_given_it(
     [({"task_publish_retry": False}, {}), ({}, {"retry": False}), ({}, {})],
     ids=["setting off", "option off", "Celery says so"],
 )
-def test_without_retry_a_message_is_sent_once(
-    settings: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_without_retry_a_message_is_sent_once(settings: Any, options: Any) -> None:
     resending = Resending.of(app_with(**settings), options)
     assert resending.resends(False, CELERYS) == 0
 
@@ -68,9 +64,7 @@ def test_without_retry_a_message_is_sent_once(
     [({}, None), ({"retry": False}, 0), ({"retry_policy": {"max_retries": 3}}, 0)],
     ids=["default", "off", "counted by Celery"],
 )
-def test_a_callback_that_celery_would_retry_three_times_has_all_the_time_too(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], resends: int | None
-) -> None:
+def test_so_has_a_callback(monkeypatch: pytest.MonkeyPatch, options: Any, resends: Any) -> None:
     # As Celery 5.7 does it; earlier versions publish a callback like any other task.
     sending = ContextVar("sending", default=True)
     monkeypatch.setattr(celery_amqp, "_callback_publish_retry", sending, raising=False)
@@ -87,7 +81,5 @@ def test_a_callback_that_celery_would_retry_three_times_has_all_the_time_too(
         ({"interval_max": 0}, (0.0, 0.2, 0.0)),
     ],
 )
-def test_intervals_that_are_not_given_are_those_of_this_package(
-    policy: dict[str, Any], backoff: tuple[float, float, float]
-) -> None:
+def test_other_intervals_are_those_of_this_package(policy: Any, backoff: Any) -> None:
     assert Resending.backoff(policy) == backoff

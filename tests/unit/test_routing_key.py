@@ -45,9 +45,7 @@ def test_any_text_says_a_shard() -> None:
         ("é", "é"),
     ],
 )
-def test_a_destination_is_encoded_as_in_the_bindings_that_stand_on_brokers_already(
-    name: str, word: str
-) -> None:
+def test_a_destination_is_encoded_as_in_bindings_on_brokers_already(name: str, word: str) -> None:
     assert routing_key.encode_destination(name) == word
     assert routing_key.decode_destination(word) == name
 

@@ -127,9 +127,7 @@ def test_keys_are_read_from_django_s_namespace(namespace: str) -> None:
         (None, "CELERY_RABBITDELAY_PREFIX", "rabbitdelay_prefix"),
     ],
 )
-def test_a_key_that_celery_does_not_read_is_an_error_that_says_the_right_one(
-    namespace: str | None, key: str, right: str
-) -> None:
+def test_a_key_that_celery_ignores_is_an_error(namespace: str | None, key: str, right: str) -> None:
     app: Any = celery.Celery("shop", broker="amqp://", set_as_current=False)
     app.config_from_object({key: "mine"}, namespace=namespace)
     with pytest.raises(InvalidSetting, match=f"write {right}$") as caught:

@@ -56,9 +56,7 @@ def test_a_group_holds_so_many_bytes_and_a_larger_item_is_alone() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=5)), max_size=50),
     st.lists(st.integers(0, 50), max_size=3),
 )
-def test_nothing_is_lost_and_the_order_stays(
-    rows: list[tuple[int, bytes]], cuts: list[int]
-) -> None:
+def test_nothing_is_lost_and_order_stays(rows: list[tuple[int, bytes]], cuts: list[int]) -> None:
     rows.sort(key=lambda row: row[0])
     edges = [0, *sorted(cuts), len(rows)]
     batches = [rows[begin:end] for begin, end in pairwise(edges)]

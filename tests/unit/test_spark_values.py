@@ -80,9 +80,7 @@ def test_json_text_is_read() -> None:
         ("args", "[1", "its args is no JSON"),
     ],
 )
-def test_json_text_of_another_kind_is_an_error_of_its_row(
-    column: str, text: str, reason: str
-) -> None:
+def test_json_of_another_kind_is_an_error_of_its_row(column: str, text: str, reason: str) -> None:
     (found,) = taken({column: (T.StringType(), [text]), "delay": DELAY})
     assert found.row is None
     assert isinstance(found.error, InvalidRow)
@@ -135,9 +133,7 @@ def test_an_eta_is_an_instant() -> None:
         ({"delay": DELAY, "task": (T.StringType(), [""])}, None),
     ],
 )
-def test_a_row_without_a_time_is_an_error_of_its_own(
-    columns: dict[str, Any], reason: str | None
-) -> None:
+def test_a_row_without_a_time_is_its_own_error(columns: dict[str, Any], reason: str | None) -> None:
     (found,) = taken(columns)
     assert (found.error is None) == (reason is None)
     assert reason is None or reason in str(found.error)
@@ -205,9 +201,7 @@ MAP_BY_NUMBER = T.MapType(T.LongType(), T.LongType())
         ({"delay": T.LongType()}, {"idColumn": "a"}, "column a: is named by idColumn"),
     ],
 )
-def test_a_schema_that_does_not_fit_is_refused(
-    columns: dict[str, T.DataType], more: dict[str, str], text: str
-) -> None:
+def test_an_unfit_schema_is_refused(columns: Any, more: Any, text: str) -> None:
     with pytest.raises(InvalidColumn) as raised:
         Columns(schema(**columns), options(**more))
     assert text in str(raised.value)
@@ -235,9 +229,7 @@ def test_a_write_needs_a_task() -> None:
         ({**LEAST, "onerror": "collect"}, "option errorsPath: takes the folder"),
     ],
 )
-def test_a_wrong_option_is_refused_and_no_password_is_shown(
-    given: dict[str, str], text: str
-) -> None:
+def test_a_wrong_option_is_refused_and_no_password_is_shown(given: Any, text: str) -> None:
     with pytest.raises(InvalidOption) as raised:
         WriteOptions.of(given)
     assert text in str(raised.value)

@@ -53,9 +53,7 @@ def test_a_module_that_has_done_nothing_says_so(statistics: ModuleStatistics) ->
     }
 
 
-def test_counts_are_those_of_now_and_the_backlog_is_that_of_the_last_sample(
-    statistics: ModuleStatistics,
-) -> None:
+def test_counts_are_of_now_and_the_backlog_of_the_last_sample(statistics: ModuleStatistics) -> None:
     statistics.sample(70)
     statistics.sample(50)
     work(statistics, 3, 300)
@@ -65,17 +63,13 @@ def test_counts_are_those_of_now_and_the_backlog_is_that_of_the_last_sample(
     assert (status["undeliverable"], status["backlog"]) == (2, 50)
 
 
-def test_before_the_first_sample_rates_are_over_ten_seconds(
-    statistics: ModuleStatistics, clock: Clock
-) -> None:
+def test_at_first_rates_are_over_ten_seconds(statistics: ModuleStatistics, clock: Clock) -> None:
     clock.now += 1
     work(statistics, 20, 50)
     assert rates(statistics) == (2.0, 5.0)
 
 
-def test_rates_are_over_the_seconds_that_have_passed_since_the_start(
-    statistics: ModuleStatistics, clock: Clock
-) -> None:
+def test_rates_are_over_the_time_since_start(statistics: ModuleStatistics, clock: Clock) -> None:
     clock.now += 2
     work(statistics, 10, 30)
     statistics.sample(0)
@@ -92,9 +86,7 @@ def test_rates_have_one_decimal_place(statistics: ModuleStatistics, clock: Clock
     assert rates(statistics) == (0.3, 0.7)
 
 
-def test_what_is_longer_ago_than_ten_seconds_does_not_count(
-    statistics: ModuleStatistics, clock: Clock
-) -> None:
+def test_rates_forget_after_ten_seconds(statistics: ModuleStatistics, clock: Clock) -> None:
     work(statistics, 1000, 5000)
     for _ in range(20):
         clock.now += 2
@@ -103,9 +95,7 @@ def test_what_is_longer_ago_than_ten_seconds_does_not_count(
     assert rates(statistics) == (1.0, 10.0)
 
 
-def test_rates_are_over_ten_seconds_and_up_to_one_sample_more(
-    statistics: ModuleStatistics, clock: Clock
-) -> None:
+def test_rates_are_over_up_to_one_sample_more(statistics: ModuleStatistics, clock: Clock) -> None:
     clock.now += 4
     work(statistics, 100, 100)
     statistics.sample(0)
@@ -117,9 +107,7 @@ def test_rates_are_over_ten_seconds_and_up_to_one_sample_more(
     assert rates(statistics) == (0.0, 0.0)
 
 
-def test_after_a_long_pause_the_rates_are_over_the_pause(
-    statistics: ModuleStatistics, clock: Clock
-) -> None:
+def test_after_a_long_pause_rates_are_over_it(statistics: ModuleStatistics, clock: Clock) -> None:
     clock.now += 1000
     statistics.sample(0)
     clock.now += 1000
@@ -128,9 +116,7 @@ def test_after_a_long_pause_the_rates_are_over_the_pause(
     assert rates(statistics) == (1.0, 2.0)
 
 
-def test_samples_of_one_instant_make_no_rate_without_end(
-    statistics: ModuleStatistics, clock: Clock
-) -> None:
+def test_samples_of_an_instant_have_a_rate(statistics: ModuleStatistics, clock: Clock) -> None:
     work(statistics, 5, 5)
     statistics.sample(0)
     assert rates(statistics) == (0.5, 0.5)

@@ -39,7 +39,7 @@ def backlog(topology: Topology, waiting: dict[str, dict[int, int]], **others: in
         (clock(), {"days.x1000": {1: 1}}, timedelta(days=2000) - timedelta(milliseconds=100)),
     ],
 )
-def test_something_is_due_within_the_shortest_of_the_longest_waits(
+def test_the_shortest_long_wait_counts(
     layout: Layout, waiting: Any, bound: timedelta | None
 ) -> None:
     topology = Topology(layout=layout)

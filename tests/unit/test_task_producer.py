@@ -40,8 +40,8 @@ class Recording(DelayedTaskProducer):
         (30, 5, 60.0, MIN_TIMEOUT),
     ],
 )
-def test_the_wait_for_a_publisher_counts_towards_the_timeout(
-    setting: float, given: float | None, waited: float, left: float
+def test_the_wait_for_a_publisher_counts(
+    setting: float, given: Any, waited: float, left: float
 ) -> None:
     app = Celery("shop", set_as_current=False)
     app.conf.rabbitdelay_confirm_timeout = setting
@@ -74,7 +74,7 @@ def test_a_callback_that_celery_sends_again_has_one_timeout_for_all_attempts() -
         ("classic", 9, 9, None),
     ],
 )
-def test_what_the_exchange_routes_waits_in_quorum_levels_with_a_priority_of_four_at_most(
+def test_what_an_exchange_routes_waits_in_quorum_levels_with_a_priority_of_four_at_most(
     queue_type: Any, priority: int | None, waits_with: int | None, kept: int | None
 ) -> None:
     topology = Topology(queue_type=queue_type)

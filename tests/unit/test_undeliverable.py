@@ -82,9 +82,7 @@ def test_what_no_binding_took_between_two_levels_names_exchange_digit_and_queue(
         ("queue", "p.hours.x1 had no binding for digit 0 (p.hours.x1.0)"),
     ],
 )
-def test_zeros_between_two_levels_are_named_as_the_layout_passes_them(
-    zeros: Any, reason: str
-) -> None:
+def test_zeros_between_levels_are_named_as_the_layout_passes_them(zeros: Any, reason: str) -> None:
     topology = Topology("p", custom(DAY_TO_SECOND, zeros))
     assert examine(found("p.days.1", key="1.0.0.7.q"), topology).reason == reason
 
@@ -103,9 +101,7 @@ def test_zeros_behind_the_last_level_come_second(zeros: Any, also: str) -> None:
 
 
 @given(layouts)
-def test_in_every_layout_the_stop_behind_each_stop_is_the_one_that_is_missed(
-    layout: Layout,
-) -> None:
+def test_in_every_layout_the_stop_behind_each_stop_is_missed(layout: Layout) -> None:
     topology = Topology("p", layout)
     route = topology.route(timedelta(milliseconds=layout.capacity_ms), "q")
     for position, following in enumerate(route.stops):
@@ -211,9 +207,7 @@ READ = (
     st.sampled_from([CLOCK, Topology("rabbitdelay", custom(DAY_TO_SECOND, "skip"), shards=2)]),
 )
 @settings(deadline=None)
-def test_whatever_the_headers_hold_a_message_is_examined(
-    forged: dict[str, Any], routing_key: str | None, topology: Topology
-) -> None:
+def test_any_headers_are_examined(forged: Any, routing_key: str | None, topology: Topology) -> None:
     result = examine(forged, topology, routing_key)
     assert result.reason
     for text in (result.task_id, result.task, result.queue, result.last_stop):
@@ -332,7 +326,7 @@ def test_a_message_that_no_worker_finished_names_the_queue_it_was_taken_from(mod
         (b"\xff", "delivery limit of {} exceeded"),
     ],
 )
-def test_why_the_broker_took_it_out_of_a_modules_queue_is_no_ones_word_but_its_own(
+def test_why_it_left_a_modules_queue_says_the_broker(
     module: str, cause: object, reason: str
 ) -> None:
     stop = f"rabbitdelay.{module}"

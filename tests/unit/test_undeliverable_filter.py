@@ -48,9 +48,7 @@ def copy(
         ({"newer_than": timedelta(minutes=9)}, False),
     ],
 )
-def test_a_filter_means_messages_for_which_all_conditions_hold(
-    options: dict[str, Any], is_meant: bool
-) -> None:
+def test_a_filter_means_all_its_conditions(options: dict[str, Any], is_meant: bool) -> None:
     assert messages.UndeliverableFilter(**options).matches(copy(), NOW) is is_meant
 
 
@@ -113,9 +111,7 @@ def test_strangers_cannot_make_up_reasons_without_end() -> None:
         (b"", 0, "", None),
     ],
 )
-def test_a_body_is_shown_as_text_if_it_is_one(
-    body: bytes, most: int, text: str | None, encoded: str | None
-) -> None:
+def test_a_body_is_shown_as_text(body: bytes, most: int, text: Any, encoded: Any) -> None:
     shown = messages.shown_body(body, most)
     assert (shown["text"], shown["base64"]) == (text, encoded)
     assert (shown["size"], shown["is_cut_off"]) == (len(body), len(body) > most)

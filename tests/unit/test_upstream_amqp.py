@@ -36,9 +36,7 @@ def test_an_error_of_a_channel_says_which_method_failed() -> None:
     ],
     ids=["send_method", "wait"],
 )
-def test_a_channel_of_amqp_sends_and_awaits_single_methods(
-    function: Any, parameters: list[str]
-) -> None:
+def test_a_channel_sends_and_awaits_single_methods(function: Any, parameters: list[str]) -> None:
     missing = set(parameters) - inspect.signature(function).parameters.keys()
     assert not missing, (
         f"amqp's {function.__qualname__} no longer takes {sorted(missing)}: "
@@ -54,9 +52,7 @@ def test_a_channel_of_amqp_sends_and_awaits_single_methods(
     ],
     ids=["queue", "exchange"],
 )
-def test_amqp_writes_a_declaration_as_ours_do(
-    declare: Any, answer: tuple[int, int], written: str
-) -> None:
+def test_amqp_writes_declarations_as_ours(declare: Any, answer: Any, written: str) -> None:
     writes = inspect.signature(declare).parameters["argsig"].default
     assert writes == written, (
         f"amqp's {declare.__qualname__} now writes its arguments as {writes!r}: find_queues and "

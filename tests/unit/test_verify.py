@@ -241,9 +241,7 @@ def test_of_many_subjects_the_first_are_named() -> None:
         ("http://u:p@[::1]:8080/path/", "http://[::1]:8080/path"),
     ],
 )
-def test_the_url_of_the_management_api_is_shown_without_the_password(
-    given: str, shown: str
-) -> None:
+def test_the_management_url_is_shown_without_its_password(given: str, shown: str) -> None:
     assert ManagementAPI(given).url == shown
 
 

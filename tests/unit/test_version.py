@@ -78,9 +78,7 @@ def test_an_envelope_with_one_message_of_a_later_version_stays_closed() -> None:
 
 
 @pytest.mark.parametrize("given_as", LATER)
-def test_it_goes_back_into_the_levels_as_it_is_with_growing_pauses(
-    given_as: dict[str, Any],
-) -> None:
+def test_it_goes_back_into_the_levels_with_growing_pauses(given_as: dict[str, Any]) -> None:
     times = iter(range(NOW_MS, NOW_MS + 10 * 86_400_000, 600_000))
     redelivery = Redelivery(TOPOLOGY, 86_400, lambda a, b: 1.0, lambda: next(times) * 1_000_000)
     message = before = later_message(given_as)
@@ -164,9 +162,7 @@ def test_it_is_not_redriven(given_as: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("given_as", LATER)
-def test_migrate_leaves_it_where_it_waits_and_takes_what_is_undeliverable(
-    given_as: dict[str, Any],
-) -> None:
+def test_migrate_leaves_it_unless_it_is_undeliverable(given_as: dict[str, Any]) -> None:
     migration = Migration(TOPOLOGY, Topology("new"), lambda queue: None)
     message = later_message(given_as)
     queues = [each for each in TOPOLOGY.queues if each is not MODULES.undeliverable]

@@ -12,9 +12,7 @@ from tests.unit.consumer_model import Clock, Consumer, for_exchange, is_tried_ag
 logger = logging.getLogger(__name__)
 
 
-def test_the_first_few_are_logged_each_once_and_the_others_are_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_first_few_are_logged_and_others_counted(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     limit = WarningLimit(logger, "shop: letters", clock.monotonic)
     assert limit.allows("gone")
@@ -33,7 +31,7 @@ def test_the_first_few_are_logged_each_once_and_the_others_are_counted(
     assert len(caplog.messages) == 1
 
 
-def test_forged_names_do_not_fill_the_log(
+def test_the_log_is_finite(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     consumer = Consumer(monkeypatch)

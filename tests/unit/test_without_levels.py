@@ -48,7 +48,7 @@ def remind(place: str) -> Any:
     ],
     ids=repr,
 )
-def test_a_wrong_delay_is_refused_as_on_rabbitmq(
+def test_a_wrong_delay_is_refused(
     remind: Any, delay: Any, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(error) as caught:
@@ -58,9 +58,7 @@ def test_a_wrong_delay_is_refused_as_on_rabbitmq(
 
 
 @pytest.mark.parametrize("other", [{"countdown": 5}, {"countdown": 0}, {"eta": datetime.now(UTC)}])
-def test_delay_together_with_countdown_or_eta_is_refused_as_on_rabbitmq(
-    remind: Any, other: Any
-) -> None:
+def test_delay_with_countdown_or_eta_is_refused_as_on_rabbitmq(remind: Any, other: Any) -> None:
     with pytest.raises(InvalidDelayType, match="cannot be combined"):
         remind.apply_async(delay=5, **other)
 
@@ -86,7 +84,7 @@ def test_an_eager_retry_with_a_delay_runs_at_once_as_with_a_countdown(remind: An
 
 @pytest.mark.parametrize("place", ["memory"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"delay": 0}, {"delay": -5}, {"countdown": 5}], ids=str)
-def test_without_a_delay_that_is_ahead_there_is_no_warning(
+def test_no_delay_ahead_means_no_warning(
     remind: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     remind.apply_async(**options)
@@ -95,9 +93,7 @@ def test_without_a_delay_that_is_ahead_there_is_no_warning(
 
 
 @pytest.mark.parametrize("place", ["memory"], indirect=True)
-def test_on_another_broker_the_message_says_when_it_is_due_and_one_warning_who_holds_it(
-    remind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_elsewhere_it_says_when_it_is_due(remind: Any, caplog: pytest.LogCaptureFixture) -> None:
     before = datetime.now(UTC)
     with caplog.at_level(logging.WARNING):
         remind.apply_async(delay=3600)
@@ -114,9 +110,7 @@ def test_on_another_broker_the_message_says_when_it_is_due_and_one_warning_who_h
     assert "not RabbitMQ" in caplog.text
 
 
-def test_a_caller_s_own_connection_decides_who_holds_the_task(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_caller_s_connection_decides_who_holds_the_task(caplog: pytest.LogCaptureFixture) -> None:
     app: Any = Celery("shop", broker="amqp://127.0.0.1:1", set_as_current=False)
     with Connection("memory://") as connection:
         app.send_task("remind", delay=3600, connection=connection)
