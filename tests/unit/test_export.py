@@ -216,11 +216,7 @@ def test_the_command_leaves_out_levels_that_no_delay_needs(offline: Callable[...
     assert cut_down.identity.fingerprint == found["fingerprint"]
     assert json.loads(found["text"]) == definitions(cut_down, "v")
     assert [level.name for level in cut_down.layout.levels] == [
-        "days.x1",
-        "hours.x1",
-        "minutes.x1",
-        "seconds.x1",
-        "ms.x100",
+        *("days.x1", "hours.x1", "minutes.x1", "seconds.x1", "ms.x100"),
     ]
 
 

@@ -27,14 +27,10 @@ passwords = st.builds(
 
 #: What an application may be given as a URL.
 TEMPLATES = [
-    "amqp://user:{}@host:5672//",
-    "amqps://user:{}@host/vhost",
+    *("amqp://user:{}@host:5672//", "amqps://user:{}@host/vhost"),
     "redis://:{}@host:6379/0?socket_timeout=2",
-    "sentinel://one:26379;sentinel://:{}@two:26379/0",
-    "amqp://user:good@one;amqp://user:{}@two",
-    "http://monitor:{}@host:15672/prefix",
-    "redis:/:{}@host",
-    "user:{}@host",
+    *("sentinel://one:26379;sentinel://:{}@two:26379/0", "amqp://user:good@one;amqp://user:{}@two"),
+    *("http://monitor:{}@host:15672/prefix", "redis:/:{}@host", "user:{}@host"),
 ]
 
 
@@ -63,16 +59,9 @@ def test_a_password_is_hidden(url: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "",
-        "amqp://",
-        "amqp://user@host:5672/vhost",
-        "redis://host:6379/0?socket_timeout=2",
-        "rediss://host?ssl_keyfile=/etc/key.pem",
-        "redis://[::1]:6379/0",
-        "redis://[::1]/0",
-        "redis://:6379",
-        "unix:///run/redis.sock?db=3",
-        "amqp://user@one;amqp://user@two",
+        *("", "amqp://", "amqp://user@host:5672/vhost", "redis://host:6379/0?socket_timeout=2"),
+        *("rediss://host?ssl_keyfile=/etc/key.pem", "redis://[::1]:6379/0", "redis://[::1]/0"),
+        *("redis://:6379", "unix:///run/redis.sock?db=3", "amqp://user@one;amqp://user@two"),
     ],
 )
 def test_what_has_no_password_is_shown_as_it_is(url: str) -> None:
@@ -111,12 +100,9 @@ def test_in_a_text_a_password_may_have_blanks(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "redis://host:6379/0 of celery@host",
-        "redis://host:6379 of celery@host",
-        "redis://host:6379: refused for celery@host",
-        "redis://host: refused for celery@host",
-        "redis://[::1]:6379 of celery@host",
-        "redis://host of celery@host: away",
+        *("redis://host:6379/0 of celery@host", "redis://host:6379 of celery@host"),
+        *("redis://host:6379: refused for celery@host", "redis://host: refused for celery@host"),
+        *("redis://[::1]:6379 of celery@host", "redis://host of celery@host: away"),
         "amqp://user@host of celery@host",
     ],
 )
@@ -172,12 +158,9 @@ def test_a_malformed_management_url_is_refused_without_its_password(url: str) ->
 @pytest.mark.parametrize(
     "url",
     [
-        f"redis://:{PLANTED}@host:port",
-        f"redis://:{PLANTED}/@host",
-        f"redis://:{PLANTED}\u2100@host",
-        f"redis://host:port?password={PLANTED}",
-        f"redis://host:port?password=a@{PLANTED}",
-        f"sentinel://:{PLANTED}@host",
+        *(f"redis://:{PLANTED}@host:port", f"redis://:{PLANTED}/@host"),
+        *(f"redis://:{PLANTED}\u2100@host", f"redis://host:port?password={PLANTED}"),
+        *(f"redis://host:port?password=a@{PLANTED}", f"sentinel://:{PLANTED}@host"),
         f"amqp://:{PLANTED}@host",
     ],
 )

@@ -191,13 +191,7 @@ deaths = st.one_of(
     ),
 )
 READ = (
-    "id",
-    "task",
-    headers.DUE,
-    headers.QUEUE,
-    headers.REASON,
-    headers.FAILED_SINCE,
-    UNREADABLE,
+    *("id", "task", headers.DUE, headers.QUEUE, headers.REASON, headers.FAILED_SINCE, UNREADABLE),
 )
 
 

@@ -32,12 +32,7 @@ def moved(name: str) -> str:
 def test_a_producer_serializes_and_compresses() -> None:
     assert hasattr(Producer, "_prepare"), moved("Producer._prepare")
     assert [*inspect.signature(Producer._prepare).parameters][1:] == [
-        "body",
-        "serializer",
-        "content_type",
-        "content_encoding",
-        "compression",
-        "headers",
+        *("body", "serializer", "content_type", "content_encoding", "compression", "headers"),
     ], moved("the arguments of Producer._prepare")
     headers: dict[str, Any] = {}
     with Connection("memory://") as connection:
