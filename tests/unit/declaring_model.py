@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.kombu import Topology, declare
 
 
 class DeclaringModel:

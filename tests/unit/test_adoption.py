@@ -11,14 +11,12 @@ import pytest
 from kombu import Connection, Exchange, Queue
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
+from celery_rabbitdelay.kombu import DelayedProducer, Publisher, Topology
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ONCE, UNREADABLE
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.moving import adoption
 from celery_rabbitdelay.operations.moving.mover import Stay
-from celery_rabbitdelay.publishing.producer import DelayedProducer
-from celery_rabbitdelay.publishing.publisher import Publisher
 
 TOPOLOGY = Topology("test")
 REPORTS = Exchange("reports", "topic")

@@ -13,8 +13,7 @@ import pytest
 from celery import chain, chord, group, signature
 from celery.signals import before_task_publish
 
-from celery_rabbitdelay import Celery
-from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
+from celery_rabbitdelay import Celery, InvalidDelay, InvalidDelayType
 
 #: Makes a signature of a task by its name.
 Make = Callable[[str], Any]

@@ -9,10 +9,9 @@ import amqp
 import pytest
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
-from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.forwarding import (

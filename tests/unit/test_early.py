@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu import Message
 
+from celery_rabbitdelay.kombu import Topology, clock, custom
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, EarlyHeader
-from celery_rabbitdelay.levels.layout import clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import redelivery
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta

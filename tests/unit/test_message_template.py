@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kombu import Connection, Exchange, Queue
 from kombu.serialization import register
 
-from celery_rabbitdelay import Celery
+from celery_rabbitdelay import Celery, InvalidEnvelope
 from celery_rabbitdelay.app.task_messages import (
     Call,
     CapturingProducer,
@@ -28,12 +28,9 @@ from celery_rabbitdelay.app.task_messages import (
     capture_message,
     writer_for,
 )
-from celery_rabbitdelay.exceptions import InvalidEnvelope
+from celery_rabbitdelay.kombu import Due, Publisher, Topology
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
 #: A port that nothing listens on: whoever opens a connection fails.

@@ -9,11 +9,7 @@ from kombu import Connection, Queue
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.exceptions import MessageTooLarge
-from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.destination import Destination
-from celery_rabbitdelay.publishing.producer import DelayedProducer
-from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
 
 TOPOLOGY = Topology()
 MODULES = ("check-in", "distribution")

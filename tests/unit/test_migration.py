@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.kombu import Topology, binary, clock, custom
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.layout import binary, clock, custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.operations.moving.mover import Stay

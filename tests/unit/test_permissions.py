@@ -15,9 +15,8 @@ from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.levels.layout import binary
+from celery_rabbitdelay.kombu import Topology, binary
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.permissions import (
     Right,
     Role,

@@ -10,10 +10,8 @@ import pytest
 from kombu import Message, Queue
 from kombu.common import QoS
 
-from celery_rabbitdelay import Celery
-from celery_rabbitdelay.exceptions import ConfirmTimeout
-from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay import Celery, ConfirmTimeout
+from celery_rabbitdelay.kombu import Destination, Due
 from celery_rabbitdelay.worker.put_back import Early, PutBackThread
 
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
-from celery_rabbitdelay import Celery
+from celery_rabbitdelay import Celery, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
-from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import delay, headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
@@ -85,16 +83,16 @@ def test_the_pauses_double_from_a_second_to_ten_minutes() -> None:
     for attempt in range(1, 15):
         later = redelivery.after_failure(message(), said(received), "it is full")
         received = headers_of(later)
-        assert received[header_names.ATTEMPTS] == attempt
+        assert received[headers.ATTEMPTS] == attempt
         pauses.append(pause_of(later))
     assert (pauses[:4], pauses[-5:]) == ([1.0, 2.0, 4.0, 8.0], [512.0, *[TEN_MINUTES] * 4])
 
 
 def test_the_count_of_redriving_stays_while_a_message_is_tried_again() -> None:
-    received = {header_names.REDRIVEN: 2}
+    received = {headers.REDRIVEN: 2}
     for seconds in (86_400, 0):
         later = Clock().redelivery(seconds).after_failure(message(), said(received), "it is full")
-        assert headers_of(later)[header_names.REDRIVEN] == 2
+        assert headers_of(later)[headers.REDRIVEN] == 2
 
 
 def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
@@ -156,19 +154,19 @@ def test_after_its_time_it_is_undeliverable_with_its_first_and_last_reason(secon
     told = headers_of(last)
     assert (told[headers.EXCHANGE], told[headers.ROUTING_KEY]) == ("office", "paper")
     since = " (3 attempts since 2027-01-15 08:00:00 UTC; the first time: it is full)"
-    assert told[header_names.REASON] == "it is gone" + (since if seconds else "")
+    assert told[headers.REASON] == "it is gone" + (since if seconds else "")
 
 
 @given(values, values, values)
 def test_a_stranger_s_headers_stop_no_attempts(attempts: Any, since: Any, reason: Any) -> None:
     received = {
-        header_names.ATTEMPTS: attempts,
-        header_names.FAILED_SINCE: since,
-        header_names.FIRST_REASON: reason,
+        headers.ATTEMPTS: attempts,
+        headers.FAILED_SINCE: since,
+        headers.FIRST_REASON: reason,
     }
     later = Clock().redelivery().after_failure(message(), said(received), "it is full")
     if later.reroute is not None:
-        assert headers_of(later)[header_names.ATTEMPTS] >= 1
+        assert headers_of(later)[headers.ATTEMPTS] >= 1
         assert 0 < pause_of(later) <= TEN_MINUTES
 
 
@@ -187,28 +185,28 @@ def test_a_stranger_s_headers_stop_no_attempts(attempts: Any, since: Any, reason
 )
 def test_numbers_of_no_module_do_not_count(attempts: int, since: int, is_counted_on: bool) -> None:
     received = {
-        header_names.ATTEMPTS: attempts,
-        header_names.FAILED_SINCE: since,
-        header_names.FIRST_REASON: "it was full",
+        headers.ATTEMPTS: attempts,
+        headers.FAILED_SINCE: since,
+        headers.FIRST_REASON: "it was full",
     }
     later = Clock().redelivery(seconds=NOW).after_failure(message(), said(received), "it is gone")
     assert headers_of(later) == {
         **headers_of(message()),
         headers.EXCHANGE: "office",
         headers.ROUTING_KEY: "paper",
-        header_names.ATTEMPTS: attempts + 1 if is_counted_on else 1,
-        header_names.FAILED_SINCE: min(since, NOW) if is_counted_on else NOW,
-        header_names.FIRST_REASON: "it was full" if is_counted_on else "it is gone",
-        header_names.REASON: "it is gone",
+        headers.ATTEMPTS: attempts + 1 if is_counted_on else 1,
+        headers.FAILED_SINCE: min(since, NOW) if is_counted_on else NOW,
+        headers.FIRST_REASON: "it was full" if is_counted_on else "it is gone",
+        headers.REASON: "it is gone",
     }
 
 
 def test_no_pause_is_above_the_capacity() -> None:
     topology = Topology(layout=custom([("seconds", 6, 1)]))
     received = {
-        header_names.ATTEMPTS: 9,
-        header_names.FAILED_SINCE: NOW,
-        header_names.FIRST_REASON: "x",
+        headers.ATTEMPTS: 9,
+        headers.FAILED_SINCE: NOW,
+        headers.FIRST_REASON: "x",
     }
     later = Clock().redelivery(topology=topology).after_failure(message(), said(received), "full")
     assert later.exchange == "rabbitdelay.seconds.x1"

@@ -12,19 +12,16 @@ from hypothesis import strategies as st
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.kombu import SigningKeys, Topology, custom
 from celery_rabbitdelay.levels import delay, headers
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, UNREADABLE
-from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
-from celery_rabbitdelay.publishing.signature import SigningKeys
 from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology("p", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
@@ -99,15 +96,15 @@ def test_a_task_goes_straight_to_its_queue_with_its_own_headers() -> None:
     left = {
         "x-death": died("p.ms.500"),
         "x-delivery-count": 3,
-        header_names.REASON: "full",
-        header_names.ATTEMPTS: 9,
-        header_names.FAILED_SINCE: 5,
-        header_names.FIRST_REASON: "gone",
+        headers.REASON: "full",
+        headers.ATTEMPTS: 9,
+        headers.FAILED_SINCE: 5,
+        headers.FIRST_REASON: "gone",
         "rabbitdelay-later": "of a version to come",
     }
     outgoing = redrive(straight(**own, **left), properties={"priority": 3, "reply_to": "r"})
     assert (outgoing.exchange, outgoing.routing_key) == ("p.delivery", "0.0.reports")
-    assert told(outgoing) == straight(**own, **{header_names.REDRIVEN: 1})
+    assert told(outgoing) == straight(**own, **{headers.REDRIVEN: 1})
     properties = outgoing.message.amqp().properties
     assert (properties["priority"], properties["reply_to"]) == (3, "r")
     assert (properties["delivery_mode"], outgoing.message.body) == (2, b"body")
@@ -137,11 +134,11 @@ def test_what_only_its_exchange_can_route_goes_through_distribution() -> None:
     given = for_exchange(
         "topic",
         "daily.x",
-        **{headers.PRIORITY: 9, headers.EXPIRATION: "700", header_names.EARLY: early},
+        **{headers.PRIORITY: 9, headers.EXPIRATION: "700", headers.EARLY: early},
     )
     outgoing = redrive(given, properties={"priority": 4})
     assert outgoing.routing_key == "0.0." + encode_destination(DISTRIBUTION)
-    kept = {**given, header_names.EARLY: {**early, "times": 0}, header_names.REDRIVEN: 1}
+    kept = {**given, headers.EARLY: {**early, "times": 0}, headers.REDRIVEN: 1}
     assert told(outgoing) == kept
 
 
@@ -157,8 +154,8 @@ def test_what_only_its_exchange_can_route_goes_through_distribution() -> None:
         (headers.EXPIRATION, "1" * 11),
         ("rabbitdelay-key", ["k"]),
         ("rabbitdelay-once", 1),
-        (header_names.EARLY, {"times": 2}),
-        (header_names.EARLY, "x"),
+        (headers.EARLY, {"times": 2}),
+        (headers.EARLY, "x"),
     ],
 )
 def test_headers_whose_values_are_invalid_are_left_out(name: str, wrong: Any) -> None:
@@ -214,7 +211,7 @@ def test_what_check_in_has_not_accepted_keeps_its_delay(given: Any, exchange: st
     assert told(outgoing) == {
         **for_exchange(exchange, "daily"),
         headers.DUE: due_ms,
-        header_names.REDRIVEN: 1,
+        headers.REDRIVEN: 1,
     }
     longer = redrive(given, key="daily", delay_ms=1000)
     assert told(longer)[headers.DUE] == NOW + 1000
@@ -272,17 +269,15 @@ def test_a_task_that_check_in_has_accepted_keeps_a_header_of_its_own() -> None:
         (straight(BCC="x"), "header BCC"),
         (straight(**{UNREADABLE: "year 55840"}), "cannot be read"),
         (
-            for_exchange(
-                "topic", "x", **{header_names.EARLY: {"exchange": "amq.x", "routing-key": ""}}
-            ),
+            for_exchange("topic", "x", **{headers.EARLY: {"exchange": "amq.x", "routing-key": ""}}),
             "exchange 'amq.x' is not one",
         ),
         *(
-            (straight(**{header_names.REDRIVEN: wrong}), "not a count")
+            (straight(**{headers.REDRIVEN: wrong}), "not a count")
             for wrong in (-1, "1", True, None, 1.0, [1])
         ),
-        (straight(**{header_names.REDRIVEN: 3}), "it was redriven 3 times already"),
-        (straight(**{header_names.REDRIVEN: 2**60}), "times already"),
+        (straight(**{headers.REDRIVEN: 3}), "it was redriven 3 times already"),
+        (straight(**{headers.REDRIVEN: 2**60}), "times already"),
         ({"x-death": died(CHECKIN.name), "x-delay": "soon"}, "give a delay"),
     ],
 )
@@ -322,13 +317,13 @@ def test_each_time_counts_until_it_is_enough() -> None:
     given: dict[str, Any] = straight()
     for _ in range(3):
         given = told(redrive(given))
-        counts.append(given[header_names.REDRIVEN])
+        counts.append(given[headers.REDRIVEN])
     assert counts == [1, 2, 3]
     with pytest.raises(UnprocessableMessage, match="3 times"):
         redrive(given)
-    assert told(redrive(given, max_attempts=4))[header_names.REDRIVEN] == 4
+    assert told(redrive(given, max_attempts=4))[headers.REDRIVEN] == 4
     with pytest.raises(UnprocessableMessage, match="redriven once already"):
-        redrive(straight(**{header_names.REDRIVEN: 1}), max_attempts=1)
+        redrive(straight(**{headers.REDRIVEN: 1}), max_attempts=1)
 
 
 def test_with_a_queue_to_go_to_the_headers_of_the_destination_do_not_count() -> None:
@@ -350,7 +345,7 @@ def test_an_envelope_goes_back_as_a_whole() -> None:
     items = (Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"}))
     outgoing = envelope(*items, shared={"task": "t"})
     assert outgoing.routing_key == "0.0." + encode_destination(DISTRIBUTION)
-    assert told(outgoing) == for_exchange("topic", "daily.x", **{header_names.REDRIVEN: 1})
+    assert told(outgoing) == for_exchange("topic", "daily.x", **{headers.REDRIVEN: 1})
     assert outgoing.message.body == Envelope(items, {"task": "t"}).pack()
 
 
@@ -403,12 +398,12 @@ claims = st.fixed_dictionaries(
         headers.QUEUE: claimed(*NAMES),
         headers.PRIORITY: claimed(9, 255),
         headers.EXPIRATION: claimed("700"),
-        header_names.EARLY: claimed({"exchange": "topic"})
+        headers.EARLY: claimed({"exchange": "topic"})
         | st.fixed_dictionaries(
             {"exchange": st.sampled_from(NAMES), "routing-key": st.sampled_from(NAMES)}
         ),
-        header_names.REDRIVEN: claimed(1, 2, 3),
-        header_names.X_DELAY: claimed(500, "500"),
+        headers.REDRIVEN: claimed(1, 2, 3),
+        headers.X_DELAY: claimed(500, "500"),
         "x-death": claimed(*map(died, [*NAMES, "p.ms.500", "p.meditation"])),
         "id": claimed("4d5e"),
     },
@@ -433,7 +428,7 @@ def test_no_header_reaches_too_far(given_headers: Any, key: str, inner: Any, sel
         return
     sent = told(outgoing)
     assert not selected
-    assert 1 <= sent[header_names.REDRIVEN] <= 3
+    assert 1 <= sent[headers.REDRIVEN] <= 3
     word = outgoing.routing_key.split(".")[-1]
     if outgoing.exchange == TOPOLOGY.module_queues.meditation.exchange.name:
         word = encode_destination(outgoing.routing_key)
@@ -446,8 +441,8 @@ def test_no_header_reaches_too_far(given_headers: Any, key: str, inner: Any, sel
         assert word == encode_destination(DISTRIBUTION)
     effective = {**sent, **(inner or {})}
     assert ALLOWED.includes(effective[headers.EXCHANGE], effective[headers.ROUTING_KEY])
-    if inner is None and header_names.EARLY in sent:
-        early = sent[header_names.EARLY]
+    if inner is None and headers.EARLY in sent:
+        early = sent[headers.EARLY]
         assert ALLOWED.includes(early["exchange"], early["routing-key"])
 
 
@@ -472,7 +467,7 @@ def test_what_a_client_wrote_is_not_believed_if_the_broker_took_it_from_check_in
         headers.DUE: NOW + 5000,
         headers.EXCHANGE: "",
         headers.ROUTING_KEY: "reports",
-        header_names.REDRIVEN: 1,
+        headers.REDRIVEN: 1,
         "x-own": 1,
     }
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.command.route import explain
-from celery_rabbitdelay.levels.layout import Layout, clock, custom
-from celery_rabbitdelay.levels.topology import Route, Topology
+from celery_rabbitdelay.kombu import Layout, Route, Topology, clock, custom
 from tests.json_schemas import checked
 from tests.unit.broker_model import BrokerModel
 from tests.unit.strategies import custom_layouts

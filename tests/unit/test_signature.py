@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, UnprocessableMessage
+from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
-from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.destinations import MissingExchanges

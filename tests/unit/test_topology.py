@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from kombu import Exchange
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay
-from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.kombu import Due, Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import PASS_THROUGH_TTL, Topology
 from tests.unit.broker_model import BrokerModel
 from tests.unit.strategies import destinations, layouts

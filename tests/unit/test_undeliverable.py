@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from celery_rabbitdelay.kombu import Layout, Topology, Undeliverable, clock, custom, examine
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import UNREADABLE
-from celery_rabbitdelay.levels.layout import Layout, clock, custom
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from tests.unit.strategies import layouts
 
 CLOCK = Topology()

@@ -10,8 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.kombu import Topology, examine
 from celery_rabbitdelay.operations.undeliverable.messages import (
     UndeliverableMessage,
     headers_as_json,

@@ -11,17 +11,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.kombu import Topology, examine
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, MESSAGE_VERSION, later_version
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.bounds import LaterVersionWarning
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
-from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving

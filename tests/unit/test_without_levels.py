@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay import Celery
-from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
+from celery_rabbitdelay import Celery, InvalidDelay, InvalidDelayType
 
 WARNING = "treated as Celery's own countdown"
 
