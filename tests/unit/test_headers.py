@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,8 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
     ]
     assert (headers.DUE, headers.QUEUE) == ("rabbitdelay-due", "rabbitdelay-queue")
     assert wire.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
+    # Of the plugin of delayed messages, and of Celery.
+    assert (headers.X_DELAY, headers.NESTED_HEADERS) == ("x-delay", "headers")
 
 
 @given(written)
@@ -164,14 +167,6 @@ def test_headers_nested_a_thousand_deep_are_read() -> None:
     assert problems.keys() == {headers.DUE}
 
 
-def test_the_delay_s_header_is_that_of_the_delayed_message_exchange_plugin() -> None:
-    assert headers.X_DELAY == "x-delay"
-
-
-def test_nested_headers_are_called_as_celery_reads_them() -> None:
-    assert headers.NESTED_HEADERS == "headers"
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -208,21 +203,6 @@ def test_a_delayed_message_arrives_as_if_it_had_not_been_delayed() -> None:
     }
 
 
-def test_a_message_that_was_not_delayed_is_left_alone() -> None:
-    found: dict[str, Any] = {"task": "t", **ADDED_BY_THE_BROKER}
-    message = Message(headers=dict(found), delivery_info={"exchange": "", "routing_key": "q"})
-    restore(message)
-    assert (message.headers, message.delivery_info) == (found, {"exchange": "", "routing_key": "q"})
-
-
-def test_a_message_with_some_of_our_headers_only_is_left_alone() -> None:
-    # For example one that a task of plain Celery has forwarded with headers=self.request.headers.
-    found: dict[str, Any] = {"task": "t", headers.DUE: 1_900_000_000_000, headers.QUEUE: "q"}
-    message = Message(headers=dict(found), delivery_info={"exchange": "", "routing_key": "q"})
-    restore(message)
-    assert (message.headers, message.delivery_info) == (found, {"exchange": "", "routing_key": "q"})
-
-
 def test_headers_that_a_tracer_has_nested_are_stripped_as_well() -> None:
     nested = {"sentry-trace": "00-ab", "x-tenant": "shop"}
     found = {headers.NESTED_HEADERS: {**nested, **DELAYED}, **DELAYED}
@@ -254,20 +234,23 @@ def test_for_sentry_the_time_in_the_queue_begins_when_the_task_is_due() -> None:
         assert shown[SENTRY_ENQUEUED] == 1_900_000_000.0
 
 
-def test_a_task_that_was_not_delayed_keeps_the_time_at_which_sentry_saw_it() -> None:
-    published: dict[str, Any] = {SENTRY_ENQUEUED: 1.5}
-    found = {**published, headers.NESTED_HEADERS: dict(published)}
-    message = Message(headers=dict(found), delivery_info={"exchange": "", "routing_key": "q"})
-    restore(message)
-    assert message.headers == found
-
-
-@pytest.mark.parametrize("name", [headers.EXCHANGE, headers.ROUTING_KEY, headers.QUEUE])
-@pytest.mark.parametrize("value", [None, 7, b"\xff", ["q"], {"a": 1}])
-def test_a_destination_of_another_type_is_none_that_we_have_written(name: str, value: Any) -> None:
-    found = {**DELAYED, name: value}
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"task": "t", **ADDED_BY_THE_BROKER},
+        # For example one that a task of plain Celery has forwarded with its own headers.
+        {"task": "t", headers.DUE: 1_900_000_000_000, headers.QUEUE: "q"},
+        {SENTRY_ENQUEUED: 1.5, headers.NESTED_HEADERS: {SENTRY_ENQUEUED: 1.5}},
+        *(
+            {**DELAYED, name: value}
+            for name in (headers.EXCHANGE, headers.ROUTING_KEY, headers.QUEUE)
+            for value in (None, 7, b"\xff", ["q"], {"a": 1})
+        ),
+    ],
+)
+def test_a_message_without_all_of_our_headers_is_left_alone(found: Any) -> None:
     info = {"exchange": "", "routing_key": "q"}
-    message = Message(headers=dict(found), delivery_info=dict(info))
+    message = Message(headers=copy.deepcopy(found), delivery_info=dict(info))
     assert restore(message) is None
     assert (message.headers, message.delivery_info) == (found, info)
 

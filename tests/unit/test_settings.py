@@ -36,12 +36,7 @@ def test_every_kind_of_layout_can_be_set(layout: Any, levels: int) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        clock(tick=1),
-        binary(levels=5),
-        geometric(factor=60, levels=3),
-        custom([("hours", 24, 3600)]),
-    ],
+    [clock(tick=1), binary(levels=5), geometric(levels=3), custom([("hours", 24, 3600)])],
     ids=lambda layout: layout.name,
 )
 def test_a_layout_can_be_set_and_keeps_its_own_tick(layout: Layout) -> None:
@@ -49,46 +44,25 @@ def test_a_layout_can_be_set_and_keeps_its_own_tick(layout: Layout) -> None:
     assert settings.topology.layout is layout
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("prefix", ""),
-        ("prefix", "a b"),
-        ("prefix", "p" * 101),
-        ("prefix", 7),
-        ("prefix", "amq.delays"),
-        ("layout", "sundial"),
-        ("layout", {"name": "binary", "factor": 3}),
-        ("layout", {"factor": 3}),
-        ("layout", [("minutes", 60, 60), ("seconds", 59, 1)]),
-        ("layout", 7),
-        ("layout", [("minutes",)]),
-        ("layout", [(5, 60, 1)]),
-        ("layout", [("m" * 51, 60, 1)]),
-        ("tick", 0),
-        ("tick", 0.0005),
-        ("tick", 1e-10),
-        ("tick", 10**400),
-        ("tick", "0.1"),
-        ("tick", True),
-        ("tick", float("nan")),
-        ("tick", 0.25),
-        ("queue_type", "stream"),
-        ("takeover", "yes"),
-        ("declare", "sometimes"),
-        ("confirm_timeout", 0),
-        ("confirm_timeout", None),
-        ("metrics_port", True),
-        ("metrics_port", 65_536),
-        ("metrics_port", ":9808"),
-        ("metrics_port", "127.0.0.1"),
-        ("metrics_port", "127.0.0.1:0"),
-        ("early_tolerance", 0),
-        ("early_tolerance", -1.0),
-        ("early_tolerance", None),
-        ("early_tolerance", "1"),
-        ("early_tolerance", float("inf")),
+#: What each setting does not take.
+WRONG: dict[str, list[Any]] = {
+    "prefix": ["", "a b", "p" * 101, 7, "amq.delays"],
+    "layout": [
+        *("sundial", {"name": "binary", "factor": 3}, {"factor": 3}, 7, [("minutes",)]),
+        *([("minutes", 60, 60), ("seconds", 59, 1)], [(5, 60, 1)], [("m" * 51, 60, 1)]),
     ],
+    "tick": [0, 0.0005, 1e-10, 10**400, "0.1", True, float("nan"), 0.25],
+    "queue_type": ["stream"],
+    "takeover": ["yes"],
+    "declare": ["sometimes"],
+    "confirm_timeout": [0, None],
+    "metrics_port": [True, 65_536, ":9808", "127.0.0.1", "127.0.0.1:0"],
+    "early_tolerance": [0, -1.0, None, "1", float("inf")],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
 )
 def test_a_wrong_value_is_an_error_with_key_value_and_what_it_takes(key: str, value: Any) -> None:
     with pytest.raises(InvalidSetting) as caught:
