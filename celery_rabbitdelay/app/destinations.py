@@ -102,8 +102,9 @@ def never_reached(app: Celery) -> tuple[frozenset[str], tuple[str, ...]]:
     its replies and its events, as the application's settings name them.
     """
     conf, topology = app.conf, app.rabbitdelay.settings.topology
-    ours = (*topology.queues, *topology.exchanges, *topology.identity)
-    names = {conf.event_exchange, conf.result_exchange, *(each.name for each in ours)}
+    exchanges = (*topology.exchanges, topology.identity.guard, topology.identity.marker)
+    names = {conf.event_exchange, conf.result_exchange, *(each.name for each in exchanges)}
+    names.update(queue.name for queue in topology.queues)
     # So Celery names the queue of each receiver of events; the application may have others of the
     # same prefix.
     events = f"{escape(conf.event_queue_prefix)}.{_ANY_UUID}"

@@ -26,6 +26,7 @@ from kombu.common import QoS
 from kombu.exceptions import DecodeError
 
 from celery_rabbitdelay.app import celery_internals as of_app
+from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.worker import celery_internals as of_worker
 
 
@@ -103,8 +104,9 @@ def test_an_application_is_rebuilt_from_its_class_first(app: Any) -> None:
 
 
 def test_classes_are_imported_by_name() -> None:
-    assert of_app.imported_class("celery.app.task:Task") is Task, moved("utils.imports")
-    assert of_app.imported_class(Task) is Task, moved("utils.imports.symbol_by_name")
+    for named in (Task, "celery.app.task:Task"):
+        combined = of_app.combined_class(DelayingTask, named)
+        assert combined is DelayingTask, moved("utils.imports.symbol_by_name")
 
 
 def test_queues_are_made_and_selected_by_these_methods(app: Any) -> None:
