@@ -28,8 +28,8 @@ from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProduce
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
-from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY
-from celery_rabbitdelay.registry.decision import UNKNOWN_LIFE, Ticket, attempt_of, new_copy
+from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY, UNKNOWN_LIFE
+from celery_rabbitdelay.registry.decision import Ticket, attempt_of, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Registration, Registry
 

@@ -2,11 +2,20 @@
 
 Anybody may have written the headers of a message that arrives: another client, another version, an
 attacker. What they may say, and what counts as invalid, is decided in this file and nowhere else.
-:func:`parse` reads headers once; everything behind it works with :class:`DelayHeaders`.
+:func:`parse` reads headers once; everything behind it works with :class:`DelayHeaders`. Who may say
+what:
+
+- A client of check-in says :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
+- Whoever may publish to the levels says everything. If there is a signing key, where a message goes
+  and when it is due has to be signed, and nothing else is: not what the registry is asked with
+  (:data:`REGISTRY`), nor what was noted on the way. See :attr:`DelayHeaders.signed`.
+- The consumer of the message gets what :meth:`DelayHeaders.for_worker` or
+  :meth:`DelayHeaders.for_consumer` keeps.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -58,14 +67,17 @@ VERSION: Final = "rabbitdelay-version"
 #: The signature of what these headers say, if the sender has a key: str.
 SIGNATURE: Final = "rabbitdelay-signature"
 
-#: Why a received message could not be read: str. Set where it is received, never sent.
+#: Why the properties of a received message cannot be read: str; and their bytes. Such a message has
+#: no other headers and goes to ``undeliverable``. If only its exchange or routing key cannot be
+#: read, it has the first of the two, beside its own.
 UNREADABLE: Final = "rabbitdelay-unreadable"
+UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 
 #: The name of the message, different for each message of a task that has a key or is tracked: str.
 COPY: Final = "rabbitdelay-copy"
 
 #: How often the task had been sent anew under its id, after it had run, when this message was sent:
-#: str, digits. Absent: never; "-1" if Redis could not be asked.
+#: str, digits. Absent: never; :data:`UNKNOWN_LIFE` if Redis could not be asked.
 LIFE: Final = "rabbitdelay-life"
 
 #: The key that the task was sent with: str.
@@ -91,8 +103,8 @@ ONCE: Final = "rabbitdelay-once"
 #: Set by a worker that puts a message back which RabbitMQ had redelivered to it: True.
 REDELIVERED: Final = "rabbitdelay-redelivered"
 
-#: The delay that a client of check-in asks for: milliseconds, an integer or a numeric text. It is
-#: the header of the delayed-message-exchange plugin.
+#: The delay that a client of check-in asks for, in milliseconds: int, float, or the digits of an
+#: integer, str. It is the header of the delayed-message-exchange plugin.
 X_DELAY: Final = "x-delay"
 
 #: The latest version of the messages' format that this version of the package reads. A message says
@@ -111,7 +123,7 @@ ENVELOPE: Final = f"{ENVELOPES}1"
 #: The prefix of all our own headers.
 OWN_PREFIX: Final = "rabbitdelay-"
 
-#: The headers that the registry knows of.
+#: The headers by which the registry decides whether a task runs. No signature covers them.
 REGISTRY: Final = frozenset((COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED, COMMITTED))
 
 #: If a message has this header, which tracers and users set, Celery exposes only its value as
@@ -142,12 +154,18 @@ MAX_EXPIRATION_MS: Final = 2**32 - 1
 #: More attempts, and more returns into the levels, than any message can have.
 MAX_COUNT: Final = 2**31
 
+#: The largest integer that Lua, in which Redis's scripts are written, tells from the next one.
+MAX_EXACT: Final = 2**53 - 1
+
+#: The life of a message whose sender could not ask Redis: no other message is of the same one.
+UNKNOWN_LIFE: Final = -1
+
 #: Maximum characters of a value in an error text.
 MAX_SHOWN_LENGTH: Final = 200
 
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
-_DIGITS: Final = re.compile("[0-9]{1,10}")
+_INTEGER: Final = re.compile("-?[0-9]+")
 
 _PREFIXES: Final[frozenset[str | bytes]] = frozenset((OWN_PREFIX, OWN_PREFIX.encode()))
 _PREFIX_LENGTH: Final = len(OWN_PREFIX)
@@ -266,9 +284,10 @@ class DelayHeaders(NamedTuple):
 
     @property
     def signed(self) -> tuple[object, ...]:
-        """What a signature covers, in an order that is fixed.
+        """Which of them a signature covers: where the message goes, and when and how.
 
-        Not what changes while a message waits.
+        They stay as they are while it waits. To add one, or to change their order, makes the
+        signatures of all messages that wait invalid.
         """
         return (
             *(self.exchange, self.routing_key, self.queue, self.due_ms, self.priority),
@@ -305,14 +324,25 @@ def is_int(value: object, least: int, most: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+def is_digits(value: object, most: int) -> TypeGuard[str]:
+    """Return whether a value is a text of digits, and their number no more than ``most``."""
+    if not isinstance(value, str) or len(value) > len(str(most)):
+        return False
+    return value.isascii() and value.isdigit() and int(value) <= most
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def is_expiration(value: object) -> bool:
+def is_life(value: object) -> TypeGuard[str]:
+    """Return whether a value is one of the header :data:`LIFE`."""
+    return value == str(UNKNOWN_LIFE) or is_digits(value, MAX_EXACT)
+
+
+def is_expiration(value: object) -> TypeGuard[str]:
     """Return whether RabbitMQ takes a value as the ``expiration`` of a message."""
-    is_number = isinstance(value, str) and _DIGITS.fullmatch(value) is not None
-    return is_number and int(str(value)) <= MAX_EXPIRATION_MS
+    return is_digits(value, MAX_EXPIRATION_MS)
 
 
 _INSTANT: Final = partial(is_int, least=0, most=MAX_DUE_MS), "milliseconds since 1970"
@@ -334,7 +364,9 @@ _KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     REASON: _TEXT,
     REDRIVEN: (partial(is_int, least=0, most=MAX_COUNT), "a count"),
     SIGNATURE: _TEXT,
-    **dict.fromkeys((COPY, LIFE, KEY, ORDER, JOB, JOB_ID), _TEXT),
+    **dict.fromkeys((COPY, KEY, JOB, JOB_ID), _TEXT),
+    LIFE: (is_life, "a number as a text"),
+    ORDER: (partial(is_digits, most=MAX_EXACT), "a number as a text"),
     ONCE: (lambda value: value is True or (_is_text(value) and value != ""), "True or a mark"),
     REDELIVERED: _TRUE,
     COMMITTED: _TRUE,
@@ -348,8 +380,9 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
         headers: The headers, as the broker returns them. Anybody may have written them.
 
     Returns:
-        What they say; an invalid header counts as missing. And for each invalid header a text that
-        says what is wrong with it.
+        What they say; an invalid header counts as missing. And for each of these a text that says
+        what is wrong with it. For two headers there is none: :data:`VERSION`, about which
+        :func:`later_version` says more, and what stands in the table of :data:`EARLY`.
     """
     valid: dict[str, Any] = {}
     problems: dict[str, str] = {}
@@ -445,14 +478,51 @@ def refuse_sender_selected(headers: Mapping[str, Any]) -> None:
 def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the headers of a message that a client has checked in, as far as it may set them.
 
-    The reserved names among them are the exchange and the version, which check-in refuses. What the
-    broker has added goes as well: up to 3.13, it believes what a client writes there.
+    Of our own, the exchange stays, which the client may name, and the version, for which check-in
+    refuses the message. What the broker adds goes as well: up to 3.13, it believes what a client
+    writes there.
     """
     kept = strip(headers)
     for name in (EXCHANGE, VERSION):
         if name in headers:
             kept[name] = headers[name]
     return kept
+
+
+def client_exchange(headers: Mapping[str, Any]) -> str:
+    """Return the exchange that a client names for its message; empty for the default exchange.
+
+    Raises:
+        UnprocessableMessage: It is not a text.
+    """
+    exchange = headers.get(EXCHANGE)
+    if exchange is None:
+        return ""
+    if not isinstance(exchange, str):
+        raise UnprocessableMessage(f"{EXCHANGE} is {shortened(exchange)}, not an exchange's name")
+    return exchange
+
+
+def client_delay_ms(headers: Mapping[str, Any]) -> int:
+    """Return the delay that a client asks for in milliseconds, rounded up; 0 if it asks for none.
+
+    Raises:
+        UnprocessableMessage: It is not a number of milliseconds, or negative.
+    """
+    delay = headers.get(X_DELAY, 0)
+    # int() also accepts blanks, underscores, and digits of any script.
+    is_number = isinstance(delay, int | float) and not isinstance(delay, bool)
+    try:
+        if not is_number and not (isinstance(delay, str) and _INTEGER.fullmatch(delay)):
+            raise TypeError(type(delay))
+        number = math.ceil(delay) if isinstance(delay, float) else int(delay)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UnprocessableMessage(
+            f"{X_DELAY} is {shortened(delay)}, not a number of milliseconds"
+        ) from error
+    if number < 0:
+        raise UnprocessableMessage(f"{X_DELAY} is {shortened(number)}, must not be negative")
+    return number
 
 
 def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
@@ -478,11 +548,6 @@ def _without_removed(headers: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in headers.items()
         if name not in BROKER_HEADERS and name[:_PREFIX_LENGTH] not in _PREFIXES
     }
-
-
-def is_own(name: str | bytes) -> bool:
-    """Return whether a header has one of the names that are reserved for this package."""
-    return name[:_PREFIX_LENGTH] in _PREFIXES
 
 
 def shortened(value: object) -> str:

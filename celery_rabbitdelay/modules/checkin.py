@@ -6,12 +6,10 @@ capacity and returns to check-in. Opens no connection.
 
 from __future__ import annotations
 
-import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import amqp
 
@@ -21,6 +19,8 @@ from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import (
     OWN_CONTENT_TYPES,
     DelayHeaders,
+    client_delay_ms,
+    client_exchange,
     later_version,
     of_client,
     refuse_sender_selected,
@@ -32,8 +32,6 @@ from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_dept
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
-
-_INTEGER: Final = re.compile("-?[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,10 @@ class CheckIn:
         why = later_version(given, content_type)
         if why is not None:
             raise UnprocessableMessage(why)
-        exchange = given.get(header_names.EXCHANGE) or ""
+        exchange = client_exchange(given)
         self._check_destination(exchange, routing_key)
-        delay_ms = client_delay_ms(given.pop(header_names.X_DELAY, 0))
+        delay_ms = client_delay_ms(given)
+        given.pop(header_names.X_DELAY, None)
         sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(given)))
         if not delay_ms:
             return Outgoing(exchange, routing_key, sent)
@@ -130,11 +129,7 @@ class CheckIn:
             waiting = self.signing_keys.sign(waiting)
         return into_levels(self.topology, waiting, due)
 
-    def _check_destination(self, exchange: Any, routing_key: str) -> None:
-        if not isinstance(exchange, str):
-            raise UnprocessableMessage(
-                f"{header_names.EXCHANGE} is {shortened(exchange)}, not an exchange's name"
-            )
+    def _check_destination(self, exchange: str, routing_key: str) -> None:
         if not exchange and not routing_key:
             raise UnprocessableMessage(
                 f"it has no destination, neither a routing key nor {header_names.EXCHANGE}"
@@ -165,32 +160,3 @@ def for_distribution(
         .having(expiration=None)
         .with_low_priority()
     )
-
-
-def client_delay_ms(delay: Any) -> int:
-    """Return the value of the header ``x-delay`` in milliseconds, rounded up.
-
-    Raises:
-        UnprocessableMessage: It is not a number of milliseconds, or negative.
-    """
-    try:
-        number = _milliseconds(delay)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UnprocessableMessage(
-            f"{header_names.X_DELAY} is {shortened(delay)}, not a number of milliseconds"
-        ) from error
-    if number < 0:
-        raise UnprocessableMessage(
-            f"{header_names.X_DELAY} is {shortened(number)}, must not be negative"
-        )
-    return number
-
-
-def _milliseconds(delay: Any) -> int:
-    if isinstance(delay, float):
-        return math.ceil(delay)
-    # int() also accepts blanks, underscores, and digits of any script.
-    is_number = isinstance(delay, int) and not isinstance(delay, bool)
-    if not is_number and not (isinstance(delay, str) and _INTEGER.fullmatch(delay)):
-        raise TypeError(type(delay))
-    return int(delay)

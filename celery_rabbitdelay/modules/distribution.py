@@ -86,8 +86,8 @@ class Distribution:
 
         A message for one known queue is published to that queue by the default exchange, and its
         consumer restores exchange and routing key, as if it had come straight from the levels. For
-        any other message they are restored here, with priority and expiration; of our headers only
-        the due time stays.
+        any other message they are restored here, with priority and expiration; its consumer gets
+        what :meth:`.DelayHeaders.for_consumer` keeps.
 
         Raises:
             LaterVersion: Only a later version of this package can read it.

@@ -96,9 +96,7 @@ class EarlyMessages:
     tolerated_ms: int
     now_ms: Callable[[], int] = lambda: time.time_ns() // NS_PER_MS
     on_early: Callable[[], None] | None = None
-    warning: EarlyWarning = field(
-        default_factory=lambda: EarlyWarning(logging.getLogger(__name__)), init=False
-    )
+    warning: EarlyWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.

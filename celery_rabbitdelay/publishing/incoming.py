@@ -19,12 +19,11 @@ import amqp
 from amqp import method_framing
 from kombu import Connection
 
-from celery_rabbitdelay.levels.headers import UNREADABLE, shortened
+from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES, shortened
 from celery_rabbitdelay.publishing.wire import (
     BEFORE_PROPERTIES,
     BODY_FRAME,
     HEADER_FRAME,
-    UNREADABLE_PROPERTIES,
     Frame,
 )
 

@@ -1,10 +1,11 @@
 """Signatures: who has the key has said where a message goes and when. Pure.
 
 The signature is an HMAC with SHA-256 (RFC 2104) over what distribution and workers believe of a
-message: where it goes, when it is due, with which priority and expiration, its id, and for an
-envelope its body, because the messages in it may name destinations of their own. It does not cover
-the body and the user's headers of a single task. All that it covers stays as it is on the way
-through the levels, so it still verifies after years, and after the message was moved to others.
+message: :attr:`.DelayHeaders.signed`, the two ids in :data:`SIGNED_PROPERTIES`, and for an envelope
+its body, because the messages in it may name destinations of their own. It does not cover the body
+and the user's headers of a single task, nor the registry's headers. All that it covers stays as it
+is on the way through the levels, so it still verifies after years, and after the message was moved
+to others.
 """
 
 from __future__ import annotations

@@ -27,12 +27,6 @@ from celery_rabbitdelay.levels import headers as header_names
 #: The properties of a message, in AMQP's order.
 MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
 
-#: The headers of a message whose properties cannot be read: why, in words, and their bytes. Such a
-#: message lies in ``undeliverable`` and has no other headers. If only its exchange or routing key
-#: cannot be read, it has the first of the two, beside its own.
-UNREADABLE: Final = "rabbitdelay-unreadable"
-UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
-
 #: Frame types: a method; a message's size and properties; a part of its body.
 METHOD_FRAME: Final = 1
 HEADER_FRAME: Final = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from random import getrandbits
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from celery_rabbitdelay.levels.headers import (
     COPY,
@@ -13,16 +13,13 @@ from celery_rabbitdelay.levels.headers import (
     JOB_ID,
     KEY,
     LIFE,
+    MAX_EXACT,
     ONCE,
     ORDER,
     DelayHeaders,
+    is_digits,
+    is_life,
 )
-
-#: The life of a message whose sender could not ask Redis: no other message is of the same one.
-UNKNOWN_LIFE: Final = -1
-
-#: Lua reads larger integers inexactly.
-_MAX_EXACT: Final = 2**53
 
 
 class Verdict(Enum):
@@ -87,10 +84,9 @@ class Ticket(NamedTuple):
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Self:
         """Read it from what the headers say, which any sender may have written."""
-        life = words.get(LIFE)
+        life, order = words.get(LIFE), words.get(ORDER)
         return cls(
-            UNKNOWN_LIFE if life == str(UNKNOWN_LIFE) else _digits(life),
-            _digits(words.get(ORDER)),
+            int(life) if is_life(life) else 0, int(order) if is_digits(order, MAX_EXACT) else 0
         )
 
     @property
@@ -196,12 +192,7 @@ def attempt_of(retries: object, nesting: object) -> str:
 
 def _number(value: object) -> int:
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_number and 0 <= value < _MAX_EXACT else 0  # type: ignore[operator,return-value]
-
-
-def _digits(value: object) -> int:
-    text = _text(value)
-    return _number(int(text)) if text.isascii() and text.isdigit() and len(text) < 17 else 0
+    return value if is_number and 0 <= value <= MAX_EXACT else 0  # type: ignore[operator,return-value]
 
 
 def _text(value: object) -> str:

@@ -14,7 +14,6 @@ from celery_rabbitdelay.levels.entities import POISON_LIMIT
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.publishing import wire
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.wire import Wire, requeue_frames
 from celery_rabbitdelay.testing import wait_for
@@ -94,7 +93,7 @@ def test_a_message_whose_properties_python_cannot_read_is_undeliverable_at_once(
     arrival = the_undeliverable(connection, topology)
     assert arrival.body == "bad"
     assert reason in examine(arrival.message.headers, topology).reason
-    assert arrival.message.headers[wire.UNREADABLE_PROPERTIES] == properties
+    assert arrival.message.headers[headers.UNREADABLE_PROPERTIES] == properties
 
 
 def test_an_unreadable_message_without_a_body_is_undeliverable_too(

@@ -23,7 +23,6 @@ from celery_rabbitdelay.operations.undeliverable.messages import (
     undeliverable_messages,
 )
 from celery_rabbitdelay.publishing.declaration import declare
-from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES
 from tests.integration.arrivals import count, wait_until_waiting
 from tests.integration.unreadable import FAR_TIMESTAMP, LATIN_ID, LATIN_KEY, Raw, publish_with_key
 
@@ -233,7 +232,7 @@ def test_messages_that_python_cannot_read_are_read_with_the_reason(
         _, far, latin, key, both = found
         assert "properties cannot be read" in far.found.reason
         assert "year" in far.found.reason
-        assert b"sent-at" in far.headers[UNREADABLE_PROPERTIES]
+        assert b"sent-at" in far.headers[header_names.UNREADABLE_PROPERTIES]
         assert "UnicodeDecodeError" in latin.found.reason
         assert r"its routing key is b'caf\xe9', which is not UTF-8" in key.found.reason
         assert (key.routing_key, key.headers["own"]) == ("caf?", "kept")

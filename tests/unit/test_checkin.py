@@ -246,6 +246,10 @@ def test_the_shard_is_that_of_the_task() -> None:
             "rabbitdelay-exchange is 5, not an exchange's name",
         ),
         (
+            {"application_headers": {headers.EXCHANGE: False}},
+            "rabbitdelay-exchange is False, not an exchange's name",
+        ),
+        (
             {"application_headers": {"x-delay": "soon"}},
             "x-delay is 'soon', not a number of milliseconds",
         ),

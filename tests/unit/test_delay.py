@@ -210,7 +210,7 @@ def test_an_instant_is_met_to_the_millisecond(instant: datetime, now_ns: int) ->
 
 def test_a_naive_datetime_names_no_instant() -> None:
     naive = datetime(2030, 1, 1)
-    with pytest.raises(InvalidDelay, match="naive") as caught:
+    with pytest.raises(InvalidDelay, match="is naive: use an aware one") as caught:
         delay_module.Due.at(naive)
     assert caught.value.value is naive
 

@@ -46,7 +46,7 @@ def test_a_delay_is_read_as_it_is_written(text: str, delay: timedelta) -> None:
 def test_what_is_no_delay_or_could_mean_two_is_refused_with_what_is_taken(text: str) -> None:
     with pytest.raises(InvalidDelay, match="takes seconds") as refused:
         parse_delay(text)
-    assert refused.value.value == text
+    assert (refused.value.value, refused.value.what) == (text, "delay")
 
 
 def test_a_decimal_fraction_is_exact() -> None:
@@ -59,3 +59,7 @@ def test_a_length_of_time_is_read_back_as_it_was_written(length_ms: int) -> None
     if "day" in text and ":" not in text:
         text += " 0:00:00"
     assert milliseconds(parse_delay(text)) == length_ms
+
+
+def test_one_day_is_one() -> None:
+    assert [duration_text(days * 86_400_000) for days in (1, 2)] == ["1 day", "2 days"]

@@ -223,17 +223,29 @@ def test_a_message_that_was_not_in_the_levels_is_not_early(headers: dict[str, An
 
 
 def test_one_warning_names_policies_and_clocks(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.DEBUG)
     warning = redelivery.EarlyWarning(logging.getLogger("test"))
-    for number in range(3):
+    for number in range(2):
         warning.warn(f"Task {number}", 3_600_000)
-    (record,) = caplog.records
-    text = record.getMessage()
+    text, further = caplog.messages
+    assert further == "Task 1 is 3600.0 s early and goes back."
     for each in ("Task 0", "3600.0 s", "message-ttl", "list_policies", "clocks"):
         assert each in text
     warning.reset()
-    warning.warn("Task 3", 2000)
-    assert len(caplog.records) == 2
+    warning.warn("Task 2", 2000)
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["WARNING", "DEBUG", "WARNING"]
+
+
+def test_only_what_waited_for_less_than_it_was_put_back_for_is_counted_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counted: list[None] = []
+    early = redelivery.EarlyMessages(TOPOLOGY, 1000, lambda: NOW, lambda: counted.append(None))
+    for until_ms, count in ((NOW + 1000, 0), (NOW + 1001, 1)):
+        put_back = header_names.EarlyHeader(1, until_ms).header()
+        assert early.put_back(waiting(due_in(A_DAY, **put_back))) is not None
+        assert (len(counted), len(caplog.records)) == (count, count)
 
 
 @pytest.mark.parametrize("due_ms", [NOW, NOW + 123, 2**63 - 1])

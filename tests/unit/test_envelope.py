@@ -22,7 +22,8 @@ from celery_rabbitdelay.modules.envelope import Envelope, Item, OpenedEnvelope
 
 distributed = Distribution(Topology()).receive
 
-values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8)
+numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+values = st.none() | st.booleans() | numbers | st.text(max_size=8)
 tables = st.dictionaries(st.text(max_size=8), values, max_size=3)
 items = st.builds(Item, st.binary(max_size=40), tables, tables)
 

@@ -15,7 +15,6 @@ from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, Failures
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing import wire
 from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, RestoringStrategies, restore
 
 MAX_MS = 2**63 - 1
@@ -24,7 +23,7 @@ OWN = sorted(headers._KINDS)
 instants = st.integers(0, MAX_MS)
 texts = st.text(max_size=8)
 others = st.dictionaries(
-    texts.filter(lambda name: not headers.is_own(name) and name not in headers.BROKER_HEADERS),
+    texts.filter(lambda name: name not in headers.BROKER_HEADERS),  # too short for our own
     st.none() | st.booleans() | st.integers() | texts,
     max_size=3,
 )
@@ -36,6 +35,7 @@ put_backs = st.builds(
 )
 words: dict[str, Any] = {
     **dict.fromkeys((headers.COPY, headers.KEY, headers.JOB, headers.JOB_ID), texts),
+    **dict.fromkeys((headers.LIFE, headers.ORDER), st.integers(0, headers.MAX_EXACT).map(str)),
     headers.ONCE: st.just(True) | texts.filter(bool),
     **dict.fromkeys((headers.REDELIVERED, headers.COMMITTED), st.just(True)),
 }
@@ -93,11 +93,9 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
         "",  # the prefix itself
         *("attempts", "committed", "copy", "due", "early", "exchange", "expiration"),
         *("failed-since", "first-reason", "job", "job-id", "key", "key-order", "life", "once"),
-        *("priority", "queue", "reason", "redelivered", "redriven", "routing-key", "signature"),
-        *("unreadable", "version"),
+        *("priority", "properties", "queue", "reason", "redelivered", "redriven", "routing-key"),
+        *("signature", "unreadable", "version"),
     ]
-    assert (headers.DUE, headers.QUEUE) == ("rabbitdelay-due", "rabbitdelay-queue")
-    assert wire.UNREADABLE_PROPERTIES == "rabbitdelay-properties"
     # Of the plugin of delayed messages, and of Celery.
     assert (headers.X_DELAY, headers.NESTED_HEADERS) == ("x-delay", "headers")
 
@@ -142,6 +140,8 @@ def test_passed_on_unopened_it_keeps_all_headers_but_the_broker_s(found: dict[An
         (headers.FAILED_SINCE, (1, MAX_MS), (0, MAX_MS + 1)),
         (headers.REDRIVEN, (0, 2**31), (-1, 2**31 + 1)),
         (headers.QUEUE, ("q",), ("", b"q")),
+        (headers.LIFE, ("-1", "9007199254740991"), ("-2", "9007199254740992", "", "\u0663", 1)),
+        (headers.ORDER, ("1790000000000000",), ("-1", "1.5", 1)),
         (headers.ONCE, (True, "mark"), ("", False, 1)),
         (headers.REDELIVERED, (True,), (False, 1)),
         (headers.COMMITTED, (True,), (False, "True")),

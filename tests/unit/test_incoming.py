@@ -9,10 +9,10 @@ from typing import Any
 import amqp
 import pytest
 
-from celery_rabbitdelay.levels.headers import UNREADABLE
+from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES
 from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, REMEMBERED, HeldBytes, cost_of
 from celery_rabbitdelay.publishing.incoming import Seen, _frame_handler, seen_of
-from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES, Content
+from celery_rabbitdelay.publishing.wire import Content
 
 
 class Line:

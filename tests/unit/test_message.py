@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from celery_rabbitdelay.publishing.message import kept_properties
+from celery_rabbitdelay.levels.headers import DelayHeaders
+from celery_rabbitdelay.publishing.message import WaitingMessage, kept_properties
 
 
 @pytest.mark.parametrize(
@@ -16,13 +17,8 @@ from celery_rabbitdelay.publishing.message import kept_properties
         ({"priority": 0}, {"priority": 0}),
         ({"priority": 9, "reply_to": None}, {"priority": 9}),
         (
-            {"correlation_id": "4d5e", "type": "order", "timestamp": 1_900_000_000},
-            {
-                "priority": None,
-                "correlation_id": "4d5e",
-                "type": "order",
-                "timestamp": 1_900_000_000,
-            },
+            {"message_id": "4d5e", "type": "order", "timestamp": 1_900_000_000},
+            {"priority": None, "message_id": "4d5e", "type": "order", "timestamp": 1_900_000_000},
         ),
         (
             {"user_id": "shop", "expiration": "1000", "delivery_mode": 1, "cluster_id": "eu"},
@@ -33,3 +29,16 @@ from celery_rabbitdelay.publishing.message import kept_properties
 )
 def test_a_message_published_again_keeps_its_properties(received: Any, kept: Any) -> None:
     assert kept_properties(received) == kept
+
+
+@pytest.mark.parametrize(
+    ("properties", "task_id"),
+    [
+        ({"correlation_id": "4d5e", "message_id": "other"}, "4d5e"),
+        ({"correlation_id": "", "message_id": "4d5e"}, "4d5e"),
+        ({"message_id": 7}, "7"),
+        ({}, "3421780262"),  # CRC-32's check value, https://reveng.sourceforge.io/crc-catalogue
+    ],
+)
+def test_a_message_without_an_id_has_one_of_its_body(properties: Any, task_id: str) -> None:
+    assert WaitingMessage(b"123456789", properties, DelayHeaders()).task_id == task_id

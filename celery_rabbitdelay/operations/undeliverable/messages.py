@@ -28,7 +28,7 @@ from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from celery_rabbitdelay.operations.undeliverable.reader import reading
 from celery_rabbitdelay.publishing.message import body_of, headers_of
-from celery_rabbitdelay.publishing.wire import UNREADABLE_PROPERTIES, Content
+from celery_rabbitdelay.publishing.wire import Content
 
 #: How many messages are read at most by default. The broker needs some 200 bytes for each one until
 #: it is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
@@ -362,7 +362,7 @@ def _described(number: int, message: UndeliverableMessage) -> dict[str, Any]:
 
 
 def _encoded_properties(message: UndeliverableMessage) -> bytes:
-    unreadable = message.headers.get(UNREADABLE_PROPERTIES)
+    unreadable = message.headers.get(header_names.UNREADABLE_PROPERTIES)
     if isinstance(unreadable, bytes):
         return unreadable
     headers: Any = dict(message.headers)

@@ -37,7 +37,6 @@ from celery_rabbitdelay.levels.routing_key import (
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.checkin import client_delay_ms
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.undeliverable import examine
@@ -260,7 +259,7 @@ class Redriving:
 
     def _delay_of_client(self, headers: Mapping[str, Any]) -> int:
         try:
-            return client_delay_ms(headers.get(header_names.X_DELAY, 0))
+            return header_names.client_delay_ms(headers)
         except UnprocessableMessage as invalid:
             if self.delay_ms is None:
                 raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
