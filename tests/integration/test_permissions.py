@@ -34,6 +34,7 @@ from celery_rabbitdelay.operations.permissions import (
     rights,
     topic_rights,
 )
+from celery_rabbitdelay.publishing import kombu_internals
 from celery_rabbitdelay.publishing.declaration import bind_destination, declare, declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
@@ -307,15 +308,14 @@ def test_a_producer_that_declares_nothing_asks_for_the_marker_alone(
 ) -> None:
     declared(host, CELERY)
     looked: list[str] = []
-    module = "celery_rabbitdelay.publishing.declaration"
     for name in ("find_exchanges", "find_queues"):
-        original = getattr(__import__(module, fromlist=[name]), name)
+        original = getattr(kombu_internals, name)
 
         def noted(channel: Any, names: Any, original: Any = original) -> Any:
             looked.extend(names)
             return original(channel, names)
 
-        monkeypatch.setattr(f"{module}.{name}", noted)
+        monkeypatch.setattr(kombu_internals, name, noted)
     app = make(host.url, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
     for _ in range(2):
         app.tasks["remind"].apply_async((1,), delay=1)

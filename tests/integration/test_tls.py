@@ -16,10 +16,10 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.moving import migration
 from celery_rabbitdelay.operations.moving.migration import check_source, waiting
 from celery_rabbitdelay.operations.moving.mover import Place
 from celery_rabbitdelay.operations.verify.management import management_api_of
+from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.connection import PublishingConnection
 from celery_rabbitdelay.publishing.declaration import (
     connect,
@@ -216,7 +216,7 @@ def test_looking_at_the_levels_may_take_longer_than_connecting(
 
     with connection_to(tls_node, connect_timeout=1) as connection:
         declare(connection, topology)
-        monkeypatch.setattr(migration, "queue_counts", suspend)
+        monkeypatch.setattr(declaration, "queue_counts", suspend)
         try:
             look(Place(connection, topology))
         finally:
