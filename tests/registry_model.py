@@ -19,10 +19,11 @@ class Message(NamedTuple):
         due: When it is due.
         order: Its order under the key; 0 without a key.
         once: Whether one message of the attempt runs, and that one once.
-        mark: The mark that it leaves with ``once``.
+        mark: The mark that it leaves with ``once``: its name, a dot, and that of its arrival.
         redelivered: Whether RabbitMQ has delivered it before.
         in_job: Whether it belongs to the job.
-        is_old: Whether it is due for so long that decisions about it may be forgotten.
+        is_old: Whether it was due, and put back last, so long ago that decisions about it may be
+            forgotten.
     """
 
     copy: str
@@ -46,7 +47,8 @@ class Record(NamedTuple):
     """What is noted about a task.
 
     Attributes:
-        cancelled: The life up to which it is cancelled; None if it is not.
+        cancelled: The life up to which it is cancelled; None if it is not. After it has run, that
+            includes the one after it, of which a message may be on its way.
         not_before: Until when it was postponed; None if it was not.
         won: For each attempt the name of the message that was let run.
         marks: With ``once``, for each attempt the mark of the message that was let run.
@@ -102,18 +104,19 @@ def arrive(record: Record, message: Message, word: str) -> tuple[Record, str]:
     if winner not in (None, message.copy):
         return record, "replaced"
     if first is not None:
-        runs = first == message.mark or message.redelivered
+        is_same = first.partition(".")[0] == message.mark.partition(".")[0]
+        runs = first == message.mark or (message.redelivered and is_same)
         return record, "run" if runs else "duplicate"
     waits = record.waits == full
     if winner is None:
         if word in ("superseded", "replaced", "expired"):
             is_latest = waits and record.copy == message.copy
             return (record.settled() if is_latest else record), word
+        if word == "later":
+            return record, word
         has_options = message.copy or message.once or message.in_job
         if message.is_old and has_options and not (waits and record.due <= message.due):
             return record, "forgotten"
-        if word == "later":
-            return record, word
         if record.not_before is not None and record.not_before > message.due:
             changed = record._replace(due=record.not_before) if waits else record
             return changed, str(record.not_before)
@@ -145,9 +148,11 @@ def register(record: Record, message: Message) -> tuple[Record, str]:
 def cancel(record: Record) -> tuple[Record, str]:
     """Return what is noted when a task is cancelled, and what that finds."""
     life = record.life
-    if record.is_cancelled(life):
-        return record, "cancelled"
     found = "done" if record.waits else "unknown" if record.ran is None else "released"
+    if record.is_cancelled(life):
+        found = "cancelled"
+    if record.ran is not None:
+        life = max(life, next_life(record))
     return record._replace(cancelled=life).settled(), found
 
 
@@ -171,7 +176,7 @@ def postpone(record: Record, due: int, newest: int) -> tuple[Record, str]:
 
 def next_life(record: Record) -> int:
     """Return the life of what is sent under a task's id."""
-    return 0 if record.ran is None else record.ran + 1
+    return 0 if record.ran is None else max(record.ran, record.cancelled or 0) + 1
 
 
 def _number(full: tuple[str, str]) -> int:

@@ -10,7 +10,7 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
 from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE
-from celery_rabbitdelay.registry.decision import Ticket
+from celery_rabbitdelay.registry.decision import Ticket, new_copy
 
 #: The options of a send that the registry takes, and the type of each. Celery drops an option that
 #: it does not know in silence. A user who gives one of these relies on it, so it is an error where
@@ -80,7 +80,8 @@ class RegistryOptions(NamedTuple):
             ticket: What the registry has said of the task.
             job_id: The id of its job.
         """
-        headers = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id, ONCE: self.once}
+        once = self.once and new_copy()
+        headers = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id, ONCE: once}
         return {name: value for name, value in headers.items() if value} | ticket.headers
 
 

@@ -96,8 +96,8 @@ JOB_ID: Final = "rabbitdelay-job-id"
 #: committed: True.
 COMMITTED: Final = "rabbitdelay-committed"
 
-#: Set if only one message of each attempt runs, and that one once: True; or the mark that this
-#: message has left already, str.
+#: Set if only one message of each attempt runs, and that one once: the message's name, str; after
+#: it was put back, a dot and the name of its former arrival behind it. True: it has no name.
 ONCE: Final = "rabbitdelay-once"
 
 #: Set by a worker that puts a message back which RabbitMQ had redelivered to it: True.
@@ -177,7 +177,8 @@ class EarlyHeader(NamedTuple):
     Attributes:
         times: How often it was put back.
         until_ms: Until when it was put back last, in milliseconds since 1970-01-01 UTC; 0 if that
-            is its due time. It may have to wait for longer than the levels take at once.
+            is its due time. It may have to wait for longer than the levels take at once, or it was
+            due and the registry has put it back.
         exchange: The exchange that the task's consumer is to see; None for that of the message.
         routing_key: The routing key that it is to see, likewise.
     """

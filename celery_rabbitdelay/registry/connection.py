@@ -384,7 +384,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
     if scheme.startswith("sentinel") and not given.get("master_name"):
         takes = "takes rabbitdelay_registry_options = {'master_name': ...} beside it"
         raise InvalidSetting(SETTING, without_password(url), takes)
-    errors = (redis.RedisError, RedisClusterException, OSError)
+    errors = (redis.ResponseError, redis.RedisError, RedisClusterException, OSError)
     try:
         with suppress(ValueError):
             store = Store(

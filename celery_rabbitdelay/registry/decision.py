@@ -111,8 +111,10 @@ class Arrival(NamedTuple):
         job_id: Its header :data:`JOB_ID`; empty for the latest job of that name.
         once: The queue that it arrives at, if only one message of the attempt may run there; empty
             if each may.
-        mark: The mark that the message leaves if it is that one; empty if it has none yet.
+        mark: The mark that the message leaves if it is that one: its name, a dot, and the name of
+            this arrival, which is missing at first; see :meth:`marked`.
         redelivered: Whether RabbitMQ has delivered this message before.
+        put_back_ms: Until when it was put back last, because the registry had said so; 0 if never.
     """
 
     task_id: str
@@ -126,6 +128,16 @@ class Arrival(NamedTuple):
     once: str = ""
     mark: str = ""
     redelivered: bool = False
+    put_back_ms: int = 0
+
+    def marked(self) -> Self:
+        """Return it with the name of this arrival in its mark, if only one message may run.
+
+        The arrival that is asked about again, because an answer was lost, keeps its name.
+        """
+        if not self.once or "." in self.mark:
+            return self
+        return self._replace(mark=f"{self.mark}.{new_copy()}")
 
     @property
     def has_options(self) -> bool:
@@ -153,6 +165,7 @@ class Arrival(NamedTuple):
             (queue or "-") if once is not None else "",
             _text(once),
             redelivered,
+            headers.early.until_ms,
         )
 
 

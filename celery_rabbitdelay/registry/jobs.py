@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
-from celery_rabbitdelay.exceptions import JobClosed
+from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.index import Names
@@ -56,9 +56,11 @@ class Jobs:
         self._margin_ms = margin_ms
         self.on_expired: Callable[[], None] | None = None
         #: The state of jobs that cannot change any more, by name and id, and until when (of the
-        #: monotonic clock) Redis keeps them at least.
+        #: monotonic clock) Redis keeps them at least; not at all if it has expired, because a note
+        #: of its commit may still come.
         self._ended: dict[tuple[str, str], tuple[JobState, float]] = {}
-        #: The ids of jobs of which this process does not know whether it has opened them.
+        #: The ids of jobs of which this process does not know whether it has opened them: other
+        #: threads that open the same job have ids of their own.
         self._opening: dict[str, str] = {}
         self._lock = Lock()
 
@@ -74,9 +76,12 @@ class Jobs:
         Raises:
             JobClosed: There is such a job already, open or not.
         """
-        job_id = self._opening.setdefault(job, new_copy())
-        state, *_ = self._call(job, "open", job_id, expires_ms)
-        del self._opening[job]
+        job_id = self._opening.pop(job, None) or new_copy()
+        try:
+            state, *_ = self._call(job, "open", job_id, expires_ms)
+        except RegistryUnavailable:
+            self._opening[job] = job_id
+            raise
         if state != "opened":
             raise JobClosed(job, state)
 
@@ -100,7 +105,7 @@ class Jobs:
         """
         verb = "commit" if state is JobState.COMMITTED else "abort"
         (answer,) = self._store.call_durably([self._script(job, verb)])
-        found, job_id, _, expires_ms, *words = answer
+        found, job_id, _, expires_ms, *words = _readable(job, answer)
         self._note(words)
         if found != state.value:
             raise JobClosed(job, found or "unknown")
@@ -114,45 +119,51 @@ class Jobs:
 
     def state(self, job: str) -> JobState | None:
         """Return the state of the latest job of a name; None if there is none."""
-        return self.states([(job, "")]).get((job, ""))
+        state = self.states([(job, "")]).get((job, ""))
+        return _readable(job, state) if isinstance(state, str) else state
 
-    def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState]:
+    def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
         """Return the states of jobs, without those that do not exist.
 
         Args:
             jobs: Their names and ids; an empty id is that of the latest job of the name.
+
+        Returns:
+            For each its state, or if its record cannot be read, a text that says so.
         """
         now = time.monotonic()
         with self._lock:
             ended = {job: self._ended[job] for job in jobs if job in self._ended}
-        found = {job: state for job, (state, until) in ended.items() if now < until}
+        found: dict[tuple[str, str], JobState | str] = {
+            job: state for job, (state, until) in ended.items() if now < until
+        }
         asked = [job for job in jobs if job not in found]
         calls = [self._script(job, "look", job_id) for job, job_id in asked]
-        for job, (word, _, left_ms, _, *expired) in zip(
-            asked, self._store.call_each(calls), strict=True
-        ):
+        for job, answer in zip(asked, self._store.call_each(calls), strict=True):
+            if isinstance(answer, str):
+                found[job] = answer
+                continue
+            word, _, left_ms, _, *expired = answer
             if not word:
                 continue
             self._note(expired)
-            found[job] = JobState(word)
-            if found[job] is not JobState.OPEN and job[1]:
-                self._remember(job, found[job], now + left_ms / 1000, bool(expired))
+            found[job] = state = JobState(word)
+            if state is not JobState.OPEN and job[1]:
+                self._remember(job, state, 0.0 if expired else now + left_ms / 1000)
         return found
 
-    def _remember(
-        self, job: tuple[str, str], state: JobState, until: float, has_expired: bool
-    ) -> None:
+    def _remember(self, job: tuple[str, str], state: JobState, until: float) -> None:
         with self._lock:
-            self._ended.pop(job, None)
+            before = self._ended.pop(job, None)
             while len(self._ended) >= REMEMBERED:
                 del self._ended[next(iter(self._ended))]
             self._ended[job] = (state, until)
-        if has_expired:
+        if not (before or until):
             logger.warning("Job %r was not committed in time; its tasks do not run.", job[0])
 
     def _call(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> tuple[str, str]:
         (answer,) = self._store.call_each([self._script(job, verb, job_id, instant)])
-        self._note(answer[4:])
+        self._note(_readable(job, answer)[4:])
         return str(answer[0]), str(answer[1])
 
     def _script(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> ScriptCall:
@@ -162,3 +173,14 @@ class Jobs:
     def _note(self, words: Sequence[str]) -> None:
         if "now" in words and self.on_expired is not None:
             self.on_expired()
+
+
+def _readable(job: str, answer: Any) -> Any:
+    """Return what the script answers.
+
+    Raises:
+        RegistryUnavailable: It is a text, which says that the record of the job cannot be read.
+    """
+    if isinstance(answer, str):
+        raise RegistryUnavailable(f"the record of job {job!r} cannot be read: {answer}")
+    return answer

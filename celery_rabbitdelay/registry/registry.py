@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Index, Names, shard_of
@@ -32,6 +34,13 @@ RUNS: Final = Decision(Verdict.RUN)
 
 #: What a script answers about a record that it cannot read begins with this.
 _UNREADABLE: Final = "!"
+
+#: What ``claim.lua`` answers about the newest task under a key, before the id of the one before.
+_NEWEST: Final = "newest "
+
+_VERDICTS: Final = frozenset(each.value for each in Verdict)
+
+logger = logging.getLogger(__name__)
 
 
 class Registration(NamedTuple):
@@ -141,19 +150,19 @@ class Registry:
             keys = [key for key, _ in asked] or [self.names.task("")]
             calls.append((keys, ScriptCall("ask", keys, [(kind,) for _, kind in asked] or [("",)])))
         answers = self.store.call_each([call for _, call in calls])
-        for (keys, _), (time_us, *answer) in zip(calls, answers, strict=True):
+        for (keys, _), (*answer, time_us) in zip(calls, answers, strict=True):
             now = max(now, int(time_us))
             found.update(zip(keys, answer, strict=True))
         tickets = []
         for task_id, key in tasks:
-            ran = found[self.names.task(task_id)] if task_id else ""
+            life = found[self.names.task(task_id)] if task_id else ""
             order = 0
             if key:
                 name = self.names.key(key)
                 newest = found[name].partition(" ")[0]
                 order = max(now, int(newest) + 1) if newest.isdigit() else now
                 found[name] = str(order)
-            tickets.append(Ticket(int(ran) + 1 if ran.isdigit() else 0, order))
+            tickets.append(Ticket(int(life) if life.isdigit() else 0, order))
         return tickets
 
     def look(self, arrivals: Sequence[Arrival]) -> list[Decision]:
@@ -179,7 +188,7 @@ class Registry:
             (
                 *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
                 *(each.once, each.mark, each.redelivered, each.has_options),
-                words.get(number, "run"),
+                *(min(each.put_back_ms, latest), words.get(number, "run")),
             )
             for number, each in enumerate(arrivals)
         ]
@@ -206,7 +215,11 @@ class Registry:
             cancelled, not_before = found
             if cancelled is not None:
                 decisions.append(Decision(Verdict.CANCELLED))
-            elif not_before is not None and int(not_before) > each.due_ms:
+            elif not_before is None:
+                decisions.append(RUNS)
+            elif not not_before.isdigit():
+                decisions.append(Decision(Verdict.UNREADABLE, why=f"not_before is {not_before!r}"))
+            elif int(not_before) > each.due_ms:
                 decisions.append(Decision(Verdict.LATER, int(not_before), is_new_due=True))
             else:
                 decisions.append(RUNS)
@@ -221,7 +234,7 @@ class Registry:
             return Decision(
                 Verdict.LATER, now_ms + min(max(pause, MIN_JOB_PAUSE_MS), MAX_JOB_PAUSE_MS)
             )
-        if _is_unreadable(word):
+        if word not in _VERDICTS:
             return Decision(Verdict.UNREADABLE, why=word.removeprefix(_UNREADABLE))
         return Decision(Verdict(word))
 
@@ -229,11 +242,12 @@ class Registry:
         """Return what the jobs of arrivals say, by their positions."""
         asked = {(each.job, each.job_id) for each in arrivals if each.job}
         states = self.jobs.states(asked) if asked else {}
-        return {
-            number: _WORDS[states.get((each.job, each.job_id))]
-            for number, each in enumerate(arrivals)
-            if each.job
-        }
+        words = {}
+        for number, each in enumerate(arrivals):
+            if each.job:
+                state = states.get((each.job, each.job_id))
+                words[number] = state if isinstance(state, str) else _WORDS[state]
+        return words
 
     def _said_of_keys(
         self, arrivals: Sequence[Arrival], words: Mapping[int, str]
@@ -246,8 +260,8 @@ class Registry:
         if not keyed:
             return
         (claimed,) = self._run(self._claims([arrivals[number] for number in keyed]))
-        for number, (word, _) in zip(keyed, claimed, strict=True):
-            if word != "newest":
+        for number, word in zip(keyed, claimed, strict=True):
+            if not word.startswith(_NEWEST):
                 yield number, word
 
     def _claims(self, claims: Sequence[Arrival | Registration]) -> _Batch:
@@ -267,7 +281,7 @@ class Registry:
         Returns:
             The state of each: ``waiting``, ``arrived`` (it was let run already), ``released``
             (another message of the attempt was), ``cancelled``, or ``superseded`` (a newer task has
-            its key).
+            its key). If its record cannot be read, a text that says so, and it is logged.
         """
         latest = _now_ms() + MAX_LIFE_MS
         fields = [
@@ -284,16 +298,19 @@ class Registry:
             self._batch("register", ids, self.names.task, fields), self._claims(claims)
         )
         older: dict[str, int] = {}
-        for number, (word, before) in zip(keyed, claimed, strict=True):
-            each = registrations[number]
+        for number, word in zip(keyed, claimed, strict=True):
+            each, before = registrations[number], word.removeprefix(_NEWEST)
             if word == "superseded":
-                states[number], before = word, each.task_id
-            if before and (word == "superseded" or before != each.task_id):
-                order = each.ticket.order + (word == "superseded")
-                older[before] = max(order, older.get(before, 0))
+                states[number] = word
+                older[each.task_id] = max(each.ticket.order + 1, older.get(each.task_id, 0))
+            elif before not in ("", word, each.task_id):
+                older[before] = max(each.ticket.order, older.get(before, 0))
         if older:
             orders = [(order,) for order in older.values()]
             self._run(self._batch("unlist", list(older), self.names.task, orders))
+        for task_id, word in zip(ids, states, strict=True):
+            if _is_unreadable(word):
+                logger.error("Task %s was sent, and is not registered: %s", task_id, word)
         return states
 
     def cancel(self, task_ids: Sequence[str]) -> list[Outcome]:
@@ -302,11 +319,18 @@ class Registry:
         Args:
             task_ids: Their ids. If a task is neither tracked nor under a key, nothing is
                 known; then the note lives for ten years.
+
+        Raises:
+            RegistryUnavailable: As all methods; or the record of a task cannot be read. All others
+                are cancelled.
         """
         ids = list(dict.fromkeys(task_ids))
         unknown_ms = min(UNKNOWN_MS + self._keep_ms, MAX_LIFE_MS)
         batch = self._batch("cancel", ids, self.names.task, [()] * len(ids), unknown_ms)
         (answers,) = self._run(batch, call=self.store.call_durably)
+        for task_id, answer in zip(ids, answers, strict=True):
+            if _is_unreadable(answer):
+                raise RegistryUnavailable(f"the record of task {task_id} cannot be read: {answer}")
         found = dict(zip(ids, answers, strict=True))
         return [Outcome(found[task_id]) for task_id in task_ids]
 

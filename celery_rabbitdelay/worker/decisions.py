@@ -15,7 +15,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.headers import ONCE, DelayHeaders
 from celery_rabbitdelay.registry.connection import Breaker
-from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict, new_copy
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import (
     Delivery,
@@ -147,9 +147,7 @@ class Decisions(BatchThread[_Due]):
         if isinstance(body, Mapping):  # Celery's message protocol 1
             others = {**waited.others, "id": id_of(message), "retries": body.get("retries")}
             said = waited._replace(others=others)
-        arrival = Arrival.of(said, waited.due_ms or 0, queue, redelivered)
-        if arrival.once and not arrival.mark:
-            arrival = arrival._replace(mark=new_copy())
+        arrival = Arrival.of(said, waited.due_ms or 0, queue, redelivered).marked()
         due = _Due(delivery, waited, arrival, queue)
         if self._plain.is_open and not arrival.has_options:
             self._plain.give(due)

@@ -257,7 +257,7 @@ class PutBackThread(BatchThread[Early]):
         destination = early.destination
         headers, _ = parse(message.headers)
         again = EarlyHeader() if early.waited is None else EarlyHeader(early.waited.early.times)
-        if due.at_ms < early.due.at_ms:
+        if due.at_ms != early.due_ms:
             again = again._replace(until_ms=due.at_ms)
         if self._needs_distribution(early, properties["priority"] or 0):
             # Distribution publishes by exchange and key: to this queue, and to no other.

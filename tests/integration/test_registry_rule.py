@@ -92,7 +92,13 @@ class Sequence:
             QUEUE if message.once else "",
             message.mark,
             message.redelivered,
+            # One that was due long ago and is not old was put back since.
+            0 if message.is_old or message.due != LONG_AGO else now_ms(),
         )
+
+    def mark_of(self, message: Message) -> str:
+        """Return the mark of a message that arrives once more."""
+        return f"{message.mark.partition('.')[0]}.{new_copy()}" if message.mark else ""
 
     def word(self, message: Message) -> str:
         if message.order and message.order < self.newest:
@@ -126,9 +132,12 @@ class Sequence:
         else:
             self.say(f"arrive {message}", found, expected)
         # It may be delivered again: because it waits, its answer was lost, or its worker is killed.
+        if decision.verdict is Verdict.LATER:
+            message = message._replace(is_old=False)
         if decision.verdict in (Verdict.LATER, Verdict.RUN) and self.chance.random() < 0.7:
             redelivered = message.redelivered or self.chance.random() < 0.3
-            self.messages.append(message._replace(redelivered=redelivered))
+            mark = self.mark_of(message) if self.chance.random() < 0.5 else message.mark
+            self.messages.append(message._replace(redelivered=redelivered, mark=mark))
 
     def send(
         self, attempt: str = "0.0", life: int | None = None, due: int = 5, order: int | None = None
@@ -148,7 +157,7 @@ class Sequence:
             due,
             ticket.order if order is None else order,
             self.once,
-            new_copy() if self.once else "",
+            f"{new_copy()}.{new_copy()}" if self.once else "",
             in_job=bool(self.job_state),
         )
         self.messages.append(message)

@@ -75,14 +75,17 @@ class World(NamedTuple):
             return world._replace(waiting=added(world.waiting, message))
         if verdict == "run":
             world.check_run(message, before)
-            done = (message.full, message.copy, message.redelivered)
+            done = (message.full, message.copy or name_in(message.mark), message.redelivered)
             runs = tuple(sorted({*self.runs, done}))
             return world._replace(running=added(self.running, message), runs=runs)
         if verdict == "later":
-            return world._replace(waiting=added(world.waiting, message))
+            # It asks now and then, so that what it asks for is not forgotten.
+            return world._replace(waiting=added(world.waiting, message._replace(is_old=False)))
         if verdict.isdigit():
             later = message._replace(due=int(verdict), is_old=False)
             return world._replace(waiting=added(world.waiting, later))
+        if verdict == "cancelled":
+            assert self.stopped is not None and message.life <= self.stopped, "without a cancel"
         if verdict in ("cancelled", "superseded", "expired", "forgotten"):
             return world._replace(excused=self.excused | {message.full})
         if verdict == word == "replaced" and self.holder != message.full:
@@ -117,12 +120,12 @@ class World(NamedTuple):
             yield "arrive", self.arrived(each)
             yield "lose the answer", self.arrived(each, answer=False)
             if len(self.waiting) < MESSAGES and not each.redelivered:
-                again = each._replace(redelivered=True)
+                again = redelivered(each)
                 yield "put back, and redeliver", self._replace(waiting=added(self.waiting, again))
         for each in set(self.running):
             gone = self._replace(running=without(self.running, each))
             yield "finish", gone
-            again = each._replace(redelivered=True)
+            again = redelivered(each)
             yield "redeliver", gone._replace(waiting=added(self.waiting, again))
             if self.sent < MESSAGES:
                 retries, nesting = map(int, each.attempt.split("."))
@@ -157,7 +160,7 @@ class World(NamedTuple):
     def message(self, like: registry_model.Message, **changed: Any) -> registry_model.Message:
         """Return a further message."""
         name = f"m{self.sent}" if like.copy else ""
-        fresh = {"due": 5, "redelivered": False, "is_old": False, "mark": f"k{self.sent}"}
+        fresh = {"due": 5, "redelivered": False, "is_old": False, "mark": f"k{self.sent}.0"}
         return like._replace(**{"copy": name, **fresh, **changed})
 
     def with_message(self, message: registry_model.Message) -> World:
@@ -172,11 +175,9 @@ class World(NamedTuple):
         return self.claimed(message)._replace(record=record)
 
     def cancelled(self) -> World:
-        record, found = registry_model.cancel(self.record)
-        stopped = self.stopped
-        if found in ("done", "unknown"):
-            stopped = max(self.record.life, stopped or 0)
-        return self._replace(record=record, stopped=stopped)
+        stopped = registry_model.next_life(self.record)
+        record, _ = registry_model.cancel(self.record)
+        return self._replace(record=record, stopped=max(stopped, self.stopped or 0))
 
     def postponed(self, due: int) -> Iterator[tuple[str, World]]:
         newest = self.newest
@@ -221,6 +222,16 @@ class World(NamedTuple):
 
 
 KIND = registry_model.Message("m0")
+
+
+def redelivered(message: registry_model.Message) -> registry_model.Message:
+    """Return a message that arrives once more, without the mark of its first arrival."""
+    return message._replace(redelivered=True, mark=f"{name_in(message.mark)}.1")
+
+
+def name_in(mark: str) -> str:
+    """Return the name of the message that leaves a mark."""
+    return mark.partition(".")[0]
 
 
 def without(
@@ -269,8 +280,8 @@ def _checked(world: World, way: tuple[str, ...]) -> None:
 KINDS = {
     "tracked": registry_model.Message("m0", due=5),
     "under a key": registry_model.Message("m0", due=5, order=OWN),
-    "once": registry_model.Message("", due=5, once=True, mark="k0"),
-    "tracked, once": registry_model.Message("m0", due=5, once=True, mark="k0"),
+    "once": registry_model.Message("", due=5, once=True, mark="k0.0"),
+    "tracked, once": registry_model.Message("m0", due=5, once=True, mark="k0.0"),
     "in a job, under a key": registry_model.Message("m0", due=5, order=OWN, in_job=True),
 }
 

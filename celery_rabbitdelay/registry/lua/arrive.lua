@@ -3,13 +3,18 @@
 -- KEYS  the record of each task
 -- ARGV  for each: copy, life, attempt, due, the queue if only one message of the attempt may run there,
 --       the mark that this one leaves, whether RabbitMQ has delivered it before, whether it has an
---       option of the registry, and what its key and its job say: "run", "later", "expired",
---       "superseded" or "replaced"; then whether to note it ("1")
+--       option of the registry, until when it was put back last, and what its key and its job say:
+--       "run", "later", "expired", "superseded" or "replaced"; then whether to note it ("1")
 -- Returns for each task the verdict, or the instant until which it was postponed.
 
 local notes, now_ms = ARGV[3] == '1', clock()
 
-local function arrive(record, copy, life, attempt, due, queue, mark, redelivered, has_options, word)
+local function name_in(mark)
+  return string.match(mark, '^[^.]*')
+end
+
+local function arrive(
+  record, copy, life, attempt, due, queue, mark, redelivered, has_options, put_back, word)
   due = tonumber(due)
   local full = attempt_in(life, copy, attempt)
   local won, once = 'won:' .. full, 'once:' .. attempt .. '@' .. queue
@@ -22,7 +27,7 @@ local function arrive(record, copy, life, attempt, due, queue, mark, redelivered
     return 'replaced'
   end
   if queue ~= '' and first then
-    return (first == mark or redelivered) and 'run' or 'duplicate'
+    return (first == mark or redelivered and name_in(first) == name_in(mark)) and 'run' or 'duplicate'
   end
   if copy == '' or not winner then
     if word == 'superseded' or word == 'replaced' or word == 'expired' then
@@ -31,15 +36,15 @@ local function arrive(record, copy, life, attempt, due, queue, mark, redelivered
       end
       return word
     end
-    local is_known = waits == full and tonumber(first_due) <= due
-    if has_options and not is_known and due + keep_ms < now_ms then
-      return 'forgotten'
-    end
     if word == 'later' then
       if notes and waits then
         keep(record, now_ms + keep_ms, now_ms)
       end
       return word
+    end
+    local is_known = waits == full and tonumber(first_due) <= due
+    if has_options and not is_known and math.max(due, put_back) + keep_ms < now_ms then
+      return 'forgotten'
     end
     if not_before and tonumber(not_before) > due then
       if notes and waits == full then
@@ -64,11 +69,4 @@ local function arrive(record, copy, life, attempt, due, queue, mark, redelivered
   return 'run'
 end
 
-local verdicts = {}
-for number, record in ipairs(KEYS) do
-  local readable, verdict = pcall(arrive, record, unpack(given[number]))
-  -- What Redis refuses is a table, and what Lua refuses is a text.
-  verdicts[number] = readable and verdict
-    or '!' .. tostring(type(verdict) == 'table' and verdict.err or verdict)
-end
-return cjson.encode(verdicts)
+return cjson.encode(of_each_key(arrive))

@@ -14,56 +14,63 @@
 --       milliseconds its name is not free after that
 -- Returns {state, id, milliseconds that it still lives, expires}, and "expired" if it was not committed
 -- in time, and "now" if nobody had found that out before; an empty state if there is no such job; for
--- "open" "opened" if it is open now, otherwise the state of the job that has the name.
+-- "open" "opened" if it is open now, otherwise the state of the job that has the name. If the record
+-- cannot be read, a text that begins with "!".
 
-local job, verb, own, instant, margin_ms = KEYS[1], unpack(given[1])
-local now_ms = clock()
-local state, id, expires, expired, free =
-  unpack(redis.call('HMGET', job, 'state', 'id', 'expires', 'expired', 'free'))
+local states, now_ms = {open = true, committed = true, aborted = true}, clock()
 
 local function number(value)
   return string.format('%.0f', value)
 end
 
-local is_new = state == 'open' and now_ms >= tonumber(expires)
-if is_new then
-  state, expired = 'aborted', '1'
-  redis.call('HSET', job, 'state', state, 'expired', expired)
-end
-if verb == 'open' then
-  if state and (state ~= 'open' or id ~= own) then
-    if state == 'open' or now_ms < tonumber(free) then
-      return cjson.encode({state, id, redis.call('PTTL', job), expires})
+local function call(job, verb, own, instant, margin_ms)
+  local state, id, expires, expired, free =
+    unpack(redis.call('HMGET', job, 'state', 'id', 'expires', 'expired', 'free'))
+  if state and not states[state] then
+    error('its state is ' .. state)
+  end
+  local is_new = state == 'open' and now_ms >= tonumber(expires)
+  if is_new then
+    state, expired = 'aborted', '1'
+    redis.call('HSET', job, 'state', state, 'expired', expired)
+  end
+  if verb == 'open' then
+    if state and (state ~= 'open' or id ~= own) then
+      if state == 'open' or now_ms < tonumber(free) then
+        return {state, id, redis.call('PTTL', job), expires}
+      end
+      redis.call('HSET', job, 'was:' .. id, state)
+      redis.call('HDEL', job, 'expired')
     end
-    redis.call('HSET', job, 'was:' .. id, state)
+    if id ~= own or state ~= 'open' then
+      redis.call('HSET', job, 'state', 'open', 'id', own, 'expires', number(now_ms + instant),
+        'free', number(now_ms + instant + margin_ms))
+    end
+    keep(job, now_ms + instant + margin_ms + keep_ms, now_ms)
+    return {'opened', own, redis.call('PTTL', job), ''}
+  elseif verb == 'join' and state then
+    redis.call('HSET', job, 'free', number(math.max(tonumber(free), instant + margin_ms)))
+    keep(job, instant + margin_ms + keep_ms, now_ms)
+  elseif state == 'open' and (verb == 'commit' or verb == 'abort') then
+    state = verb == 'commit' and 'committed' or 'aborted'
+    redis.call('HSET', job, 'state', state)
+  elseif verb == 'confirm' and own == id and (state == 'open' or expired) then
+    state, expired, is_new = 'committed', nil, false
+    redis.call('HSET', job, 'state', state)
     redis.call('HDEL', job, 'expired')
+  elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. own) == 'aborted' then
+    redis.call('HSET', job, 'was:' .. own, 'committed')
+  elseif verb == 'look' and own ~= '' and own ~= id then
+    state, expired, is_new = redis.call('HGET', job, 'was:' .. own), nil, false
   end
-  if id ~= own then
-    redis.call('HSET', job, 'state', 'open', 'id', own, 'expires', number(now_ms + instant),
-      'free', number(now_ms + instant + margin_ms))
+  local answer = {state or '', id or '', redis.call('PTTL', job), expires or ''}
+  if expired then
+    table.insert(answer, 'expired')
   end
-  keep(job, now_ms + instant + margin_ms + keep_ms, now_ms)
-  return cjson.encode({'opened', own, redis.call('PTTL', job), ''})
-elseif verb == 'join' and state then
-  redis.call('HSET', job, 'free', number(math.max(tonumber(free), instant + margin_ms)))
-  keep(job, instant + margin_ms + keep_ms, now_ms)
-elseif state == 'open' and (verb == 'commit' or verb == 'abort') then
-  state = verb == 'commit' and 'committed' or 'aborted'
-  redis.call('HSET', job, 'state', state)
-elseif verb == 'confirm' and own == id and (state == 'open' or expired) then
-  state, expired, is_new = 'committed', nil, false
-  redis.call('HSET', job, 'state', state)
-  redis.call('HDEL', job, 'expired')
-elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. own) == 'aborted' then
-  redis.call('HSET', job, 'was:' .. own, 'committed')
-elseif verb == 'look' and own ~= '' and own ~= id then
-  state, expired, is_new = redis.call('HGET', job, 'was:' .. own), nil, false
+  if is_new then
+    table.insert(answer, 'now')
+  end
+  return answer
 end
-local answer = {state or '', id or '', redis.call('PTTL', job), expires or ''}
-if expired then
-  table.insert(answer, 'expired')
-end
-if is_new then
-  table.insert(answer, 'now')
-end
-return cjson.encode(answer)
+
+return cjson.encode(of_each_key(call)[1])

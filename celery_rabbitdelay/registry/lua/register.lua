@@ -7,7 +7,7 @@
 -- already), "released" (another message of the attempt was) or "cancelled".
 
 local now_ms = clock()
-local states, listed = {}, {}
+local listed = {}
 
 local function list(record, name, job, score)
   local id = id_of(record)
@@ -58,10 +58,11 @@ local function register(record, copy, life, attempt, due, key, order, name, job,
   return 'waiting'
 end
 
-for number, record in ipairs(KEYS) do
-  states[number] = register(record, unpack(given[number]))
-  keep(record, tonumber(given[number][4]) + keep_ms, now_ms)
-end
+local states = of_each_key(function(record, copy, life, attempt, due, ...)
+  local state = register(record, copy, life, attempt, due, ...)
+  keep(record, tonumber(due) + keep_ms, now_ms)
+  return state
+end)
 for key, entries in pairs(listed) do
   local last = 0
   for at = 1, #entries, 2 do

@@ -1,9 +1,11 @@
 -- Functions that all scripts share. The record of a task is a hash:
 --
---   cancelled      the life (see below) up to which the task is cancelled
+--   cancelled      the life (see below) up to which the task is cancelled; at least one that no message
+--                  had begun by then, if the task had run
 --   not_before     until when it was postponed
 --   won:ATTEMPT    the name of the message that was let run
---   once:ATTEMPT   with "@" and a queue: the mark of the message that was let run there; see "once"
+--   once:ATTEMPT   with "@" and a queue: the mark of the message that was let run there, which is the
+--                  message's name, a dot, and the name of its arrival; see "once"
 --   ran            the latest life that a message was let run of
 --
 -- and of the attempt that waits, if it is registered:
@@ -29,6 +31,19 @@ local keep_ms, given = tonumber(ARGV[1]), ARGV[2] and cjson.decode(ARGV[2])
 local function clock()
   local now = redis.call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+-- Return what a function says of each key and its arguments. If Redis or Lua cannot read what is noted
+-- there, its answer begins with "!" and says so, and the other keys have theirs.
+local function of_each_key(say)
+  local answers = {}
+  for number, key in ipairs(KEYS) do
+    local is_readable, answer = pcall(say, key, unpack(given[number]))
+    -- What Redis refuses is a table, and what Lua refuses is a text.
+    answers[number] = is_readable and answer
+      or '!' .. tostring(type(answer) == 'table' and answer.err or answer)
+  end
+  return answers
 end
 
 -- Let a key live until then at least.
@@ -84,6 +99,11 @@ end
 -- The latest life of which anything is known.
 local function latest(ran, waits)
   return math.max(tonumber(ran or '0'), waits and life_in(waits) or 0)
+end
+
+-- The life of what is sent under a task's id after it has run: neither that nor cancelled.
+local function next_life(ran, cancelled)
+  return math.max(tonumber(ran), tonumber(cancelled or '0')) + 1
 end
 
 local function is_cancelled(cancelled, life)

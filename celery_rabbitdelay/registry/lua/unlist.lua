@@ -4,12 +4,11 @@
 -- ARGV  for each: the order of the task that has superseded it
 -- Returns for each whether it was one (1) or not (0).
 
-local answers = {}
-for number, record in ipairs(KEYS) do
+return cjson.encode(of_each_key(function(record, newer)
   local order = redis.call('HGET', record, 'order')
-  answers[number] = order and tonumber(order) < tonumber(given[number][1]) and 1 or 0
-  if answers[number] == 1 then
+  if order and tonumber(order) < tonumber(newer) then
     unlist(record)
+    return 1
   end
-end
-return cjson.encode(answers)
+  return 0
+end))
