@@ -246,7 +246,7 @@ def test_a_cancel_while_a_task_runs_stops_its_retry_and_not_what_is_sent_anew(
     assert registry.register([retry]) == ["cancelled"]
     assert verdict(registry, retry) is Verdict.CANCELLED
     (ticket,) = registry.ask([("task", "")])
-    assert ticket == Ticket(life=1)
+    assert ticket == Ticket(life=2)
     anew = tracked(ticket=ticket)
     registry.register([anew])
     assert verdict(registry, anew) is Verdict.RUN
