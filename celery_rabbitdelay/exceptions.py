@@ -567,13 +567,12 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
             iterable raised, this row was already yielded by the generator, but not sent.
     """
 
-    report: Any
-    errors: Mapping[int, Exception]
-    rest: int | None
+    def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
+        super().__init__(report, errors, rest)
+        self.report = report
+        self.errors = dict(sorted(errors.items()))
+        self.rest = rest
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.errors = dict(sorted(self.errors.items()))
         self.uncertain = tuple(row for row, each in self.errors.items() if _may_have_arrived(each))
         self.may_have_arrived = bool(self.uncertain)
 
