@@ -199,16 +199,12 @@ class LayoutConflict(RabbitDelayError, OperationalError):
 
     prefix: str
     reply: str
-    advice: str = ""
+    advice: str = "use another rabbitdelay_prefix for this one"
 
     text: ClassVar = (
         "the broker holds other levels under the prefix {self.prefix!r}: {self.advice}. "
         "The broker said: {self.reply}"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.advice = self.advice or "use another rabbitdelay_prefix for this one"
 
 
 class TopologyIncomplete(RabbitDelayError, OperationalError):
@@ -424,15 +420,10 @@ class MissingPermission(NamedTuple):
 
     def __str__(self) -> str:
         where = f"{self.kind} {self.name!r} in the virtual host {self.virtual_host!r}"
+        what, command = f"permission {self.permission}", "set_permissions"
         if self.topic is not None:
-            return (
-                f"the user {self.user!r} lacks the topic permission {self.permission} for the key "
-                f"{self.topic!r} on the {where}: see rabbitmqctl set_topic_permissions"
-            )
-        return (
-            f"the user {self.user!r} lacks the permission {self.permission} on the {where}: see "
-            "rabbitmqctl set_permissions"
-        )
+            what, command = f"topic {what} for the key {self.topic!r}", "set_topic_permissions"
+        return f"the user {self.user!r} lacks the {what} on the {where}: see rabbitmqctl {command}"
 
 
 class PermissionMissing(RabbitDelayError, OperationalError):

@@ -9,6 +9,7 @@ from decimal import Context, Decimal
 from fractions import Fraction
 from math import ceil, isfinite
 from numbers import Rational, Real
+from operator import mul
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
@@ -175,8 +176,7 @@ _UNITS: Final = {
 
 _NUMBER: Final = r"\d+(?:\.\d+)?"
 _SECONDS: Final = re.compile(_NUMBER)
-_WITH_UNITS: Final = re.compile(rf"(?:{_NUMBER}\s*(?:ms|[wdhms])\s*)+")
-_ONE_UNIT: Final = re.compile(rf"({_NUMBER})\s*(ms|[wdhms])")
+_WITH_UNITS: Final = re.compile("".join(rf"(?:({_NUMBER})\s*{unit}\s*)?" for unit in _UNITS))
 _CLOCK: Final = re.compile(r"(?:(\d+)\s*d(?:ays?)?,?\s+)?(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
 
 
@@ -197,26 +197,19 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
     if clock := _CLOCK.fullmatch(bare):
         days, hours, minutes, seconds = (Fraction(Decimal(part or 0)) for part in clock.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if _WITH_UNITS.fullmatch(bare):
-        parts = _ONE_UNIT.findall(bare)
-        places = [list(_UNITS).index(unit) for _, unit in parts]
-        if places == sorted(set(places)):
-            return sum(
-                (Fraction(Decimal(number)) * _UNITS[unit] / 1000 for number, unit in parts),
-                start=Fraction(0),
-            )
+    if bare and (units := _WITH_UNITS.fullmatch(bare)):
+        numbers = (Fraction(Decimal(number or 0)) for number in units.groups())
+        total_ms = sum(map(mul, numbers, _UNITS.values()), start=Fraction(0))
+        return total_ms / 1000
     raise InvalidDelay(text, TAKES, what)
 
 
 def duration_text(length_ms: int) -> str:
     """Return milliseconds as days and a time of day: ``3 days 7:45:30``, ``0:00:00.1``."""
     days, rest = divmod(length_ms, _UNITS["d"])
-    hours, rest = divmod(rest, _UNITS["h"])
-    minutes, rest = divmod(rest, _UNITS["m"])
-    seconds, rest = divmod(rest, 1000)
-    fraction = f".{rest:03}".rstrip("0") if rest else ""
-    time_of_day = f"{hours}:{minutes:02}:{seconds:02}{fraction}"
+    whole, point, fraction = str(timedelta(milliseconds=rest)).partition(".")
+    time_of_day = f"{whole}{point}{fraction.rstrip('0')}"
     if not days:
         return time_of_day
-    whole = f"{days:,} day{'s' if days > 1 else ''}"
-    return whole if not length_ms % _UNITS["d"] else f"{whole} {time_of_day}"
+    shown = f"{days:,} day{'s' if days > 1 else ''}"
+    return f"{shown} {time_of_day}" if rest else shown

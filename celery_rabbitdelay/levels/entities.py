@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -147,18 +148,19 @@ class ModuleQueues(NamedTuple):
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         """All exchanges; first that of ``undeliverable``, which all others refer to."""
-        own = (self.undeliverable, self.checkin, self.meditation)
-        return (*(queue.exchange for queue in own), self.meditated, self.unrouted)
+        return tuple(exchange for exchange, _ in self._fanouts)
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
         """All bindings, except that of distribution to the delivery exchange."""
-        own = (self.undeliverable.name, self.checkin.name, self.meditation.name)
-        return (
-            *(Binding(name, "", name) for name in own),
-            Binding(self.meditated.name, "", self.checkin.name),
-            Binding(self.unrouted.name, "", self.distribution.name),
-        )
+        return tuple(Binding(exchange.name, "", queue.name) for exchange, queue in self._fanouts)
+
+    @property
+    def _fanouts(self) -> Iterator[tuple[Exchange, Queue]]:
+        for queue in (self.undeliverable, self.checkin, self.meditation):
+            yield queue.exchange, queue
+        yield self.meditated, self.checkin
+        yield self.unrouted, self.distribution
 
 
 class Identity(NamedTuple):

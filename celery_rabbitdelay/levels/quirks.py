@@ -1,4 +1,4 @@
-"""Where versions of RabbitMQ differ: each quirk, the versions that have it, and what we do.
+"""Where versions of RabbitMQ differ: what each quirk is, what we do, and the versions that have it.
 
 No other file compares versions. What a quirk has no source for was measured on 3.10.8, 4.0.5 and
 4.3.6. To add one, name it here; where code depends on the version, it asks ``NAME.is_in(version)``.
@@ -17,17 +17,13 @@ OLDEST: Final[Version] = (3, 10)
 
 
 class Quirk(NamedTuple):
-    """What some versions do differently.
+    """The versions that do something differently.
 
     Attributes:
-        what: What the broker does.
-        handling: What we do.
         first: The first version that does it; empty: all earlier ones do.
         last: The last version that does it, or its series; None: the newest one does.
     """
 
-    what: str
-    handling: str
     first: Version = ()
     last: Version | None = None
 
@@ -37,63 +33,48 @@ class Quirk(NamedTuple):
         return self.first <= version and (last is None or version[: len(last)] <= last)
 
 
-# https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
-DEAD_LETTERING_FLAG: Final = Quirk(
-    "At-least-once dead-lettering needs the feature flag stream_queue.",
-    "verify says if it is disabled.",
-    last=(3, 10),
-)
-# https://github.com/rabbitmq/rabbitmq-server/pull/16652
-STUCK_DEAD_LETTERING: Final = Quirk(
-    "At-least-once dead-lettering stops when the replicas of a queue change.",
-    "verify warns.",
-    first=(4, 3, 0),
-    last=(4, 3, 2),
-)
-SAME_CONSUMER_TAG: Final = Quirk(
-    "A consumer of a quorum queue that starts again under its tag while it has messages fails.",
-    "Each consumer has a tag of its own there.",
-    last=(3,),
-)
-ORDER_OF_REQUEUED: Final = Quirk(
-    "basic.nack changes the order of what is requeued; a closed channel keeps it.",
-    "Messages that were only read are requeued by closing the channel.",
-    last=(3,),
-)
-# https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling
-ONLY_REJECT_COUNTS: Final = Quirk(
-    "basic.reject and a closed channel count towards a delivery limit, basic.nack does not.",
-    "What is not processed is given back with basic.nack.",
-    first=(4, 3),
-)
-# https://www.rabbitmq.com/docs/quorum-queues#position-in-queue
-DELIVERY_LIMIT: Final = Quirk(
-    "Quorum queues dead-letter a message after 20 deliveries by default, task queues drop it.",
-    "The levels set a limit that is never reached; adopt publishes a task anew before it is.",
-    first=(4, 0),
-)
-# https://www.rabbitmq.com/docs/quorum-queues#priorities
-TWO_PRIORITIES: Final = Quirk(
-    "Priorities above 4 form a band of their own; one such message blocks the others of a level.",
-    "Higher priorities wait in a header, and distribution restores them.",
-    first=(4, 0),
-    last=(4, 2),
-)
-PASSIVE_PERMISSION: Final = Quirk(
-    "A passive declaration needs one of the three permissions; before, it needs none.",
-    "Counts that the user may not read are left out.",
-    first=(4, 3),
-)
-UNNAMED_PERMISSION: Final = Quirk(
-    "ACCESS_REFUSED does not say which permission is missing.",
-    "It is derived from the method that was refused.",
-    last=(3,),
-)
-UNLISTED_BINDINGS: Final = Quirk(
-    "The management API does not list the bindings of a queue whose node is away.",
-    "verify asks for no binding of such a queue.",
-    last=(4, 2),
-)
+#: At-least-once dead-lettering needs the feature flag stream_queue. verify says if it is disabled.
+#: Source: https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
+DEAD_LETTERING_FLAG: Final = Quirk(last=(3, 10))
+
+#: At-least-once dead-lettering stops when the replicas of a queue change. verify warns. Source:
+#: https://github.com/rabbitmq/rabbitmq-server/pull/16652
+STUCK_DEAD_LETTERING: Final = Quirk(first=(4, 3, 0), last=(4, 3, 2))
+
+#: A consumer of a quorum queue that starts again under its tag while it has messages fails. Each
+#: consumer has a tag of its own there.
+SAME_CONSUMER_TAG: Final = Quirk(last=(3,))
+
+#: basic.nack changes the order of what is requeued; a closed channel keeps it. Messages that were
+#: only read are requeued by closing the channel.
+ORDER_OF_REQUEUED: Final = Quirk(last=(3,))
+
+#: basic.reject and a closed channel count towards a delivery limit, basic.nack does not. What is
+#: not processed is given back with basic.nack. Source:
+#: https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling
+ONLY_REJECT_COUNTS: Final = Quirk(first=(4, 3))
+
+#: Quorum queues dead-letter a message after 20 deliveries by default, task queues drop it. The
+#: levels set a limit that is never reached; adopt publishes a task anew before it is. Source:
+#: https://www.rabbitmq.com/docs/quorum-queues#position-in-queue
+DELIVERY_LIMIT: Final = Quirk(first=(4, 0))
+
+#: Priorities above 4 form a band of their own; one such message blocks the others of a level.
+#: Higher priorities wait in a header, and distribution restores them. Source:
+#: https://www.rabbitmq.com/docs/quorum-queues#priorities
+TWO_PRIORITIES: Final = Quirk(first=(4, 0), last=(4, 2))
+
+#: A passive declaration needs one of the three permissions; before, it needs none. Counts that the
+#: user may not read are left out.
+PASSIVE_PERMISSION: Final = Quirk(first=(4, 3))
+
+#: ACCESS_REFUSED does not say which permission is missing. It is derived from the method that was
+#: refused.
+UNNAMED_PERMISSION: Final = Quirk(last=(3,))
+
+#: The management API does not list the bindings of a queue whose node is away. verify asks for no
+#: binding of such a queue.
+UNLISTED_BINDINGS: Final = Quirk(last=(4, 2))
 
 
 def version_of(text: str) -> Version:

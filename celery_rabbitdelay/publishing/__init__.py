@@ -5,7 +5,7 @@ with a message.
 
 Read ``message`` (the parts of a message), ``wire`` (its bytes), ``incoming`` (messages that nobody
 can read, or hold), ``publication`` (a message in flight), ``confirm_channel`` and ``publish_loop``
-(the one engine that keeps many messages in flight), ``connection`` and ``publisher``; then
+(the one engine that keeps many messages in flight) and ``publisher`` (its connections); then
 ``declaration``, ``backlog`` and ``permissions`` (which one is missing); then ``destination`` (the
 queue that a message would reach), ``signature`` (who has said so) and ``producer``. Private parts
 of kombu stand in ``kombu_internals``.

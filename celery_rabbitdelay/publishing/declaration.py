@@ -27,11 +27,20 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing import kombu_internals
+from celery_rabbitdelay.publishing.kombu_internals import declared_entities
 
 #: Layout, queue type, shards and arguments in a fingerprint; see :meth:`.Topology.identity`.
 _FINGERPRINT: Final = re.compile(
-    r"(?P<layout>.+)-(?P<queue_type>quorum|classic)(-s(?P<shards>\d+))?-(?P<arguments>v.+)"
+    r"(?P<layout>.+)-(?P<queue_type>quorum|classic)(-s(?P<shards>\d+))?-(?P<arguments>v.+)",
+    re.DOTALL,
 )
+
+#: The parts of a fingerprint that are settings, and which.
+_SETTINGS: Final = {
+    "layout": "rabbitdelay_layout or rabbitdelay_tick",
+    "queue_type": "rabbitdelay_queue_type",
+    "shards": "rabbitdelay_shards",
+}
 
 #: In what the levels may differ if the fingerprint on the broker is unknown.
 ANY_SETTING: Final = (
@@ -56,8 +65,12 @@ def conflict_with(topology: Topology, reply: str) -> exceptions.LayoutConflict:
         )
         return exceptions.LayoutConflict(topology.prefix, reply, advice)
     here, there = _parts(topology.identity.fingerprint), _parts(_declared(topology, reply))
-    differing = list(_differing(here, there))
-    if there["layout"] and not differing and here["arguments"] != there["arguments"]:
+    differing = [
+        f"{settings} ({there[part]} there, {here[part]} here)"
+        for part, settings in _SETTINGS.items()
+        if there and here[part] != there[part]
+    ]
+    if there and not differing and here["arguments"] != there["arguments"]:
         advice = (
             f"the settings are the same, but another version of celery_rabbitdelay has declared "
             f"the levels with other arguments ({there['arguments']}, here {here['arguments']}). "
@@ -94,23 +107,9 @@ def _declared(topology: Topology, reply: str) -> str:
 
 
 def _parts(fingerprint: str) -> dict[str, str]:
+    """Return the parts of a fingerprint; empty if it is unknown, or none."""
     found = _FINGERPRINT.fullmatch(fingerprint)
-    parts = found.groupdict() if found else {}
-    names = ("layout", "queue_type", "shards", "arguments")
-    return {name: parts.get(name) or ("1" if name == "shards" else "") for name in names}
-
-
-def _differing(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
-    if not there["layout"]:
-        return  # it is unknown, or no fingerprint
-    if here["layout"] != there["layout"]:
-        yield (
-            f"rabbitdelay_layout or rabbitdelay_tick ({there['layout']} there, "
-            f"{here['layout']} here)"
-        )
-    for name in ("queue_type", "shards"):
-        if here[name] != there[name]:
-            yield f"rabbitdelay_{name} ({there[name]} there, {here[name]} here)"
+    return found.groupdict(default="1") if found else {}
 
 
 #: Every 20th method waits for a reply; the others use ``nowait``. Fewer replies would do, but the
@@ -163,11 +162,11 @@ def declare_if_missing(connection: Connection, topology: Topology) -> None:
         LayoutConflict: Another layout is declared under the same prefix.
     """
     key = _key(topology)
-    if key in _known(connection):
+    if key in declared_entities(connection):
         return
     if not is_declared(connection, topology):
         declare(connection, topology)
-    _known(connection).add(key)
+    declared_entities(connection).add(key)
 
 
 def check_complete(
@@ -198,16 +197,16 @@ def check_complete(
         TopologyIncomplete: An exchange or a queue is missing.
     """
     key = _key(topology)
-    if key not in _known(connection):
+    if key not in declared_entities(connection):
         if not (by_marker and _exists_or_hidden(connection, topology)):
             _check_all(connection, topology)
         elif topology.queue_type == "classic":
             _check_exchanges(connection, topology)
-        _known(connection).add(key)
-    if destination is not None and _key(topology, destination) not in _known(connection):
+        declared_entities(connection).add(key)
+    if destination is not None and _key(topology, destination) not in declared_entities(connection):
         if not _queue_exists(connection, destination):
             raise exceptions.TopologyIncomplete(topology.prefix, (destination.name,))
-        _known(connection).add(_key(topology, destination))
+        declared_entities(connection).add(_key(topology, destination))
 
 
 def _check_all(connection: Connection, topology: Topology) -> None:
@@ -400,7 +399,7 @@ def declare_destination(connection: Connection, topology: Topology, queue: Queue
         amqp.exceptions.NotFound: The queue is exclusive, and nobody has declared it.
     """
     key = _key(topology, queue)
-    if key in _known(connection):
+    if key in declared_entities(connection):
         return
     declare_if_missing(connection, topology)
     with _channel(connection) as channel:
@@ -410,7 +409,7 @@ def declare_destination(connection: Connection, topology: Topology, queue: Queue
         else:
             queue(channel).declare()
             _bind_destination(channel, topology, queue.name)
-    _known(connection).add(key)
+    declared_entities(connection).add(key)
 
 
 def on_declared(connection: Connection, topology: Topology) -> Callable[[str, int, int], None]:
@@ -435,7 +434,7 @@ def on_declared(connection: Connection, topology: Topology) -> Callable[[str, in
 
 def forget(connection: Connection) -> None:
     """Forget what is known to be declared on the broker, so that the next call asks again."""
-    _known(connection).clear()
+    declared_entities(connection).clear()
 
 
 def connect(connection: Connection) -> None:
@@ -448,13 +447,8 @@ def connect(connection: Connection) -> None:
         kombu_internals.wait_without_limit(connection)
 
 
-def _known(connection: Connection) -> set[Any]:
-    """Keys of what is known to be declared; kombu empties the set when it reconnects."""
-    return kombu_internals.declared_entities(connection)
-
-
 def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
-    """The key in :func:`_known` of a topology, or of a queue that is bound to it."""
+    """The key in :func:`declared_entities` of a topology, or of a queue that is bound to it."""
     return (
         "rabbitdelay",
         topology.prefix,

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
+from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
+
 
 class Destination(NamedTuple):
     """Where a message goes when it is due.
@@ -75,10 +77,8 @@ def may_refuse(queue: Queue, patterns: Iterable[str] = ()) -> bool:
         queue: The queue, with its arguments.
         patterns: Glob patterns: ``*`` matches any characters, ``?`` one.
     """
-    arguments = queue.queue_arguments or {}
-    # kombu writes its own attributes over the arguments.
-    attributes = (getattr(queue, "max_length", None), getattr(queue, "max_length_bytes", None))
-    bounds = (*attributes, *map(arguments.get, ("x-max-length", "x-max-length-bytes")))
+    arguments = declared_arguments(queue)
+    bounds = map(arguments.get, ("x-max-length", "x-max-length-bytes"))
     refuses = str(arguments.get("x-overflow", "")).startswith("reject-publish")
     if refuses and any(bound is not None for bound in bounds):
         return True

@@ -17,6 +17,9 @@ from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
 from kombu.utils import json
 
+#: The options of :func:`serialized`.
+SERIALIZING: Final = ("serializer", "content_type", "content_encoding", "compression")
+
 #: How many passive declarations are sent before their answers are read. An answer has some 50
 #: bytes, so those of one batch fit into the socket's buffers, and the broker never has to stop
 #: writing while this side is writing too.

@@ -23,7 +23,7 @@ from celery_rabbitdelay.publishing.declaration import (
     forget,
 )
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
-from celery_rabbitdelay.publishing.kombu_internals import serialized
+from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, serialized
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
 from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -203,10 +203,6 @@ class DelayedProducer(Producer):
         due: Due,
         *,
         headers: Mapping[str, Any] | None = None,
-        serializer: str | None = None,
-        compression: str | None = None,
-        content_type: str | None = None,
-        content_encoding: str | None = None,
         **properties: Any,
     ) -> Delayed:
         """Return the message that :meth:`publish_delayed` publishes, which takes the same.
@@ -240,14 +236,9 @@ class DelayedProducer(Producer):
         else:
             refuses = has_distribution and may_refuse(queue, self.may_refuse)
             name = DISTRIBUTION if refuses else queue.name
+        how = {name: properties.pop(name) for name in SERIALIZING if name in properties}
         body, properties["content_type"], properties["content_encoding"] = serialized(
-            self,
-            body,
-            own_headers,
-            serializer=serializer,
-            content_type=content_type,
-            content_encoding=content_encoding,
-            compression=compression,
+            self, body, own_headers, **how
         )
         reply_to = properties.get("reply_to")
         if isinstance(reply_to, Queue):

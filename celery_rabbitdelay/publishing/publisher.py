@@ -1,4 +1,7 @@
-"""Publishing that returns only once the broker has confirmed: one message, or a million."""
+"""Publishing that returns only once the broker has confirmed: one message, or a million.
+
+The connection is opened when needed, and dropped when in doubt.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, NoReturn, TypeAlias
 from weakref import WeakSet
 
@@ -28,9 +31,12 @@ from celery_rabbitdelay.exceptions import (
     RabbitDelayError,
 )
 from celery_rabbitdelay.levels.shown_url import shown_broker
-from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
-from celery_rabbitdelay.publishing.connection import PublishingConnection, remaining
-from celery_rabbitdelay.publishing.kombu_internals import LazyPool
+from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled
+from celery_rabbitdelay.publishing.kombu_internals import (
+    LazyPool,
+    drop_connection,
+    wait_without_limit,
+)
 from celery_rabbitdelay.publishing.permissions import missing_permission
 from celery_rabbitdelay.publishing.publication import (
     BACKOFF,
@@ -42,6 +48,13 @@ from celery_rabbitdelay.publishing.publication import (
     PublishPolicy,
 )
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
+from celery_rabbitdelay.publishing.wire import Wire
+
+#: Seconds that opening a connection may take if the connection sets no limit of its own.
+CONNECT_TIMEOUT: Final = 5.0
+
+#: Seconds that closing a channel may take; all its messages are settled before.
+CLOSE_TIMEOUT: Final = 2.0
 
 #: Called with a connection, to declare what is missing.
 Declaration: TypeAlias = Callable[[Connection], None]
@@ -58,7 +71,7 @@ PASSING_REASONS: Final = re.compile(
 )
 
 
-class Publisher(PublishingConnection):
+class Publisher:
     """Publishes over one connection, and waits for the confirms. For one thread at a time.
 
     Args:
@@ -70,8 +83,9 @@ class Publisher(PublishingConnection):
     """
 
     def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
+        self.connection = connection
         self.resent = 0
+        self._channel: ConfirmChannel | None = None
 
     def publish(
         self,
@@ -152,6 +166,65 @@ class Publisher(PublishingConnection):
                 no outcome have this error; further ones were not taken.
         """
         _Run(self, publications, policy, declare, redeclare, done).run()
+
+    def channel(self, deadline: float, on_settled: OnSettled) -> ConfirmChannel:
+        """Return a channel that can be used, and open the connection if needed.
+
+        Args:
+            deadline: When to give up, on the clock of :func:`time.monotonic`. Each wait for a host
+                ends before that; a host that answers each step of connecting late may exceed it.
+            on_settled: What the channel calls with each publication that is settled.
+        """
+        if self._channel is not None and self._channel.open:
+            self._channel.unconfirmed.on_settled = on_settled
+            return self._channel
+        self._connect(deadline)
+        with Wire(self.connection).all_answers_within(_remaining(deadline)):
+            self._channel = ConfirmChannel(self.connection, on_settled)
+        return self._channel
+
+    def _connect(self, deadline: float) -> None:
+        """Try each broker of a fail-over list once; that does not count as a resend."""
+        own_timeout = self.connection.connect_timeout
+        try:
+            for hosts_left in range(max(len(self.connection.alt), 1), 0, -1):
+                # A host that does not answer leaves time for the others. To switch to the next one
+                # resets kombu's timeout.
+                share = _remaining(deadline) / hosts_left
+                self.connection.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, share)
+                try:
+                    # Left to itself, kombu waits two seconds and tries again.
+                    self.connection.ensure_connection(
+                        max_retries=0, reraise_as_library_errors=False
+                    )
+                except self.connection.recoverable_connection_errors:
+                    if hosts_left == 1:
+                        raise
+                    self.connection.maybe_switch_next()
+                else:
+                    # What is left of the limit for connecting is none for answers.
+                    wait_without_limit(self.connection)
+                    return
+        finally:
+            self.connection.connect_timeout = own_timeout
+
+    def discard(self) -> None:
+        """Drop the connection without AMQP's handshake; :meth:`channel` opens a new one."""
+        self._channel = None
+        drop_connection(self.connection)
+
+    def close_channel(self) -> None:
+        """Close the channel; the connection stays open for others."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            # Everything that was published is settled; a close that fails changes nothing.
+            with suppress(*self.connection.connection_errors, *self.connection.channel_errors):
+                channel.close(CLOSE_TIMEOUT)
+
+    def close(self) -> None:
+        """Close the connection in order; it cannot be used any more."""
+        self.close_channel()
+        self.connection.release()
 
 
 class _MayPass(Exception):
@@ -245,7 +318,7 @@ class _Run:
     def _call(self, declare: Declaration) -> None:
         publication = self._loop.next_waiting
         try:
-            with self._loop.channel.wire.all_answers_within(remaining(publication.deadline)):
+            with self._loop.channel.wire.all_answers_within(_remaining(publication.deadline)):
                 declare(self._publisher.connection)
         except self._publisher.connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
@@ -313,6 +386,11 @@ class _Run:
         error.__cause__ = cause
         self._loop.fail_all(error)
         raise error from cause
+
+
+def _remaining(deadline: float) -> float:
+    """Return the seconds until a deadline, at least 1 ms, for one read."""
+    return max(deadline - time.monotonic(), 0.001)
 
 
 def _declaration_refused(address: tuple[str, str], refused: BaseException) -> DeclarationRefused:

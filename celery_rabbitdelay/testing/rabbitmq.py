@@ -7,6 +7,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +32,8 @@ class RabbitMQServer(servers.Server):
     """
 
     package = "rabbitmq-server"
+    #: AMQP's header, and the type of the frame that says "connection.start".
+    greeting = b"AMQP\x00\x00\x09\x01", b"\x01"
 
     #: Debian's start script; the one in /usr/sbin insists on running as the user rabbitmq.
     program: ClassVar[str] = "/usr/lib/rabbitmq/bin/rabbitmq-server"
@@ -44,13 +47,12 @@ class RabbitMQServer(servers.Server):
         plugins: Sequence[str] = (),
         certificates: servers.Certificates | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(certificates)
         self.root = root
         self.settings = settings
         self.cluster_with = cluster_with
         self.management = management
         self.plugins = plugins
-        self.certificates = certificates
         self._management_port = servers.free_port()
         self._mapper_port: int = cluster_with._mapper_port if cluster_with else servers.free_port()
         self._distribution_port = servers.free_port()
@@ -101,26 +103,15 @@ class RabbitMQServer(servers.Server):
         # Without one of its own, the node would start a port mapper that outlives it.
         if self._mapper is not None and self._mapper.poll() is None:
             return
-        command = self._inside(["epmd", "-port", str(self._mapper_port), "-address", "127.0.0.1"])
-        if shutil.which(command[0]) is None:
-            raise servers.ServerNotStarted(
-                "epmd is not installed: on Debian and Ubuntu, apt-get install rabbitmq-server"
-            )
-        with self._log_path.open("ab") as log:
-            self._mapper = self._spawn(command, self._environment(), log)
-        try:
-            servers.wait_for(
-                self._mapper_listens, "start of the Erlang port mapper", servers.START_TIMEOUT
-            )
-        except TimeoutError as timeout:
-            raise servers.ServerNotStarted(f"{timeout}\n{self.log[-2000:]}") from timeout
+        command = ["epmd", "-port", str(self._mapper_port), "-address", "127.0.0.1"]
+        self._mapper = self._spawn(self._inside(command))
+        self._wait_for_start(self._mapper_listens, "the Erlang port mapper")
 
     def _mapper_listens(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self._mapper_port), timeout=1.0):
-                return True
-        except OSError:
-            return False
+        address = ("127.0.0.1", self._mapper_port)
+        with suppress(OSError), socket.create_connection(address, timeout=1.0):
+            return True
+        return False
 
     def _write_configuration(self) -> None:
         listener = "tcp" if self.certificates is None else "ssl"
@@ -215,15 +206,6 @@ class RabbitMQServer(servers.Server):
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none",
         }
 
-    def _ready(self) -> bool:
-        # The node answers a wrong protocol header with its own and closes: it takes connections.
-        try:
-            with servers.open_socket(self.port, self.certificates) as client:
-                client.sendall(b"AMQP\x00\x00\x09\x01")
-                return client.recv(1) != b""
-        except OSError:
-            return False
-
     def ctl(self, *arguments: str) -> str:
         """Run ``rabbitmqctl`` against this node and return what it printed.
 
@@ -231,12 +213,10 @@ class RabbitMQServer(servers.Server):
             subprocess.CalledProcessError: The command failed; a note says what it printed.
         """
         command = self._inside(["/usr/lib/rabbitmq/bin/rabbitmqctl", "--silent", *arguments])
-        done = subprocess.run(
-            command, env=self._environment(), capture_output=True, text=True, check=False
-        )
         try:
-            done.check_returncode()
+            return subprocess.run(
+                command, env=self._environment(), capture_output=True, text=True, check=True
+            ).stdout
         except subprocess.CalledProcessError as failed:
-            failed.add_note(done.stderr)
+            failed.add_note(failed.stderr)
             raise
-        return done.stdout

@@ -26,10 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, ClassVar, Final, NamedTuple, Self
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 #: The names of the machine that the server's certificate is for.
 HOSTS: Final = ("localhost", "127.0.0.1", "::1")
@@ -157,6 +156,10 @@ def _end_with_parent() -> None:
 class Server:
     """A server process of our own: its folder, its port, its log.
 
+    Args:
+        certificates: The server takes connections over TLS only, and from clients that show a
+            certificate of the authority. None: it takes them without TLS.
+
     Attributes:
         folder: The temporary folder that holds all the server's files.
         port: The TCP port that the server listens on; it stays the same over restarts.
@@ -165,7 +168,11 @@ class Server:
     #: The Debian package that brings the program.
     package: ClassVar[str]
 
-    def __init__(self) -> None:
+    #: What a client says first, and the first byte of the server's answer.
+    greeting: ClassVar[tuple[bytes, bytes]]
+
+    def __init__(self, certificates: Certificates | None = None) -> None:
+        self.certificates = certificates
         self.folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-"))
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -178,12 +185,7 @@ class Server:
             raise
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     @property
@@ -220,16 +222,12 @@ class Server:
         """
         assert not self.running, "the server runs already"
         self.folder.mkdir(exist_ok=True)
-        command = self._command()
-        if shutil.which(command[0]) is None:
-            raise ServerNotStarted(
-                f"{command[0]} is not installed: on Debian and Ubuntu, "
-                f"apt-get install {self.package}"
-            )
-        with self._log_path.open("ab") as log:
-            self._process = self._spawn(command, self._environment(), log)
+        self._process = self._spawn(self._command())
+        self._wait_for_start(self._answers, self.package)
+
+    def _wait_for_start(self, answers: Callable[[], object], what: str) -> None:
         try:
-            wait_for(self._answers, f"start of {self.package}", START_TIMEOUT, interval=0.1)
+            wait_for(answers, f"start of {what}", START_TIMEOUT, interval=0.1)
         except TimeoutError as timeout:
             raise ServerNotStarted(f"{timeout}\n{self.log[-2000:]}") from timeout
 
@@ -274,21 +272,25 @@ class Server:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def _spawn(
-        self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
-    ) -> subprocess.Popen[bytes]:
-        # A session of its own: a Ctrl-C at the terminal reaches the parent alone, which then stops
-        # the server in order, and a signal to the group reaches the server's helpers too.
-        return subprocess.Popen(
-            command,
-            env=dict(environment),
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-        )
+    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+        if shutil.which(command[0]) is None:
+            raise ServerNotStarted(
+                f"{command[0]} is not installed: on Debian and Ubuntu, "
+                f"apt-get install {self.package}"
+            )
+        with self._log_path.open("ab") as log:
+            # A session of its own: a Ctrl-C at the terminal reaches the parent alone, which then
+            # stops the server in order, and a signal to the group reaches its helpers too.
+            return subprocess.Popen(
+                command,
+                env=self._environment(),
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
 
     def _command(self) -> list[str]:
         raise NotImplementedError
@@ -302,23 +304,19 @@ class Server:
         }
 
     def _ready(self) -> bool:
-        raise NotImplementedError
+        greeting, answer = self.greeting
+        with contextlib.suppress(OSError), self._open_socket() as client:
+            client.sendall(greeting)
+            return client.recv(1) == answer
+        return False
 
-
-def open_socket(port: int, certificates: Certificates | None) -> socket.socket:
-    """Connect to a port of this machine, over TLS if there are certificates.
-
-    Raises:
-        OSError: Nobody listens, or one of the two does not trust the other.
-    """
-    plain = socket.create_connection(("127.0.0.1", port), timeout=1.0)
-    if certificates is None:
-        return plain
-    try:
-        return certificates.client_context().wrap_socket(plain, server_hostname="localhost")
-    except BaseException:
-        plain.close()
-        raise
+    def _open_socket(self) -> socket.socket:
+        plain = socket.create_connection(("127.0.0.1", self.port), timeout=1.0)
+        if self.certificates is None:
+            return plain
+        with plain:  # an SSLSocket takes over what it is given
+            context = self.certificates.client_context()
+            return context.wrap_socket(plain, server_hostname=HOSTS[0])
 
 
 class RedisServer(Server):
@@ -330,10 +328,7 @@ class RedisServer(Server):
     """
 
     package = "redis-server"
-
-    def __init__(self, certificates: Certificates | None = None) -> None:
-        super().__init__()
-        self.certificates = certificates
+    greeting = b"PING\r\n", b"+"
 
     @property
     def url(self) -> str:
@@ -360,11 +355,3 @@ class RedisServer(Server):
             *("redis-server", *listen, "--bind", "127.0.0.1"),
             *("--dir", str(self.folder), "--save", "", "--appendonly", "no"),
         ]
-
-    def _ready(self) -> bool:
-        try:
-            with open_socket(self.port, self.certificates) as client:
-                client.sendall(b"PING\r\n")
-                return client.recv(16).startswith(b"+PONG")
-        except OSError:
-            return False

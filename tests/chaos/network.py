@@ -183,7 +183,7 @@ class NetworkedNode(Node):
         return False
 
     def _ready(self) -> bool:
-        # As for a node of this machine: it answers a wrong protocol header with its own.
+        # As for a node of this machine, at another address.
         address = (self._address, AMQP_PORT)
         with suppress(OSError), socket.create_connection(address, timeout=1.0) as client:
             client.sendall(b"AMQP\x00\x00\x09\x01")

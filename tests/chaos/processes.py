@@ -56,8 +56,7 @@ class ChaosProcess(CeleryProcess):
         assert not self.running, "the process runs already"
         self._ready_file.unlink(missing_ok=True)
         self._log_before = len(self.log)
-        with self._log_path.open("ab") as log:
-            self._process = self._spawn(self._command(), self._environment(), log)
+        self._process = self._spawn(self._command())
 
     def start(self) -> None:
         """Start the process and wait until it does its work."""

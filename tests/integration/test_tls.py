@@ -20,7 +20,6 @@ from celery_rabbitdelay.operations.moving.migration import check_source, waiting
 from celery_rabbitdelay.operations.moving.mover import Place
 from celery_rabbitdelay.operations.verify.management import management_api_of
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.connection import PublishingConnection
 from celery_rabbitdelay.publishing.declaration import (
     connect,
     declare,
@@ -194,7 +193,7 @@ def test_the_limit_for_connecting_is_none_for_a_publisher_s_answers(
     tls_node: RabbitMQServer,
 ) -> None:
     with connection_to(tls_node, connect_timeout=1) as connection:
-        publishing = PublishingConnection(connection)
+        publishing = Publisher(connection)
         publishing.channel(time.monotonic() + 30, lambda *settled: None)
         assert connection.connection.transport.sock.gettimeout() is None
         publishing.close_channel()

@@ -19,11 +19,11 @@ def test_a_version_is_read_as_the_broker_writes_it(text: str, version: tuple[int
 @pytest.mark.parametrize(
     ("quirk", "having", "lacking"),
     [
-        (Quirk("", ""), ["3.10.8", "5.0.0", ""], []),
-        (Quirk("", "", last=(3,)), ["3.10.8", "3.13.7", ""], ["4.0.0"]),
-        (Quirk("", "", last=(3, 10)), ["3.9.0", "3.10.25"], ["3.11.0", "4.0.0"]),
-        (Quirk("", "", first=(4, 3, 0), last=(4, 3, 2)), ["4.3.0", "4.3.2"], ["4.2.9", "4.3.3"]),
-        (Quirk("", "", first=(4, 3)), ["4.3.0", "5.0.0"], ["4.2.9", ""]),
+        (Quirk(), ["3.10.8", "5.0.0", ""], []),
+        (Quirk(last=(3,)), ["3.10.8", "3.13.7", ""], ["4.0.0"]),
+        (Quirk(last=(3, 10)), ["3.9.0", "3.10.25"], ["3.11.0", "4.0.0"]),
+        (Quirk(first=(4, 3, 0), last=(4, 3, 2)), ["4.3.0", "4.3.2"], ["4.2.9", "4.3.3"]),
+        (Quirk(first=(4, 3)), ["4.3.0", "5.0.0"], ["4.2.9", ""]),
     ],
 )
 def test_a_quirk_has_its_versions(quirk: Quirk, having: list[str], lacking: list[str]) -> None:
@@ -33,7 +33,6 @@ def test_a_quirk_has_its_versions(quirk: Quirk, having: list[str], lacking: list
 def test_each_quirk_is_in_the_versions_that_it_was_seen_in() -> None:
     versions = ("3.10.8", "3.13.7", "4.0.5", "4.2.3", "4.3.0", "4.3.2", "4.3.6")
     named = {name: each for name, each in vars(quirks).items() if isinstance(each, Quirk)}
-    assert all(each.what.endswith(".") and each.handling.endswith(".") for each in named.values())
     found = {
         name: "".join("x" if each.is_in(version_of(version)) else "." for version in versions)
         for name, each in named.items()
