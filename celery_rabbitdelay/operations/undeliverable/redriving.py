@@ -149,7 +149,7 @@ class Redriving:
             allowed one, but must not be one that is never allowed.
         max_attempts: How often a message may be redriven, including this time.
         ensure: Called with the name of each queue that a message goes to, to bind it to the levels.
-            It may raise :class:`.UnprocessableMessage`.
+            If the broker cannot be reached or refuses, the message stays.
         signing_keys: What verifies and signs messages; None: signatures do not matter.
         vouches: Whether messages without a valid signature are signed as well.
         bounds: What a message may cost.
