@@ -273,8 +273,9 @@ def _declaring(entity: Exchange | Queue) -> Callable[[Any], object]:
         # Not kombu's own method, which calls the queue's hook on_declared.
         arguments = declared_arguments(entity)
         return methodcaller("queue_declare", entity.name, arguments=arguments, **flags)
-    arguments = entity.arguments
-    return methodcaller("exchange_declare", entity.name, entity.type, arguments=arguments, **flags)
+    return methodcaller(
+        "exchange_declare", entity.name, entity.type, arguments=entity.arguments, **flags
+    )
 
 
 def _consume_nothing(name: str, channel: Any) -> None:
