@@ -1,8 +1,8 @@
 """``celery -A proj rabbitdelay COMMAND``: parse options, call the library, print text or JSON.
 
-Read ``group`` (Celery's entry point) and ``context`` (what the commands share), then the commands:
+Read ``group`` (Celery's entry point) and ``shared`` (what the commands share), then the commands:
 ``send``, ``waiting`` (pending, forecast, cancel, postpone and job), ``status`` (also ``verify``),
-``route``, ``declare`` (also ``delete``, ``export`` and ``permissions``), ``migrate`` (also
-``transfer``, and what all moves share), ``adopt``, ``undeliverable`` and ``undeliverable_redrive``.
-Code that does not concern the terminal belongs to the library's other packages.
+``route``, ``declare`` (also ``delete``, ``export`` and ``permissions``), ``moving`` (``migrate``,
+``transfer`` and ``adopt``) and ``undeliverable``. Code that does not concern the terminal belongs
+to the library's other packages.
 """

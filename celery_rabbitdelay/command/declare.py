@@ -14,16 +14,8 @@ import click
 from celery.bin.base import CLIContext
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.command.context import (
-    REFUSED,
-    broker_of,
-    delay_type,
-    delays_of,
-    first_of,
-    json_option,
-    topology_of,
-    topology_options,
-)
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations import permissions as needed
@@ -32,7 +24,7 @@ from celery_rabbitdelay.operations.export.terraform import as_terraform
 from celery_rabbitdelay.publishing import declaration
 
 
-@click.command()
+@rabbitdelay.command()
 @click.argument("role", type=click.Choice(get_args(needed.Role)))
 @click.option("--user", required=True, help="The user of the broker.")
 @click.option("--vhost", help="The virtual host; that of the application if omitted.")
@@ -48,9 +40,7 @@ from celery_rabbitdelay.publishing import declaration
     help="For a producer: also the topic permissions that let it reach only the application's "
     "queues.",
 )
-@topology_options
-@json_option
-@click.pass_obj
+@shared.topology_options
 def permissions(
     context: CLIContext,
     /,
@@ -68,8 +58,8 @@ def permissions(
     """
     if topics and role != "producer":
         raise click.UsageError("--topics is for the role producer")
-    settings, app = delays_of(context).settings, context.app
-    topology = topology_of(context, options)
+    settings, app = shared.delays_of(context).settings, context.app
+    topology = shared.topology_of(context, options)
     queues = list(app.amqp.Queues(app.conf.task_queues).values())
     may_declare = (mode or settings.declare) == "auto"
     rights = list(
@@ -79,12 +69,13 @@ def permissions(
     )
     keys = list(needed.topic_rights(topology, queues)) if topics else []
     host = vhost or app.connection_for_write().virtual_host or "/"
-    if as_json:
-        configure, write, read = needed.patterns(rights)
-        told = {"user": user, "vhost": host, "configure": configure, "write": write, "read": read}
-        click.echo(json.dumps({**told, "topics": [each._asdict() for each in keys]}))
-    else:
-        click.echo("\n".join(needed.commands(user, host, rights, keys)))
+    configure, write, read = needed.patterns(rights)
+    told = {"user": user, "vhost": host, "configure": configure, "write": write, "read": read}
+    shared.answer(
+        as_json,
+        {**told, "topics": [each._asdict() for each in keys]},
+        needed.commands(user, host, rights, keys),
+    )
 
 
 #: What writes each format, given the topology and the name of the virtual host.
@@ -95,7 +86,7 @@ FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
 }
 
 
-@click.command()
+@rabbitdelay.command()
 @click.option(
     "-f",
     "--format",
@@ -113,13 +104,11 @@ FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
 @click.option("--vhost", help="The virtual host; that of the application's broker if omitted.")
 @click.option(
     "--max-delay",
-    type=delay_type,
+    type=shared.delay_type,
     help="Only the levels that this delay needs: 86400, 30d. The applications then need another "
     "rabbitdelay_layout, which is printed.",
 )
-@topology_options
-@json_option
-@click.pass_obj
+@shared.topology_options
 def export(
     context: CLIContext,
     /,
@@ -131,20 +120,16 @@ def export(
     **options: Any,
 ) -> None:
     """Write the topology in another format. No broker is asked, and nothing is declared."""
-    topology = topology_of(context, options)
+    topology = shared.topology_of(context, options)
     whole = topology.layout
     if max_delay is not None:
-        try:
+        with shared.usage_errors(DelayTooLong, of="--max-delay: "):
             topology = replace(topology, layout=definitions.cut(whole, max_delay))
-        except DelayTooLong as error:
-            raise click.UsageError(f"--max-delay: {error}") from error
     host = context.app.connection_for_write().virtual_host or "/" if vhost is None else vhost
     text = FORMATS[format_name](topology, host)
     if output is not None:
-        try:
+        with shared.usage_errors(OSError, of="--output: "):
             output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise click.UsageError(f"--output: {error}") from error
     if as_json:
         found = {
             "format": format_name,
@@ -168,28 +153,26 @@ def export(
 IDENTITY: Final = 2
 
 
-@click.command()
+@rabbitdelay.command()
 @click.option(
     "--queues", "with_queues", is_flag=True, help="Also declare the queues of tasks, and bind them."
 )
 @click.option(
     "--dry-run", is_flag=True, help="Only say what is missing; exit with 1 if anything is."
 )
-@topology_options
-@json_option
-@click.pass_obj
+@shared.topology_options
 def declare(
     context: CLIContext, /, with_queues: bool, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
     """Declare the levels on the broker, and say what was missing."""
-    topology = topology_of(context, options)
+    topology = shared.topology_of(context, options)
     # Each worker has its own exclusive queues, and a queue of its own for a broadcast.
     queues = [
         queue
         for queue in (context.app.amqp.queues.values() if with_queues else ())
         if not queue.exclusive and not isinstance(queue, Broadcast)
     ]
-    with broker_of(context, as_json) as connection:
+    with shared.broker_of(context, as_json) as connection:
         declaration.check_layout(connection, topology)
         missing = declaration.missing(connection, topology)
         counts = declaration.queue_counts(connection, queues)
@@ -201,28 +184,30 @@ def declare(
                 declaration.declare_destination(connection, topology, queue)
     missing_queues = [name for name, found in counts.items() if found is None]
     bound = [] if dry_run else list(counts)
-    if as_json:
-        told = {"prefix": topology.prefix, "fingerprint": topology.identity.fingerprint}
-        found = {"missing": missing, "missing_queues": missing_queues, "bound": bound}
-        click.echo(json.dumps({**told, "dry_run": dry_run, **found}))
-    else:
-        verb = "are" if dry_run else "were"
-        total = len(topology.exchanges) + IDENTITY + len(topology.queues)
-        whole = f"{total} exchanges and queues of {topology.prefix}"
-        named = f": {first_of(missing)}" if missing else ""
-        click.echo(f"{len(missing)} of {whole} {verb} missing{named}")
-        if not dry_run:
-            click.echo(f"All of them exist now, with {len(topology.bindings)} bindings")
-        if missing_queues:
-            named = first_of(missing_queues)
-            click.echo(f"{len(missing_queues)} queues of tasks {verb} missing: {named}")
-        if bound:
-            click.echo(f"{len(bound)} queues of tasks are bound: {first_of(bound)}")
+    verb = "are" if dry_run else "were"
+    total = len(topology.exchanges) + IDENTITY + len(topology.queues)
+    named = f": {shared.first_of(missing)}" if missing else ""
+    whole = f"{total} exchanges and queues of {topology.prefix}"
+    lines = [f"{len(missing)} of {whole} {verb} missing{named}"]
+    if not dry_run:
+        lines.append(f"All of them exist now, with {len(topology.bindings)} bindings")
+    for what, names in ((f"{verb} missing", missing_queues), ("are bound", bound)):
+        if names:
+            lines.append(f"{len(names)} queues of tasks {what}: {shared.first_of(names)}")
+    told = {
+        "prefix": topology.prefix,
+        "fingerprint": topology.identity.fingerprint,
+        "dry_run": dry_run,
+        "missing": missing,
+        "missing_queues": missing_queues,
+        "bound": bound,
+    }
+    shared.answer(as_json, told, lines)
     if dry_run and (missing or missing_queues):
-        raise SystemExit(REFUSED)
+        raise SystemExit(shared.REFUSED)
 
 
-@click.command()
+@rabbitdelay.command()
 @click.option(
     "--force",
     is_flag=True,
@@ -230,9 +215,7 @@ def declare(
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
-@topology_options
-@json_option
-@click.pass_obj
+@shared.topology_options
 def delete(
     context: CLIContext, /, force: bool, yes: bool, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
@@ -243,8 +226,8 @@ def delete(
     """
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
-    topology = topology_of(context, options)
-    with broker_of(context, as_json) as connection:
+    topology = shared.topology_of(context, options)
+    with shared.broker_of(context, as_json) as connection:
         # Another layout under the prefix shares the queues of the modules with this one.
         declaration.check_layout(connection, topology)
         missing = declaration.missing_exchanges(connection, topology)
@@ -262,7 +245,7 @@ def delete(
         elif not as_json:
             click.echo(f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues")
             if messages:
-                click.echo(f"{messages:,} messages are lost: {first_of(list(waiting))}")
+                click.echo(f"{messages:,} messages are lost: {shared.first_of(list(waiting))}")
             if consumers:
                 click.echo(
                     f"{consumers} consumers: workers run, and what they hold is lost. Those that "

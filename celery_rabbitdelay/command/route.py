@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import timedelta
 from fractions import Fraction
@@ -11,31 +10,24 @@ from typing import Any
 import click
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.command.context import (
-    delay_type,
-    delays_of,
-    json_option,
-    topology_of,
-    topology_options,
-)
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels.delay import TAKES, Delay, duration_text, milliseconds
 from celery_rabbitdelay.levels.entities import CHECK_IN
 from celery_rabbitdelay.levels.topology import Topology
 
 
-@click.command(epilog=f"DELAY {TAKES}.")
-@click.argument("delay", type=delay_type)
+@rabbitdelay.command(epilog=f"DELAY {TAKES}.")
+@click.argument("delay", type=shared.delay_type)
 @click.option("-Q", "--queue", help="The task's queue; the application's default queue if omitted.")
 @click.option(
     "--tolerance",
-    type=delay_type,
+    type=shared.delay_type,
     default="0",
     help="How much later it may arrive, if that saves stops; written like DELAY.",
 )
 @click.option("--task-id", default="", help="With several shards, it determines the shard.")
-@topology_options
-@json_option
-@click.pass_obj
+@shared.topology_options
 def route(
     context: CLIContext,
     /,
@@ -47,18 +39,13 @@ def route(
     **options: Any,
 ) -> None:
     """Show in which queues a task waits that is sent with a DELAY. No broker is asked."""
-    topology = topology_of(context, options)
+    topology = shared.topology_of(context, options)
     destination = context.app.conf.task_default_queue if queue is None else queue
     if not destination:
         raise click.UsageError("--queue '': takes the name of a queue")
     found = explain(topology, delay, destination, tolerance=tolerance, task_id=task_id)
-    if as_json:
-        click.echo(json.dumps(found))
-        return
-    click.echo("\n".join(_words(found)))
-    if found["meditations"] and CHECK_IN not in delays_of(context).settings.modules:
-        click.echo("rabbitdelay_modules lacks 'check-in': this application's producers refuse it")
-    click.echo("\n".join(["", *_table(found)]))
+    modules = shared.delays_of(context).settings.modules
+    shared.answer(as_json, found, _lines(found, CHECK_IN in modules))
 
 
 def explain(
@@ -85,13 +72,11 @@ def explain(
     delay_ms = max(milliseconds(delay), 0)
     published = entered = topology.route(delay, destination, task_id, tolerance)
     meditations = -(-max(delay_ms - layout.capacity_ms, 0) // loop_ms)
+    waits = [(each, 1) for each in entered.stops]
     if meditations:
         rest = timedelta(milliseconds=delay_ms - meditations * loop_ms)
         entered = topology.route(rest, destination, task_id)
-    waits = [
-        *([(loop, meditations)] if meditations else []),
-        *((each, 1) for each in entered.stops),
-    ]
+        waits = [(loop, meditations), *((each, 1) for each in entered.stops)]
     stops = [
         {
             "queue": name,
@@ -118,8 +103,8 @@ def explain(
     }
 
 
-def _words(found: dict[str, Any]) -> Iterator[str]:
-    """The route in sentences."""
+def _lines(found: dict[str, Any], has_checkin: bool) -> Iterator[str]:
+    """Yield the route in sentences, and the table of its stops."""
     published, entered, queue = found["published"], found["entered"], found["destination"]
     waits = duration_text(found["total_ms"])
     if found["total_ms"] != found["delay_ms"]:
@@ -141,15 +126,12 @@ def _words(found: dict[str, Any]) -> Iterator[str]:
             f"{entered['routing_key']}"
         )
     yield f"When it is due, {found['delivery']} hands it to the queue {queue}"
-
-
-def _table(found: dict[str, Any]) -> Iterator[str]:
+    if found["meditations"] and not has_checkin:
+        yield "rabbitdelay_modules lacks 'check-in': this application's producers refuse it"
+    yield ""
     rows = [("stop", "queue", "waits", "goes on to")]
     for number, stop in enumerate(found["stops"], start=1):
         times = f"{stop['times']:,} x " if stop["times"] > 1 else ""
         waits = f"{times}{duration_text(stop['ttl_ms'])}"
         rows.append((str(number), stop["queue"], waits, stop["next"]))
-    rows.append(("due", found["destination"], "", ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from shared.aligned([*rows, ("due", queue, "", "")])

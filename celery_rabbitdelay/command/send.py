@@ -16,7 +16,8 @@ from celery.bin.base import CLIContext
 from celery.exceptions import QueueNotFound
 
 from celery_rabbitdelay.app.rows import Report
-from celery_rabbitdelay.command.context import BROKER_ERRORS, delays_of, fail, json_option
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 
@@ -112,7 +113,7 @@ def _checked_tolerance(_: click.Context, __: click.Parameter, seconds: float) ->
     return seconds
 
 
-@click.command()
+@rabbitdelay.command()
 @click.argument("task")
 @click.argument("rows", type=click.File("rb"), default="-")
 @click.option(
@@ -130,8 +131,6 @@ def _checked_tolerance(_: click.Context, __: click.Parameter, seconds: float) ->
 @click.option("-Q", "--queue", help="The queue, instead of the one that the router chooses.")
 @click.option("--priority", type=click.IntRange(0, 255), help="The priority of all tasks.")
 @click.option("--by-name", is_flag=True, help="Send a task that this application does not have.")
-@json_option
-@click.pass_obj
 def send(
     context: CLIContext,
     /,
@@ -149,7 +148,7 @@ def send(
     args, kwargs, delay (seconds) or eta (ISO 8601), and task_id, all of them optional. Ctrl-C
     takes no further lines and waits for the confirms of the others.
     """
-    delays = delays_of(context)
+    delays = shared.delays_of(context)
     target = task if by_name else _registered_task(context.app, task)
     given = {name: value for name, value in options.items() if value is not None}
     lines, failed = Lines(rows), None
@@ -161,9 +160,9 @@ def send(
         except RowsNotConfirmed as error:
             failed, report = error, error.report
         except QueueNotFound as error:
-            fail(error, error.args[0], NOT_CONFIRMED, as_json)
-        except (RabbitDelayError, *BROKER_ERRORS) as error:
-            fail(error, str(error), NOT_CONFIRMED, as_json)
+            shared.fail(error, error.args[0], NOT_CONFIRMED, as_json)
+        except (RabbitDelayError, *shared.BROKER_ERRORS) as error:
+            shared.fail(error, str(error), NOT_CONFIRMED, as_json)
     click.echo(_as_json(report, failed, lines) if as_json else _summary(report))
     for line in _trouble(failed, lines):
         click.echo(line, err=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from itertools import chain
 from threading import Event
 from typing import Any, Final, get_args
 
@@ -15,29 +15,19 @@ import click
 from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.app.control import ARRIVALS
-from celery_rabbitdelay.command.context import (
-    broker_of,
-    delays_of,
-    first_of,
-    json_option,
-    set_by_ctrl_c,
-)
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
+from celery_rabbitdelay.operations.verify import management as api
 from celery_rabbitdelay.operations.verify.checks import verify as verify_broker
-from celery_rabbitdelay.operations.verify.findings import Severity
-from celery_rabbitdelay.operations.verify.management import (
-    ManagementAPI,
-    management_api_of,
-    tls_files_of,
-)
+from celery_rabbitdelay.operations.verify.findings import Severity, Verification
 from celery_rabbitdelay.publishing.declaration import connect
 
 
-@click.command()
-@json_option
+@rabbitdelay.command()
 @click.option(
     "--management",
     metavar="URL",
@@ -46,39 +36,37 @@ from celery_rabbitdelay.publishing.declaration import connect
     "user with port 15672, or 15671 for TLS.",
 )
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
-@click.pass_obj
 def verify(context: CLIContext, /, as_json: bool, management: str | None, strict: bool) -> None:
     """Find what on the broker loses tasks, or makes them early or late.
 
     Needs the management API, and a user with the tag "monitoring". Changes nothing. Exits with 1
     if something is a danger.
     """
-    settings = delays_of(context).settings
-    try:
-        with broker_of(context, as_json) as connection:
-            tls = tls_files_of(connection)
-            given = None if management is None else ManagementAPI(management, tls)
-            connect(connection)
-            api = given or management_api_of(connection)  # at the host that was reached
-            report = verify_broker(connection, settings, context.app.amqp.queues.values(), api)
-    except InvalidManagementURL as error:
-        raise click.UsageError(str(error)) from error
+    settings = shared.delays_of(context).settings
+    connected = shared.broker_of(context, as_json)
+    with shared.usage_errors(InvalidManagementURL), connected as connection:
+        tls = api.tls_files_of(connection)
+        given = None if management is None else api.ManagementAPI(management, tls)
+        connect(connection)
+        reached = given or api.management_api_of(connection)  # at the host that was reached
+        report = verify_broker(connection, settings, context.app.amqp.queues.values(), reached)
     number = Counter(finding.severity for finding in report.findings)
     counts = {severity: number[severity] for severity in get_args(Severity)}
-    if as_json:
-        findings = [finding._asdict() for finding in report.findings]
-        told = {"version": report.version, "prefix": settings.prefix, **counts}
-        click.echo(json.dumps({**told, "findings": findings}))
-    else:
-        for finding in report.findings:
-            click.echo(f"{finding.severity}  {finding.code}: {first_of(finding.subjects, 3)}")
-            click.echo(f"  {finding.what}")
-            click.echo(f"  consequence: {finding.consequence}")
-            click.echo(f"  way out: {finding.remedy}")
-        all_counts = ", ".join(f"{count} {severity}" for severity, count in counts.items())
-        click.echo(f"RabbitMQ {report.version}, {settings.prefix}: {all_counts}")
+    findings = [finding._asdict() for finding in report.findings]
+    told = {"version": report.version, "prefix": settings.prefix, **counts, "findings": findings}
+    shared.answer(as_json, told, _report_lines(report, settings.prefix, counts))
     if counts["danger"] or (strict and counts["warning"]):
         raise SystemExit(1)
+
+
+def _report_lines(report: Verification, prefix: str, counts: Mapping[str, int]) -> Iterator[str]:
+    for finding in report.findings:
+        yield f"{finding.severity}  {finding.code}: {shared.first_of(finding.subjects, 3)}"
+        yield f"  {finding.what}"
+        yield f"  consequence: {finding.consequence}"
+        yield f"  way out: {finding.remedy}"
+    all_counts = ", ".join(f"{count} {severity}" for severity, count in counts.items())
+    yield f"RabbitMQ {report.version}, {prefix}: {all_counts}"
 
 
 #: The exit status where a queue is missing.
@@ -91,14 +79,13 @@ WATCH, REASONS = 2.0, 1000
 MAX_REASONS_NAMED: Final = 20
 
 
-@click.command()
-@json_option
+@rabbitdelay.command()
 @click.option(
     "-t",
     "--timeout",
     default=1.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=shared.POSITIVE,
     help="Seconds to wait for the workers' answers.",
 )
 @click.option("--digits", "with_digits", is_flag=True, help="List each digit that is not empty.")
@@ -116,11 +103,10 @@ MAX_REASONS_NAMED: Final = 20
     "--watch",
     is_flag=False,
     flag_value=WATCH,
-    type=click.FloatRange(min=0, min_open=True),
+    type=shared.POSITIVE,
     metavar="[SECONDS]",
     help="Look again and again until Ctrl-C, with rates; every two seconds without a number.",
 )
-@click.pass_obj
 def status(
     context: CLIContext,
     /,
@@ -133,22 +119,19 @@ def status(
     """Show how many messages wait in each level, and what the workers' modules do."""
     if as_json and watch is not None:
         raise click.UsageError("--json prints one object: it cannot be used with --watch")
-    delays = delays_of(context)
+    delays = shared.delays_of(context)
     last: Status | None = None
     stopping = Event()
-    watching = nullcontext() if watch is None else set_by_ctrl_c(stopping)
-    with broker_of(context, as_json) as connection, watching:
+    watching = nullcontext() if watch is None else shared.set_by_ctrl_c(stopping)
+    with shared.broker_of(context, as_json) as connection, watching:
         while True:
             before, last = last, status_of(delays, connection, timeout, most_reasons)
-            if as_json:
-                click.echo(json.dumps(_as_json(last)))
-            else:
-                rates = None if before is None else rates_between(before, last)
-                lines = [*status_lines(delays.topology, last, with_digits, rates)]
-                if watch is not None:
-                    click.clear()  # on a terminal only
-                    lines = [time.strftime("%Y-%m-%d %H:%M:%S"), *lines, ""]
-                click.echo("\n".join(lines))
+            rates = None if before is None else rates_between(before, last)
+            lines = status_lines(delays.topology, last, with_digits, rates)
+            if watch is not None:
+                click.clear()  # on a terminal only
+                lines = chain([time.strftime("%Y-%m-%d %H:%M:%S")], lines, [""])
+            shared.answer(as_json, _as_json(last), lines)
             if watch is None or stopping.wait(watch):
                 break
     if last.backlog.missing:
@@ -201,12 +184,12 @@ def status_lines(
         consumers = f", {counts.consumers} consumers" if counts.consumers else ""
         yield f"  {name:16} {counts.messages:10,} waiting{consumers}{rate(name)}"
     if backlog.missing:
-        yield f"  {len(backlog.missing)} queues are missing: {first_of(backlog.missing)}"
+        yield f"  {len(backlog.missing)} queues are missing: {shared.first_of(backlog.missing)}"
     if status.registry_error is not None:
         yield f"next due: the registry cannot be asked: {status.registry_error}"
     if status.next_due is not None:
         left_ms = max(round((status.next_due - datetime.now(UTC)).total_seconds()), 0) * 1000
-        local = status.next_due.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        local = shared.local(status.next_due)
         yield f"next due: {local}, in {duration_text(left_ms)}, of the tracked tasks"
     if status.due_within_ms is not None:
         yield f"next due: within {duration_text(status.due_within_ms)}, by what waits in the levels"

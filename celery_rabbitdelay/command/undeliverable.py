@@ -1,48 +1,33 @@
-"""``celery rabbitdelay undeliverable``: read, export and delete what could not be delivered."""
+"""``celery rabbitdelay undeliverable``: read, export, redrive and delete what was not delivered."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import datetime, timedelta
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import click
 from amqp.exceptions import NotFound
 from celery.bin.base import CLIContext
-from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
-from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.command.context import (
-    BROKER_ERRORS,
-    REFUSED,
-    ParameterType,
-    delays_of,
-    fail,
-    json_option,
-)
-from celery_rabbitdelay.exceptions import RabbitDelayError
-from celery_rabbitdelay.levels.shown_url import shown_broker
+from celery_rabbitdelay import exceptions
+from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.destinations import configured_queues
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.undeliverable.messages import (
-    Contents,
-    UndeliverableFilter,
-    UndeliverableMessage,
-    UndeliverableSummary,
-    as_record,
-    new_file,
-    shown_body,
-    summary_of,
-    undeliverable_messages,
-    write_records,
-)
-from celery_rabbitdelay.operations.undeliverable.redrive import RemovalReport
-from celery_rabbitdelay.operations.undeliverable.redrive import purge as purge_messages
+from celery_rabbitdelay.operations.moving.mover import Destinations, Place
+from celery_rabbitdelay.operations.undeliverable import messages as read
+from celery_rabbitdelay.operations.undeliverable import redrive as removing
+from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS
+from celery_rabbitdelay.publishing.publication import PublishPolicy
 
 #: The seconds of each unit that an age or a delay may be written in.
 UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -67,59 +52,48 @@ def _age(text: str, what: str) -> timedelta:
         raise ValueError(f"{text!r} is too long") from wrong
 
 
-age_type: Final = ParameterType("age", _age)
+age_type: Final = shared.ParameterType("age", _age)
 
-limit_option: Final = click.option(
+_limit_option: Final = click.option(
     "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
 )
 
-
-def filter_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that choose messages."""
-    for option in (
-        click.option(
-            "--newer-than",
-            type=age_type,
-            help="Undeliverable for at most this long: 90, 15m, 2h, 3d.",
-        ),
-        click.option("--older-than", type=age_type, help="Undeliverable for at least this long."),
-        click.option(
-            "--reason",
-            "reasons",
-            multiple=True,
-            help="With this text in their reason; with * or ?, a pattern for the whole reason.",
-        ),
-        click.option("--id", "ids", multiple=True, help="The task with this id."),
-        click.option(
-            "--queue", "queues", multiple=True, help="For queues of this name or pattern."
-        ),
-        click.option("--task", "tasks", multiple=True, help="Tasks of this name or pattern."),
-    ):
-        command = option(command)
-    return command
-
-
-def filter_with(options: dict[str, Any]) -> UndeliverableFilter:
-    """Return the filter that the options of :func:`filter_options` describe."""
-    return UndeliverableFilter(**options)
+#: The options that choose messages: the fields of :class:`.UndeliverableFilter`.
+_filter_options: Final = shared.options(
+    click.option("--task", "tasks", multiple=True, help="Tasks of this name or pattern."),
+    click.option("--queue", "queues", multiple=True, help="For queues of this name or pattern."),
+    click.option("--id", "ids", multiple=True, help="The task with this id."),
+    click.option(
+        "--reason",
+        "reasons",
+        multiple=True,
+        help="With this text in their reason; with * or ?, a pattern for the whole reason.",
+    ),
+    click.option("--older-than", type=age_type, help="Undeliverable for at least this long."),
+    click.option(
+        "--newer-than",
+        type=age_type,
+        help="Undeliverable for at most this long: 90, 15m, 2h, 3d.",
+    ),
+)
 
 
 @contextmanager
-def errors_told(connection: Connection, topology: Topology, as_json: bool) -> Iterator[None]:
-    """End the command with one line if the broker cannot be reached, or the queue is missing."""
-    try:
-        yield
-    except NotFound as error:
-        name = topology.module_queues.undeliverable.name
-        fail(error, f"the queue {name} does not exist: declare the levels", REFUSED, as_json)
-    except RabbitDelayError as error:
-        fail(error, str(error), REFUSED, as_json)
-    except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
-        fail(error, message, EX_UNAVAILABLE, as_json)
+def _broker(context: CLIContext, as_json: bool) -> Iterator[tuple[Connection, Topology]]:
+    """Connect to the broker; a failure, or a missing queue, ends the command with one line."""
+    topology = shared.delays_of(context).topology
+    with shared.broker_of(context, as_json) as connection:
+        try:
+            yield connection, topology
+        except NotFound as error:
+            name = topology.module_queues.undeliverable.name
+            message = f"the queue {name} does not exist: declare the levels"
+            shared.fail(error, message, shared.REFUSED, as_json)
+        except exceptions.RabbitDelayError as error:
+            shared.fail(error, str(error), shared.REFUSED, as_json)
 
 
-def tell_removal(report: RemovalReport, done: str, dry_run: bool, as_json: bool) -> None:
+def _tell_removal(report: removing.RemovalReport, done: str, dry_run: bool, as_json: bool) -> None:
     """Print a report; end the command with status 1 if it is not complete.
 
     Args:
@@ -128,33 +102,31 @@ def tell_removal(report: RemovalReport, done: str, dry_run: bool, as_json: bool)
         dry_run: Whether the action was left out.
         as_json: Whether to print JSON.
     """
-    if as_json:
-        click.echo(json.dumps({**vars(report), "dry_run": dry_run}))
-    else:
-        would = "would be " if dry_run else ""
-        click.echo(
-            f"{report.removed:,} of {report.matched:,} messages {would}{done} in "
-            f"{report.seconds:.1f} s ({report.examined:,} read)"
-        )
+    would = "would be " if dry_run else ""
+    line = (
+        f"{report.removed:,} of {report.matched:,} messages {would}{done} in "
+        f"{report.seconds:.1f} s ({report.examined:,} read)"
+    )
+    shared.answer(as_json, {**vars(report), "dry_run": dry_run}, [line])
     for line in _trouble(report):
         click.echo(line, err=True)
     raise SystemExit(0 if report.is_complete else INCOMPLETE)
 
 
-def _trouble(report: RemovalReport) -> Iterator[str]:
+def _trouble(report: removing.RemovalReport) -> Iterator[str]:
     by_count = sorted(report.left.items(), key=lambda each: -each[1])
     for reason, count in by_count[:MOST_REASONS]:
-        yield f"{count:,} stay: {printable(reason)}"
+        yield f"{count:,} stay: {_printable(reason)}"
     if len(by_count) > MOST_REASONS:
         rest = sum(count for _, count in by_count[MOST_REASONS:])
         yield f"{rest:,} stay for other reasons"
     if report.uncertain:
         yield f"{report.uncertain:,} may come twice: a connection was lost"
     if report.stopped is not None:
-        yield f"stopped early: {printable(report.stopped)}"
+        yield f"stopped early: {_printable(report.stopped)}"
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """Return a text without control characters of a terminal: anybody may have written it."""
     return "".join(
         each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text
@@ -166,7 +138,7 @@ FULL_MESSAGES: Final = 10
 FULL_BODY: Final = 2000
 
 
-@click.group()
+@rabbitdelay.group()
 def undeliverable() -> None:
     """Messages that could not be delivered."""
 
@@ -174,16 +146,14 @@ def undeliverable() -> None:
 @contextmanager
 def _messages(
     context: CLIContext, as_json: bool
-) -> Iterator[Iterator[tuple[int, UndeliverableMessage]]]:
+) -> Iterator[Iterator[tuple[int, read.UndeliverableMessage]]]:
     """Yield an iterator over the messages with their numbers, from 1."""
-    delays = delays_of(context)
-    connection = context.app.connection_for_write()
-    with errors_told(connection, delays.topology, as_json), connection:
-        yield enumerate(undeliverable_messages(connection, delays.topology), start=1)
+    with _broker(context, as_json) as (connection, topology):
+        yield enumerate(read.undeliverable_messages(connection, topology), start=1)
 
 
 @undeliverable.command("list")
-@filter_options
+@_filter_options
 @click.option(
     "-n",
     "--messages",
@@ -198,13 +168,11 @@ def _messages(
     help="Print the messages with their headers and the beginning of their bodies, at most "
     f"{FULL_MESSAGES} unless -n says more.",
 )
-@json_option
-@click.pass_obj
 def list_messages(
     context: CLIContext, /, most: int | None, full: bool, as_json: bool, **filters: Any
 ) -> None:
     """Count the messages by the reason why they could not be delivered."""
-    wanted, summary = filter_with(filters), UndeliverableSummary()
+    wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
     most = most or (FULL_MESSAGES if full else 0)
     examined, shown = 0, list[dict[str, Any]]()
     with _messages(context, as_json) as messages:
@@ -212,28 +180,24 @@ def list_messages(
             if wanted.matches(message):
                 summary.add(message)
                 if len(shown) < most:
-                    shown.append((_full if full else summary_of)(examined, message))
-    if as_json:
-        click.echo(json.dumps(_listed(examined, summary, shown)))
-        return
-    if full:
-        for each in shown:
-            click.echo("\n".join([*_details(each), ""]))
-    for line in () if full else _lines(shown) if most else _reasons(summary):
-        click.echo(line)
-    more = "" if summary.count == examined else f" of {examined:,}"
-    click.echo(f"{summary.count:,}{more} undeliverable messages")
+                    shown.append((_full if full else read.summary_of)(examined, message))
+    told = _listed(examined, summary, shown)
+    lines = _details(shown) if full else _lines(shown) if most else _reasons(summary)
+    shared.answer(as_json, told, lines)
+    if not as_json:
+        more = "" if summary.count == examined else f" of {examined:,}"
+        click.echo(f"{summary.count:,}{more} undeliverable messages")
 
 
-def _full(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+def _full(number: int, message: read.UndeliverableMessage) -> dict[str, Any]:
     return {
-        **as_record(number, message),
-        "envelope": Contents.of(message).messages,
-        "body": shown_body(message.body, FULL_BODY),
+        **read.as_record(number, message),
+        "envelope": read.Contents.of(message).messages,
+        "body": read.shown_body(message.body, FULL_BODY),
     }
 
 
-def _listed(examined: int, summary: UndeliverableSummary, shown: list[Any]) -> dict[str, Any]:
+def _listed(examined: int, summary: read.UndeliverableSummary, shown: list[Any]) -> dict[str, Any]:
     return {
         "examined": examined,
         "count": summary.count,
@@ -241,8 +205,8 @@ def _listed(examined: int, summary: UndeliverableSummary, shown: list[Any]) -> d
             {
                 "reason": reason,
                 "count": group.count,
-                "oldest": _iso(group.oldest),
-                "newest": _iso(group.newest),
+                "oldest": group.oldest and group.oldest.isoformat(),
+                "newest": group.newest and group.newest.isoformat(),
             }
             for reason, group in summary.by_count()
         ],
@@ -250,10 +214,10 @@ def _listed(examined: int, summary: UndeliverableSummary, shown: list[Any]) -> d
     }
 
 
-def _reasons(summary: UndeliverableSummary) -> Iterator[str]:
+def _reasons(summary: read.UndeliverableSummary) -> Iterator[str]:
     for reason, group in summary.by_count():
-        since = f" (since {_local(group.oldest)})" if group.oldest else ""
-        yield f"{group.count:>9,}  {printable(reason)}{since}"
+        since = f" (since {shared.local(group.oldest)})" if group.oldest else ""
+        yield f"{group.count:>9,}  {_printable(reason)}{since}"
 
 
 def _lines(shown: list[dict[str, Any]]) -> Iterator[str]:
@@ -263,29 +227,33 @@ def _lines(shown: list[dict[str, Any]]) -> Iterator[str]:
             what = f"an envelope of {each['envelope']:,} tasks"
         task_id = f" {each['task_id']}" if each["task_id"] else ""
         to = f" to {each['queue']}" if each["queue"] else ""
-        yield printable(f"{each['number']:>6}  {what}{task_id}{to}: {each['reason']}")
+        yield _printable(f"{each['number']:>6}  {what}{task_id}{to}: {each['reason']}")
 
 
-def _details(record: dict[str, Any]) -> Iterator[str]:
-    body = record.pop("body")
-    headers, properties = record.pop("headers"), record.pop("properties")
-    for part in (record, properties, headers):
-        for name, value in part.items():
-            if value is not None:
-                text = value if isinstance(value, str) else json.dumps(value)
-                indent = "" if part is record else "  "
-                yield printable(f"{indent}{name}: {text}")
-        if part is not headers:
-            yield "properties:" if part is record else "headers:"
-    yield f"body, {body['size']:,} bytes{', cut off' if body['is_cut_off'] else ''}:"
-    yield printable(body["text"] if body["text"] is not None else body["base64"])
+def _details(shown: list[dict[str, Any]]) -> Iterator[str]:
+    for record in shown:
+        body = record.pop("body")
+        headers, properties = record.pop("headers"), record.pop("properties")
+        yield from _fields(record)
+        yield "properties:"
+        yield from _fields(properties, "  ")
+        yield "headers:"
+        yield from _fields(headers, "  ")
+        yield f"body, {body['size']:,} bytes{', cut off' if body['is_cut_off'] else ''}:"
+        yield _printable(body["text"] if body["text"] is not None else body["base64"])
+        yield ""
+
+
+def _fields(fields: dict[str, Any], indent: str = "") -> Iterator[str]:
+    for name, value in fields.items():
+        if value is not None:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield _printable(f"{indent}{name}: {text}")
 
 
 @undeliverable.command()
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
-@filter_options
-@json_option
-@click.pass_obj
+@_filter_options
 def export(context: CLIContext, /, file: Path, as_json: bool, **filters: Any) -> None:
     """Write the messages as lines of JSON to FILE, or to the standard output ("-")."""
     to_output = str(file) == "-"
@@ -293,14 +261,11 @@ def export(context: CLIContext, /, file: Path, as_json: bool, **filters: Any) ->
         raise click.UsageError("--json prints one object, and - prints the messages")
     if not to_output and file.exists():
         raise click.UsageError(f"{file} exists already")
-    wanted = filter_with(filters)
+    wanted = read.UndeliverableFilter(**filters)
     with _messages(context, as_json) as messages:
         chosen = ((number, each) for number, each in messages if wanted.matches(each))
-        if to_output:
-            count = write_records(sys.stdout, chosen)
-        else:
-            with new_file(file) as written:
-                count = write_records(written, chosen)
+        with nullcontext(sys.stdout) if to_output else read.new_file(file) as written:
+            count = read.write_records(written, chosen)
     if as_json:
         click.echo(json.dumps({"file": str(file), "count": count}))
     else:
@@ -308,12 +273,10 @@ def export(context: CLIContext, /, file: Path, as_json: bool, **filters: Any) ->
 
 
 @undeliverable.command()
-@filter_options
-@limit_option
+@_filter_options
+@_limit_option
 @click.option("--dry-run", is_flag=True, help="Only count them.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@json_option
-@click.pass_obj
 def purge(
     context: CLIContext,
     /,
@@ -326,31 +289,85 @@ def purge(
     """Delete messages."""
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
-    delays, wanted = delays_of(context), filter_with(filters)
-    connection = context.app.connection_for_write()
-    with errors_told(connection, delays.topology, as_json), connection:
+    matches = read.UndeliverableFilter(**filters).matches
+    with _broker(context, as_json) as (connection, topology):
         if not (yes or dry_run):
-            limit = _asked(delays, connection, wanted, limit)
-        report = purge_messages(
-            connection, delays.topology, wanted.matches, limit=limit, dry_run=dry_run
+            found = removing.purge(connection, topology, matches, limit=limit, dry_run=True)
+            limit = found.removed
+            if not limit:
+                _tell_removal(found, "deleted", False, False)
+            click.confirm(f"Delete {limit:,} undeliverable messages?", abort=True)
+        report = removing.purge(connection, topology, matches, limit=limit, dry_run=dry_run)
+    _tell_removal(report, "deleted", dry_run, as_json)
+
+
+@undeliverable.command()
+@_filter_options
+@click.option("--delay", type=age_type, help="Each waits for at least this long: 90, 15m, 2h, 3d.")
+@click.option("--to", metavar="QUEUE", help="To this queue, wherever they were meant to go.")
+@click.option(
+    "--allow",
+    multiple=True,
+    metavar="PATTERN",
+    help="Also to queues and exchanges of this name or pattern, which the application lacks.",
+)
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(1),
+    default=MAX_ATTEMPTS,
+    show_default=True,
+    help="A message that was redriven so often stays.",
+)
+@click.option(
+    "--sign",
+    "vouches",
+    is_flag=True,
+    help="Also messages without a valid signature: they are signed.",
+)
+@_limit_option
+@click.option(
+    "--rate",
+    type=shared.POSITIVE,
+    metavar="NUMBER",
+    help="At most this many messages a second.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+def redrive(
+    context: CLIContext,
+    /,
+    limit: int | None,
+    rate: float | None,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Publish messages into the levels again, and take them out of the queue."""
+    delays = shared.delays_of(context)
+    settings = delays.settings
+    app = cast(Celery, context.app)  # it has delays
+    app.loader.import_default_modules()
+    may_declare = settings.declare == "auto"
+    place = Place(app.connection_for_write(), delays.topology, may_declare and not dry_run)
+    destinations = Destinations(place, configured_queues(app))
+    filters = {each.name: options.pop(each.name) for each in fields(read.UndeliverableFilter)}
+    with shared.usage_errors(
+        exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
+    ):
+        # The other options are arguments of the same names.
+        redriving = removing.redriving_for(app, ensure=destinations.ensure, **options)
+    with closing(destinations), _broker(context, as_json) as (connection, topology):
+        if redriving.to is not None:
+            removing.check_exists(connection, redriving.to)
+        report = removing.redrive(
+            connection,
+            topology,
+            redriving,
+            read.UndeliverableFilter(**filters).matches,
+            limit=limit,
+            rate=rate,
+            dry_run=dry_run,
+            policy=PublishPolicy(timeout=settings.confirm_timeout, window=settings.max_unconfirmed),
+            declare=delays.declare,
+            redeclare=delays.declare if may_declare else None,
         )
-    tell_removal(report, "deleted", dry_run, as_json)
-
-
-def _asked(
-    delays: RabbitDelay, connection: Connection, wanted: UndeliverableFilter, limit: int | None
-) -> int:
-    """Return how many messages to delete, which the user has agreed to."""
-    found = purge_messages(connection, delays.topology, wanted.matches, limit=limit, dry_run=True)
-    if not found.removed:
-        tell_removal(found, "deleted", False, False)
-    click.confirm(f"Delete {found.removed:,} undeliverable messages?", abort=True)
-    return found.removed
-
-
-def _local(instant: datetime) -> str:
-    return instant.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _iso(instant: datetime | None) -> str | None:
-    return None if instant is None else instant.isoformat()
+    _tell_removal(report, "redriven", dry_run, as_json)

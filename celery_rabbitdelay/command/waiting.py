@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -12,12 +12,8 @@ from typing import Any, Final
 import click
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.command.context import (
-    instant_type,
-    json_option,
-    registry_errors,
-    with_registry,
-)
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 
@@ -28,21 +24,20 @@ BAR_LENGTH: Final = 50
 MAX_BARS: Final = 60
 
 
-def _filters(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say which tasks are meant."""
-    for option in (
-        click.option("--due-before", type=instant_type, help="Only tasks that are due before."),
-        click.option("--job", help="Only tasks that were sent with this job."),
-        click.option("--task", help="Only tasks of this name."),
-    ):
-        command = option(command)
-    return command
+#: The options that say which tasks are meant.
+_filters: Final = shared.options(
+    click.option("--task", help="Only tasks of this name."),
+    click.option("--job", help="Only tasks that were sent with this job."),
+    click.option("--due-before", type=shared.instant_type, help="Only tasks that are due before."),
+)
 
 
-@click.command()
+@rabbitdelay.command()
 @_filters
 @click.option("--key", help="Only tasks that were sent with this key.")
-@click.option("--due-after", type=instant_type, help="Only tasks that are due then or later.")
+@click.option(
+    "--due-after", type=shared.instant_type, help="Only tasks that are due then or later."
+)
 @click.option(
     "-n",
     "--limit",
@@ -51,44 +46,32 @@ def _filters(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="At most this many.",
 )
-@json_option
-@click.pass_obj
 def pending(context: CLIContext, /, limit: int, as_json: bool, **filters: Any) -> None:
     """List the tracked tasks that wait, the next one first."""
-    delays = with_registry(context)
-    with registry_errors(as_json):
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
         count = delays.count(**filters)
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
-    if as_json:
-        told = [{**each._asdict(), "due": each.due.isoformat()} for each in shown]
-        click.echo(json.dumps({"count": count, "since": since.isoformat(), "tasks": told}))
-        return
-    click.echo("\n".join(_table(shown)))
-    more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
-    click.echo(f"{count:,} tracked tasks wait{more}; complete since {_local(since)}")
+    told = [{**each._asdict(), "due": each.due.isoformat()} for each in shown]
+    shared.answer(
+        as_json, {"count": count, "since": since.isoformat(), "tasks": told}, _table(shown)
+    )
+    if not as_json:
+        more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
+        click.echo(f"{count:,} tracked tasks wait{more}; complete since {shared.local(since)}")
 
 
-def _table(tasks: Sequence[Pending]) -> Iterable[str]:
+def _table(tasks: Sequence[Pending]) -> Iterator[str]:
     now = datetime.now(UTC)
     rows = [("due", "in", "task", "id", "key", "job")]
-    rows += [
-        (
-            _local(each.due),
-            _brief(each.due - now),
-            each.task,
-            each.task_id,
-            each.key or "",
-            each.job or "",
-        )
-        for each in tasks
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for each in tasks:
+        due, left = shared.local(each.due), _brief(each.due - now)
+        rows.append((due, left, each.task, each.task_id, each.key or "", each.job or ""))
+    yield from shared.aligned(rows)
 
 
-@click.command()
+@rabbitdelay.command()
 @_filters
 @click.option(
     "--step",
@@ -100,27 +83,28 @@ def _table(tasks: Sequence[Pending]) -> Iterable[str]:
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (PNG)."
 )
-@json_option
-@click.pass_obj
 def forecast(
     context: CLIContext, /, step: float, plot: Path | None, as_json: bool, **filters: Any
 ) -> None:
     """Show how many tracked tasks are due in each minute from now on."""
-    delays = with_registry(context)
-    with registry_errors(as_json):
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
         steps = list(delays.forecast(step, **filters))
     if plot is not None:
         _draw(steps, step, plot)
-    if as_json:
-        told = [{"start": at.isoformat(), "tasks": count} for at, count in steps]
-        click.echo(json.dumps({"tasks": sum(count for _, count in steps), "steps": told}))
-        return
+    told = [{"start": at.isoformat(), "tasks": count} for at, count in steps]
+    total = sum(count for _, count in steps)
+    shared.answer(as_json, {"tasks": total, "steps": told}, _bars(steps, total))
+
+
+def _bars(steps: Sequence[tuple[datetime, int]], total: int) -> Iterator[str]:
     most = max((count for _, count in steps), default=0)
     for at, count in steps[:MAX_BARS]:
-        click.echo(f"{_local(at)}  {'#' * max(round(count / most * BAR_LENGTH), 1)} {count:,}")
+        bar = "#" * max(round(count / most * BAR_LENGTH), 1)
+        yield f"{shared.local(at)}  {bar} {count:,}"
     if len(steps) > MAX_BARS:
-        click.echo(f"... and {len(steps) - MAX_BARS:,} further steps; see --plot and --json")
-    click.echo(f"{sum(count for _, count in steps):,} tracked tasks wait")
+        yield f"... and {len(steps) - MAX_BARS:,} further steps; see --plot and --json"
+    yield f"{total:,} tracked tasks wait"
 
 
 def _draw(steps: Sequence[tuple[datetime, int]], step: float, path: Path) -> None:
@@ -139,10 +123,6 @@ def _draw(steps: Sequence[tuple[datetime, int]], step: float, path: Path) -> Non
     axes.set_ylabel(f"tasks due in {step:g} s")
     figure.autofmt_xdate()
     figure.savefig(path, bbox_inches="tight")
-
-
-def _local(instant: datetime) -> str:
-    return instant.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _brief(length: timedelta) -> str:
@@ -165,46 +145,39 @@ WORDS: Final = {
 TOO_LATE: Final = 1
 
 
-def _tell(outcomes: dict[str, Outcome], as_json: bool) -> None:
-    if as_json:
-        told = {name: each.value for name, each in outcomes.items()}
-        click.echo(json.dumps({"outcomes": told}))
-    else:
-        for name, each in outcomes.items():
-            click.echo(f"{name}: {WORDS[each]}")
+def _decide(
+    tasks: Sequence[str], key: str | None, as_json: bool, decide: Callable[..., Outcome]
+) -> None:
+    """Decide about tasks, by their ids or by their key, and print the outcomes."""
+    if bool(tasks) == (key is not None):
+        raise click.UsageError("give the ids of tasks, or --key")
+    with shared.registry_errors(as_json):
+        if key is not None:
+            outcomes = {key: decide(key=key)}
+        else:
+            outcomes = {task: decide(task) for task in tasks}
+    shared.answer(
+        as_json,
+        {"outcomes": {name: each.value for name, each in outcomes.items()}},
+        (f"{name}: {WORDS[each]}" for name, each in outcomes.items()),
+    )
     if Outcome.RELEASED in outcomes.values():
         raise SystemExit(TOO_LATE)
 
 
-def _check_targets(tasks: Sequence[str], key: str | None) -> None:
-    if bool(tasks) == (key is not None):
-        raise click.UsageError("give the ids of tasks, or --key")
-
-
-@click.command()
+@rabbitdelay.command()
 @click.argument("tasks", nargs=-1)
 @click.option("--key", help="The tasks that were sent with this key, instead of ids.")
-@json_option
-@click.pass_obj
 def cancel(context: CLIContext, /, tasks: tuple[str, ...], key: str | None, as_json: bool) -> None:
     """Cancel tasks that wait, by their ids or by their key."""
-    _check_targets(tasks, key)
-    delays = with_registry(context)
-    with registry_errors(as_json):
-        if key is not None:
-            outcomes = {key: delays.cancel(key=key)}
-        else:
-            outcomes = {task: delays.cancel(task) for task in tasks}
-    _tell(outcomes, as_json)
+    _decide(tasks, key, as_json, shared.with_registry(context).cancel)
 
 
-@click.command()
+@rabbitdelay.command()
 @click.argument("tasks", nargs=-1)
 @click.option("--key", help="The task that was sent with this key, instead of ids.")
 @click.option("--delay", type=float, help="Seconds from now on.")
-@click.option("--eta", type=instant_type, help="The instant, instead of a delay (ISO 8601).")
-@json_option
-@click.pass_obj
+@click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay (ISO 8601).")
 def postpone(
     context: CLIContext,
     /,
@@ -215,34 +188,26 @@ def postpone(
     as_json: bool,
 ) -> None:
     """Let tasks that wait run at another time."""
-    _check_targets(tasks, key)
     if (delay is None) == (eta is None):
         raise click.UsageError("give --delay, or --eta")
-    delays = with_registry(context)
-    with registry_errors(as_json):
-        if key is not None:
-            outcomes = {key: delays.postpone(key=key, delay=delay, eta=eta)}
-        else:
-            outcomes = {task: delays.postpone(task, delay=delay, eta=eta) for task in tasks}
-    _tell(outcomes, as_json)
+    postponed = partial(shared.with_registry(context).postpone, delay=delay, eta=eta)
+    _decide(tasks, key, as_json, postponed)
 
 
-@click.command()
+@rabbitdelay.command()
 @click.argument("action", type=click.Choice(["open", "commit", "abort", "show"]))
 @click.argument("name")
 @click.option(
     "--expires",
-    type=click.FloatRange(min=0, min_open=True),
+    type=shared.POSITIVE,
     default=3600,
     show_default=True,
     help="Seconds after which an open job turns aborted.",
 )
-@json_option
-@click.pass_obj
 def job(context: CLIContext, /, action: str, name: str, expires: float, as_json: bool) -> None:
     """Open, commit, abort or show the job NAME."""
-    delays = with_registry(context)
-    with registry_errors(as_json):
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
         if action == "open":
             delays.open_job(name, expires=expires)
         elif action == "commit":
@@ -251,4 +216,4 @@ def job(context: CLIContext, /, action: str, name: str, expires: float, as_json:
             delays.abort_job(name)
         state = delays.registry.jobs.state(name)
     told = state.value if state is not None else "unknown"
-    click.echo(json.dumps({"job": name, "state": told}) if as_json else f"{name}: {told}")
+    shared.answer(as_json, {"job": name, "state": told}, [f"{name}: {told}"])

@@ -7,9 +7,11 @@ If the process dies meanwhile, the broker requeues it.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections import deque
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, cast
 
+import amqp
 from kombu import Connection
 
 from celery_rabbitdelay.levels.quirks import ORDER_OF_REQUEUED, version_of
@@ -23,7 +25,7 @@ BARRIERS: Final = 3
 
 
 class ConsumerConnection:
-    """An open connection with one channel.
+    """An open connection with one channel, on which messages arrive.
 
     Args:
         like: A connection to the broker; another one like it is opened.
@@ -31,9 +33,11 @@ class ConsumerConnection:
 
     Attributes:
         connection: The connection.
-        channel: Its channel, once :meth:`open_channel` has opened it.
+        channel: Its channel; the bodies of its messages are bytes.
         errors: The errors that mean that the connection, or its channel, is lost.
         version: The version of RabbitMQ.
+        frame_max: The largest frame, in bytes.
+        received: The messages that have arrived and were not looked at yet.
 
     Raises:
         OSError: The broker cannot be reached.
@@ -52,19 +56,18 @@ class ConsumerConnection:
         )
         self._wire = Wire(self.connection)
         self._wire.receive_ahead()
+        self.frame_max = self._wire.frame_max
         properties = self.connection.connection.server_properties
         self.version = version_of(str(properties.get("version", "0")))
-
-    def open_channel(self) -> None:
-        """Open the channel; the bodies of its messages are bytes."""
-        with self.answers_in_time():
-            self.channel = cast(Any, self.connection.channel())
+        self.received: deque[amqp.Message] = deque()
+        self._last_tag = 0
+        try:
+            with self.answers_in_time():
+                self.channel = cast(Any, self.connection.channel())
+        except BaseException:
+            self.drop()
+            raise
         self.channel.auto_decode = False
-
-    @property
-    def frame_max(self) -> int:
-        """The largest frame, in bytes."""
-        return self._wire.frame_max
 
     def answers_in_time(self) -> AbstractContextManager[None]:
         """Bound each wait for an answer within the block by the time-out."""
@@ -74,13 +77,30 @@ class ConsumerConnection:
         """Write frames, within the time-out."""
         self._wire.write(frames, self._timeout)
 
-    def give_back(self, last_tag: int) -> None:
+    def receive(self, message: amqp.Message) -> None:
+        """Add a message to those that have arrived."""
+        self._last_tag = max(self._last_tag, cast(int, message.delivery_tag))
+        self.received.append(message)
+
+    def has_received(self, silence: float) -> bool:
+        """Return whether a message has arrived; wait for it for so many seconds."""
+        with suppress(TimeoutError):
+            while not self.received:
+                self.connection.drain_events(timeout=silence)
+        return bool(self.received)
+
+    def give_back(self, holds_some: bool = True) -> None:
         """Requeue all messages that are not acknowledged, and close the channel.
 
         Args:
-            last_tag: The delivery tag of the last message; 0 if all are acknowledged.
+            holds_some: Whether there may be any.
         """
         # Where it keeps the order, because a closed channel may count as a failed delivery.
-        if last_tag and not ORDER_OF_REQUEUED.is_in(self.version):
-            self.write(requeue_all_frame(self.channel.channel_id, last_tag))
+        if holds_some and self._last_tag and not ORDER_OF_REQUEUED.is_in(self.version):
+            self.write(requeue_all_frame(self.channel.channel_id, self._last_tag))
         self.channel.close()
+
+    def drop(self) -> None:
+        """Close the connection; the broker requeues what is not acknowledged."""
+        with suppress(*self.errors):
+            self.connection.release()

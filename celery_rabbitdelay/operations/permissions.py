@@ -237,11 +237,8 @@ def check_permissions(
         except AccessRefused as refused:  # py-amqp has opened the channel again
             # A method may need several permissions.
             if f"{kind} '{name}'" in str(refused):
-                yield (
-                    "permission-missing",
-                    f"{kind} {name}",
-                    {"user": user, "permission": permission},
-                )
+                told = {"user": user, "permission": permission}
+                yield "permission-missing", f"{kind} {name}", told
         except ChannelError:
             pass
     channel.close()
@@ -271,17 +268,14 @@ def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Questio
 
 
 def _declaring(entity: Exchange | Queue) -> Callable[[Any], object]:
-    flags: dict[str, Any] = {
-        "durable": entity.durable,
-        "auto_delete": entity.auto_delete,
-        "nowait": True,
-    }
+    flags = {"durable": entity.durable, "auto_delete": entity.auto_delete, "nowait": True}
     if isinstance(entity, Queue):
         # Not kombu's own method, which calls the queue's hook on_declared.
-        flags["arguments"] = declared_arguments(entity)
-        return methodcaller("queue_declare", entity.name, **flags)
-    flags["arguments"] = entity.arguments
-    return methodcaller("exchange_declare", entity.name, entity.type, **flags)
+        arguments = declared_arguments(entity)
+        return methodcaller("queue_declare", entity.name, arguments=arguments, **flags)
+    return methodcaller(
+        "exchange_declare", entity.name, entity.type, arguments=entity.arguments, **flags
+    )
 
 
 def _consume_nothing(name: str, channel: Any) -> None:

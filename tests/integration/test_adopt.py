@@ -27,7 +27,7 @@ from celery_rabbitdelay.operations.moving.adoption import (
     native_queues,
     nservicebus_queues,
 )
-from celery_rabbitdelay.operations.moving.mover import Mover, Target
+from celery_rabbitdelay.operations.moving.mover import Mover, Place
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -256,6 +256,6 @@ def test_tasks_that_stay_survive_many_runs(
     producer = DelayedProducer(Publisher(connection), topology)
     convert = EtaTasks(TaskMessages(producer, UTC, lambda name: None), topology, {}).convert
     for _ in range(25):
-        moved = Mover(connection, [queue.name], Target(connection, "undeliverable"), convert).move()
+        moved = Mover(connection, [queue.name], Place(connection, topology), convert).move()
         assert moved.left.keys() == {NOT_DELAYED}
     wait_for(lambda: waiting(connection, [queue.name]) == 5, "the tasks")

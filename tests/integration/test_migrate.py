@@ -11,9 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
+import amqp
 import pytest
 from celery.exceptions import TaskRevokedError
 from kombu import Connection, Queue
@@ -23,9 +24,8 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
-from celery_rabbitdelay.operations.moving.migration import waiting
-from celery_rabbitdelay.operations.moving.mover import Mover, Place, Stay, Target
-from celery_rabbitdelay.operations.moving.source import Source, Taken
+from celery_rabbitdelay.operations.moving.mover import Mover, Place, Stay
+from celery_rabbitdelay.operations.moving.source import Source
 from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
@@ -56,17 +56,16 @@ class Sent(NamedTuple):
 def ids_in(connection: Connection, topology: Topology) -> Counter[str]:
     """Return how often each task waits; all messages stay where they are."""
     found: Counter[str] = Counter()
-    taken: list[Taken] = []
+    taken: list[amqp.Message] = []
     deadline = time.monotonic() + 60
     source = Source(connection, 60.0)
-    source.open()
-    ready = source.ready([queue.name for queue in topology.queues])
-    source.consume(list(ready), 20_000)
-    while len(taken) < sum(ready.values()):
+    found_in = source.ready([queue.name for queue in topology.queues])
+    source.consume(list(found_in), 20_000)
+    while len(taken) < sum(found_in.values()):
         found_one = source.take()
         assert found_one is not None or time.monotonic() < deadline
         taken += [found_one] if found_one else []
-    for message, *_ in taken:
+    for message in taken:
         if message.properties.get("content_type") == ENVELOPE:
             found.update(
                 str(item.headers["id"]) for item in Envelope.unpack(body_of(message)).items
@@ -75,6 +74,12 @@ def ids_in(connection: Connection, topology: Topology) -> Counter[str]:
             found[headers_of(message)["id"]] += 1
     source.close()
     return found
+
+
+def waiting(place: Place) -> dict[str, int]:
+    """Return how many messages are ready in each queue of a topology that has some."""
+    names = [queue.name for queue in place.topology.queues]
+    return Mover(place.connection, names, place, cast(Any, None)).waiting()
 
 
 def send(shop: Any, notes: Notes, of_each: int) -> Sent:
@@ -408,7 +413,7 @@ def mover_of(connection: Connection, *queues: str) -> Mover:
     def stay(message: Any, queue: str) -> Any:
         raise Stay("it stays")
 
-    return Mover(connection, queues, Target(connection, "undeliverable"), stay)
+    return Mover(connection, queues, Place(connection, Topology("undeliverable")), stay)
 
 
 def test_a_queue_that_another_consumer_has_for_itself_ends_the_move(

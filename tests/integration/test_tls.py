@@ -6,7 +6,7 @@ import ssl
 import time
 from collections.abc import Callable
 from threading import Timer
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import amqp
@@ -16,8 +16,8 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.moving.migration import check_source, waiting
-from celery_rabbitdelay.operations.moving.mover import Place
+from celery_rabbitdelay.operations.moving.migration import check_source
+from celery_rabbitdelay.operations.moving.mover import Mover, Place
 from celery_rabbitdelay.operations.verify.management import management_api_of
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.declaration import (
@@ -197,6 +197,11 @@ def test_the_limit_for_connecting_is_none_for_a_publisher_s_answers(
         publishing.channel(time.monotonic() + 30, lambda *settled: None)
         assert connection.connection.transport.sock.gettimeout() is None
         publishing.close_channel()
+
+
+def waiting(place: Place) -> object:
+    names = [queue.name for queue in place.topology.queues]
+    return Mover(place.connection, names, place, cast(Any, None)).waiting()
 
 
 @pytest.mark.parametrize("look", [check_source, waiting])

@@ -477,3 +477,14 @@ def test_a_due_time_beyond_the_longest_delay_stays() -> None:
     assert redrive(straight(**{headers.DUE: NOW + 100_000}), bounds=bounds)
     with pytest.raises(UnprocessableMessage, match="the longest delay"):
         redrive(straight(**{headers.DUE: NOW + 100_001}), bounds=bounds)
+
+
+@pytest.mark.parametrize("refused", [OSError("away"), amqp.AccessRefused("no right")])
+def test_a_message_stays_if_its_queue_cannot_be_bound(refused: Exception) -> None:
+    def ensure(queue: str) -> None:
+        raise refused
+
+    with pytest.raises(UnprocessableMessage, match="the queue 'reports' cannot be bound to the"):
+        redrive(straight(), ensure=ensure)
+    # A queue is bound, an exchange is not.
+    assert redrive(for_exchange("topic", "daily.x"), ensure=ensure).routing_key

@@ -10,7 +10,7 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.command.context import first_of
+from celery_rabbitdelay.command.shared import first_of
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify import checks
 from celery_rabbitdelay.operations.verify.findings import FAULTS, Severity, findings_of

@@ -28,13 +28,8 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.checkin import for_distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.operations.moving.mover import Stay
+from celery_rabbitdelay.publishing import message as messages
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
-from celery_rabbitdelay.publishing.message import (
-    WaitingMessage,
-    body_of,
-    headers_of,
-    kept_properties,
-)
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -84,8 +79,11 @@ def nservicebus_queues(version: int = 2) -> list[str]:
     Args:
         version: 1 (classic queues) or 2 (quorum queues).
     """
-    start = "nsb.delay-level" if version == 1 else f"nsb.v{version}.delay-level"
-    return [f"{start}-{level:02}" for level in reversed(range(BITS))]
+    return [f"{_nsb(version)}.delay-level-{level:02}" for level in reversed(range(BITS))]
+
+
+def _nsb(version: int) -> str:
+    return "nsb" if version == 1 else f"nsb.v{version}"
 
 
 class _ChainKey(NamedTuple):
@@ -118,7 +116,7 @@ class _ChainKey(NamedTuple):
         Raises:
             Stay: The routing key is not one of a chain, or the message cannot be read.
         """
-        if UNREADABLE in headers_of(message):
+        if UNREADABLE in messages.headers_of(message):
             raise Stay("its properties cannot be read")
         info: Any = message.delivery_info
         found = _BITS.fullmatch(info["routing_key"])
@@ -149,7 +147,7 @@ class TaskMessages:
 
     def eta(self, message: amqp.Message) -> datetime | None:
         """Return a task's eta; None if it has none, or is not of Celery's protocol 2."""
-        return eta_of(headers_of(message).get("eta"), self.timezone)
+        return eta_of(messages.headers_of(message).get("eta"), self.timezone)
 
     def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:
         """Return the message that waits in the levels.
@@ -157,22 +155,22 @@ class TaskMessages:
         Raises:
             Stay: The levels do not take it.
         """
-        if self.keeps_own(str(headers_of(message).get("task"))):
+        if self.keeps_own(str(messages.headers_of(message).get("task"))):
             raise Stay(KEEPS_OWN)
-        headers = headers_of(message)
+        headers = messages.headers_of(message)
         if "eta" in headers:
             headers["eta"] = None
         said, _ = parse(headers)
         self.producer.says = {"registry": said.registry}
         try:
             delayed = self.producer.delayed_message(
-                body_of(message),
+                messages.body_of(message),
                 destination,
                 due,
                 headers=headers,
                 content_type=message.properties.get("content_type", "application/data"),
                 content_encoding=message.properties.get("content_encoding", "binary"),
-                **kept_properties(message.properties),
+                **messages.kept_properties(message.properties),
             )
         except (NeedsDistribution, DelayTooLong) as error:
             raise Stay(str(error)) from error
@@ -209,19 +207,14 @@ class NativeChain:
         """Return the destination of a task, by the patterns that the chain's end is bound with."""
         words = routing_key.split(".")
         exact = [each for each in self._bound if each.routing_key == routing_key]
-        matching = [each for each in self._bound if topic_matches(each.pattern, words)]
-        found = exact or matching
-        exchanges = {each.exchange.name for each in found}
+        found = exact or [each for each in self._bound if topic_matches(each.pattern, words)]
         if not found:
             raise Stay(f"no queue of the application has the routing key {shortened(routing_key)}")
-        if len(exchanges) > 1:
+        if len({each.exchange.name for each in found}) > 1:
             raise Stay(f"several exchanges have the routing key {shortened(routing_key)}")
-        queues = {each.queue.name: each.queue for each in found}
-        exchange = found[0].exchange
-        only = next(iter(queues.values())) if len(queues) == 1 else None
-        if exchange.type != "topic":
-            only = None
-        return Destination(only, exchange.name, routing_key)
+        queue, exchange, *_ = found[0]
+        is_only = len({each.queue.name for each in found}) == 1 and exchange.type == "topic"
+        return Destination(queue if is_only else None, exchange.name, routing_key)
 
 
 class _Bound(NamedTuple):
@@ -243,35 +236,30 @@ class _Bound(NamedTuple):
 def _bound_to_chain(queues: Iterable[Queue]) -> Iterator[_Bound]:
     """Yield the queues Celery binds; see ``bind_queue_to_native_delayed_delivery_exchange``."""
     for queue in queues:
-        bindings: list[tuple[Exchange | None, str]]
-        if queue.exchange:
-            bindings = [(queue.exchange, queue.routing_key)]
-        else:
-            bindings = [(each.exchange, each.routing_key) for each in queue.bindings]
-        for exchange, key in bindings:
+        # Both have an exchange and a routing key.
+        for each in [queue] if queue.exchange else queue.bindings:
+            exchange, key = each.exchange, each.routing_key
             if exchange and exchange.name and exchange.type != "direct":
                 pattern = key if key.startswith("#") else f"#.{key}"
                 yield _Bound(queue, exchange, key, tuple(pattern.split(".")))
 
 
+@dataclass(frozen=True)
 class NServiceBusChain:
     """Converts messages in NServiceBus's delay infrastructure.
 
     When a message is due, it goes to the last exchange of the infrastructure, so that it reaches
     the same queues as it would have reached there, and no others.
 
-    Args:
+    Attributes:
         topology: The levels.
         version: 1 or 2; see :func:`nservicebus_queues`.
         signing_keys: What signs the messages, for distribution; None: nothing does.
     """
 
-    def __init__(
-        self, topology: Topology, version: int = 2, signing_keys: SigningKeys | None = None
-    ) -> None:
-        self._topology = topology
-        self._signing_keys = signing_keys
-        self._exchange = "nsb.delay-delivery" if version == 1 else f"nsb.v{version}.delay-delivery"
+    topology: Topology
+    version: int = 2
+    signing_keys: SigningKeys | None = None
 
     def convert(self, message: amqp.Message, queue: str) -> Outgoing:
         """Return what to publish for a message.
@@ -280,16 +268,17 @@ class NServiceBusChain:
             Stay: It has headers by which it could reach any queue.
         """
         key = _ChainKey.of(message, queue)
-        headers = headers_of(message)
+        headers = messages.headers_of(message)
         if any(name in headers for name in header_names.SENDER_SELECTED):
             raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
         # A delayed retry has the time at which the message was sent first.
         due = key.due(_nservicebus_due(headers))
-        sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
-        waiting = for_distribution(sent, due.at_ms, self._exchange, key.routing_key)
-        if self._signing_keys is not None:
-            waiting = self._signing_keys.sign(waiting)
-        return into_levels(self._topology, waiting, due)
+        sent = messages.WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
+        exchange = f"{_nsb(self.version)}.delay-delivery"
+        waiting = for_distribution(sent, due.at_ms, exchange, key.routing_key)
+        if self.signing_keys is not None:
+            waiting = self.signing_keys.sign(waiting)
+        return into_levels(self.topology, waiting, due)
 
 
 def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
@@ -305,21 +294,19 @@ def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
         return None
 
 
+@dataclass(frozen=True)
 class EtaTasks:
     """Converts tasks in their own queue, where workers would hold them until their eta.
 
-    Args:
+    Attributes:
         tasks: Makes the delayed task.
         topology: The levels.
         queues: The queues that the application knows, by their names.
     """
 
-    def __init__(
-        self, tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queue]
-    ) -> None:
-        self._tasks = tasks
-        self._tick_ms = topology.layout.tick_ms
-        self._queues = queues
+    tasks: TaskMessages
+    topology: Topology
+    queues: Mapping[str, Queue]
 
     def convert(self, message: amqp.Message, queue: str) -> Outgoing:
         """Return what to publish for a message.
@@ -330,20 +317,20 @@ class EtaTasks:
         try:
             return self._delayed(message, queue)
         except Stay:
-            returns = max(_count(headers_of(message).get(name)) for name in RETURNS)
+            returns = max(_count(messages.headers_of(message).get(name)) for name in RETURNS)
             if returns < MOST_RETURNS:
                 raise
-        return Outgoing("", queue, WaitingMessage.unopened(message))
+        return Outgoing("", queue, messages.WaitingMessage.unopened(message))
 
     def _delayed(self, message: amqp.Message, queue: str) -> Outgoing:
-        eta = self._tasks.eta(message)
+        eta = self.tasks.eta(message)
         due = None if eta is None else Due.at(eta)
-        if due is None or due.delay_ms <= self._tick_ms:
+        if due is None or due.delay_ms <= self.topology.layout.tick_ms:
             raise Stay(NOT_DELAYED)
         info: Any = message.delivery_info
-        known = self._queues.get(queue) or Queue(queue, no_declare=True)
+        known = self.queues.get(queue) or Queue(queue, no_declare=True)
         destination = Destination(known, info["exchange"], info["routing_key"])
-        return self._tasks.delayed(message, destination, due)
+        return self.tasks.delayed(message, destination, due)
 
 
 def _count(value: Any) -> int:

@@ -7,33 +7,22 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import amqp
 from amqp.exceptions import NotFound, ResourceLocked
-from kombu import Connection, Queue
+from kombu import Connection
 
 from celery_rabbitdelay.exceptions import SameTopology, TopologyIncomplete, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import (
-    UNREADABLE,
-    later_version,
-    refuse_sender_selected,
-    shortened,
-)
-from celery_rabbitdelay.levels.routing_key import (
-    DISTRIBUTION,
-    decode_destination,
-    encode_destination,
-)
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.operations.moving.mover import Destinations, Mover, Place, Stay, Target
+from celery_rabbitdelay.operations.moving.mover import Place, Stay
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
@@ -76,65 +65,55 @@ class Migration:
             UnprocessableMessage: The message cannot be one of these levels.
             Stay: Its routing key belongs to other levels, or only a later version can read it.
         """
-        if queue != self.source.module_queues.undeliverable.name:
-            why = later_version(headers_of(message), message.properties.get("content_type"))
-            if why is not None:
-                raise Stay(why)
-        modules = self.source.module_queues
-        if queue == modules.checkin.name:
-            return self._of_checkin(message)
-        if queue == modules.meditation.name:
-            return self._meditating(message)
-        if queue == modules.undeliverable.name:
-            return self._undeliverable(message)
-        return self._in_levels(message)
-
-    def _of_checkin(self, message: amqp.Message) -> Outgoing:
-        info: Any = message.delivery_info
-        if info["exchange"] == self.source.module_queues.meditated.name:
-            return self._meditating(message)
-        kept = WaitingMessage.unopened(message)
-        return Outgoing(self.target.module_queues.checkin.exchange.name, info["routing_key"], kept)
-
-    def _meditating(self, message: amqp.Message) -> Outgoing:
-        info: Any = message.delivery_info
-        return self._waiting(message, info["routing_key"])
-
-    def _in_levels(self, message: amqp.Message) -> Outgoing:
+        modules, given = self.source.module_queues, headers_of(message)
         info: Any = message.delivery_info
         key = info["routing_key"]
+        if queue == modules.undeliverable.name:
+            # The broker's headers, which give the reason, are removed.
+            reason = examine(given, self.source, key).reason
+            kept = WaitingMessage.unopened(message).saying(reason=reason)
+            return Outgoing(self.target.module_queues.undeliverable.exchange.name, key, kept)
+        why = header_names.later_version(given, message.properties.get("content_type"))
+        if why is not None:
+            raise Stay(why)
+        if queue == modules.checkin.name and info["exchange"] != modules.meditated.name:
+            kept = WaitingMessage.unopened(message)
+            return Outgoing(self.target.module_queues.checkin.exchange.name, key, kept)
+        if queue in (modules.checkin.name, modules.meditation.name):
+            return self._waiting(message, key)
         if self.source.keys.digits(key) is None:
             raise Stay("its routing key is of another layout: see the --from options")
         word = key.split(".")[-1]
-        if word == encode_destination(DISTRIBUTION):
-            return self._waiting(message, DISTRIBUTION)
+        if word == routing_key.encode_destination(routing_key.DISTRIBUTION):
+            return self._waiting(message, routing_key.DISTRIBUTION)
         return self._waiting(message, self._queue_of(word, message))
 
     @staticmethod
     def _queue_of(word: str, message: amqp.Message) -> str:
         """Return the name of the queue that the last word of a routing key encodes."""
-        name = decode_destination(word)
+        name = routing_key.decode_destination(word)
         if name is None:
             # The word is a hash of the name.
             name = headers_of(message).get(header_names.QUEUE)
-            if not isinstance(name, str) or encode_destination(name) != word:
+            if not isinstance(name, str) or routing_key.encode_destination(name) != word:
                 raise UnprocessableMessage(
                     f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
-                    f"{shortened(name)}"
+                    f"{header_names.shortened(name)}"
                 )
         return name
 
     def _waiting(self, message: amqp.Message, destination: str) -> Outgoing:
         given = headers_of(message)
-        if UNREADABLE in given:
-            raise UnprocessableMessage(f"it cannot be read: {shortened(given[UNREADABLE])}")
-        refuse_sender_selected(given)
+        if header_names.UNREADABLE in given:
+            why = header_names.shortened(given[header_names.UNREADABLE])
+            raise UnprocessableMessage(f"it cannot be read: {why}")
+        header_names.refuse_sender_selected(given)
         # A message in the levels has no expiration, so that they drop none before it is due.
         waiting = WaitingMessage.unopened(message).having(expiration=None)
         due_ms = waiting.headers.due_ms
         if due_ms is None:
             raise UnprocessableMessage(
-                f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}, "
+                f"{header_names.DUE} is {header_names.shortened(given.get(header_names.DUE))}, "
                 "not milliseconds since 1970"
             )
         is_vouched = self.vouches or (
@@ -144,7 +123,7 @@ class Migration:
             # A priority that classic queues have taken.
             lowered = waiting.with_low_priority()
             if lowered is not waiting and waiting.headers.queue is not None:
-                destination = DISTRIBUTION
+                destination = routing_key.DISTRIBUTION
             waiting = lowered
         if destination:
             self.ensure(destination)
@@ -153,71 +132,6 @@ class Migration:
             # It may have another priority in its headers; and the first key signs.
             waiting = self.signing_keys.sign(waiting)
         return into_levels(self.target, waiting, due, destination)
-
-    def _undeliverable(self, message: amqp.Message) -> Outgoing:
-        info: Any = message.delivery_info
-        given = headers_of(message)
-        # The broker's headers, which give the reason, are removed.
-        reason = examine(given, self.source, info["routing_key"]).reason
-        kept = WaitingMessage.unopened(message).saying(reason=reason)
-        exchange = self.target.module_queues.undeliverable.exchange.name
-        return Outgoing(exchange, info["routing_key"], kept)
-
-
-def migration(
-    source: Place,
-    target: Place,
-    destinations: Destinations,
-    *,
-    may_declare: bool = True,
-    timeout: float = 30.0,
-    rate: float | None = None,
-    signing_keys: SigningKeys | None = None,
-    vouches: bool = False,
-) -> Mover:
-    """Return a mover that empties the source's queues into the levels of the target.
-
-    Args:
-        source: The levels that are emptied; nothing is declared or deleted there.
-        target: The levels that the messages go to; see :class:`Migration`.
-        destinations: Binds the destination queues to the target's levels.
-        may_declare: Whether the target's topology is declared if it is missing.
-        timeout: Seconds in which a broker has to answer.
-        rate: The most messages that are moved in a second; None for no limit.
-        signing_keys: As for :class:`Migration`.
-        vouches: As for :class:`Migration`.
-
-    Raises:
-        SameTopology: Source and target are the same.
-        LayoutConflict: Another layout is declared under the source's prefix.
-        TopologyIncomplete: No queue of the source exists.
-        OSError: A broker cannot be reached.
-    """
-    check_places(source, target)
-    check_source(source)
-    convert = Migration(
-        source.topology, target.topology, destinations.ensure, signing_keys, vouches
-    ).convert
-    declare = declaration.declare_if_missing if may_declare else declaration.check_complete
-    undeliverable = target.topology.module_queues.undeliverable.exchange.name
-    return Mover(
-        source.connection,
-        [queue.name for queue in source.topology.queues],
-        Target(
-            target.connection,
-            undeliverable,
-            partial(_declared, declare, target.topology),
-            timeout,
-        ),
-        convert,
-        rate=rate,
-    )
-
-
-def _declared(
-    declare: Callable[[Connection, Topology], None], topology: Topology, connection: Connection
-) -> None:
-    declare(connection, topology)
 
 
 def check_places(source: Place, target: Place) -> None:
@@ -260,29 +174,7 @@ def check_source(source: Place) -> None:
         OSError: The broker cannot be reached.
     """
     with source.connection.clone(heartbeat=0) as own:
-        declaration.connect(own)
         declaration.check_layout(own, source.topology)
         counts = declaration.queue_counts(own, source.topology.queues)
     if not any(counts.values()):
         raise TopologyIncomplete(source.topology.prefix, tuple(counts))
-
-
-def waiting(place: Place) -> dict[str, int]:
-    """Return how many messages are ready in each queue of a topology that has some."""
-    return ready_in(place.connection, place.topology.queues)
-
-
-def ready_in(connection: Connection, queues: Sequence[Queue]) -> dict[str, int]:
-    """Return how many messages are ready in each of several queues that has some.
-
-    Args:
-        connection: A connection to the broker; another one like it is opened.
-        queues: The queues; missing ones are skipped.
-
-    Raises:
-        OSError: The broker cannot be reached.
-    """
-    with connection.clone(heartbeat=0) as own:
-        declaration.connect(own)
-        counts = declaration.queue_counts(own, queues)
-    return {name: found.messages for name, found in counts.items() if found and found.messages}

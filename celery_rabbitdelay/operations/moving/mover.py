@@ -15,9 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import amqp
 from amqp.exceptions import AccessRefused
@@ -27,11 +28,11 @@ from celery_rabbitdelay.exceptions import PublishError, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
-from celery_rabbitdelay.operations.moving.source import Source, SourceLost, SourceRefused, Taken
+from celery_rabbitdelay.operations.moving.source import Source, SourceLost, SourceRefused, waiting
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
-from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
+from celery_rabbitdelay.publishing.publisher import Publisher
 
 
 class Place(NamedTuple):
@@ -40,10 +41,17 @@ class Place(NamedTuple):
     Attributes:
         connection: The broker, with its virtual host.
         topology: The topology.
+        may_declare: Whether the topology may be declared, and queues declared and bound.
     """
 
     connection: Connection
     topology: Topology
+    may_declare: bool = True
+
+    def declare(self, opened: Connection) -> None:
+        """Declare what is missing over an open connection, or check that nothing is."""
+        declare = declaration.declare_if_missing if self.may_declare else declaration.check_complete
+        declare(opened, self.topology)
 
 
 class Destinations:
@@ -53,7 +61,6 @@ class Destinations:
         target: The target.
         known: The queues that the application knows, by their names. They are declared with the
             application's arguments.
-        may_declare: Whether queues may be declared and bound.
         may_bind: Returns whether another queue may be bound. Anybody may have written its name into
             a routing key, and what is bound to the levels can be reached by every producer.
 
@@ -69,13 +76,11 @@ class Destinations:
         self,
         target: Place,
         known: Mapping[str, Queue],
-        may_declare: bool = True,
         may_bind: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self._connection = target.connection.clone(heartbeat=0)
-        self._topology = target.topology
+        self._target = target
         self._known = known
-        self._may_declare = may_declare
         self._may_bind = may_bind
         self._seen: set[str] = set()
         self.missing: set[str] = set()
@@ -88,14 +93,14 @@ class Destinations:
             OSError: The broker cannot be reached.
             amqp.exceptions.AccessRefused: The user lacks a permission.
         """
-        if name in self._seen or not self._may_declare:
+        if name in self._seen or not self._target.may_declare:
             return
         if name not in self._known and not self._may_bind(name):
             self.unnamed.add(name)
             return
         declaration.connect(self._connection)
         queue = self._known.get(name)
-        declaration.declare_if_missing(self._connection, self._topology)
+        declaration.declare_if_missing(self._connection, self._target.topology)
         is_bound = (
             queue is not None
             and not getattr(queue, "no_declare", False)
@@ -109,24 +114,12 @@ class Destinations:
     def _try(self, declare: Callable[..., None]) -> bool:
         """Declare or bind a queue; return whether the broker has accepted it."""
         try:
-            declare(self._connection, self._topology)
+            declare(self._connection, self._target.topology)
         except amqp.ChannelError as refused:
             if isinstance(refused, AccessRefused):
                 raise
             return False
         return True
-
-    def exists(self, name: str) -> bool:
-        """Return whether a queue exists; add it to ``missing`` if it does not.
-
-        Raises:
-            OSError: The broker cannot be reached.
-        """
-        if name not in self._seen:
-            self._seen.add(name)
-            if declaration.queue_counts(self._connection, [Queue(name)])[name] is None:
-                self.missing.add(name)
-        return name not in self.missing
 
     def close(self) -> None:
         """Close the connection."""
@@ -183,25 +176,8 @@ class Stay(Exception):
 Convert: TypeAlias = Callable[[amqp.Message, str], Outgoing]
 
 
-class Target(NamedTuple):
-    """Where messages are moved to.
-
-    Attributes:
-        connection: The broker; another connection like it is opened.
-        undeliverable: The name of its exchange for messages that cannot be converted.
-        declare: Called with each connection, to declare missing exchanges and queues.
-        timeout: Seconds in which it has to confirm a message.
-        window: The most messages that are in flight, unconfirmed.
-    """
-
-    connection: Connection
-    undeliverable: str
-    declare: Declaration | None = None
-    timeout: float = 30.0
-    window: int = 1000
-
-
-class Moved(NamedTuple):
+@dataclass
+class Moved:
     """The result of a move.
 
     Attributes:
@@ -216,12 +192,12 @@ class Moved(NamedTuple):
             with ``follow``, always True.
     """
 
-    moved: int
-    undeliverable: Mapping[str, int]
-    left: Mapping[str, int]
-    copies: int
-    seconds: float
-    finished: bool
+    moved: int = 0
+    undeliverable: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    copies: int = 0
+    seconds: float = 0.0
+    finished: bool = False
 
 
 class Mover:
@@ -232,10 +208,11 @@ class Mover:
         queues: The names of the queues; missing ones are skipped.
         target: Where the messages go.
         convert: Returns what to publish for a message.
+        timeout: Seconds in which a broker has to answer, and the target to confirm a message.
         rate: The most messages that are moved in a second; None for no limit.
 
     Attributes:
-        moved: How many messages are moved so far.
+        result: What is moved so far.
         stopping: Set to end the move; messages in flight are confirmed first.
     """
 
@@ -243,29 +220,37 @@ class Mover:
         self,
         source: Connection,
         queues: Sequence[str],
-        target: Target,
+        target: Place,
         convert: Convert,
         *,
+        timeout: float = 30.0,
         rate: float | None = None,
     ) -> None:
-        self.moved = 0
+        self.result = Moved()
         self.stopping = Event()
-        self._source = Source(source, target.timeout)
+        self._like = source
         self._queues = list(queues)
         self._publisher = Publisher(target.connection.clone(heartbeat=0))
         self._target = target
-        self._policy = PublishPolicy(target.timeout, window=target.window)
+        self._timeout = timeout
         self._convert = convert
         self._interval = 0.0 if rate is None else 1 / rate
         self._ahead = TAKEN_AHEAD if rate is None else min(max(int(rate), 1), TAKEN_AHEAD)
         self._next_at = self._acknowledge_at = 0.0
         #: Why the connection to the source is lost; None while it is open.
         self._lost: Exception | None = None
-        self._copies = self._taken = 0
+        self._taken = 0
         #: How often the source was lost since something was moved, and how much was moved then.
         self._losses = self._moved_before = 0
-        self._undeliverable: Counter[str] = Counter()
-        self._left: Counter[str] = Counter()
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many messages are ready in each of the queues that has some.
+
+        Raises:
+            OSError: The broker cannot be reached.
+        """
+        with self._like.clone(heartbeat=0) as own:
+            return waiting(own, self._queues)
 
     def move(self, *, follow: bool = False) -> Moved:
         """Move messages until all queues are empty, or ``stopping`` is set.
@@ -281,16 +266,14 @@ class Mover:
             amqp.AMQPError: A broker refuses the connection or a declaration.
         """
         began = time.monotonic()
+        self._source = Source(self._like, self._timeout)
         try:
-            self._source.open()
-            finished = self._move_until_empty(follow)
+            self.result.finished = self._move_until_empty(follow) or follow
         finally:
             self._source.close()
             self._publisher.close()
-        seconds = time.monotonic() - began
-        return Moved(
-            self.moved, self._undeliverable, self._left, self._copies, seconds, finished or follow
-        )
+            self.result.seconds = time.monotonic() - began
+        return self.result
 
     def _move_until_empty(self, follow: bool) -> bool:
         """Move messages in rounds; return whether the queues were empty twice in a row."""
@@ -298,7 +281,7 @@ class Mover:
         while not self.stopping.is_set() and not self._is_full:
             ready = self._with_source(lambda: self._source.ready(self._queues))
             if not ready:
-                keeps_running = follow and not self._left
+                keeps_running = follow and not self.result.left
                 if was_empty and not keeps_running:
                     return True
                 was_empty = True
@@ -306,7 +289,9 @@ class Mover:
                 continue
             was_empty = False
             if idle_rounds == MOST_IDLE_ROUNDS:
-                self._left["no message comes, another consumer may have it"] += sum(ready.values())
+                self.result.left["no message comes, another consumer may have it"] += sum(
+                    ready.values()
+                )
                 return False
             taken_before = self._taken
             self._move_ready(ready)
@@ -319,7 +304,7 @@ class Mover:
 
     @property
     def _is_full(self) -> bool:
-        return self._left.total() >= MOST_STAYING
+        return self.result.left.total() >= MOST_STAYING
 
     def _move_ready(self, ready: Mapping[str, int]) -> None:
         # At a low rate, the other queues have their turn in the next rounds.
@@ -335,44 +320,45 @@ class Mover:
         self._try_source(self._source.acknowledge)
 
     def _publish(self) -> None:
-        declare, done = self._target.declare, self._done
-        self._publisher.publish_all(self._publications(), self._policy, declare=declare, done=done)
+        policy, declare = PublishPolicy(self._timeout), self._target.declare
+        self._publisher.publish_all(self._publications(), policy, declare=declare, done=self._done)
 
     def _publications(self) -> Iterator[Publication]:
         """Yield what to publish, until no message has come for a while."""
         while not self.stopping.is_set() and not self._is_full:
             self._acknowledge_some()
-            taken = self._try_source(self._source.take)
-            if taken is None:
+            message = self._try_source(self._source.take)
+            if message is None:
                 # If the source is lost, messages in flight are confirmed first.
                 return
             self._taken += 1
-            publication = self._publication(taken)
+            publication = self._publication(message)
             if publication is not None:
                 self._keep_to_the_rate()
                 yield publication
 
-    def _publication(self, taken: Taken) -> Publication | None:
+    def _publication(self, message: amqp.Message) -> Publication | None:
         """Return what to publish for a message; None if it stays in its queue."""
         try:
-            outgoing, reason = self._converted(taken)
+            outgoing, reason = self._converted(message)
             content = encoded(outgoing, self._source.frame_max)
         except (Stay, UnprocessableMessage) as stay:
-            self._left[str(stay)] += 1
+            self.result.left[str(stay)] += 1
             return None
-        address = outgoing.reroute or partial(_address, outgoing.exchange, outgoing.routing_key)
-        return Publication(content, address, (taken, reason))
+        address = outgoing.address
+        return Publication(content, outgoing.reroute or (lambda: address), (message, reason))
 
-    def _converted(self, taken: Taken) -> tuple[Outgoing, str]:
+    def _converted(self, message: amqp.Message) -> tuple[Outgoing, str]:
         """Return what to publish for a message, and why it is undeliverable; empty if it is not."""
+        info: Any = message.delivery_info
         try:
-            return self._convert(taken.message, taken.queue), ""
+            return self._convert(message, info["queue"]), ""
         except (Stay, OSError, amqp.AMQPError):
             raise
         except UnprocessableMessage as error:
-            left = WaitingMessage.unopened(taken.message)
-            outgoing = Outgoing("", "", left)
-            return to_undeliverable(self._target.undeliverable, outgoing, str(error)), str(error)
+            outgoing = Outgoing("", "", WaitingMessage.unopened(message))
+            undeliverable = self._target.topology.module_queues.undeliverable.exchange.name
+            return to_undeliverable(undeliverable, outgoing, str(error)), str(error)
         except Exception as error:
             # A single message, which anybody may have published, does not end the move.
             raise Stay(f"it cannot be converted: {shortened(error)}") from error
@@ -391,19 +377,19 @@ class Mover:
             self.stopping.wait(self._next_at - now)
 
     def _done(self, publication: Publication) -> None:
-        taken, reason = publication.subject
+        message, reason = publication.subject
         if publication.error is not None:
-            self._left[_why_left(publication.error)] += 1
+            self.result.left[_why_left(publication.error)] += 1
             return
-        self.moved += 1
+        self.result.moved += 1
         if reason:
-            self._undeliverable[reason] += 1
-        if self._lost is None and taken.connection == self._source.number:
-            self._source.to_acknowledge.append(taken.message.delivery_tag)
+            self.result.undeliverable[reason] += 1
+        if self._lost is None and message.channel is self._source.channel:
+            self._source.to_acknowledge.append(message.delivery_tag)
         else:
-            self._copies += 1
-        if not self.moved % LOG_EVERY:
-            logger.info("%s messages are moved.", f"{self.moved:,}")
+            self.result.copies += 1
+        if not self.result.moved % LOG_EVERY:
+            logger.info("%s messages are moved.", f"{self.result.moved:,}")
 
     def _try_source(self, call: Callable[[], _Result]) -> _Result | None:
         """Call the source unless it is lost; note if it is lost now."""
@@ -416,15 +402,18 @@ class Mover:
 
     def _with_source(self, call: Callable[[], _Result]) -> _Result:
         """Call the source; while it is lost, connect again first, until the time-out is over."""
-        until = time.monotonic() + self._target.timeout
+        until = time.monotonic() + self._timeout
         while True:
             try:
                 if self._lost is not None:
-                    self._count_loss()
-                    self._copies += len(self._source.to_acknowledge)
-                    self._source.open()
+                    moved = self.result.moved
+                    self._losses = self._losses + 1 if moved == self._moved_before else 1
+                    self._moved_before = moved
+                    former, self._source = self._source, Source(self._like, self._timeout)
+                    self.result.copies += len(former.to_acknowledge)
+                    former.drop()
                     # The broker has requeued all messages that were taken, and delivers them again.
-                    self._left.clear()
+                    self.result.left.clear()
                     self._lost = None
                 return call()
             except SourceRefused:
@@ -435,14 +424,6 @@ class Mover:
                     raise OSError(f"the connection to the source is lost: {lost}") from lost
                 self._lost = lost
                 self.stopping.wait(RECONNECT_EVERY)
-
-    def _count_loss(self) -> None:
-        self._losses = self._losses + 1 if self.moved == self._moved_before else 1
-        self._moved_before = self.moved
-
-
-def _address(exchange: str, routing_key: str) -> tuple[str, str]:
-    return exchange, routing_key
 
 
 def _why_left(error: PublishError) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import math
 import os
 import re
 import tempfile
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
@@ -26,7 +27,7 @@ from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
-from celery_rabbitdelay.operations.undeliverable.reader import reading
+from celery_rabbitdelay.operations.undeliverable.reader import Reader
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.wire import Content
 
@@ -72,7 +73,7 @@ def undeliverable_messages(
         amqp.exceptions.NotFound: The queue does not exist.
         OSError: The broker cannot be reached, or the connection was lost.
     """
-    with reading(connection, topology) as reader:
+    with Reader(connection, topology) as reader:
         for message in reader.messages(limit):
             yield copy_of(message, topology)
 
@@ -92,23 +93,19 @@ def headers_as_json(headers: Mapping[str, Any]) -> str:
     Instants are written as in ISO 8601, bytes as text with escapes, and what JSON cannot express
     as Python shows it.
     """
-    try:
-        return json.dumps(as_json(headers))
-    except RecursionError:
-        return json.dumps(_types(headers))
+    return json.dumps(as_json(headers))
 
 
 def as_json(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return headers, or properties, as :func:`headers_as_json` writes them."""
+    """Return headers, or properties, as :func:`headers_as_json` writes them.
+
+    It nests its calls deeper than JSON's encoder does, which can therefore write what it returns.
+    """
     try:
         plain: dict[str, Any] = _plain(headers)
     except RecursionError:
-        return _types(headers)
+        return {str(name): shortened(type(value)) for name, value in headers.items()}
     return plain
-
-
-def _types(headers: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(name): shortened(type(value)) for name, value in headers.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -152,19 +149,15 @@ class Contents:
         exchange, key = map(headers.get, (header_names.EXCHANGE, header_names.ROUTING_KEY))
         queues = _texts(found.queue, key if exchange == "" else None)
         content_type = message.properties.get("content_type")
-        if content_type != ENVELOPE or later_version(headers, content_type) is not None:
-            return cls(_texts(found.task), _texts(found.task_id), queues)
-        try:
-            envelope = Envelope.unpack(message.body)
-        except Exception:  # noqa: BLE001 - anybody may have written it
-            return cls(_texts(found.task), _texts(found.task_id), queues)
-        inner = [{**envelope.headers, **item.headers} for item in envelope.items]
-        return cls(
-            _texts(*(each.get("task") for each in inner)),
-            _texts(*(each.get("id") for each in inner)),
-            queues,
-            len(inner),
-        )
+        if content_type == ENVELOPE and later_version(headers, content_type) is None:
+            with suppress(Exception):  # anybody may have written it
+                envelope = Envelope.unpack(message.body)
+                inner = [{**envelope.headers, **item.headers} for item in envelope.items]
+                tasks, ids = (
+                    _texts(*(each.get(name) for each in inner)) for name in ("task", "id")
+                )
+                return cls(tasks, ids, queues, len(inner))
+        return cls(_texts(found.task), _texts(found.task_id), queues)
 
 
 @dataclass(frozen=True)
@@ -204,16 +197,13 @@ class UndeliverableFilter:
             return False
         if not (self.tasks or self.queues or self.ids):
             return True
-        contents = Contents.of(message)
+        contents, properties = Contents.of(message), message.properties
+        ids = contents.ids | _texts(*map(properties.get, ("correlation_id", "message_id")))
         return (
             _matches_names(contents.tasks, self.tasks)
             and _matches_names(contents.queues, self.queues)
-            and (not self.ids or not self._ids_of(message, contents).isdisjoint(self.ids))
+            and (not self.ids or not ids.isdisjoint(self.ids))
         )
-
-    @staticmethod
-    def _ids_of(message: UndeliverableMessage, contents: Contents) -> frozenset[str]:
-        return contents.ids | _texts(*map(message.properties.get, ("correlation_id", "message_id")))
 
     def _matches_age(self, since: datetime | None, now: datetime | None) -> bool:
         if self.older_than is None and self.newer_than is None:
@@ -227,13 +217,7 @@ class UndeliverableFilter:
 
 
 def _texts(*values: object) -> frozenset[str]:
-    return frozenset(_known(values))
-
-
-def _known(values: Collection[object]) -> Iterator[str]:
-    for value in values:
-        if isinstance(value, str) and value:
-            yield value
+    return frozenset(value for value in values if isinstance(value, str) and value)
 
 
 def _matches_names(names: Collection[str], patterns: Collection[str]) -> bool:
@@ -263,6 +247,11 @@ OTHER_REASONS: Final = "other reasons"
 
 #: What differs from message to message in the reason of one that was tried for too long.
 _ATTEMPTS: Final = re.compile(r" \(\d+ attempts since [^;)]*(?:; the first time: .*)?\)")
+
+
+def counted_as(reason: str, known: Collection[str]) -> str:
+    """Return the name under which a reason is counted: its own, if there are not too many yet."""
+    return reason if reason in known or len(known) < MOST_REASONS else OTHER_REASONS
 
 
 @dataclass
@@ -296,9 +285,7 @@ class UndeliverableSummary:
         """Count a message."""
         self.count += 1
         reason, since = _ATTEMPTS.sub("", message.found.reason), message.found.since
-        if reason not in self.reasons and len(self.reasons) >= MOST_REASONS:
-            reason = OTHER_REASONS
-        group = self.reasons.setdefault(reason, ReasonCount())
+        group = self.reasons.setdefault(counted_as(reason, self.reasons), ReasonCount())
         group.count += 1
         if since is not None:
             group.oldest = min(group.oldest or since, since)
@@ -442,9 +429,8 @@ def _told(path: str) -> Iterator[None]:
 
 def _text_or_base64(body: bytes, is_cut_off: bool) -> dict[str, str | None]:
     """Return bytes as text if they are UTF-8, which may end within a character if it is cut off."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        return {"text": body.decode(), "base64": None}
-    except UnicodeDecodeError as error:
-        if is_cut_off and error.start >= len(body) - 3 and error.reason == "unexpected end of data":
-            return {"text": body[: error.start].decode(), "base64": None}
-    return {"text": None, "base64": base64.b64encode(body).decode()}
+        return {"text": decoder.decode(body, final=not is_cut_off), "base64": None}
+    except UnicodeDecodeError:
+        return {"text": None, "base64": base64.b64encode(body).decode()}

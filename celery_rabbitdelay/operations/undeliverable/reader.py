@@ -20,11 +20,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 
 import amqp
 from amqp.exceptions import AccessRefused, RecoverableConnectionError
-from kombu import Connection, Queue
+from kombu import Connection
 
 from celery_rabbitdelay.exceptions import ReadTooLong
 from celery_rabbitdelay.levels.quirks import SAME_CONSUMER_TAG
@@ -62,20 +62,13 @@ PUT_BACK_TIMEOUT: Final = 5.0
 LOOK_EVERY: Final = 0.02
 
 
-@contextmanager
-def reading(
-    connection: Connection,
-    topology: Topology,
-    *,
-    is_removing: bool = False,
-    rate: float | None = None,
-) -> Iterator[Reader]:
-    """Open a connection, and read messages from ``undeliverable`` on it.
+class Reader(ConsumerConnection):
+    """Takes messages, acknowledges some of them, and requeues the others.
 
-    At the end, all messages that were not acknowledged are requeued.
+    At the end of its context, all messages that were not acknowledged are requeued.
 
     Args:
-        connection: A connection to the broker; another one like it is opened.
+        like: A connection to the broker; another one like it is opened.
         topology: The topology whose messages are read.
         is_removing: Whether messages are acknowledged, which should not be delayed for long.
         rate: The most messages that are acknowledged in a second; None for no limit.
@@ -83,45 +76,20 @@ def reading(
     Raises:
         OSError: The broker cannot be reached.
     """
-    own = ConsumerConnection(connection, ANSWER_TIMEOUT)
-    try:
-        reader = Reader(own, topology, is_removing, rate)
-        try:
-            yield reader
-        finally:
-            reader.give_back()
-    finally:
-        own.connection.release()
-
-
-class Reader:
-    """Takes messages, acknowledges some of them, and requeues the others.
-
-    Args:
-        own: A connection of its own.
-        topology: The topology.
-        is_removing: Whether messages are acknowledged.
-        rate: The most messages that are acknowledged in a second; None for no limit.
-
-    Attributes:
-        errors: The errors that mean that the connection, or its channel, is lost.
-    """
 
     def __init__(
         self,
-        own: ConsumerConnection,
+        like: Connection,
         topology: Topology,
+        *,
         is_removing: bool = False,
         rate: float | None = None,
     ) -> None:
-        self._own = own
-        self.errors = own.errors
-        self._queue: Queue = topology.module_queues.undeliverable
+        super().__init__(like, ANSWER_TIMEOUT)
+        self._queue = topology.module_queues.undeliverable.name
         self._is_lost = False
-        with self._answers():
-            own.open_channel()
         self._restarts = (
-            not SAME_CONSUMER_TAG.is_in(own.version) and topology.queue_type == "quorum"
+            not SAME_CONSUMER_TAG.is_in(self.version) and topology.queue_type == "quorum"
         )
         self._ahead = AHEAD
         if rate is not None:
@@ -129,9 +97,7 @@ class Reader:
         elif is_removing and (self._restarts or topology.queue_type == "classic"):
             # Elsewhere each consumer has a tag of its own, and many of them lose the order.
             self._ahead = min(AHEAD, AHEAD_OF_REMOVAL)
-        self._received: deque[amqp.Message] = deque()
         self._taken = self._acknowledged = 0
-        self._last_tag = 0
         #: How many messages were acknowledged when the queue had received all acknowledgements.
         self._finished_at = 0
         self._to_acknowledge: list[amqp.Message] = []
@@ -142,10 +108,14 @@ class Reader:
         self._number = self._of_consumer = 0
         self._is_consuming = False
 
-    @property
-    def frame_max(self) -> int:
-        """The largest frame of the connection, in bytes."""
-        return self._own.frame_max
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._put_back()
+        finally:
+            self.connection.release()
 
     def ready(self) -> int | None:
         """Return how many messages are ready in the queue; None if the user may not ask.
@@ -156,9 +126,9 @@ class Reader:
             amqp.exceptions.NotFound: The queue does not exist.
         """
         channel: Any
-        within = self._own.answers_in_time()
-        with within, suppress(AccessRefused), self._own.connection.channel() as channel:
-            count: int = channel.queue_declare(self._queue.name, passive=True).message_count
+        within = self.answers_in_time()
+        with within, suppress(AccessRefused), self.connection.channel() as channel:
+            count: int = channel.queue_declare(self._queue, passive=True).message_count
             return count
         return None
 
@@ -178,17 +148,22 @@ class Reader:
             while self._taken < end and self._arrived():
                 yield self._next()
             self._cancel()
-            while self._received:
+            while self.received:
                 yield self._next()
             if self._taken < end:
                 # Silence proves nothing: the broker may be slow.
-                with self._answers():
-                    message = self._own.channel.basic_get(self._queue.name)
-                if message is None:
+                if not self._get():
                     return
                 self._of_consumer -= 1
-                self._received.append(message)
                 yield self._next()
+
+    def _get(self) -> bool:
+        """Ask for a message; return whether the queue had one."""
+        with self._answers():
+            message = self.channel.basic_get(self._queue)
+        if message is not None:
+            self.receive(message)
+        return message is not None
 
     def acknowledge(self, message: amqp.Message) -> None:
         """Remove a message from the queue, a little later.
@@ -206,7 +181,7 @@ class Reader:
         if not messages:
             return
         with self._answers():
-            self._own.write(self._frames_for(messages))
+            self.write(self._frames_for(messages))
         # Messages that are held fill up the prefetch count of their consumer.
         held_by = [each.delivery_info.get("consumer_tag") for each in messages]
         self._of_consumer -= held_by.count(self._tag)
@@ -218,7 +193,7 @@ class Reader:
         before = self._all_up_to
         while tags and tags[0] == self._all_up_to + 1:
             self._all_up_to = tags.popleft()
-        channel = self._own.channel.channel_id
+        channel = self.channel.channel_id
         first = ack_all_frame(channel, self._all_up_to) if self._all_up_to > before else b""
         return first + ack_frames(channel, tags)
 
@@ -226,35 +201,31 @@ class Reader:
         if not self._restarts or self._of_consumer + wanted > MOST_OF_A_TAG:
             self._number, self._of_consumer = self._number + 1, 0
         with self._answers():
-            self._own.channel.basic_qos(0, self._of_consumer + wanted, False)
-            self._own.channel.basic_consume(
-                self._queue.name,
+            self.channel.basic_qos(0, self._of_consumer + wanted, False)
+            self.channel.basic_consume(
+                self._queue,
                 self._tag,
-                callback=self._received.append,
+                callback=self.receive,
                 arguments={"x-priority": PRIORITY},
             )
         self._is_consuming = True
 
     def _arrived(self) -> bool:
         """Return whether another message has arrived; wait up to :data:`SILENCE` seconds for it."""
-        with self._answers(), suppress(TimeoutError):
-            while not self._received:
-                self._own.connection.drain_events(timeout=SILENCE)
-        return bool(self._received)
+        with self._answers():
+            return self.has_received(SILENCE)
 
     def _next(self) -> amqp.Message:
         held = time.monotonic() - self._began
         if held > MOST_SECONDS:
             raise ReadTooLong(self._taken, held)
-        message = self._received.popleft()
         self._taken += 1
         self._of_consumer += 1
-        self._last_tag = message.delivery_info["delivery_tag"]
-        return message
+        return self.received.popleft()
 
     def _cancel(self) -> None:
         with self._answers():
-            self._own.channel.basic_cancel(self._tag)
+            self.channel.basic_cancel(self._tag)
         self._is_consuming = False
         self._acknowledge()
 
@@ -271,21 +242,16 @@ class Reader:
             return
         for _ in range(BARRIERS):
             # The queue answers it after everything that it was sent before.
-            with self._answers():
-                message = self._own.channel.basic_get(self._queue.name)
-            if message is not None:
-                self._received.append(message)
+            self._get()
         self._finished_at = self._acknowledged
 
-    def give_back(self) -> None:
+    def _put_back(self) -> None:
         """Requeue all other messages; if the connection is lost, the broker has done so already."""
         with suppress(*self.errors):
             self.finish()
-            if self._received:
-                self._last_tag = self._received[-1].delivery_info["delivery_tag"]
-            held = self._taken + len(self._received) - self._acknowledged
+            held = self._taken + len(self.received) - self._acknowledged
             with self._answers():
-                self._own.give_back(self._last_tag if held else 0)
+                self.give_back(held > 0)
             self._wait_until_back(held)
 
     def _wait_until_back(self, number: int) -> None:
@@ -316,7 +282,7 @@ class Reader:
         if self._is_lost:
             raise RecoverableConnectionError("the connection, or its channel, is lost")
         try:
-            with self._own.answers_in_time():
+            with self.answers_in_time():
                 yield
         except self.errors:
             self._is_lost = True

@@ -21,31 +21,27 @@ from amqp.exceptions import ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import exceptions
+from celery_rabbitdelay.app import destinations
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.app.destinations import (
-    checkin_destinations,
-    configured_destinations,
-    configured_queues,
-)
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.entities import CHECK_IN
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.forwarding import encoded
-from celery_rabbitdelay.operations.moving.mover import Destinations
-from celery_rabbitdelay.operations.undeliverable.messages import (
-    LIMIT,
-    UndeliverableMessage,
-    copy_of,
-)
-from celery_rabbitdelay.operations.undeliverable.reader import Reader, reading
+from celery_rabbitdelay.operations.undeliverable import messages as undeliverable
+from celery_rabbitdelay.operations.undeliverable.reader import Reader
 from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS, Redriving
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import DEFAULT_POLICY, Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
+
+logger = logging.getLogger(__name__)
+
+#: The longest delay of a slow broker that a limited rate makes up for, in seconds.
+MOST_BEHIND: Final = 1.0
 
 #: Names of queues and exchanges for replies. They get no message unless the application has a queue
 #: or an exchange of such a name.
@@ -72,7 +68,7 @@ def redriving_for(
         allow: Names of further queues and exchanges that messages may go to; ``*`` and ``?`` stand
             for any characters and for one.
         max_attempts: How often a message may be redriven, this time included.
-        ensure: Binds a queue to the levels; see :func:`.bound_by`.
+        ensure: Binds a queue to the levels; see :meth:`.Destinations.ensure`.
         vouches: Whether messages without a valid signature are redriven, and signed.
 
     Raises:
@@ -87,10 +83,10 @@ def redriving_for(
         raise exceptions.InvalidDelay(delay, "must not be negative")
     if delay_ms is not None and CHECK_IN not in settings.modules:
         topology.layout.check_capacity(delay_ms)
-    queues = configured_queues(app)
+    queues = destinations.configured_queues(app)
     allow = tuple(allow)
     allowed = redrive_destinations(app, allow)
-    checkin = checkin_destinations(app)
+    checkin = destinations.checkin_destinations(app)
     if to is not None:
         _check_name(to, allowed)
     return Redriving(
@@ -122,7 +118,7 @@ def redrive_destinations(app: Celery, allow: Iterable[str] = ()) -> AllowedDesti
         app: The application.
         allow: Patterns for the names of further queues and exchanges.
     """
-    named = configured_destinations(app)
+    named = destinations.configured_destinations(app)
     names = named.queues | named.exchanges
     has_own = any(name.startswith(NEVER_UNLESS_OWN.rstrip("*")) for name in names)
     return replace(
@@ -144,25 +140,6 @@ def check_exists(connection: Connection, queue: str) -> None:
             raise exceptions.InvalidDestination(queue, "does not exist: declare it first")
 
 
-def bound_by(destinations: Destinations) -> Callable[[str], None]:
-    """Return what binds a queue to the levels before a message is redriven to it.
-
-    Where the configuration does not name a queue, it is reached by its binding alone.
-
-    Args:
-        destinations: Binds it.
-    """
-
-    def ensure(queue: str) -> None:
-        try:
-            destinations.ensure(queue)
-        except (OSError, amqp.AMQPError) as error:
-            reason = f"the queue {shortened(queue)} cannot be bound to the levels: {error}"
-            raise exceptions.UnprocessableMessage(reason) from error
-
-    return ensure
-
-
 def _check_name(queue: str, allowed: AllowedDestinations) -> None:
     size = len(queue.encode(errors="surrogatepass"))
     if not 0 < size <= MAX_SHORTSTR_BYTES:
@@ -173,18 +150,6 @@ def _check_name(queue: str, allowed: AllowedDestinations) -> None:
         raise exceptions.InvalidDestination(
             queue, "belongs to the levels, to the broker or to Celery: name one of your own"
         )
-
-
-logger = logging.getLogger(__name__)
-
-#: The longest delay of a slow broker that a limited rate makes up for, in seconds.
-MOST_BEHIND: Final = 1.0
-
-#: How many reasons are counted separately: anybody can make up reasons.
-MOST_REASONS: Final = 200
-
-#: The name under which all further reasons are counted.
-OTHER_REASONS: Final = "other reasons"
 
 
 @dataclass
@@ -220,53 +185,31 @@ class RemovalReport:
 
     def leave(self, reason: str) -> None:
         """Count a message that stays."""
-        if reason not in self.left and len(self.left) >= MOST_REASONS:
-            reason = OTHER_REASONS
+        reason = undeliverable.counted_as(reason, self.left)
         self.left[reason] = self.left.get(reason, 0) + 1
 
 
 #: Returns whether a message is chosen; see :class:`.UndeliverableFilter`.
-Matches: TypeAlias = Callable[[UndeliverableMessage], bool]
+Matches: TypeAlias = Callable[[undeliverable.UndeliverableMessage], bool]
 
 
+@dataclass
 class Removal:
     """Removes chosen messages from ``undeliverable``.
 
-    Args:
+    Attributes:
         reader: Reads the messages, and acknowledges those that leave.
         topology: The topology.
         matches: Returns whether a message is chosen.
-        limit: The most messages that leave.
-
-    Attributes:
         report: The report.
         in_flight: How many messages are published and not confirmed.
     """
 
-    def __init__(
-        self, reader: Reader, topology: Topology, matches: Matches, limit: int | None
-    ) -> None:
-        self.report = RemovalReport()
-        self.in_flight = 0
-        self._reader = reader
-        self._topology = topology
-        self._matches = matches
-        self._limit = limit
-
-    @contextmanager
-    def reporting(self) -> Iterator[RemovalReport]:
-        """At the end of the block, write the last acknowledgements and report, even on an error."""
-        began = time.monotonic()
-        self.report.present = self._reader.ready()
-        try:
-            yield self.report
-        finally:
-            try:
-                self._reader.finish()
-            except self._reader.errors as error:
-                self.report.uncertain += self._reader.not_acknowledged
-                self.stop(f"the messages cannot be acknowledged: {error}")
-            self.report.seconds = time.monotonic() - began
+    reader: Reader
+    topology: Topology
+    matches: Matches
+    report: RemovalReport = field(default_factory=RemovalReport)
+    in_flight: int = 0
 
     def matching(self) -> Iterator[amqp.Message]:
         """Yield the chosen messages among those that were in the queue at the start.
@@ -274,9 +217,9 @@ class Removal:
         If the broker goes away or reading takes too long, it ends early and notes the reason.
         """
         present = self.report.present
-        most = LIMIT if present is None else min(present, LIMIT)
-        messages = islice(self._reader.messages(most), most)
-        errors: tuple[type[BaseException], ...] = (*self._reader.errors, exceptions.ReadTooLong)
+        most = undeliverable.LIMIT if present is None else min(present, undeliverable.LIMIT)
+        messages = islice(self.reader.messages(most), most)
+        errors: tuple[type[BaseException], ...] = (*self.reader.errors, exceptions.ReadTooLong)
         while self.report.stopped is None:
             try:
                 message = next(messages, None)
@@ -286,17 +229,16 @@ class Removal:
             if message is None:
                 return
             self.report.examined += 1
-            if self._matches(copy_of(message, self._topology)):
+            if self.matches(undeliverable.copy_of(message, self.topology)):
                 self.report.matched += 1
                 yield message
 
     def outgoing(self, redriving: Redriving) -> Iterator[Publication]:
         """Yield a publication for each message that may leave; count those that stay."""
-        number = 0
         for message in self.matching():
             try:
                 outgoing = redriving.redriven(message)
-                content = encoded(outgoing, self._reader.frame_max)
+                content = encoded(outgoing, self.reader.frame_max)
             except exceptions.UnprocessableMessage as stays:
                 self.report.leave(stays.reason)
                 continue
@@ -306,14 +248,13 @@ class Removal:
                 continue
             assert outgoing.reroute is not None
             yield Publication(content, outgoing.reroute, message)
-            number += 1
-            if number == self._limit:
-                return
 
-    def publications(self, redriving: Redriving, rate: float | None) -> Iterator[Publication]:
-        """Yield the publications, at the given rate at most."""
+    def in_flight_at(
+        self, rate: float | None, publications: Iterable[Publication]
+    ) -> Iterator[Publication]:
+        """Yield publications, at the given rate at most."""
         next_at = time.monotonic()
-        for publication in self.outgoing(redriving):
+        for publication in publications:
             if rate is not None:
                 time.sleep(max(next_at - time.monotonic(), 0))
                 next_at = max(next_at, time.monotonic() - MOST_BEHIND) + 1 / rate
@@ -330,28 +271,41 @@ class Removal:
         self.report.leave(error.reason)
         self.report.uncertain += error.may_have_arrived
 
-    def delete(self, dry_run: bool) -> None:
-        """Delete the messages, or count them."""
-        for message in self.matching():
-            if dry_run:
-                self.report.removed += 1
-            else:
-                self.settle(message)
-            if self.report.removed == self._limit:
-                return
-
     def settle(self, message: amqp.Message) -> None:
         """Let a message leave the queue; nothing else may still need it."""
         self.report.removed += 1
         try:
-            self._reader.acknowledge(message)
-        except self._reader.errors as error:
+            self.reader.acknowledge(message)
+        except self.reader.errors as error:
             # The report counts it at the end.
             self.stop(f"the messages cannot be acknowledged: {error}")
 
     def stop(self, why: str) -> None:
         """Read no further messages."""
         self.report.stopped = self.report.stopped or why
+
+
+@contextmanager
+def _removal(
+    connection: Connection,
+    topology: Topology,
+    matches: Matches,
+    rate: float | None = None,
+) -> Iterator[Removal]:
+    """At the end of the block, write the last acknowledgements and report, even on an error."""
+    with Reader(connection, topology, is_removing=True, rate=rate) as reader:
+        removal, began = Removal(reader, topology, matches), time.monotonic()
+        report = removal.report
+        report.present = reader.ready()
+        try:
+            yield removal
+        finally:
+            try:
+                reader.finish()
+            except reader.errors as error:
+                report.uncertain += reader.not_acknowledged
+                removal.stop(f"the messages cannot be acknowledged: {error}")
+            report.seconds = time.monotonic() - began
 
 
 def redrive(
@@ -395,29 +349,28 @@ def redrive(
         OSError: The broker cannot be reached.
         RabbitDelayError: What ``declare`` raises.
     """
-    with reading(connection, topology, is_removing=True, rate=rate) as reader:
-        removal = Removal(reader, topology, matches, limit)
-        with removal.reporting() as report:
-            if dry_run:
-                report.removed = sum(1 for _ in removal.outgoing(redriving))
-            else:
-                # Without heartbeats: nothing is published while messages are read and not chosen.
-                publisher = Publisher(connection.clone(heartbeat=0))
-                try:
-                    publisher.publish_all(
-                        removal.publications(redriving, rate),
-                        policy,
-                        declare=declare,
-                        redeclare=redeclare,
-                        done=removal.done,
-                    )
-                except exceptions.PublishError as error:
-                    removal.stop(f"nothing more can be published: {error}")
-                finally:
-                    # After an interrupt, the broker may have these.
-                    report.uncertain += removal.in_flight
-                    publisher.close()
-    return removal.report
+    with _removal(connection, topology, matches, rate) as removal:
+        report, outgoing = removal.report, islice(removal.outgoing(redriving), limit)
+        if dry_run:
+            report.removed = sum(1 for _ in outgoing)
+            return report
+        # Without heartbeats: nothing is published while messages are read and not chosen.
+        publisher = Publisher(connection.clone(heartbeat=0))
+        try:
+            publisher.publish_all(
+                removal.in_flight_at(rate, outgoing),
+                policy,
+                declare=declare,
+                redeclare=redeclare,
+                done=removal.done,
+            )
+        except exceptions.PublishError as error:
+            removal.stop(f"nothing more can be published: {error}")
+        finally:
+            # After an interrupt, the broker may have these.
+            report.uncertain += removal.in_flight
+            publisher.close()
+    return report
 
 
 def purge(
@@ -444,8 +397,10 @@ def purge(
         amqp.exceptions.NotFound: The queue does not exist.
         OSError: The broker cannot be reached.
     """
-    with reading(connection, topology, is_removing=True) as reader:
-        removal = Removal(reader, topology, matches, limit)
-        with removal.reporting():
-            removal.delete(dry_run)
+    with _removal(connection, topology, matches) as removal:
+        for message in islice(removal.matching(), limit):
+            if dry_run:
+                removal.report.removed += 1
+            else:
+                removal.settle(message)
     return removal.report

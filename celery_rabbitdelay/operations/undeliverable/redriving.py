@@ -18,17 +18,7 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
-from celery_rabbitdelay.levels.headers import (
-    ENVELOPE,
-    MAX_PRIORITY,
-    UNREADABLE,
-    DelayHeaders,
-    of_client,
-    parse,
-    refuse_later_version,
-    refuse_sender_selected,
-    shortened,
-)
+from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, EarlyHeader, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
@@ -159,7 +149,7 @@ class Redriving:
             allowed one, but must not be one that is never allowed.
         max_attempts: How often a message may be redriven, including this time.
         ensure: Called with the name of each queue that a message goes to, to bind it to the levels.
-            It may raise :class:`.UnprocessableMessage`.
+            If the broker cannot be reached or refuses, the message stays.
         signing_keys: What verifies and signs messages; None: signatures do not matter.
         vouches: Whether messages without a valid signature are signed as well.
         bounds: What a message may cost.
@@ -204,20 +194,31 @@ class Redriving:
         count = self._count(headers) + 1
         if is_new:
             headers = _as_checked_in(headers)
-        said, _ = parse(headers)
+        said, _ = header_names.parse(headers)
         due_ms, due = self._due(said, headers, is_new)
-        destination: Intended | None = None
-        if message.properties.get("content_type") == ENVELOPE:
-            if is_new:
-                raise UnprocessableMessage("it is an envelope, which clients may not check in")
-            received, own = self._envelope(received, said)
-        else:
-            destination = self._checked(headers, key, is_new)
-            own = self._own(said, destination)
         others = dict(said.others)
         if is_new:
             others.pop(header_names.X_DELAY, None)
-        own = own._replace(due_ms=due_ms, redriven=count, others=others)
+        own = DelayHeaders(
+            due_ms=due_ms,
+            priority=said.priority,
+            expiration=said.expiration,
+            registry=said.registry,
+            redriven=count,
+            others=others,
+        )
+        destination: Intended | None = None
+        if message.properties.get("content_type") == header_names.ENVELOPE:
+            if is_new:
+                raise UnprocessableMessage("it is an envelope, which clients may not check in")
+            body, exchange, routing_key = self._envelope(received.body, said)
+            received = received._replace(body=body)
+            own = own._replace(exchange=exchange, routing_key=routing_key)
+        else:
+            destination = self._checked(headers, key, is_new)
+            own = own._replace(**destination._asdict())
+            if destination.queue is None:
+                own = own._replace(early=self._early(said))
         redriven = received._replace(headers=own).having(expiration=None)
         if self.topology.queue_type == "quorum" and own.priority is None:
             redriven = redriven.with_low_priority()
@@ -300,54 +301,37 @@ class Redriving:
             raise UnprocessableMessage(
                 f"the {kind} {shortened(name)} is not one that the application allows"
             )
-        if not exchange:
-            self.ensure(name)
-
-    def _own(self, said: DelayHeaders, destination: Intended) -> DelayHeaders:
-        """Return what the headers of a message say from then on."""
-        own = DelayHeaders(
-            exchange=destination.exchange,
-            routing_key=destination.routing_key,
-            queue=destination.queue,
-            priority=said.priority,
-            expiration=said.expiration,
-            registry=said.registry,
-        )
-        if destination.queue is not None:
-            return own
-        early = said.early
-        if early.exchange is not None and early.routing_key is not None:
-            # A worker publishes a retry of the task to this exchange.
-            self._check(Intended(early.exchange, early.routing_key))
-            own = own._replace(early=early._replace(times=0))
-        return own
-
-    def _envelope(
-        self, message: WaitingMessage, said: DelayHeaders
-    ) -> tuple[WaitingMessage, DelayHeaders]:
-        """Return an envelope and what its headers say from then on.
-
-        The destination of each message in it is checked.
-        """
+        if exchange:
+            return
         try:
-            envelope = Envelope.unpack(message.body)
+            self.ensure(name)
+        except (OSError, amqp.AMQPError) as error:
+            reason = f"the queue {shortened(name)} cannot be bound to the levels: {error}"
+            raise UnprocessableMessage(reason) from error
+
+    def _early(self, said: DelayHeaders) -> EarlyHeader:
+        """Return where a worker publishes a retry of a task that only its exchange can route."""
+        early = said.early
+        if early.exchange is None or early.routing_key is None:
+            return EarlyHeader()
+        self._check(Intended(early.exchange, early.routing_key))
+        return early._replace(times=0)
+
+    def _envelope(self, body: bytes, said: DelayHeaders) -> tuple[bytes, str | None, str | None]:
+        """Return an envelope with its exchange and key; check where each message in it goes."""
+        try:
+            envelope = Envelope.unpack(body)
             if self.to is not None:
                 envelope = _redirected(envelope)
                 said = said._replace(exchange="", routing_key=self.to)
-                message = message._replace(body=envelope.pack())
+                body = envelope.pack()
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
         for destination in {
             _destination_of({**envelope.headers, **item.headers}, said) for item in envelope.items
         }:
             self._check(destination)
-        return message, DelayHeaders(
-            exchange=said.exchange,
-            routing_key=said.routing_key,
-            priority=said.priority,
-            expiration=said.expiration,
-            registry=said.registry,
-        )
+        return body, said.exchange, said.routing_key
 
     def _check_modules(self, due: Due, destination: Intended | None, own: DelayHeaders) -> None:
         needs = None
@@ -356,7 +340,7 @@ class Redriving:
         elif destination.queue is None:
             needs = "only its exchange can route it"
         elif own.priority is not None:
-            needs = f"its priority is above {MAX_PRIORITY}"
+            needs = f"its priority is above {header_names.MAX_PRIORITY}"
         if needs is not None and DISTRIBUTE not in self.modules:
             raise UnprocessableMessage(f"no worker serves distribution, and {needs}")
         capacity_ms = self.topology.layout.capacity_ms
@@ -384,21 +368,21 @@ def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
     if "x-death" not in headers:
         names.append(header_names.ROUTING_KEY)
     noted = {name: headers[name] for name in names if name in headers}
-    return {**of_client(headers), **noted}
+    return {**header_names.of_client(headers), **noted}
 
 
 def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> None:
     """Refuse a message that this version cannot read, or that has sender-selected queues."""
     if UNREADABLE in headers:
         raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
-    refuse_later_version(headers, message.properties.get("content_type"))
-    refuse_sender_selected(headers)
+    header_names.refuse_later_version(headers, message.properties.get("content_type"))
+    header_names.refuse_sender_selected(headers)
 
 
 def _destination_of(given: Mapping[str, Any], outer: DelayHeaders) -> Intended:
     """Return the destination to which distribution publishes a message of an envelope."""
-    refuse_sender_selected(given)
-    inner, problems = parse(given)
+    header_names.refuse_sender_selected(given)
+    inner, problems = header_names.parse(given)
     exchange = outer.exchange if inner.exchange is None else inner.exchange
     key = outer.routing_key if inner.routing_key is None else inner.routing_key
     if problems or exchange is None or key is None:

@@ -93,19 +93,13 @@ class ManagementAPI:
         Raises:
             ManagementUnavailable: It does not answer, or not with JSON, or refuses.
         """
-        return self._answer(path, query)[0]
+        return self.dated(*path, **query)[0]
 
-    def time(self) -> float:
-        """Return the time at the node that answers, in seconds since the epoch.
+    def dated(self, *path: str, **query: str) -> tuple[Any, float]:
+        """Return the same, and the time at the node that answers, in seconds since the epoch.
 
         It may be up to :data:`CLOCK_STEP` later there.
-
-        Raises:
-            ManagementUnavailable: As for :meth:`get`.
         """
-        return self._answer(("overview",), {})[1]
-
-    def _answer(self, path: tuple[str, ...], query: Mapping[str, str]) -> tuple[Any, float]:
         address = "/".join([f"{self.url}/api", *(quote(word, safe="") for word in path)])
         request = Request(  # noqa: S310 - http or https
             f"{address}?{urlencode(query)}", headers={"Authorization": self._authorization}
@@ -197,9 +191,9 @@ def read_inventory(
     Raises:
         ManagementUnavailable: The API does not answer, or the user may not read all of it.
     """
-    before, broker, after = now(), api.time(), now()
+    before, (overview, broker), after = now(), api.dated("overview"), now()
     at_least, at_most = before - broker - CLOCK_STEP, after - broker
-    version = api.get("overview")["rabbitmq_version"]
+    version = overview["rabbitmq_version"]
     needs_flag = DEAD_LETTERING_FLAG.is_in(version_of(version))
     flags = api.get("feature-flags") if needs_flag else ()
     # Without statistics, which are up to five seconds old, and slow if there are many queues. With

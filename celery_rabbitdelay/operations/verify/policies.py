@@ -44,25 +44,15 @@ def check_policies(
         destinations: The names of the tasks' queues.
         virtual_host: Its name, for the remedy.
     """
-    ours = [queue.name for queue in topology.queues]
-    for name, find in (
-        *((each, _of_ours) for each in ours),
-        *((e, _of_tasks) for e in destinations),
-    ):
+    kinds = [(queue.name, _of_ours) for queue in topology.queues]
+    for name, find in [*kinds, *((name, _of_tasks) for name in destinations)]:
         for effective in effective_policies(inventory, name):
             values = {key: value for key, (value, _) in effective.items()}
             for code, key in find(inventory.queues[name], values):
                 value, policy = effective[key]
-                yield (
-                    code,
-                    f"queue {name}",
-                    {
-                        "policy": _title(policy),
-                        "key": key,
-                        "value": value,
-                        "guard": _guard(topology.prefix, policy, virtual_host),
-                    },
-                )
+                told = {"policy": _title(policy), "key": key, "value": value}
+                guard = _guard(topology.prefix, policy, virtual_host)
+                yield code, f"queue {name}", {**told, "guard": guard}
 
 
 def check_bounds(

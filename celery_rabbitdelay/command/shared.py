@@ -1,15 +1,15 @@
-"""What the commands share: the application's delays, common options, and how a command fails."""
+"""What the commands share: their group, the application's delays, options, and how they fail."""
 
 from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from threading import Event
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias
 
 import amqp
 import click
@@ -21,14 +21,59 @@ from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.levels import shown_url
 from celery_rabbitdelay.levels.delay import parse_delay
-from celery_rabbitdelay.levels.shown_url import (
-    shown_broker,
-    without_password,
-    without_passwords,
-)
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.permissions import missing_permission
+
+_Function: TypeAlias = Callable[..., None]
+_Decorator: TypeAlias = Callable[[_Function], _Function]
+
+#: Spelled as in Celery's own commands.
+_json_option: Final = click.option(
+    "-j", "--json", "as_json", is_flag=True, help="Print one JSON object."
+)
+
+
+class Commands(click.Group):
+    """A group of commands that take Celery's context and ``--json``.
+
+    It hides passwords in errors: those of click repeat arguments that it cannot make sense of.
+    """
+
+    group_class = type
+
+    def command(  # type: ignore[override]
+        self, *args: Any, **attributes: Any
+    ) -> Callable[[_Function], click.Command]:
+        """Add a command, as in click."""
+        add: Callable[[Any], click.Command] = super().command(*args, **attributes)
+        return lambda function: add(_json_option(click.pass_obj(function)))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that is named."""
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            # By the dictionary: for type checkers, the attribute is final.
+            vars(error)["message"] = shown_url.without_passwords(error.message)
+            raise
+
+
+@click.group(cls=Commands)
+def rabbitdelay() -> None:
+    """Delayed tasks that wait in RabbitMQ."""
+
+
+def options(*each: _Decorator) -> _Decorator:
+    """Return several options as one, in their order."""
+
+    def add(command: _Function) -> _Function:
+        for option in reversed(each):
+            command = option(command)
+        return command
+
+    return add
 
 
 class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
@@ -61,10 +106,41 @@ REFUSED: Final = 1
 #: Raised where the broker cannot be reached, or refuses what it is asked.
 BROKER_ERRORS: Final = (OperationalError, amqp.AMQPError, OSError)
 
-#: Spelled as in Celery's own commands.
-json_option: Final = click.option(
-    "-j", "--json", "as_json", is_flag=True, help="Print one JSON object."
-)
+#: A number of seconds, or of messages a second.
+POSITIVE: Final = click.FloatRange(min=0, min_open=True)
+
+
+def answer(as_json: bool, found: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Print an object as JSON, or lines of text, if there are any."""
+    text = json.dumps(found) if as_json else "\n".join(lines)
+    if text:
+        click.echo(text)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def local(instant: datetime) -> str:
+    """Return an instant as this machine's clock shows it."""
+    return instant.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+@contextmanager
+def usage_errors(*kinds: type[Exception], of: str = "") -> Iterator[None]:
+    """Raise errors of some kinds as those of the command's arguments.
+
+    Args:
+        *kinds: The kinds.
+        of: What the arguments are about, before the error's own text.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise click.UsageError(f"{of}{error}") from error
 
 
 def delays_of(context: CLIContext) -> RabbitDelay:
@@ -83,10 +159,8 @@ def delays_of(context: CLIContext) -> RabbitDelay:
     _check(lambda: context.app.connection_for_write(), f"the broker_url of {context.app!r}")
     if not delays.available:
         raise click.UsageError(f"the broker of {context.app!r} is not RabbitMQ")
-    try:
+    with usage_errors(exceptions.InvalidSetting):
         delays.settings  # noqa: B018 - read, and so checked
-    except exceptions.InvalidSetting as error:
-        raise click.UsageError(str(error)) from error
     return delays
 
 
@@ -99,7 +173,7 @@ def broker_at(context: CLIContext, url: str) -> Connection:
     Raises:
         click.UsageError: The URL is malformed.
     """
-    shown = without_password(url)
+    shown = shown_url.without_password(url)
     if "@" in url and "://" not in url:
         raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
     ssl = _ssl_elsewhere(context.app.conf.broker_use_ssl) if url.startswith("amqps:") else False
@@ -132,7 +206,7 @@ def broker_of(context: CLIContext, as_json: bool) -> Iterator[Connection]:
     except exceptions.ManagementUnavailable as error:
         fail(error, str(error), EX_UNAVAILABLE, as_json)
     except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {shown_broker(connection)}: {error}"
+        message = f"cannot ask the broker {shown_url.shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE, as_json)
 
 
@@ -191,10 +265,8 @@ def with_registry(context: CLIContext) -> RabbitDelay:
         click.UsageError: They have none, or a setting is wrong.
     """
     delays = delays_of(context)
-    try:
+    with usage_errors(exceptions.RegistryRequired, exceptions.InvalidSetting):
         delays.registry  # noqa: B018 - made, and so its settings are checked
-    except (exceptions.RegistryRequired, exceptions.InvalidSetting) as error:
-        raise click.UsageError(str(error)) from error
     return delays
 
 
@@ -221,16 +293,10 @@ def fail(error: Exception, message: str, exit_status: int, as_json: bool) -> NoR
     permission = missing_permission(error)
     if permission is not None:
         message = f"{message.removesuffix(str(error))}{permission}"
-    line = without_passwords(" ".join(message.split()))
+    line = shown_url.without_passwords(" ".join(message.split()))
     if as_json:
         click.echo(json.dumps({"error": line}))
     raise CeleryCommandException(line, exit_status) from error
-
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-#: The options by the setting that each replaces.
-_SETTINGS: Final = ("prefix", "layout", "tick", "queue_type", "shards")
 
 
 def _layout(text: str, what: str) -> Any:
@@ -248,41 +314,35 @@ delay_type: Final = ParameterType("delay", parse_delay)
 layout_type: Final = ParameterType("layout", _layout)
 
 
-def topology_options(command: _Command) -> _Command:
-    """Add the options that describe another topology, such as ``--prefix``, to a command.
-
-    The command hands them to :func:`topology_of`.
-    """
-    for option in (
-        click.option("--shards", type=int, help="How many queues each digit has."),
-        click.option("--queue-type", help="quorum or classic."),
-        click.option("--tick", type=float, help="The resolution in seconds."),
-        click.option(
-            "--layout",
-            type=layout_type,
-            help="clock, binary, geometric, or as JSON what rabbitdelay_layout takes.",
-        ),
-        click.option("--prefix", help="The first part of all names."),
-    ):
-        command = option(command)
-    return command
+#: The options that describe another topology; the command hands them to :func:`topology_of`.
+topology_options: Final = options(
+    click.option("--prefix", help="The first part of all names."),
+    click.option(
+        "--layout",
+        type=layout_type,
+        help="clock, binary, geometric, or as JSON what rabbitdelay_layout takes.",
+    ),
+    click.option("--tick", type=float, help="The resolution in seconds."),
+    click.option("--queue-type", help="quorum or classic."),
+    click.option("--shards", type=int, help="How many queues each digit has."),
+)
 
 
-def topology_of(context: CLIContext, options: dict[str, Any]) -> Topology:
+def topology_of(context: CLIContext, options: Mapping[str, Any], of: str = "") -> Topology:
     """Return the application's topology, with what the options replace.
 
     Args:
         context: Celery's.
-        options: What :func:`topology_options` has added; None where the application's value counts.
+        options: Settings by their names, which may begin with "from_"; None where the application's
+            value counts.
+        of: What the options are about, for errors.
 
     Raises:
         click.UsageError: The application's delays do not wait in RabbitMQ, or a value is wrong.
     """
     settings = delays_of(context).settings
-    given = {name: options[name] for name in _SETTINGS if options.get(name) is not None}
-    if not given:
-        return settings.topology
-    try:
+    given = {
+        name.removeprefix("from_"): value for name, value in options.items() if value is not None
+    }
+    with usage_errors(exceptions.InvalidSetting, of=of):
         return replace(settings, **given).topology
-    except exceptions.InvalidSetting as wrong:
-        raise click.UsageError(str(wrong)) from wrong

@@ -9,7 +9,7 @@ import pytest
 from celery.bin.base import CLIContext
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.command.context import broker_at
+from celery_rabbitdelay.command.shared import broker_at
 
 
 @pytest.fixture

@@ -1,0 +1,338 @@
+"""``celery rabbitdelay migrate``, ``transfer`` and ``adopt``: move messages that wait elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Final, cast
+
+import click
+from celery.bin.base import CLIContext
+from celery.platforms import EX_UNAVAILABLE
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.shared import rabbitdelay
+from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
+from celery_rabbitdelay.levels.entities import DISTRIBUTE
+from celery_rabbitdelay.operations.moving import adoption
+from celery_rabbitdelay.operations.moving.migration import Migration, check_places, check_source
+from celery_rabbitdelay.operations.moving.mover import Convert, Destinations, Moved, Mover, Place
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+#: The exit status if messages are left, or wait for a queue that is not bound.
+MESSAGES_LEFT: Final = 1
+
+#: How many reasons and queues the text names; ``--json`` names all of them.
+MAX_NAMED: Final = 10
+
+_move_options: Final = shared.options(
+    click.option(
+        "--timeout",
+        type=shared.POSITIVE,
+        default=60.0,
+        show_default=True,
+        help="Seconds in which a broker has to answer, or to come back.",
+    ),
+    click.option("--rate", type=shared.POSITIVE, help="Move at most this many messages a second."),
+    click.option("--follow", is_flag=True, help="Keep running when all is moved, until Ctrl-C."),
+    click.option("--dry-run", is_flag=True, help="Count the messages, and move none."),
+)
+
+#: The options that describe the levels that are emptied.
+_source_options: Final = shared.options(
+    click.option(
+        "--ignore-registry",
+        is_flag=True,
+        help="Move even if the registry's prefix differs; cancelled tasks then run.",
+    ),
+    click.option("--sign", is_flag=True, help="Sign messages that have no valid signature, too."),
+    click.option(
+        "--allow",
+        multiple=True,
+        metavar="PATTERN",
+        help="Also bind queues of this name or pattern, which the application does not name.",
+    ),
+    click.option("--from-prefix", help="Their rabbitdelay_prefix."),
+    click.option(
+        "--from-layout",
+        type=shared.layout_type,
+        help="Their rabbitdelay_layout: a name, or JSON.",
+    ),
+    click.option("--from-tick", type=float, help="Their rabbitdelay_tick."),
+    click.option("--from-queue-type", help="Their rabbitdelay_queue_type."),
+    click.option("--from-shards", type=int, help="Their rabbitdelay_shards."),
+)
+
+
+@rabbitdelay.command()
+@_source_options
+@click.option("--from-vhost", help="Their virtual host.")
+@_move_options
+def migrate(context: CLIContext, /, from_vhost: str | None, **options: Any) -> None:
+    """Move all messages that wait in other levels of this broker into the application's.
+
+    The --from options describe the levels that are emptied; omitted ones default to the
+    application's settings. Producers and workers may run meanwhile. The command can be ended at any
+    time and started again.
+    """
+    shared.delays_of(context)  # checks the application
+    here = context.app.connection_for_write()
+    there = here if from_vhost is None else here.clone(virtual_host=from_vhost)
+    _migrate(context, there, **options)
+
+
+@rabbitdelay.command()
+@click.option(
+    "--from",
+    "from_url",
+    required=True,
+    envvar="RABBITDELAY_FROM",
+    help="The URL of the broker that is emptied; or the environment variable RABBITDELAY_FROM.",
+)
+@_source_options
+@_move_options
+def transfer(context: CLIContext, /, from_url: str, **options: Any) -> None:
+    """Move all messages that wait on another broker into the application's levels.
+
+    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
+    an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
+    """
+    shared.delays_of(context)  # checks the application
+    _migrate(context, shared.broker_at(context, from_url), **options)
+
+
+def _migrate(
+    context: CLIContext,
+    there: Connection,
+    *,
+    ignore_registry: bool,
+    allow: tuple[str, ...],
+    sign: bool,
+    **options: Any,
+) -> None:
+    given = {name: options.pop(name) for name in list(options) if name.startswith("from_")}
+    topology = shared.topology_of(context, given, of="of the levels that are emptied: ")
+    source, target = Place(there, topology), _target(context)
+    settings = shared.delays_of(context).settings
+    if not ignore_registry:
+        _check_registry(settings, topology.prefix)
+    app = cast(Celery, context.app)  # it has delays
+    app.loader.import_default_modules()
+    named = configured_destinations(app)
+    allowed = dataclasses.replace(named, patterns=(*named.patterns, *allow))
+    destinations = Destinations(
+        target, configured_queues(app), lambda name: allowed.includes("", name)
+    )
+    migration = Migration(
+        topology, target.topology, destinations.ensure, settings.signing_keys, sign
+    )
+
+    def check() -> None:
+        if not options["dry_run"]:
+            check_places(source, target)
+        check_source(source)
+
+    queues = [queue.name for queue in topology.queues]
+    _run(there, queues, target, migration.convert, destinations, check=check, **options)
+
+
+def _target(context: CLIContext) -> Place:
+    delays = shared.delays_of(context)
+    may_declare = delays.settings.declare == "auto"
+    return Place(context.app.connection_for_write(), delays.topology, may_declare)
+
+
+def _check_registry(settings: Settings, prefix: str) -> None:
+    if settings.registry_url is None:
+        return
+    known = settings.registry_prefix or settings.prefix
+    if known != prefix:
+        raise click.UsageError(
+            f"the registry of this application has the prefix {known!r}, and knows nothing of the "
+            f"tasks that were sent under {prefix!r}: those that are cancelled would run. Set "
+            f"rabbitdelay_registry_prefix = {prefix!r}, or say --ignore-registry"
+        )
+
+
+@rabbitdelay.group()
+def adopt() -> None:
+    """Take over delayed messages that wait elsewhere on the application's broker.
+
+    Each keeps its due time. A command can be ended at any time and started again.
+    """
+
+
+@adopt.command()
+@click.option("--chain-prefix", default="", help="Celery's broker_native_delayed_delivery_prefix.")
+@_move_options
+def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
+    """Adopt the tasks in Celery's native delayed delivery.
+
+    Deploy producers that use the levels first; tasks that others still send are adopted by
+    --follow.
+    """
+    adopting = _Adopting(context)
+    chain = adoption.NativeChain(adopting.tasks, adopting.queues.values())
+    adopting.run(adoption.native_queues(chain_prefix), chain.convert, **options)
+
+
+@adopt.command()
+@click.option(
+    "--version",
+    type=click.IntRange(1, 2),
+    default=2,
+    show_default=True,
+    help="Of NServiceBus's delay infrastructure: nsb.delay-level-* or nsb.v2.delay-level-*.",
+)
+@_move_options
+def nservicebus(context: CLIContext, /, version: int, **options: Any) -> None:
+    """Adopt the messages in NServiceBus's delay infrastructure.
+
+    They reach the same queues, through workers that serve distribution.
+    """
+    settings = shared.delays_of(context).settings
+    if DISTRIBUTE not in settings.modules:
+        raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
+    chain = adoption.NServiceBusChain(settings.topology, version, settings.signing_keys)
+    _Adopting(context).run(adoption.nservicebus_queues(version), chain.convert, **options)
+
+
+@adopt.command()
+@click.argument("queues", nargs=-1, required=True, metavar="QUEUE...")
+@_move_options
+def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
+    """Adopt tasks with an eta that sit in task queues.
+
+    A worker of this application does so whenever it receives one; use this for queues that have no
+    worker at the moment. Other tasks stay in their queue, behind those that arrive meanwhile.
+    """
+    adopting, expected = _Adopting(context), (adoption.KEEPS_OWN, adoption.NOT_DELAYED)
+    tasks = adoption.EtaTasks(adopting.tasks, adopting.target.topology, adopting.queues)
+    adopting.run(queues, tasks.convert, expected, **options)
+
+
+class _Adopting:
+    """The application's levels, and what makes delayed tasks for them."""
+
+    def __init__(self, context: CLIContext) -> None:
+        settings, tasks = shared.delays_of(context).settings, context.app.tasks
+        self.target = _target(context)
+        self.queues: dict[str, Queue] = context.app.amqp.queues
+        self.destinations = Destinations(self.target, self.queues)
+        self.tasks = adoption.TaskMessages(
+            DelayedProducer(Publisher(self.target.connection), **settings.for_producer),
+            context.app.timezone,
+            self.destinations.ensure,
+            lambda name: not getattr(tasks.get(name), "rabbitdelay", True),
+        )
+
+    def run(
+        self,
+        queues: Sequence[str],
+        convert: Convert,
+        expected: Collection[str] = (adoption.KEEPS_OWN,),
+        **options: Any,
+    ) -> None:
+        there, target, destinations = self.target.connection, self.target, self.destinations
+        _run(there, queues, target, convert, destinations, expected=expected, **options)
+
+
+def _run(
+    source: Connection,
+    queues: Sequence[str],
+    target: Place,
+    convert: Convert,
+    destinations: Destinations,
+    *,
+    timeout: float,
+    rate: float | None,
+    dry_run: bool,
+    follow: bool,
+    as_json: bool,
+    check: Callable[[], None] = lambda: None,
+    expected: Collection[str] = (),
+) -> None:
+    """Move the messages, or count them, and print the result.
+
+    Args:
+        source: The broker that they are on.
+        queues: The names of their queues.
+        target: Where they go.
+        convert: Returns what to publish for a message.
+        destinations: Binds the queues that the messages are for; closed at the end.
+        timeout: Seconds in which a broker has to answer, or to come back.
+        rate: The most messages that are moved in a second; None for no limit.
+        dry_run: Whether to count the messages, and move none.
+        follow: Whether to keep running when the queues are empty, until Ctrl-C.
+        as_json: Whether to print one JSON object.
+        check: Called first. It raises an error if nothing can be moved between these levels.
+        expected: The reasons for which messages may stay.
+    """
+    mover = Mover(source, queues, target, convert, timeout=timeout, rate=rate)
+    refused = shared.usage_errors(SameTopology, LayoutConflict, TopologyIncomplete)
+    try:
+        with closing(destinations), refused:
+            check()
+            if dry_run:
+                found = mover.waiting()
+                told = {"waiting": sum(found.values()), "queues": found}
+                shared.answer(as_json, told, _waiting_lines(found))
+                return
+            moved = _moved(mover, follow, as_json)
+    except shared.BROKER_ERRORS as error:
+        shared.fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE, as_json)
+    missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
+    told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
+    shared.answer(as_json, told, _lines(moved, missing, unnamed))
+    is_left = set(moved.left) - set(expected) or moved.undeliverable or not moved.finished
+    if is_left or unnamed:
+        raise SystemExit(MESSAGES_LEFT)
+
+
+def _moved(mover: Mover, follow: bool, as_json: bool) -> Moved:
+    """Move the messages; if a broker fails meanwhile, print how many were moved until then."""
+    try:
+        with shared.set_by_ctrl_c(mover.stopping):
+            return mover.move(follow=follow)
+    except shared.BROKER_ERRORS as error:
+        text = f"{mover.result.moved:,} messages are moved, the others are where they were: {error}"
+        shared.fail(error, text, EX_UNAVAILABLE, as_json)
+
+
+def _waiting_lines(found: Mapping[str, int]) -> Iterator[str]:
+    for name, messages in list(found.items())[:MAX_NAMED]:
+        yield f"  {name:40} {messages:12,}"
+    if len(found) > MAX_NAMED:
+        yield f"  ... and {len(found) - MAX_NAMED} further queues"
+    yield f"{sum(found.values()):,} messages wait; nothing was moved"
+
+
+def _lines(
+    moved: Moved, missing_queues: Sequence[str], unnamed_queues: Sequence[str]
+) -> Iterator[str]:
+    rate = moved.moved / moved.seconds if moved.seconds else 0
+    yield f"{moved.moved:,} messages moved in {moved.seconds:,.1f} s ({rate:,.0f}/s)"
+    for what, reasons in (("undeliverable", moved.undeliverable), ("left", moved.left)):
+        for reason, number in list(reasons.items())[:MAX_NAMED]:
+            yield f"  {number:,} {what}: {reason}"
+    if moved.copies:
+        yield f"  {moved.copies:,} may exist twice: a connection was lost"
+    if not moved.finished:
+        yield "  ended before all was moved; start it again to go on"
+    if missing_queues:
+        names = ", ".join(missing_queues[:MAX_NAMED])
+        yield f"  these queues do not exist; distribution tries them later: {names}"
+    if unnamed_queues:
+        names = ", ".join(unnamed_queues[:MAX_NAMED])
+        yield (
+            "  not bound, because the application does not name them; their messages wait until "
+            "these queues are bound, and are undeliverable rabbitdelay_retry_for (a day) after "
+            "they are due. Start a worker that consumes from them, or call "
+            f"celery_rabbitdelay.kombu.bind_destination; --allow binds further ones: {names}"
+        )
