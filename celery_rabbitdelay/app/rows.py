@@ -112,7 +112,7 @@ class WrittenRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WrittenRows:
-    """Rows that are due in the same tick, each as :meth:`.MessageTemplate.item` writes it.
+    """Rows that are due in the same tick, each as :meth:`.Writer.item` writes it.
 
     ``send_many`` writes the first of them again. If that gives other bytes, because the application
     has another serializer for example, it reads all of them and writes each itself.

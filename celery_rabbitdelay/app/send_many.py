@@ -18,7 +18,7 @@ from kombu.exceptions import EncodeError
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.grouping import Group, Grouper
-from celery_rabbitdelay.app.message_template import NO_HEADERS
+from celery_rabbitdelay.app.message_template import Writer, writer_for
 from celery_rabbitdelay.app.metrics import RowCounts, queue_label
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
@@ -38,11 +38,10 @@ from celery_rabbitdelay.app.rows import (
 )
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_messages import (
+    NO_HEADERS,
     Call,
     CapturingProducer,
-    Writer,
     capture_message,
-    writer_for,
 )
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
