@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import celery
 from kombu import Queue
 
-from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, Resending
+from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER, parse
 from celery_rabbitdelay.modules.envelope import DICTIONARY
@@ -147,8 +147,7 @@ def capture_message(
         options: Further options of ``apply_async``.
         headers: The headers for the registry that all calls have.
     """
-    resending = Resending.of(app, options)
-    producer = CapturingProducer(publisher, app, call.due, resending=resending)
+    producer = CapturingProducer(publisher, app, call.due, options)
     producer.says = {"registry": {**headers, **call.headers}}
     given = {**options, "task_id": call.task_id, "producer": producer}
     function_to_send(app, task)(call.args, call.kwargs, **given)
