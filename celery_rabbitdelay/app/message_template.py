@@ -64,13 +64,9 @@ def writer_for(
         options: Further options of ``apply_async``.
         capture: Sends a call by Celery and returns the producer that has its message.
     """
-    signals_of_publishing = (
-        signals.before_task_publish,
-        signals.after_task_publish,
-        signals.task_sent,
-    )
+    of_publishing = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
     sends_event = first.amqp.app.conf.task_send_sent_event
-    if sends_event or any(signal.receivers for signal in signals_of_publishing):
+    if sends_event or any(signal.receivers for signal in of_publishing):
         return _CeleryWriter(first, call, options, capture)
     return Writer(first, call, options)
 

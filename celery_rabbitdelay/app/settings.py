@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
-from typing import (
-    Annotated,
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting, InvalidSigningKey
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
@@ -404,8 +395,8 @@ def _kind_of(hint: Any, default: object) -> SettingType:
     """Return what a setting takes: by its type, or as its annotation says; also a default None."""
     if hint is bool:
         return _FLAG
-    if get_origin(hint) is Literal:
-        words = get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        words = typing.get_args(hint)
         return SettingType(f"one of {', '.join(words)}", lambda value: value in words)
     kind: SettingType = hint.__metadata__[0]
     if default is not None:
@@ -415,7 +406,7 @@ def _kind_of(hint: Any, default: object) -> SettingType:
     )
 
 
-_HINTS: Final = get_type_hints(Settings, include_extras=True)
+_HINTS: Final = typing.get_type_hints(Settings, include_extras=True)
 
 #: What each setting takes, by its name.
 _KINDS: Final = {each.name: _kind_of(_HINTS[each.name], each.default) for each in fields(Settings)}

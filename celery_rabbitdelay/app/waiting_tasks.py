@@ -365,7 +365,7 @@ class WaitingTasks(ABC):
             due_before: Only those that are due before; an aware datetime.
             due_after: Only those that are due then or later.
         """
-        return self.registry.index.pending(_filter(task, key, job, due_before, due_after))
+        return self.registry.index.pending(Filter(task, key, job, _ms(due_after), _ms(due_before)))
 
     def count(
         self,
@@ -377,7 +377,7 @@ class WaitingTasks(ABC):
         due_after: datetime | None = None,
     ) -> int:
         """Return how many tracked tasks wait; takes the same as :meth:`pending`."""
-        return self.registry.index.count(_filter(task, key, job, due_before, due_after))
+        return self.registry.index.count(Filter(task, key, job, _ms(due_after), _ms(due_before)))
 
     def forecast(
         self,
@@ -400,7 +400,7 @@ class WaitingTasks(ABC):
             Pairs of the start of a step and the number of tasks.
         """
         now_ms = time.time_ns() // NS_PER_MS
-        wanted = _filter(task, None, job, due_before, None)
+        wanted = Filter(task, None, job, None, _ms(due_before))
         for start_ms, count in self.registry.index.forecast(wanted, now_ms, milliseconds(step)):
             yield datetime.fromtimestamp(start_ms / 1000, UTC), count
 
@@ -442,19 +442,8 @@ def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
     )
 
 
-def _filter(
-    task: str | None,
-    key: str | None,
-    job: str | None,
-    due_before: datetime | None,
-    due_after: datetime | None,
-) -> Filter:
-    instants: Mapping[str, datetime | None] = {"before": due_before, "after": due_after}
-    ms = {
-        name: None if instant is None else Due.at(instant).at_ms
-        for name, instant in instants.items()
-    }
-    return Filter(task, key, job, ms["after"], ms["before"])
+def _ms(instant: datetime | None) -> int | None:
+    return None if instant is None else Due.at(instant).at_ms
 
 
 #: The state of a tracked task that waits in the levels; one of Celery's custom states.

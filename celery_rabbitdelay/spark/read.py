@@ -33,8 +33,8 @@ BATCH_ROWS: Final = 1000
 BATCH_BYTES: Final = 8_000_000
 
 
-class UndeliverableReader(DataSourceReader):
-    """Reads the undeliverable messages, in one partition, as a queue has only one end.
+class _Reader(DataSourceReader):
+    """Reads one kind of rows.
 
     Args:
         options: The options.
@@ -42,6 +42,10 @@ class UndeliverableReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
+
+
+class UndeliverableReader(_Reader):
+    """Reads the undeliverable messages, in one partition, as a queue has only one end."""
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Yield the messages in batches of Arrow, oldest first."""
@@ -99,13 +103,8 @@ def _to_arrow(rows: list[tuple[Any, ...]]) -> Any:
     }
     columns = (column.split() for column in UNDELIVERABLE.split(", "))
     schema = pa.schema([(name, kinds[kind]) for name, kind in columns])
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.array(values, field.type)
-            for values, field in zip(zip(*rows, strict=True), schema, strict=True)
-        ],
-        schema=schema,
-    )
+    values = zip(zip(*rows, strict=True), schema.types, strict=True)
+    return pa.RecordBatch.from_arrays([pa.array(*each) for each in values], schema=schema)
 
 
 #: The columns of the tasks that wait.
@@ -130,7 +129,7 @@ class Between(InputPartition):
         self.wanted = wanted
 
 
-class PendingReader(DataSourceReader):
+class PendingReader(_Reader):
     """Reads the tracked tasks that wait.
 
     Args:
@@ -141,7 +140,7 @@ class PendingReader(DataSourceReader):
     """
 
     def __init__(self, options: ReadOptions) -> None:
-        self._options = options
+        super().__init__(options)
         self.wanted = Wanted(options.task, options.key, options.job)
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -169,15 +168,8 @@ class PendingReader(DataSourceReader):
             app.rabbitdelay.close()
 
 
-class LevelsReader(DataSourceReader):
-    """Reads how many messages wait in each queue of the levels.
-
-    Args:
-        options: The options.
-    """
-
-    def __init__(self, options: ReadOptions) -> None:
-        self._options = options
+class LevelsReader(_Reader):
+    """Reads how many messages wait in each queue of the levels."""
 
     def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the queues from the longest wait to the shortest."""
