@@ -6,7 +6,7 @@ Celery makes the message of the first row; those of the other rows are written l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -239,38 +239,38 @@ class RowSender(Sending):
     ) -> Iterator[Publication]:
         """Publish a call by itself, or put it into a group; yield what waits no longer."""
         if not self._envelopes:
-            yield from self._row_publication([number], call)
+            yield from self._row_publication(number, call)
             return
         try:
             groups = grouper.add(number, call, call.due)
         except exceptions.InvalidEnvelope:
-            yield from self._row_publication([number], call)
+            yield from self._row_publication(number, call)
             return
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self.fail([number], error)
             return
         content = partial(self._writer.content, call) if self._writer.can_write_again else None
-        self._registration.sent([number], call, content, self._producer.delayed)
+        self._registration.sent(number, call, content, self._producer.delayed)
         for group in groups:
             yield from self._group_publication(group)
 
-    def _row_publication(self, rows: Sequence[int], call: Call) -> Iterator[Publication]:
+    def _row_publication(self, row: int, call: Call) -> Iterator[Publication]:
         try:
             content = self._writer.content(call)
             self._producer.check_size(
                 len(content.body), self._producer.delayed.destination, call.due
             )
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
-            self.fail(rows, error)
+            self.fail([row], error)
             return
-        self.report.sent += len(rows)
+        self.report.sent += 1
         delayed = self._producer.delayed._replace(task_id=call.task_id)
-        self._registration.sent(rows, call, lambda: content, delayed)
-        yield Publication(content, partial(self._producer.address, delayed, call.due), rows)
+        self._registration.sent(row, call, lambda: content, delayed)
+        yield Publication(content, partial(self._producer.address, delayed, call.due), [row])
 
     def _group_publication(self, group: Group) -> Iterator[Publication]:
         if len(group.rows) == 1 and self._writer.can_write_again:
-            yield from self._row_publication(group.rows, group.first)
+            yield from self._row_publication(group.rows[0], group.first)
             return
         due = group.due
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -40,6 +41,9 @@ MAX_PORT: Final = 65_535
 
 #: Seconds; no tick and no timeout is longer.
 A_YEAR: Final = 366 * 86_400
+
+#: What a prefix consists of. The names that begin with "amq." are the broker's own.
+_VALID_PREFIX: Final = re.compile(rf"(?!amq\.)[A-Za-z0-9_:.-]{{1,{MAX_PREFIX_LENGTH}}}")
 
 Declare: TypeAlias = Literal["auto", "never"]
 RegistryDown: TypeAlias = Literal["hold", "run"]
@@ -83,13 +87,7 @@ def _is_list_of_words(value: object) -> bool:
 
 
 def _is_prefix(value: object) -> bool:
-    return (
-        isinstance(value, str)
-        and 0 < len(value) <= MAX_PREFIX_LENGTH
-        and value.isascii()
-        and all(character.isalnum() or character in "-_:." for character in value)
-        and not value.startswith("amq.")
-    )
+    return isinstance(value, str) and _VALID_PREFIX.fullmatch(value) is not None
 
 
 def _is_layout(value: object) -> bool:

@@ -256,12 +256,7 @@ class WaitingTasks(ABC):
             due_ms=due.at_ms, registry={**delayed.message.headers.registry, COPY: copy}
         )
         queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
-        with self.publisher() as publisher:
-            producer = DelayedProducer(publisher, **self.settings.for_producer)
-            signed = producer.sign(message)
-            producer.publish_message(
-                delayed._replace(message=signed, queue=queue or delayed.queue), due
-            )
+        self._publish(delayed._replace(message=message, queue=queue or delayed.queue), due)
         arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
         states = register_sent(
             self.registry,
@@ -280,6 +275,13 @@ class WaitingTasks(ABC):
             ],
         )
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
+
+    def _publish(self, delayed: Delayed, due: Due) -> None:
+        """Publish a message, signed."""
+        with self.publisher() as publisher:
+            producer = DelayedProducer(publisher, **self.settings.for_producer)
+            signed = producer.sign(delayed.message)
+            producer.publish_message(delayed._replace(message=signed), due)
 
     def open_job(self, job: str, *, expires: Delay) -> None:
         """Open a job: the tasks that are sent with ``job=`` wait until it is committed.
@@ -311,10 +313,7 @@ class WaitingTasks(ABC):
         words: dict[str, str | bool] = {COMMITTED: True, JOB: job, JOB_ID: job_id}
         note = WaitingMessage(b"", {"message_id": job_id}, DelayHeaders(due.at_ms, registry=words))
         try:
-            with self.publisher() as publisher:
-                producer = DelayedProducer(publisher, **self.settings.for_producer)
-                delayed = Delayed(producer.sign(note), DISTRIBUTION, job_id, None)
-                producer.publish_message(delayed, due)
+            self._publish(Delayed(note, DISTRIBUTION, job_id, None), due)
         except PublishError as error:
             logger.warning(
                 "Job %r is committed. If Redis loses that before it would have expired, its tasks "

@@ -117,18 +117,6 @@ LEVELS: Final = "level string, queue string, wait_ms bigint, messages bigint"
 BOUND_MS: Final = 1000
 
 
-class Between(InputPartition):
-    """The tasks that are due from one instant until before another, in milliseconds since 1970.
-
-    Args:
-        wanted: Which tasks.
-    """
-
-    def __init__(self, wanted: Wanted) -> None:
-        super().__init__(None)
-        self.wanted = wanted
-
-
 class PendingReader(_Reader):
     """Reads the tracked tasks that wait.
 
@@ -153,16 +141,15 @@ class PendingReader(_Reader):
             app.rabbitdelay.close()
         edges = [self.wanted.due_after_ms, *bounds, self.wanted.due_before_ms]
         return [
-            Between(self.wanted._replace(due_after_ms=after, due_before_ms=before))
+            InputPartition(self.wanted._replace(due_after_ms=after, due_before_ms=before))
             for after, before in pairwise(edges)
         ]
 
     def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the tasks of a part in the order in which they are due."""
-        assert isinstance(partition, Between)
         app = application_of(self._options.application)
         try:
-            for each in app.rabbitdelay.registry.index.pending(partition.wanted):
+            for each in app.rabbitdelay.registry.index.pending(partition.value):
                 yield (each.task_id, each.task, each.due, each.key, each.job)
         finally:
             app.rabbitdelay.close()
