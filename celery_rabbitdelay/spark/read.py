@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -116,6 +117,9 @@ LEVELS: Final = "level string, queue string, wait_ms bigint, messages bigint"
 #: How closely the bounds of the partitions are looked for: to a second.
 BOUND_MS: Final = 1000
 
+#: No task is due later than this after the first one, in milliseconds: a hundred years.
+MAX_SPAN_MS: Final = 100 * 366 * 86_400_000
+
 
 class PendingReader(_Reader):
     """Reads the tracked tasks that wait.
@@ -179,29 +183,16 @@ def _bounds(index: Index, wanted: Wanted, parts: int) -> list[int]:
     first = wanted.due_after_ms
     if first is None:
         first = to_ms(next(index.pending(wanted)).due)
-    last = wanted.due_before_ms or _last(index, wanted, first, total)
-    bounds: list[int] = []
-    for part in range(1, parts):
-        low, high = (bounds[-1] if bounds else first), last
-        while high - low > BOUND_MS:
-            middle = (low + high) // 2
-            if index.count(wanted._replace(due_before_ms=middle)) < total * part // parts:
-                low = middle
-            else:
-                high = middle
-        if high >= last:
-            break
-        if not bounds or high > bounds[-1]:
-            bounds.append(high)
-    return bounds
+    instants = range(first, wanted.due_before_ms or first + MAX_SPAN_MS, BOUND_MS)
 
+    def due_before(instant_ms: int) -> int:
+        return index.count(wanted._replace(due_before_ms=instant_ms))
 
-def _last(index: Index, wanted: Wanted, first: int, total: int) -> int:
-    """Return an instant after the last due time."""
-    step = 60_000
-    while index.count(wanted._replace(due_before_ms=first + step)) < total and step < 2**53:
-        step *= 2
-    return first + step
+    found, end = set(), len(instants)
+    for part in range(parts - 1, 0, -1):
+        end = bisect_left(instants, total * part // parts, hi=end, key=due_before)
+        found.add(end)
+    return [instants[number] for number in sorted(found) if number < len(instants)]
 
 
 def to_ms(instant: datetime) -> int:
