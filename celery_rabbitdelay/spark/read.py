@@ -188,7 +188,8 @@ def _bounds(index: Index, wanted: Wanted, parts: int) -> list[int]:
     def due_before(instant_ms: int) -> int:
         return index.count(wanted._replace(due_before_ms=instant_ms))
 
-    found, end = set(), len(instants)
+    found: set[int] = set()
+    end = len(instants)
     for part in range(parts - 1, 0, -1):
         end = bisect_left(instants, total * part // parts, hi=end, key=due_before)
         found.add(end)
