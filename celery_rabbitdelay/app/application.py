@@ -21,15 +21,7 @@ from celery.canvas import Signature
 from kombu import Connection, Producer
 from kombu.utils.objects import cached_property
 
-from celery_rabbitdelay.app import canvas
-from celery_rabbitdelay.app.celery_internals import (
-    DelayingAMQP,
-    combined_class,
-    forget_classes,
-    installed_on,
-    result_class,
-    task_class,
-)
+from celery_rabbitdelay.app import canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
@@ -89,30 +81,32 @@ class Celery(celery.Celery):
     @cached_property
     def amqp(self) -> celery_amqp.AMQP:
         """Celery's AMQP features of the application."""
-        amqp_class = combined_class(DelayingAMQP, self.amqp_cls)
+        amqp_class = celery_internals.combined_class(celery_internals.DelayingAMQP, self.amqp_cls)
         amqp: celery_amqp.AMQP = amqp_class(app=self)
         return amqp
 
     @cached_property
     def control(self) -> Control:
         """Celery's remote control of the application's workers."""
-        control_class = combined_class(DelayingControl, self.control_cls)
+        control_class = celery_internals.combined_class(DelayingControl, self.control_cls)
         control: Control = control_class(app=self)
         return control
 
     @cached_property
     def AsyncResult(self) -> type[celery.result.AsyncResult[Any]]:  # noqa: N802
         """The class of the application's results."""
-        return result_class(self, WaitingResult)
+        return celery_internals.result_class(self, WaitingResult)
 
     def create_task_cls(self) -> type[celery.Task[Any, Any]]:
         """Create the base class of the application's tasks."""
-        return task_class(self, combined_class(DelayingTask, self.task_cls))
+        return celery_internals.task_class(
+            self, celery_internals.combined_class(DelayingTask, self.task_cls)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         reduced: tuple[Any, Any] = super().__reduce__()  # type: ignore[assignment]
         rebuild, (cls, *rest) = reduced
-        return _rebuild, (rebuild, installed_on(cls), *rest)
+        return _rebuild, (rebuild, celery_internals.installed_on(cls), *rest)
 
     def bugreport(self) -> str:
         """Return what ``celery report`` prints; Celery hides the passwords of its own URLs only."""
@@ -218,8 +212,8 @@ def install(app: AppT) -> AppT:
     """
     if isinstance(app, Celery):
         return app
-    app.__class__ = combined_class(Celery, type(app))
-    forget_classes(app)
+    app.__class__ = celery_internals.combined_class(Celery, type(app))
+    celery_internals.forget_classes(app)
     _add_steps(app)
     _make_delaying(app)
     return app
@@ -235,10 +229,10 @@ def _make_delaying(app: celery.Celery) -> None:
     """Turn what an application has made already into :class:`DelayingAMQP` and the like."""
     control: Any = app.__dict__.get("control")
     if control is not None:
-        control.__class__ = combined_class(DelayingControl, type(control))
+        control.__class__ = celery_internals.combined_class(DelayingControl, type(control))
     amqp: Any = app.__dict__.get("amqp")
     if amqp is not None:
-        amqp.__class__ = combined_class(DelayingAMQP, type(amqp))
+        amqp.__class__ = celery_internals.combined_class(celery_internals.DelayingAMQP, type(amqp))
         if "queues" in amqp.__dict__:
             amqp._delaying(amqp.queues)
 

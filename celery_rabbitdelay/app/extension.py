@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -19,7 +19,7 @@ from celery_rabbitdelay.app.celery_internals import aware
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
-from celery_rabbitdelay.app.rows import Report, Row, WrittenRows, one_by_one, send_one_by_one
+from celery_rabbitdelay.app.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.send_many import RowSender
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
@@ -185,7 +185,7 @@ class RabbitDelay(WaitingTasks):
     def send_many(
         self,
         task: celery.Task[Any, Any] | str,
-        rows: Iterable[Row | Mapping[str, Any] | WrittenRows],
+        rows: Iterable[Given],
         *,
         tolerance: Delay = 0,
         envelopes: bool | None = None,
@@ -224,7 +224,9 @@ class RabbitDelay(WaitingTasks):
                 them, or if the broker cannot be reached, no further rows are taken.
             NeedsDistribution: Envelopes, or the options, need distribution, which no worker serves.
         """
-        _refuse_options_of_a_row(options)
+        for name, reason in _REFUSED.items():
+            if options.get(name) is not None:
+                raise exceptions.UnknownOption(name, options[name], reason)
         refuse_without_registry(options, self.app)
         if envelopes is None:
             envelopes = DISTRIBUTE in self.settings.modules
@@ -239,7 +241,7 @@ class RabbitDelay(WaitingTasks):
             if connection is not None:
                 options["connection"] = connection
             return send_one_by_one(
-                self.app, task, one_by_one(rows), progress, {**options, "tolerance": tolerance}
+                self.app, task, rows, progress, {**options, "tolerance": tolerance}
             )
 
         with self.publisher(connection) as publisher:
@@ -296,15 +298,14 @@ class RabbitDelay(WaitingTasks):
                 hook(queue_name, message_count, consumer_count)
 
 
-def _refuse_options_of_a_row(options: Mapping[str, Any]) -> None:
-    for name in ("delay", "countdown", "eta", "task_id", "key"):
-        if options.get(name) is not None:
-            reason = "give it to each row, as its delay, eta, task_id or key"
-            raise exceptions.UnknownOption(name, options[name], reason)
-    for name in ("producer", "publisher"):
-        if options.get(name) is not None:
-            reason = "give the connection to use as connection"
-            raise exceptions.UnknownOption(name, options[name], reason)
+#: The options of ``apply_async`` that ``send_many`` refuses, with what to do instead.
+_REFUSED: Final = {
+    **dict.fromkeys(
+        ("delay", "countdown", "eta", "task_id", "key"),
+        "give it to each row, as its delay, eta, task_id or key",
+    ),
+    **dict.fromkeys(("producer", "publisher"), "give the connection to use as connection"),
+}
 
 
 def _is_rabbitmq(connection: Connection) -> bool:

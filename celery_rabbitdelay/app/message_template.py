@@ -1,4 +1,4 @@
-"""The message of one task, and how to write others like it fast.
+"""The message of one call, and how to write others like it fast.
 
 The messages of many calls of one task differ in few places: the id, the arguments, when it is due.
 Everything else is written once.
@@ -7,21 +7,25 @@ Everything else is written once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final
 
 import amqp
+from celery import signals
 from kombu.utils.json import JSONEncoder
 
-from celery_rabbitdelay.app.celery_internals import celerys_repr
+from celery_rabbitdelay.app.celery_internals import celerys_repr, repr_depth, repr_sizes
+from celery_rabbitdelay.app.task_messages import OWN_HEADERS, Call, CapturingProducer
+from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
-from celery_rabbitdelay.modules.envelope import compressed, length_prefixed, shared_block
-from celery_rabbitdelay.publishing.message import PERSISTENT
-from celery_rabbitdelay.publishing.signature import Signer, SigningKeys
-from celery_rabbitdelay.publishing.wire import Content, PropertiesEncoder
+from celery_rabbitdelay.modules.envelope import Item, compressed, length_prefixed, shared_block
+from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
+from celery_rabbitdelay.publishing.message import PERSISTENT, WaitingMessage
+from celery_rabbitdelay.publishing.signature import Signer
+from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content, PropertiesEncoder
 
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
@@ -32,163 +36,146 @@ DESTINATION_HEADERS: Final = (header_names.EXCHANGE, header_names.ROUTING_KEY, h
 #: Headers set on the envelope, not on its items.
 RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, header_names.PRIORITY)
 
+#: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
+#: signals may have given each message headers of its own.
+ENVELOPE_HEADERS: Final = frozenset(
+    (*DESTINATION_HEADERS, header_names.DUE, header_names.SIGNATURE)
+)
+
 #: If ``repr()`` contains one of these after its first character (quotes, escapes, objects, nested
 #: values), Celery's ``saferepr`` may differ from it.
 _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
 
-_NOTHING_SHARED: Final = shared_block({}, {})
 
-#: A message without headers of its own for the registry.
-NO_HEADERS: Final[Mapping[str, str]] = {}
+def writer_for(
+    first: CapturingProducer,
+    call: Call,
+    options: Mapping[str, Any],
+    capture: Callable[[Call], CapturingProducer],
+) -> Writer:
+    """Return the writer of that call and of further ones.
 
-
-class MessageTemplate:
-    """Writes messages like a given one.
+    If a receiver is connected to one of the signals of publishing, or the event that a task was
+    sent is on, each call goes through all of Celery.
 
     Args:
-        message: A task's message of Celery's protocol 2, ready to be published into the levels.
-        task_id: The id of its task.
-        embedded: The third part of its body: callbacks, errbacks, chain, chord.
-        encode: Serializes a body; None for JSON, which is then written faster.
-        reprs: Maximum characters of the headers ``argsrepr`` and ``kwargsrepr``.
-        repr_depth: How deep these headers go into nested values; None for no limit.
-        given_reprs: Which of these headers the caller has given; they are the same for all.
-        further: The names of further headers that some messages have, with values of their own.
-        signing_keys: What signs each message and each envelope; None: nothing is signed.
+        first: The producer that has the message of one call.
+        call: That call.
+        options: Further options of ``apply_async``.
+        capture: Sends a call by Celery and returns the producer that has its message.
+    """
+    of_publishing = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
+    sends_event = first.amqp.app.conf.task_send_sent_event
+    if sends_event or any(signal.receivers for signal in of_publishing):
+        return _CeleryWriter(first, call, options, capture)
+    return Writer(first, call, options)
+
+
+class Writer:
+    """Writes the messages of calls like that of a first one, of Celery's message protocol 2.
+
+    Args:
+        first: The producer that has the message of the first call.
+        call: That call.
+        options: Further options of ``apply_async``.
+
+    Attributes:
+        can_write_again: Whether a call that was written as an item can be written as a message.
     """
 
-    def __init__(
-        self,
-        message: amqp.Message,
-        task_id: str,
-        embedded: Mapping[str, Any],
-        encode: Callable[[Any], bytes] | None,
-        reprs: tuple[int, int],
-        repr_depth: int | None = 3,
-        given_reprs: Collection[str] = (),
-        further: Collection[str] = (),
-        signing_keys: SigningKeys | None = None,
-    ) -> None:
-        headers = message.properties["application_headers"]
+    can_write_again = True
+
+    def __init__(self, first: CapturingProducer, call: Call, options: Mapping[str, Any]) -> None:
+        self._first = first
+        message = first.delayed.message.amqp()
+        correlation_id = message.properties.get("correlation_id")
         # The one that the caller has given, for all; None if each message has its task's id.
-        self._correlation_id = None
-        if message.properties.get("correlation_id") != task_id:
-            self._correlation_id = message.properties.get("correlation_id")
-        self._has_root = headers["root_id"] == task_id
-        self._reprs = {
-            name: max_length
-            for name, max_length in zip(("argsrepr", "kwargsrepr"), reprs, strict=True)
-            if name not in given_reprs
-        }
-        self._repr_depth = repr_depth
-        own = {"id", header_names.DUE, *(["root_id"] if self._has_root else []), *self._reprs}
-        own |= set(further)
-        own.add(header_names.SIGNATURE)
-        self._signing_keys = signing_keys
-        self._encoder = PropertiesEncoder(message, own)
+        self._correlation_id = None if correlation_id == call.task_id else correlation_id
+        self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
+        sizes = zip(("argsrepr", "kwargsrepr"), repr_sizes(first.amqp), strict=True)
+        # Those that the caller has given are the same for all.
+        self._reprs = {name: size for name, size in sizes if not options.get(name)}
+        self._repr_depth = repr_depth(first.amqp.app)
+        own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
+        self._encoder = PropertiesEncoder(message, own | ({"root_id"} if self._has_root else set()))
         self._sign = self._signer(self._encoder)
-        self._embedded = embedded
-        self._encode = encode
         self._json = JSONEncoder().encode
-        self._rest = f", {self._json(embedded)}]" if encode is None else ""
+        #: The end of each body, if it is JSON, which is then written faster; otherwise empty.
+        self._rest = ""
+        if is_kombus_json(first.options.get("serializer")):
+            self._rest = f", {self._json(first.body[2])}]"
+            # It may be compressed as well.
+            if self._body(call) != first.delayed.message.body:
+                self._rest = ""
 
-    @property
-    def headers(self) -> Mapping[str, Any]:
-        """The headers that all messages share."""
-        return self._encoder.headers
+    def _body(self, call: Call) -> bytes:
+        if self._rest:
+            return f"{self._json((call.args, call.kwargs))[:-1]}{self._rest}".encode()
+        options = self._first.options
+        encoded, *_ = serialized(
+            self._first,
+            (call.args, call.kwargs, self._first.body[2]),
+            {},
+            serializer=options.get("serializer"),
+            compression=options.get("compression"),
+        )
+        return encoded.encode() if isinstance(encoded, str) else encoded
 
-    @property
-    def properties(self) -> Mapping[str, Any]:
-        """The properties that all messages share."""
-        return self._encoder.properties
-
-    def body(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-        """Return the body of a message."""
-        if self._encode is not None:
-            return self._encode((args, kwargs, self._embedded))
-        return f"{self._json((args, kwargs))[:-1]}{self._rest}".encode()
-
-    def _own(self, task_id: str, args: Any, kwargs: Any) -> dict[str, str]:
-        own = {"id": task_id}
-        if self._has_root:
-            own["root_id"] = task_id
+    def _own_headers(self, call: Call) -> dict[str, str]:
+        """Return the headers in which messages differ, without copies of others."""
+        own = {"id": call.task_id}
         for name, max_length in self._reprs.items():
-            own[name] = _brief(args if name == "argsrepr" else kwargs, max_length, self._repr_depth)
+            value = call.args if name == "argsrepr" else call.kwargs
+            own[name] = _brief(value, max_length, self._repr_depth)
+        own.update(call.headers)
         return own
 
-    def content(
-        self,
-        task_id: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        due_ms: int,
-        further: Mapping[str, str] = NO_HEADERS,
-    ) -> Content:
-        """Return the message of a task.
-
-        Args:
-            task_id: Its id.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            due_ms: When it is due, in milliseconds since 1970.
-            further: Its further headers.
-        """
-        own = self._own(task_id, args, kwargs)
-        own.update(further)
-        body, correlation_id = self.body(args, kwargs), self._correlation_id or task_id
+    def content(self, call: Call) -> Content:
+        """Return the message of a call."""
+        own = self._own_headers(call)
+        if self._has_root:
+            own["root_id"] = call.task_id
+        body, correlation_id = self._body(call), self._correlation_id or call.task_id
+        due_ms = call.due.at_ms
         if self._sign is not None:
             own[header_names.SIGNATURE] = self._sign(due_ms, correlation_id, body)
         return Content(self._encoder.encode(own, due_ms, correlation_id), body)
 
-    def item(
-        self,
-        task_id: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        further: Mapping[str, str] = NO_HEADERS,
-    ) -> bytes:
-        """Return the two blocks of a task in an envelope; takes the same as :meth:`content`."""
-        own = self._own(task_id, args, kwargs)
-        own.update(further)
-        own.pop("root_id", None)  # a copy of the id
-        headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own.items()])
-        return length_prefixed(f'{{"headers":{{{headers}}}}}'.encode()) + length_prefixed(
-            self.body(args, kwargs)
-        )
-
-    def envelope(self, items: bytes, due_ms: int, *, shares: bool = True) -> Content:
-        """Return a message that holds tasks.
-
-        Args:
-            items: The concatenated results of :meth:`item`.
-            due_ms: When all of them are due, in milliseconds since 1970.
-            shares: Whether they share the headers and properties of the given message, except its
-                destination. If not, each item has all headers and properties of its message.
+    def item(self, call: Call) -> bytes:
+        """Return a call as it stands in an envelope: two blocks.
 
         Raises:
-            InvalidEnvelope: A shared header cannot be written as JSON.
+            InvalidEnvelope: An envelope cannot express it, but :meth:`content` can.
         """
-        encoder = self._envelope
-        shared = self._shared if shares else _NOTHING_SHARED
-        body = compressed(shared + items, COMPRESSION)
-        own = {}
+        own = self._own_headers(call).items()
+        headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own])
+        return length_prefixed(f'{{"headers":{{{headers}}}}}'.encode()) + length_prefixed(
+            self._body(call)
+        )
+
+    def envelope(self, items: bytes, due_ms: int) -> Content:
+        """Return the envelope of items that :meth:`item` has returned.
+
+        Raises:
+            InvalidEnvelope: An envelope cannot express a header that all calls have.
+        """
+        body, own = compressed(self._shared + items, COMPRESSION), {}
         if self._sign_envelope is not None:
             own[header_names.SIGNATURE] = self._sign_envelope(due_ms, None, body)
-        return Content(encoder.encode(own, due_ms, None), body)
+        return Content(self._envelope.encode(own, due_ms, None), body)
 
     @cached_property
     def _envelope(self) -> PropertiesEncoder:
         """Writes the properties of envelopes."""
-        destination = {
-            name: self.headers[name] for name in RESTORED_HEADERS if name in self.headers
-        }
+        shared = self._encoder.headers
+        destination = {name: shared[name] for name in RESTORED_HEADERS if name in shared}
         message = amqp.Message(
             b"",
             content_type=ENVELOPE,
             content_encoding="binary",
             application_headers={**destination, header_names.DUE: 0},
             delivery_mode=PERSISTENT,
-            priority=self.properties.get("priority", 0),
+            priority=self._encoder.properties.get("priority", 0),
         )
         return PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
 
@@ -198,22 +185,72 @@ class MessageTemplate:
 
     def _signer(self, encoder: PropertiesEncoder) -> Signer | None:
         """Return what signs the messages of an encoder; None without a key."""
-        if self._signing_keys is None:
+        if self._first.signing_keys is None:
             return None
         said, _ = header_names.parse(encoder.headers)
-        return self._signing_keys.signer(encoder.properties, said)
+        return self._first.signing_keys.signer(encoder.properties, said)
 
     @cached_property
     def _shared(self) -> bytes:
         """The block with the headers and properties that all tasks of an envelope share."""
-        shared = {
-            name: value for name, value in self.headers.items() if name not in RESTORED_HEADERS
-        }
+        headers, properties = self._encoder.headers, self._encoder.properties
+        shared = {name: value for name, value in headers.items() if name not in RESTORED_HEADERS}
         copied = {"root_id": "id"} if self._has_root else {}
         if self._correlation_id is None:
-            return shared_block(shared, self.properties, copied, {"correlation_id": "id"})
-        properties = {**self.properties, "correlation_id": self._correlation_id}
-        return shared_block(shared, properties, copied)
+            return shared_block(shared, properties, copied, {"correlation_id": "id"})
+        return shared_block(shared, {**properties, "correlation_id": self._correlation_id}, copied)
+
+
+class _CeleryWriter(Writer):
+    """Lets Celery build each message; all go to the destination of the first one.
+
+    The items of an envelope share nothing but that: each has all headers and properties.
+    """
+
+    can_write_again = False
+    _shared = shared_block({}, {})
+
+    def __init__(
+        self,
+        first: CapturingProducer,
+        call: Call,
+        options: Mapping[str, Any],
+        capture: Callable[[Call], CapturingProducer],
+    ) -> None:
+        super().__init__(first, call, options)
+        self._capture = capture
+        # The messages that Celery has made and that are not written yet. To make one again would
+        # send the signals again.
+        self._captured = {call.task_id: first.delayed.message}
+
+    def _message(self, call: Call) -> WaitingMessage:
+        message = self._captured.pop(call.task_id, None) or self._capture(call).delayed.message
+        shared, _ = header_names.parse(self._encoder.headers)
+        return self._first.sign(
+            message.saying(
+                exchange=shared.exchange, routing_key=shared.routing_key, queue=shared.queue
+            )
+        )
+
+    def content(self, call: Call) -> Content:
+        return Content.of(self._message(call).amqp())
+
+    def item(self, call: Call) -> bytes:
+        message = self._message(call)
+        headers = message.headers.to_headers()
+        own = {name: value for name, value in headers.items() if name not in ENVELOPE_HEADERS}
+        properties = {
+            name: value
+            for name, value in message.amqp().properties.items()
+            if name in MESSAGE_PROPERTIES and name != "application_headers"
+        }
+        if header_names.PRIORITY in self._encoder.headers:
+            own.setdefault(header_names.PRIORITY, properties.get("priority"))
+        try:
+            return Item(message.body, own, properties).length_prefixed()
+        except InvalidEnvelope:
+            self._captured[call.task_id] = message
+            raise
 
 
 def _brief(value: Any, max_length: int, repr_depth: int | None) -> str:

@@ -56,7 +56,7 @@ class RowRegistration:
         self._fail = fail
         self._joined_until_ms = 0
         self._job_id = ""
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "rabbitdelay-register")
         self._registering: Future[list[str]] | None = None
         #: The rows that are not registered yet, by their numbers, in their order.
         self._sent: OrderedDict[int, Registration] = OrderedDict()
@@ -131,7 +131,7 @@ class RowRegistration:
 
     def sent(
         self,
-        rows: Sequence[int],
+        row: int,
         call: Call,
         content: Callable[[], Content] | None,
         delayed: Delayed,
@@ -139,7 +139,7 @@ class RowRegistration:
         """Note that a row is sent.
 
         Args:
-            rows: Its number.
+            row: Its number.
             call: Its call.
             content: Returns its message; None if it cannot be written a second time, so that the
                 task cannot run earlier.
@@ -154,11 +154,9 @@ class RowRegistration:
             if content is not None:
                 message = stored(delayed, content())
         ticket, key = Ticket.of(call.headers), call.headers.get(KEY, "")
-        registration = Registration(
+        self._sent[row] = Registration(
             call.task_id, copy, call.due.at_ms, "0.0", ticket, key, name, job, message
         )
-        for row in rows:
-            self._sent[row] = registration
 
     def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
         """Note that the broker has confirmed rows, or has not."""
@@ -181,8 +179,6 @@ class RowRegistration:
                 batch[row] = registration
         if not batch:
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "rabbitdelay-register")
         self.wait()
         self._registering = self._thread.submit(
             register_sent, self._registry(), list(batch.values())
@@ -198,5 +194,4 @@ class RowRegistration:
         """Register what is confirmed, and end."""
         self.flush()
         self.wait()
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import celery
 from kombu.exceptions import EncodeError, OperationalError
@@ -18,6 +18,8 @@ from celery_rabbitdelay.app.task_messages import function_to_send
 from celery_rabbitdelay.exceptions import InvalidRow, RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of
 from celery_rabbitdelay.modules.envelope import blocks_of, length_prefixed
+
+GivenT = TypeVar("GivenT")
 
 #: After this many rows that were not confirmed, no further rows are taken.
 MAX_ERRORS: Final = 1000
@@ -80,10 +82,8 @@ def checked_row(given: Row | Mapping[str, Any]) -> Row:
     Raises:
         InvalidRow: It is neither, or has an unknown field.
     """
-    return given if isinstance(given, Row) else _row_of(given)
-
-
-def _row_of(given: Mapping[str, Any]) -> Row:
+    if isinstance(given, Row):
+        return given
     if not isinstance(given, Mapping):
         raise InvalidRow(given, "takes a celery_rabbitdelay.Row, or a mapping of its fields")
     try:
@@ -94,25 +94,9 @@ def _row_of(given: Mapping[str, Any]) -> Row:
         raise InvalidRow(given, f"has {unknown}; takes {takes}") from wrong
 
 
-class WrittenRow(NamedTuple):
-    """One of these rows, read again.
-
-    Attributes:
-        task_id: The task's id.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        item: The bytes that it was read from.
-    """
-
-    task_id: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    item: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class WrittenRows:
-    """Rows that are due in the same tick, each as :meth:`.MessageTemplate.item` writes it.
+    """Rows that are due in the same tick, each as :meth:`.Writer.item` writes it.
 
     ``send_many`` writes the first of them again. If that gives other bytes, because the application
     has another serializer for example, it reads all of them and writes each itself.
@@ -133,9 +117,9 @@ class WrittenRows:
         now_ms = time.time_ns() // NS_PER_MS
         return Due(self.due_ms * NS_PER_MS, self.due_ms - now_ms, is_instant=True)
 
-    def read(self) -> Iterator[WrittenRow]:
-        """Yield each row."""
-        blocks = blocks_of(self.items)
+    def read(self) -> Iterator[tuple[Row, bytes]]:
+        """Yield each row, and the bytes that it was read from."""
+        blocks, eta = blocks_of(self.items), instant_of(self.due_ms)
         for own in blocks:
             body = next(blocks)
             headers = json.loads(bytes(own))["headers"]
@@ -143,20 +127,99 @@ class WrittenRows:
             if headers.get("argsrepr", "").startswith("("):
                 args = tuple(args)  # JSON has lists only
             item = length_prefixed(bytes(own)) + length_prefixed(bytes(body))
-            yield WrittenRow(headers["id"], args, kwargs, item)
+            yield Row(args, kwargs, eta=eta, task_id=headers["id"]), item
 
 
-def one_by_one(
-    rows: Iterable[Row | Mapping[str, Any] | WrittenRows],
-) -> Iterator[Row | Mapping[str, Any]]:
+#: What a caller gives: one row, or many that are written already.
+Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"
+
+
+def one_by_one(rows: Iterable[Given]) -> Iterator[Row | Mapping[str, Any]]:
     """Yield each row, those that are written already as well."""
     for given in rows:
         if isinstance(given, WrittenRows):
-            eta = instant_of(given.due_ms)
-            for each in given.read():
-                yield Row(each.args, each.kwargs, eta=eta, task_id=each.task_id)
+            yield from (row for row, _ in given.read())
         else:
             yield given
+
+
+class Sending:
+    """Takes the caller's rows, and says in the end what became of them.
+
+    If the iterable of rows raises, that error is raised once every row before it is confirmed or
+    has an error of its own; in the latter case its cause is a :class:`.RowsNotConfirmed`.
+
+    Args:
+        progress: Called with the report, every half second and at the end.
+
+    Attributes:
+        report: The report on what was sent.
+        stops_taking: Whether no further rows are taken.
+    """
+
+    def __init__(self, progress: Callable[[Report], None] | None) -> None:
+        self.report = Report()
+        self.stops_taking = False
+        self._progress = progress
+        self._errors: dict[int, Exception] = {}
+        self._taken = 0
+        self._rest: int | None = None
+        self._error_of_rows: Exception | None = None
+        self._began = self._last_progress = time.monotonic()
+
+    def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
+        """Yield rows, each with its number, or with that of the first of many."""
+        source = iter(rows)
+        while True:
+            try:
+                given = next(source)
+            except StopIteration:
+                return
+            except Exception as error:  # noqa: BLE001 - the rows before it are sent first
+                self._error_of_rows, self._rest = error, self._taken
+                return
+            if self.stops_taking:
+                # Not sent: its existence shows that not all rows were taken.
+                self._rest = self._taken
+                return
+            number = self._taken
+            self._taken += given.count if isinstance(given, WrittenRows) else 1
+            yield number, given
+
+    def fail(self, rows: Sequence[int], error: Exception) -> None:
+        """Note the error of rows, by their numbers."""
+        self.report.errors[type(error).__name__] += len(rows)
+        for row in rows:
+            self._errors[row] = error
+        self.stops_taking |= len(self._errors) >= MAX_ERRORS
+
+    @property
+    def progress_is_due(self) -> bool:
+        """Whether the last call of the caller's ``progress`` was half a second ago."""
+        return time.monotonic() - self._last_progress >= PROGRESS_INTERVAL
+
+    def report_progress(self) -> None:
+        """Call the caller's ``progress``."""
+        self._last_progress = time.monotonic()
+        self.report.seconds = self._last_progress - self._began
+        if self._progress is not None:
+            self._progress(self.report)
+
+    def end(self) -> Report:
+        """Return the report, after a last call of ``progress``.
+
+        Raises:
+            RowsNotConfirmed: At least one row is not confirmed.
+        """
+        self.report_progress()
+        not_confirmed = None
+        if self._errors:
+            not_confirmed = RowsNotConfirmed(self.report, self._errors, self._rest)
+        if self._error_of_rows is not None:
+            raise self._error_of_rows from not_confirmed
+        if not_confirmed is not None:
+            raise not_confirmed
+        return self.report
 
 
 #: The errors of one row, which say nothing about the others.
@@ -166,7 +229,7 @@ ROW_ERRORS: Final = (RabbitDelayError, EncodeError, OperationalError, TypeError,
 def send_one_by_one(
     app: celery.Celery,
     task: celery.Task[Any, Any] | str,
-    rows: Iterable[Row | Mapping[str, Any]],
+    rows: Iterable[Given],
     progress: Callable[[Report], None] | None,
     options: Mapping[str, Any],
 ) -> Report:
@@ -182,14 +245,9 @@ def send_one_by_one(
     Raises:
         RowsNotConfirmed: At least one row could not be sent.
     """
-    report, rest = Report(), None
-    errors: dict[int, Exception] = {}
-    began = last_progress = time.monotonic()
-    send = function_to_send(app, task)
-    for number, given in enumerate(_chained(rows, report, errors)):
-        if len(errors) >= MAX_ERRORS:
-            rest = number
-            break
+    sending, send = Sending(progress), function_to_send(app, task)
+    report = sending.report
+    for number, given in sending.take(one_by_one(rows)):
         try:
             row = checked_row(given)
             own: dict[str, Any] = {
@@ -199,35 +257,12 @@ def send_one_by_one(
             }
             send(row.args, row.kwargs, **own, **options)
         except ROW_ERRORS as error:
-            errors[number] = error
-            report.errors[type(error).__name__] += 1
+            sending.fail([number], error)
             report.sent += isinstance(error, OperationalError)
         else:
             report.sent += 1
             report.confirmed += 1
             report.messages += 1
-        now = time.monotonic()
-        report.seconds = now - began
-        if progress is not None and now - last_progress >= PROGRESS_INTERVAL:
-            last_progress = now
-            progress(report)
-    if progress is not None:
-        progress(report)
-    if errors:
-        raise RowsNotConfirmed(report, errors, rest)
-    return report
-
-
-def _chained(
-    rows: Iterable[Row | Mapping[str, Any]], report: Report, errors: Mapping[int, Exception]
-) -> Iterator[Row | Mapping[str, Any]]:
-    """Yield the rows; if taking one raises, the error names those before it that were not sent."""
-    taken = 0
-    try:
-        for row in rows:
-            taken += 1
-            yield row
-    except Exception as error:
-        if not errors:
-            raise
-        raise error from RowsNotConfirmed(report, dict(errors), taken)
+        if sending.progress_is_due:
+            sending.report_progress()
+    return sending.end()

@@ -6,8 +6,7 @@ Celery makes the message of the first row; those of the other rows are written l
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -18,7 +17,7 @@ from kombu.exceptions import EncodeError
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.grouping import Group, Grouper
-from celery_rabbitdelay.app.message_template import NO_HEADERS
+from celery_rabbitdelay.app.message_template import Writer, writer_for
 from celery_rabbitdelay.app.metrics import RowCounts, queue_label
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
@@ -27,22 +26,13 @@ from celery_rabbitdelay.app.options import (
     refuse_without_registry,
 )
 from celery_rabbitdelay.app.row_registration import RowRegistration
-from celery_rabbitdelay.app.rows import (
-    MAX_ERRORS,
-    PROGRESS_INTERVAL,
-    Report,
-    Row,
-    WrittenRow,
-    WrittenRows,
-    checked_row,
-)
+from celery_rabbitdelay.app.rows import Given, Report, Row, Sending, WrittenRows, checked_row
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.task_messages import (
+    NO_HEADERS,
     Call,
     CapturingProducer,
-    Writer,
     capture_message,
-    writer_for,
 )
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
@@ -52,23 +42,18 @@ from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-#: An element of the caller's iterable: one row, or many that are written already.
-Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"
-
-#: The same, checked: one call, or many that are written already.
+#: An element of the caller's iterable, checked: one call, or many that are written already.
 Work: TypeAlias = "Call | WrittenRows"
 
 
-class RowSender:
+class RowSender(Sending):
     """Sends one task for many rows.
 
     The first row goes through all of Celery: options, router, signals. The messages of the other
     rows are copies of its message; only ids, arguments and the due time differ. If a receiver is
     connected to one of the signals of publishing, each row goes through all of Celery.
 
-    A problem with one row is an error of that row alone. If the iterable of rows raises, that error
-    is raised once every row before it is confirmed or has an error of its own; in the latter case
-    its cause is a :class:`~celery_rabbitdelay.exceptions.RowsNotConfirmed`.
+    A problem with one row is an error of that row alone.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
@@ -93,6 +78,7 @@ class RowSender:
         progress: Callable[[Report], None] | None,
         options: Mapping[str, Any],
     ) -> None:
+        super().__init__(progress)
         self._delays = delays
         self._app: celery.Celery = delays.app
         self._settings: Settings = delays.settings
@@ -102,25 +88,17 @@ class RowSender:
         self._task = task
         self._tolerance_ms = tolerance_ms
         self._envelopes = envelopes
-        self._progress = progress
         known = self._app.tasks.get(task) if isinstance(task, str) else task
         wanted = RegistryOptions.of(self._settings, known, options, {})
         self._options = {
             name: each for name, each in options.items() if name not in REGISTRY_OPTIONS
         }
         name = task if isinstance(task, str) else str(task.name)
-        self._registration = RowRegistration(lambda: delays.registry, wanted, name, self._fail)
+        self._registration = RowRegistration(lambda: delays.registry, wanted, name, self.fail)
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
-        self._report = Report()
-        self._counts = RowCounts(delays.recorder, name, self._report)
-        self._errors: dict[int, Exception] = {}
-        self._taken = 0
-        self._stops_taking = False
-        self._rest: int | None = None
-        self._error_of_rows: Exception | None = None
+        self._counts = RowCounts(delays.recorder, name, self.report)
         self._error_of_progress: exceptions.PublishError | None = None
-        self._began = self._last_progress = time.monotonic()
 
     def send(self, rows: Iterable[Given]) -> Report:
         """Send the task for each row.
@@ -133,15 +111,7 @@ class RowSender:
         finally:
             self._registration.close()
             self._counts.count(is_end=True)
-        self._report_progress()
-        not_confirmed = None
-        if self._errors:
-            not_confirmed = exceptions.RowsNotConfirmed(self._report, self._errors, self._rest)
-        if self._error_of_rows is not None:
-            raise self._error_of_rows from not_confirmed
-        if not_confirmed is not None:
-            raise not_confirmed
-        return self._report
+        return self.end()
 
     def _send(self, work: Iterator[tuple[int, Work]]) -> None:
         def capture(call: Call) -> CapturingProducer:
@@ -159,7 +129,7 @@ class RowSender:
             try:
                 producer = capture(first)
             except (EncodeError, exceptions.MessageTooLarge) as error:
-                self._fail([number], error)
+                self.fail([number], error)
             else:
                 break
         else:
@@ -182,35 +152,21 @@ class RowSender:
             if error is self._error_of_progress:
                 raise
             # No further rows are taken; those that were taken and not sent yet have this error.
-            self._stops_taking = True
+            self.stops_taking = True
             for publication in publications:
-                self._report.sent -= len(publication.subject)
-                self._fail(publication.subject, error.copy(may_have_arrived=False))
+                self.report.sent -= len(publication.subject)
+                self.fail(publication.subject, error.copy(may_have_arrived=False))
 
     def _calls(self, rows: Iterable[Given]) -> Iterator[tuple[int, Work]]:
         """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""
-        source = iter(rows)
-        while True:
-            try:
-                given = next(source)
-            except StopIteration:
-                return
-            except Exception as error:  # noqa: BLE001 - the rows before it are sent first
-                self._error_of_rows, self._rest = error, self._taken
-                return
-            if self._stops_taking:
-                # Not sent: its existence shows that not all rows were taken.
-                self._rest = self._taken
-                return
-            number = self._taken
-            self._taken += given.count if isinstance(given, WrittenRows) else 1
+        for number, given in self.take(rows):
             try:
                 if isinstance(given, WrittenRows):
                     work: Work = self._checked(given)
                 else:
                     work = self._call(checked_row(given))
             except Exception as error:  # noqa: BLE001 - a row may run code of the user's
-                self._fail(range(number, self._taken), error)
+                self.fail(range(number, self._taken), error)
             else:
                 yield number, work
 
@@ -221,11 +177,11 @@ class RowSender:
         self._registration.join_job(due)
         return written
 
-    def _read(self, written: WrittenRows) -> Iterator[tuple[Call, WrittenRow]]:
-        """Yield the calls of rows that are written already."""
+    def _read(self, written: WrittenRows) -> Iterator[tuple[Call, bytes]]:
+        """Yield the calls of rows that are written already, and the bytes of each."""
         due = written.due
-        for each in written.read():
-            yield Call(each.task_id, each.args, each.kwargs, due), each
+        for row, item in written.read():
+            yield Call(str(row.task_id), row.args, row.kwargs, due), item
 
     def _call(self, row: Row) -> Call:
         if row.delay is not None:
@@ -273,8 +229,8 @@ class RowSender:
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None
-        first, row = next(self._read(written))
-        if self._writer.item(first) != row.item:
+        first, item = next(self._read(written))
+        if self._writer.item(first) != item:
             return None
         return Group(first.due, first, written.items, range(number, number + written.count))
 
@@ -283,38 +239,38 @@ class RowSender:
     ) -> Iterator[Publication]:
         """Publish a call by itself, or put it into a group; yield what waits no longer."""
         if not self._envelopes:
-            yield from self._row_publication([number], call)
+            yield from self._row_publication(number, call)
             return
         try:
             groups = grouper.add(number, call, call.due)
         except exceptions.InvalidEnvelope:
-            yield from self._row_publication([number], call)
+            yield from self._row_publication(number, call)
             return
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
-            self._fail([number], error)
+            self.fail([number], error)
             return
         content = partial(self._writer.content, call) if self._writer.can_write_again else None
-        self._registration.sent([number], call, content, self._producer.delayed)
+        self._registration.sent(number, call, content, self._producer.delayed)
         for group in groups:
             yield from self._group_publication(group)
 
-    def _row_publication(self, rows: Sequence[int], call: Call) -> Iterator[Publication]:
+    def _row_publication(self, row: int, call: Call) -> Iterator[Publication]:
         try:
             content = self._writer.content(call)
             self._producer.check_size(
                 len(content.body), self._producer.delayed.destination, call.due
             )
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
-            self._fail(rows, error)
+            self.fail([row], error)
             return
-        self._report.sent += len(rows)
+        self.report.sent += 1
         delayed = self._producer.delayed._replace(task_id=call.task_id)
-        self._registration.sent(rows, call, lambda: content, delayed)
-        yield Publication(content, partial(self._producer.address, delayed, call.due), rows)
+        self._registration.sent(row, call, lambda: content, delayed)
+        yield Publication(content, partial(self._producer.address, delayed, call.due), [row])
 
     def _group_publication(self, group: Group) -> Iterator[Publication]:
         if len(group.rows) == 1 and self._writer.can_write_again:
-            yield from self._row_publication(group.rows, group.first)
+            yield from self._row_publication(group.rows[0], group.first)
             return
         due = group.due
         try:
@@ -323,45 +279,37 @@ class RowSender:
             size = len(group.items if len(group.rows) == 1 else content.body)
             self._producer.check_size(size, DISTRIBUTION, due)
         except (exceptions.InvalidEnvelope, exceptions.MessageTooLarge) as too_large:
-            self._fail(group.rows, too_large)
+            self.fail(group.rows, too_large)
             return
-        self._report.sent += len(group.rows)
+        self.report.sent += len(group.rows)
         delayed = self._producer.delayed._replace(
             destination=DISTRIBUTION, task_id=group.first.task_id
         )
         yield Publication(content, partial(self._producer.address, delayed, due), group.rows)
 
     def _done(self, publication: Publication) -> None:
-        report = self._report
+        report = self.report
         report.resent += publication.resent
         rows = publication.subject
         self._registration.ended(rows, publication.error is None)
         if publication.error is not None:
-            self._fail(rows, publication.error)
+            self.fail(rows, publication.error)
         else:
             report.confirmed += len(rows)
             report.messages += 1
             report.envelopes += len(rows) > 1
-        if time.monotonic() - self._last_progress >= PROGRESS_INTERVAL:
+        if self.progress_is_due:
             self._counts.count()
-            self._report_progress()
+            self.report_progress()
 
-    def _fail(self, rows: Sequence[int], error: Exception) -> None:
-        self._report.errors[type(error).__name__] += len(rows)
-        for row in rows:
-            self._errors[row] = error
-        self._stops_taking |= len(self._errors) >= MAX_ERRORS
-
-    def _report_progress(self) -> None:
-        self._last_progress = time.monotonic()
-        self._report.seconds = self._last_progress - self._began
-        if self._progress is not None:
-            try:
-                self._progress(self._report)
-            except exceptions.PublishError as error:
-                # It is not an error of the rows, although it is of the same class.
-                self._error_of_progress = error
-                raise
+    def report_progress(self) -> None:
+        """Call the caller's ``progress``."""
+        try:
+            super().report_progress()
+        except exceptions.PublishError as error:
+            # It is not an error of the rows, although it is of the same class.
+            self._error_of_progress = error
+            raise
 
 
 def _random_ids() -> Iterator[str]:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
-from typing import (
-    Annotated,
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting, InvalidSigningKey
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
@@ -49,6 +41,9 @@ MAX_PORT: Final = 65_535
 
 #: Seconds; no tick and no timeout is longer.
 A_YEAR: Final = 366 * 86_400
+
+#: What a prefix consists of. The names that begin with "amq." are the broker's own.
+_VALID_PREFIX: Final = re.compile(rf"(?!amq\.)[A-Za-z0-9_:.-]{{1,{MAX_PREFIX_LENGTH}}}")
 
 Declare: TypeAlias = Literal["auto", "never"]
 RegistryDown: TypeAlias = Literal["hold", "run"]
@@ -92,13 +87,7 @@ def _is_list_of_words(value: object) -> bool:
 
 
 def _is_prefix(value: object) -> bool:
-    return (
-        isinstance(value, str)
-        and 0 < len(value) <= MAX_PREFIX_LENGTH
-        and value.isascii()
-        and all(character.isalnum() or character in "-_:." for character in value)
-        and not value.startswith("amq.")
-    )
+    return isinstance(value, str) and _VALID_PREFIX.fullmatch(value) is not None
 
 
 def _is_layout(value: object) -> bool:
@@ -404,8 +393,8 @@ def _kind_of(hint: Any, default: object) -> SettingType:
     """Return what a setting takes: by its type, or as its annotation says; also a default None."""
     if hint is bool:
         return _FLAG
-    if get_origin(hint) is Literal:
-        words = get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        words = typing.get_args(hint)
         return SettingType(f"one of {', '.join(words)}", lambda value: value in words)
     kind: SettingType = hint.__metadata__[0]
     if default is not None:
@@ -415,7 +404,7 @@ def _kind_of(hint: Any, default: object) -> SettingType:
     )
 
 
-_HINTS: Final = get_type_hints(Settings, include_extras=True)
+_HINTS: Final = typing.get_type_hints(Settings, include_extras=True)
 
 #: What each setting takes, by its name.
 _KINDS: Final = {each.name: _kind_of(_HINTS[each.name], each.default) for each in fields(Settings)}

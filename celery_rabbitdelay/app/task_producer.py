@@ -90,10 +90,9 @@ class DelayedTaskProducer(DelayedProducer):
         publisher: The publisher to use.
         app: The application.
         due: When the task may start.
-        is_retry: Whether the task is sent again, to where it came from.
+        options: The options of ``apply_async``, as the caller has given them.
         came_from: The name of the queue that a retried task came from, if it is known.
         waited: Seconds that were spent waiting for the publisher; they count towards the timeout.
-        resending: Whether and how often the task is sent again; None for the settings alone.
 
     Attributes:
         delayed: The task's message, once Celery has made it.
@@ -105,19 +104,19 @@ class DelayedTaskProducer(DelayedProducer):
         publisher: Publisher,
         app: Any,
         due: Due,
-        is_retry: bool = False,
+        options: Mapping[str, Any] = {},
         came_from: str | None = None,
         waited: float = 0.0,
-        resending: Resending | None = None,
     ) -> None:
         super().__init__(publisher, **app.rabbitdelay.settings.for_producer)
         self.amqp: AMQP = app.amqp
         self._settings_timeout = self.timeout
         self._due = due
-        self._is_retry = is_retry
+        # A retry is sent to where the task came from.
+        self._is_retry = bool(options.get("retries"))
         self._came_from = came_from
         self._waited = waited
-        self._resending = resending or Resending.of(app, {})
+        self._resending = Resending.of(app, options)
         self.is_sent = False
         self.delayed: Delayed
 

@@ -24,7 +24,7 @@ from celery_rabbitdelay.app.metrics import count_send
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions, given_registry_options
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.app.task_messages import stored
-from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer, Resending
+from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
@@ -149,11 +149,11 @@ class TaskSending:
         if self.connection is not None:
             producer = self.app.amqp.Producer(self.connection, auto_declare=False)
         with self.app.producer_or_acquire(producer) as acquired:
-            return self._send_through(EtaProducer(acquired, self._countdown, self.eta))
+            eta_producer = EtaProducer(acquired, self._countdown, self.eta)
+            return self._send_by_celery(producer=eta_producer)
 
     def _send_into_levels(self, due: Due, wanted: RegistryOptions) -> AsyncResult[Any]:
         delays = self.app.rabbitdelay
-        is_retry = bool(self.options.get("retries"))
         delays.settings.check_delay(due)
         timeout = self.options.get("confirm_timeout")
         if timeout is not None:
@@ -166,15 +166,14 @@ class TaskSending:
                 publisher,
                 self.app,
                 due,
-                is_retry=is_retry,
+                self.options,
                 came_from=self.former.get(header_names.QUEUE),
                 waited=time.monotonic() - began,
-                resending=Resending.of(self.app, self.options),
             )
             producer.says = {"registry": wanted.headers(copy, ticket, job_id)}
             resent = publisher.resent
             try:
-                result = self._send_through(producer)
+                result = self._send_by_celery(producer=producer)
             finally:
                 count_send(delays.recorder, self.name, producer, publisher.resent - resent)
         if copy:
@@ -226,18 +225,14 @@ class TaskSending:
         return Ticket(0 if wanted.once else life, order if wanted.key else 0), job_id
 
     def _send_by_celery(
-        self, countdown: float | None = None, eta: datetime | str | None = None
+        self,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+        producer: Any = None,
     ) -> AsyncResult[Any]:
-        """Let Celery make, route and publish the message."""
-        return self._call(countdown, eta, self.producer, self.connection)
-
-    def _send_through(self, producer: Any) -> AsyncResult[Any]:
-        """Let Celery make and route the message as if it had no delay, and our producer publish."""
-        return self._call(None, None, producer, None)
-
-    def _call(
-        self, countdown: Any, eta: Any, producer: Any, connection: Connection | None
-    ) -> AsyncResult[Any]:
+        """Let Celery make, route and publish the message; with a producer, only make and route."""
+        connection = self.connection if producer is None else None
+        producer = self.producer if producer is None else producer
         return self.by_celery(countdown, eta, self.task_id, producer, connection, **self.options)
 
 

@@ -256,12 +256,7 @@ class WaitingTasks(ABC):
             due_ms=due.at_ms, registry={**delayed.message.headers.registry, COPY: copy}
         )
         queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
-        with self.publisher() as publisher:
-            producer = DelayedProducer(publisher, **self.settings.for_producer)
-            signed = producer.sign(message)
-            producer.publish_message(
-                delayed._replace(message=signed, queue=queue or delayed.queue), due
-            )
+        self._publish(delayed._replace(message=message, queue=queue or delayed.queue), due)
         arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
         states = register_sent(
             self.registry,
@@ -280,6 +275,13 @@ class WaitingTasks(ABC):
             ],
         )
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
+
+    def _publish(self, delayed: Delayed, due: Due) -> None:
+        """Publish a message, signed."""
+        with self.publisher() as publisher:
+            producer = DelayedProducer(publisher, **self.settings.for_producer)
+            signed = producer.sign(delayed.message)
+            producer.publish_message(delayed._replace(message=signed), due)
 
     def open_job(self, job: str, *, expires: Delay) -> None:
         """Open a job: the tasks that are sent with ``job=`` wait until it is committed.
@@ -311,10 +313,7 @@ class WaitingTasks(ABC):
         words: dict[str, str | bool] = {COMMITTED: True, JOB: job, JOB_ID: job_id}
         note = WaitingMessage(b"", {"message_id": job_id}, DelayHeaders(due.at_ms, registry=words))
         try:
-            with self.publisher() as publisher:
-                producer = DelayedProducer(publisher, **self.settings.for_producer)
-                delayed = Delayed(producer.sign(note), DISTRIBUTION, job_id, None)
-                producer.publish_message(delayed, due)
+            self._publish(Delayed(note, DISTRIBUTION, job_id, None), due)
         except PublishError as error:
             logger.warning(
                 "Job %r is committed. If Redis loses that before it would have expired, its tasks "
@@ -365,7 +364,7 @@ class WaitingTasks(ABC):
             due_before: Only those that are due before; an aware datetime.
             due_after: Only those that are due then or later.
         """
-        return self.registry.index.pending(_filter(task, key, job, due_before, due_after))
+        return self.registry.index.pending(Filter(task, key, job, _ms(due_after), _ms(due_before)))
 
     def count(
         self,
@@ -377,7 +376,7 @@ class WaitingTasks(ABC):
         due_after: datetime | None = None,
     ) -> int:
         """Return how many tracked tasks wait; takes the same as :meth:`pending`."""
-        return self.registry.index.count(_filter(task, key, job, due_before, due_after))
+        return self.registry.index.count(Filter(task, key, job, _ms(due_after), _ms(due_before)))
 
     def forecast(
         self,
@@ -400,7 +399,7 @@ class WaitingTasks(ABC):
             Pairs of the start of a step and the number of tasks.
         """
         now_ms = time.time_ns() // NS_PER_MS
-        wanted = _filter(task, None, job, due_before, None)
+        wanted = Filter(task, None, job, None, _ms(due_before))
         for start_ms, count in self.registry.index.forecast(wanted, now_ms, milliseconds(step)):
             yield datetime.fromtimestamp(start_ms / 1000, UTC), count
 
@@ -442,19 +441,8 @@ def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
     )
 
 
-def _filter(
-    task: str | None,
-    key: str | None,
-    job: str | None,
-    due_before: datetime | None,
-    due_after: datetime | None,
-) -> Filter:
-    instants: Mapping[str, datetime | None] = {"before": due_before, "after": due_after}
-    ms = {
-        name: None if instant is None else Due.at(instant).at_ms
-        for name, instant in instants.items()
-    }
-    return Filter(task, key, job, ms["after"], ms["before"])
+def _ms(instant: datetime | None) -> int | None:
+    return None if instant is None else Due.at(instant).at_ms
 
 
 #: The state of a tracked task that waits in the levels; one of Celery's custom states.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 from uuid import UUID, uuid5
 
 from kombu.utils.json import JSONEncoder
@@ -89,9 +89,6 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     return value
 
-
-#: Converts a value of PyArrow into one that Celery's JSON can express.
-Convert: TypeAlias = Callable[[Any], Any]
 
 LENGTHS: Final = "a number of seconds, or an interval of days to seconds"
 JSON: Final = "JSON text"
@@ -175,7 +172,6 @@ class Columns:
         self._options = options
         self._schema = schema
         self._names = [field.name for field in schema.fields]
-        self._converters = {field.name: _converter(field.dataType) for field in schema.fields}
         self._types = {field.name: field.dataType for field in schema.fields}
         _check(self._types, options)
         self._kwargs = [name for name in self._names if name not in TYPES]
@@ -195,13 +191,13 @@ class Columns:
                 yield from self._of_batch(batch)
         else:
             for row in given:
-                yield self._taken(_aware(row.asDict(recursive=True), self._schema))
+                yield self._taken(_plain_of(row.asDict(recursive=True), self._schema))
 
     def _of_batch(self, batch: Any) -> Iterator[Taken]:
         values = {}
-        for name in self._names:
-            convert, column = self._converters[name], batch.column(name).to_pylist()
-            values[name] = column if convert is None else [_or_none(convert, v) for v in column]
+        for name, kind in self._types.items():
+            column = batch.column(name).to_pylist()
+            values[name] = [_plain_of(v, kind) for v in column] if _has_map(kind) else column
         for position in range(batch.num_rows):
             yield self._taken({name: column[position] for name, column in values.items()})
 
@@ -291,45 +287,33 @@ def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
             raise InvalidColumn(name, None, takes)
 
 
-def _converter(found: T.DataType) -> Convert | None:
-    """Return what turns PyArrow's values into those that JSON can express; None if they are."""
-    match found:
-        case T.MapType():
-            of_value = _converter(found.valueType)
-            return lambda pairs: {key: _or_none(of_value, value) for key, value in pairs}
+def _has_map(kind: T.DataType) -> bool:
+    """Whether there is a map in values of a type, at any depth."""
+    match kind:
         case T.ArrayType():
-            of_element = _converter(found.elementType)
-            if of_element is None:
-                return None
-            return lambda values: [_or_none(of_element, value) for value in values]
+            return _has_map(kind.elementType)
         case T.StructType():
-            of_fields = {field.name: _converter(field.dataType) for field in found.fields}
-            if not any(of_fields.values()):
-                return None
-            return lambda fields: {
-                name: _or_none(of_fields[name], value) for name, value in fields.items()
-            }
-    return None
+            return any(_has_map(field.dataType) for field in kind.fields)
+    return isinstance(kind, T.MapType)
 
 
-def _aware(value: Any, kind: T.DataType) -> Any:
-    """Return a value with aware timestamps: those of Spark's rows are naive, in local time."""
+def _plain_of(value: Any, kind: T.DataType) -> Any:
+    """Return a value of PyArrow, or of Spark's rows, as JSON can express it.
+
+    The maps of PyArrow are lists of pairs. The timestamps of rows are naive, in local time.
+    """
     if value is None:
         return None
     match kind:
         case T.TimestampType():
-            return value.astimezone()
+            return value.astimezone() if value.tzinfo is None else value
         case T.StructType():
-            return {each.name: _aware(value[each.name], each.dataType) for each in kind.fields}
+            return {each.name: _plain_of(value[each.name], each.dataType) for each in kind.fields}
         case T.ArrayType():
-            return [_aware(each, kind.elementType) for each in value]
+            return [_plain_of(each, kind.elementType) for each in value]
         case T.MapType():
-            return {key: _aware(each, kind.valueType) for key, each in value.items()}
+            return {key: _plain_of(each, kind.valueType) for key, each in dict(value).items()}
     return value
-
-
-def _or_none(convert: Convert | None, value: Any) -> Any:
-    return value if value is None or convert is None else convert(value)
 
 
 def _seconds(length: Any) -> float:

@@ -2,14 +2,13 @@
 
 The texts are those that Python writes, character by character: the task's id is derived from one,
 and its message holds the others. Where Spark cannot promise that (a quotation mark in a string, the
-tenth digit of a double), :attr:`Written.is_exact` is false, and Python writes the row.
+tenth digit of a double), :func:`is_exact` is false, and Python writes the row.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from operator import itemgetter
 from typing import Final, NamedTuple
@@ -40,98 +39,157 @@ DAY_US: Final = 86_400_000_000
 #: Spark divides as doubles, which count exactly so far.
 MAX_INTERVAL_US: Final = 2**53
 
+#: The types of values that are always written, in addition to decimals, arrays and structs.
+SIMPLE: Final = (T.BooleanType, T.IntegralType, T.NullType, T.DoubleType, T.StringType, T.DateType)
 
-class Written(NamedTuple):
-    """A value as text; all columns are null if the value is.
+
+class Style(NamedTuple):
+    """How values are written.
 
     Attributes:
-        json: As kombu's JSON, with spaces after commas and colons.
-        compact: The same without spaces, and with the names of objects in alphabetical order.
-        shown: As ``repr()`` shows it, if :func:`can_be_shown` says so.
-        is_exact: Whether these are the texts that Python writes.
+        comma: What stands between two values.
+        colon: What stands between a name and its value.
+        quote: What stands around a string.
+        null: What stands for a null.
+        is_sorted: Whether the names of objects are in alphabetical order.
     """
 
-    json: Column
-    compact: Column
-    shown: Column
-    is_exact: Column
+    comma: str
+    colon: str
+    quote: str
+    null: str
+    is_sorted: bool = False
 
 
-def written(value: Column, kind: T.DataType) -> Written | None:
-    """Return a value as text; None if Spark cannot write values of this type as Python does."""
-    text = value.cast("string")
-    exact = F.lit(True)
+#: As kombu's JSON.
+JSON: Final = Style(", ", ": ", '"', "null")
+
+#: The same as the ids are derived from.
+COMPACT: Final = Style(",", ":", '"', "null", is_sorted=True)
+
+#: As ``repr()``.
+SHOWN: Final = Style(", ", ": ", "'", "None")
+
+
+def can_be_written(kind: T.DataType, is_argument: bool, is_nested: bool = False) -> bool:
+    """Whether Spark writes values of a type as Python does.
+
+    Args:
+        kind: The type.
+        is_argument: Whether they are shown as well, and not only derive an id.
+        is_nested: Whether they stand in an array or a struct.
+    """
     match kind:
-        case T.BooleanType():
-            shown = F.initcap(text)
-            return Written(text, text, shown, exact)
-        case T.IntegralType() | T.NullType():
-            return Written(text, text, text, exact)
+        case T.DecimalType():
+            return kind.scale <= MAX_SCALE
+        case T.TimestampType():
+            # How Python shows a time zone depends on where it comes from.
+            return not is_argument
+        case T.DayTimeIntervalType():
+            # In an array or a struct, it is nothing that JSON can express.
+            return not is_argument and not is_nested
+        case T.ArrayType():
+            if isinstance(kind.elementType, T.ArrayType | T.StructType):
+                return False
+            return can_be_written(kind.elementType, is_argument, is_nested=True)
+        case T.StructType():
+            return all(
+                has_plain_name(field.name)
+                and can_be_written(field.dataType, is_argument, is_nested=True)
+                for field in kind.fields
+            )
+    return isinstance(kind, SIMPLE)
+
+
+def has_plain_name(name: str) -> bool:
+    """Whether JSON and Python both write a name as it is."""
+    return re.fullmatch(PLAIN_NAME, name) is not None
+
+
+def text(value: Column, kind: T.DataType, style: Style) -> Column:
+    """Return a value of a type that :func:`can_be_written` as text, which is never null."""
+    return F.coalesce(_text(value, kind, style), F.lit(style.null))
+
+
+def _text(value: Column, kind: T.DataType, style: Style) -> Column:
+    plain = value.cast("string")
+    match kind:
+        case T.BooleanType() if style is SHOWN:
+            return F.initcap(plain)
         case T.DoubleType():
             return _double(value)
         case T.StringType():
-            quoted = joined('"', value, '"')
-            return Written(quoted, quoted, joined("'", value, "'"), value.rlike(PLAIN))
-        case T.DecimalType() if kind.scale <= MAX_SCALE:
-            return _tagged("decimal", text, joined("Decimal('", text, "')"), exact)
-        case T.DateType():
+            return joined(style.quote, value, style.quote)
+        case T.DecimalType() if style is SHOWN:
+            return joined("Decimal('", plain, "')")
+        case T.DecimalType():
+            return _tagged("decimal", plain, style)
+        case T.DateType() if style is SHOWN:
             year, month, day = (
                 part(value).cast("string") for part in (F.year, F.month, F.dayofmonth)
             )
-            shown = joined("datetime.date(", year, ", ", month, ", ", day, ")")
-            return _tagged("date", text, shown, F.year(value).between(1, 9999))
+            return joined("datetime.date(", year, ", ", month, ", ", day, ")")
+        case T.DateType():
+            return _tagged("date", plain, style)
         case T.TimestampType():
-            return _timestamp(value)
+            return _tagged("datetime", _timestamp(value), style)
         case T.DayTimeIntervalType():
-            return _interval(value)
+            return joined(style.quote, _interval(value), style.quote)
         case T.ArrayType():
-            return _array(value, kind.elementType)
+            return joined("[", _elements(value, kind.elementType, style), "]")
         case T.StructType():
-            return _struct(value, kind)
-    return None
+            return F.when(value.isNotNull(), object_text(members(value, kind, style), style))
+    return plain
 
 
-def can_be_shown(kind: T.DataType) -> bool:
-    """Whether Spark writes values of a type as Python shows them, and not only as JSON."""
+def is_exact(value: Column, kind: T.DataType) -> Column:
+    """Return whether the texts of a value are those that Python writes; that is never null."""
+    return F.coalesce(_is_exact(value, kind), value.isNull())
+
+
+def _is_exact(value: Column, kind: T.DataType) -> Column:
     match kind:
-        case T.TimestampType() | T.DayTimeIntervalType():
-            # How Python shows a time zone depends on where it comes from.
-            return False
+        case T.DoubleType():
+            is_exact_number = _rounded(value).cast("double") == value
+            # -0.0 equals 0.0.
+            is_no_negative_zero = (value != 0) | (value.cast("string") == "0.0")
+            return is_exact_number & (F.abs(value) < DOUBLE_BOUND) & is_no_negative_zero
+        case T.StringType():
+            return value.rlike(PLAIN)
+        case T.DateType():
+            return F.year(value).between(1, 9999)
+        case T.TimestampType():
+            return F.year(value).between(*EXACT_YEARS)
+        case T.DayTimeIntervalType():
+            return interval_micros(value).isNotNull()
+        case T.ArrayType(elementType=T.StringType() | T.IntegralType()):
+            has_no_nulls = F.size(F.array_compact(value)) == F.size(value)
+            if isinstance(kind.elementType, T.IntegralType):
+                return has_no_nulls
+            return has_no_nulls & F.array_join(value, " ").rlike(PLAIN)
         case T.ArrayType():
-            return can_be_shown(kind.elementType)
+            return F.forall(value, lambda each: is_exact(each, kind.elementType))
         case T.StructType():
-            return all(can_be_shown(field.dataType) for field in kind.fields)
-    return True
+            fields = ((value.getField(field.name), field.dataType) for field in kind.fields)
+            return all_of([is_exact(each, found) for each, found in fields])
+    return F.lit(True)
 
 
-def or_null(value: Column, text: Written) -> Written:
-    """Return a value as text that is never null."""
-    return Written(
-        F.coalesce(text.json, F.lit("null")),
-        F.coalesce(text.compact, F.lit("null")),
-        F.coalesce(text.shown, F.lit("None")),
-        F.coalesce(text.is_exact, value.isNull()),
-    )
+def members(value: Column, kind: T.StructType, style: Style) -> list[tuple[str, Column]]:
+    """Return the names of a struct's fields, and their values as text."""
+    return [
+        (field.name, text(value.getField(field.name), field.dataType, style))
+        for field in kind.fields
+    ]
 
 
-def written_members(value: Column | None, kind: T.StructType) -> list[tuple[str, Written]] | None:
-    """Return the fields of a struct, or of a row, as text; None if one has another type.
-
-    Args:
-        value: The struct; None for the row.
-        kind: Its type.
-    """
-    found: list[tuple[str, Written]] = []
-    for field in kind.fields:
-        if re.fullmatch(PLAIN_NAME, field.name) is None:
-            return None
-        member = F.col(f"`{field.name}`") if value is None else value.getField(field.name)
-        text = written(member, field.dataType)
-        # An interval in a struct is nothing that JSON can express.
-        if text is None or (value is not None and _is_interval(field.dataType)):
-            return None
-        found.append((field.name, or_null(member, text)))
-    return found
+def object_text(named: Sequence[tuple[str, Column]], style: Style) -> Column:
+    """Return names and values, which are text already, as an object; null if a value is."""
+    parts: list[str | Column] = []
+    for name, value in sorted(named, key=itemgetter(0)) if style.is_sorted else named:
+        comma = style.comma if parts else ""
+        parts += [f"{comma}{style.quote}{name}{style.quote}{style.colon}", value]
+    return joined("{", *parts, "}")
 
 
 def all_of(conditions: Sequence[Column]) -> Column:
@@ -153,65 +211,57 @@ def block(text: Column) -> Column:
     return F.concat(length, text.cast("binary"))
 
 
-def _tagged(tag: str, text: Column, shown: Column, is_exact: Column) -> Written:
+def _tagged(tag: str, value: Column, style: Style) -> Column:
     """Return a value that JSON has no type for, as kombu writes it."""
-    spaced = joined(f'{{"__type__": "{tag}", "__value__": "', text, '"}')
-    compact = joined(f'{{"__type__":"{tag}","__value__":"', text, '"}')
-    return Written(spaced, compact, shown, is_exact)
+    quoted = [("__type__", F.lit(f'"{tag}"')), ("__value__", joined('"', value, '"'))]
+    return object_text(quoted, style)
 
 
-def _double(value: Column) -> Written:
-    # Null if it is infinite or not a number.
-    rounded = value.try_cast(f"decimal(18,{DOUBLE_SCALE})")
+def _rounded(value: Column) -> Column:
+    """Return a double as a decimal; null if it is infinite or not a number."""
+    return value.try_cast(f"decimal(18,{DOUBLE_SCALE})")
+
+
+def _double(value: Column) -> Column:
     # "12.500" is shown as "12.5", and "12.000" as "12.0".
-    digits = F.rtrim(rounded.cast("string"), F.lit("0"))
-    text = joined(digits, F.when(digits.endswith("."), "0").otherwise(""))
-    is_exact = (rounded.cast("double") == value) & (F.abs(value) < DOUBLE_BOUND)
-    # -0.0 equals 0.0.
-    is_exact = is_exact & ((value != 0) | (value.cast("string") == "0.0"))
-    return Written(text, text, text, is_exact)
+    digits = F.rtrim(_rounded(value).cast("string"), F.lit("0"))
+    return joined(digits, F.when(digits.endswith("."), "0").otherwise(""))
 
 
-def _timestamp(value: Column) -> Written:
-    micros = F.unix_micros(value)
-    fraction = F.lpad((F.pmod(micros, F.lit(1_000_000))).cast("string"), 6, "0")
-    text = joined(
+def _timestamp(value: Column) -> Column:
+    return joined(
         F.date_format(value, "yyyy-MM-dd'T'HH:mm:ss"),
-        F.when(fraction == "000000", "").otherwise(joined(".", fraction)),
+        _fraction(F.unix_micros(value)),
         F.date_format(value, "xxx"),
     )
-    never = F.lit(None).cast("string")
-    return _tagged("datetime", text, never, F.year(value).between(*EXACT_YEARS))
 
 
-def _interval(value: Column) -> Written:
+def _fraction(micros: Column) -> Column:
+    """Return a point and the six digits of microseconds; nothing for a whole second."""
+    digits = F.lpad(F.pmod(micros, F.lit(1_000_000)).cast("string"), 6, "0")
+    return F.when(digits == "000000", "").otherwise(joined(".", digits))
+
+
+def _interval(value: Column) -> Column:
     """Return an interval as Python writes a timedelta."""
     micros = interval_micros(value)
     rest = F.pmod(micros, F.lit(DAY_US))
     days = F.floor((micros - rest) / DAY_US)
 
-    def digits(unit: int, base: int, width: int) -> Column:
-        return F.lpad(F.pmod(F.floor(rest / unit), F.lit(base)).cast("string"), width, "0")
+    def two_digits(unit_us: int) -> Column:
+        return F.lpad(F.pmod(F.floor(rest / unit_us), F.lit(60)).cast("string"), 2, "0")
 
-    fraction = digits(1, 1_000_000, 6)
-    text = joined(
+    return joined(
         F.when(days == 0, "").otherwise(
             joined(days.cast("string"), F.when(days == 1, " day, ").otherwise(" days, "))
         ),
         F.floor(rest / 3_600_000_000).cast("string"),
         ":",
-        digits(60_000_000, 60, 2),
+        two_digits(60_000_000),
         ":",
-        digits(1_000_000, 60, 2),
-        F.when(fraction == "000000", "").otherwise(joined(".", fraction)),
+        two_digits(1_000_000),
+        _fraction(rest),
     )
-    quoted = joined('"', text, '"')
-    never = F.lit(None).cast("string")
-    return Written(never, quoted, never, micros.isNotNull())
-
-
-def _is_interval(kind: T.DataType) -> bool:
-    return isinstance(kind, T.DayTimeIntervalType)
 
 
 def interval_micros(value: Column) -> Column:
@@ -222,74 +272,13 @@ def interval_micros(value: Column) -> Column:
     return F.when(is_countable, F.unix_micros(F.timestamp_micros(F.lit(0)) + value))
 
 
-def _array(value: Column, kind: T.DataType) -> Written | None:
-    nested = isinstance(kind, T.ArrayType | T.StructType)
-    if nested or _is_interval(kind) or written(F.lit(None), kind) is None:
-        return None
-    if isinstance(kind, T.StringType | T.IntegralType):
-        return _simple_array(value, kind)
-
-    def of(element: Column) -> Written:
-        text = written(element, kind)
-        assert text is not None, "the type was looked at"
-        return or_null(element, text)
-
-    def texts(part: Callable[[Written], Column], separator: str) -> Column:
-        return F.array_join(F.transform(value, lambda each: part(of(each))), separator)
-
-    return Written(
-        joined("[", texts(lambda text: text.json, ", "), "]"),
-        joined("[", texts(lambda text: text.compact, ","), "]"),
-        joined("[", texts(lambda text: text.shown, ", "), "]"),
-        F.forall(value, lambda each: of(each).is_exact),
-    )
-
-
-def _simple_array(value: Column, kind: T.DataType) -> Written:
-    """Return an array of strings or whole numbers, in a faster way; Python writes nulls in them."""
-    texts = value.cast("array<string>")
-    is_text = isinstance(kind, T.StringType)
-
-    def listed(quote: str, separator: str) -> Column:
-        members = F.array_join(texts, f"{quote}{separator}{quote}")
-        return F.when(F.size(value) == 0, "[]").otherwise(joined(f"[{quote}", members, f"{quote}]"))
-
-    double, single = ('"', "'") if is_text else ("", "")
-    is_exact = F.size(F.array_compact(value)) == F.size(value)
-    if is_text:
-        is_exact = is_exact & F.array_join(texts, " ").rlike(PLAIN)
-    return Written(listed(double, ", "), listed(double, ","), listed(single, ", "), is_exact)
-
-
-def _struct(value: Column, kind: T.StructType) -> Written | None:
-    members = written_members(value, kind)
-    if members is None:
-        return None
-    return written_object(members, value.isNotNull())
-
-
-def written_object(members: Sequence[tuple[str, Written]], there: Column) -> Written:
-    """Return names and values as an object.
-
-    Args:
-        members: The names, and their values.
-        there: Whether there is an object; otherwise it is null.
-    """
-
-    def text(begin: str, each: Sequence[tuple[str, Column]], separator: str) -> Column:
-        parts: list[str | Column] = [begin]
-        for number, (name, value) in enumerate(each):
-            parts += [f"{separator if number else ''}{name}", value]
-        return F.when(there, joined(*parts, "}"))
-
-    spaced = [(f"{json.dumps(name)}: ", each.json) for name, each in members]
-    compact = [
-        (f"{json.dumps(name)}:", each.compact) for name, each in sorted(members, key=itemgetter(0))
-    ]
-    shown = [(f"{name!r}: ", each.shown) for name, each in members]
-    return Written(
-        text("{", spaced, ", "),
-        text("{", compact, ","),
-        text("{", shown, ", "),
-        all_of([each.is_exact for _, each in members]),
-    )
+def _elements(value: Column, kind: T.DataType, style: Style) -> Column:
+    """Return the elements of an array; those of most arrays in a faster way, without nulls."""
+    match kind:
+        case T.StringType():
+            between = f"{style.quote}{style.comma}{style.quote}"
+            strings = joined(style.quote, F.array_join(value, between), style.quote)
+            return F.when(F.size(value) == 0, "").otherwise(strings)
+        case T.IntegralType():
+            return F.array_join(value.cast("array<string>"), style.comma)
+    return F.array_join(F.transform(value, lambda each: text(each, kind, style)), style.comma)

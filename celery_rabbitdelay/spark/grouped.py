@@ -8,7 +8,7 @@ cannot write as Python would stay as they are, and Python writes them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from uuid import uuid4
 
@@ -26,6 +26,7 @@ from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.spark import expressions
 from celery_rabbitdelay.spark.application import application_of
 from celery_rabbitdelay.spark.columns import SHARED, TYPES, Columns, TaskIds
+from celery_rabbitdelay.spark.expressions import COMPACT, JSON, SHOWN, Style, all_of, joined
 from celery_rabbitdelay.spark.options import WriteOptions
 
 #: The columns of a grouped DataFrame: when a task is due, in milliseconds since 1970-01-01 UTC; its
@@ -127,7 +128,7 @@ class Grouping:
         digest = F.sha1(F.concat(self._namespace, F.col(IDENTITY).cast("binary")))
         frame = frame.select("*", digest.alias(DIGEST))
         frame = frame.select(ROW, DELAY, *self._blocks())
-        is_written = expressions.all_of([F.col(EXACT), F.col(DELAY).between(0, layout.capacity_ms)])
+        is_written = all_of([F.col(EXACT), F.col(DELAY).between(0, layout.capacity_ms)])
         item = F.when(
             is_written, F.concat(expressions.block(F.col(HEADERS)), expressions.block(F.col(BODY)))
         )
@@ -151,10 +152,12 @@ class Grouping:
                 return InvalidColumn(name, kind, "is not written by Spark; leave grouped out")
         for name in {*self._arguments, *self._identity}:
             column = self._types[name]
-            is_written = isinstance(column, CONTAINERS.get(name, T.DataType))
-            if name in self._arguments:
-                is_written = is_written and expressions.can_be_shown(column)
-            if not is_written or _member(name, column) is None:
+            is_written = (
+                isinstance(column, CONTAINERS.get(name, T.DataType))
+                and expressions.has_plain_name(name)
+                and expressions.can_be_written(column, is_argument=name in self._arguments)
+            )
+            if not is_written:
                 takes = "has a type that Spark does not write as Celery does; leave grouped out"
                 return InvalidColumn(name, column.simpleString(), takes)
         return None
@@ -192,12 +195,10 @@ class Grouping:
 
     def _texts(self) -> list[Column]:
         """The parts of a row as text, and whether they are those that Python writes."""
-        args, args_are_taken = self._args()
-        kwargs = self._kwargs()
-        told = [_member(name, self._types[name]) for name in self._identity]
-        names = [each for each in told if each is not None]
-        identity = expressions.joined("[", F.concat_ws(",", *(each.compact for each in names)), "]")
-        id_is_exact = expressions.all_of([each.is_exact for each in names])
+        told = [(_column(name), self._types[name]) for name in self._identity]
+        texts = [expressions.text(value, kind, COMPACT) for value, kind in told]
+        identity = joined("[", F.concat_ws(COMPACT.comma, *texts), "]")
+        id_is_exact = all_of([expressions.is_exact(value, kind) for value, kind in told])
         given = F.lit(None).cast("string")
         if "task_id" in self._types:
             given = F.col("task_id")
@@ -205,30 +206,29 @@ class Grouping:
                 F.octet_length(given) <= MAX_SHORTSTR_BYTES
             )
             id_is_exact = F.when(given.isNull(), id_is_exact).otherwise(is_plain)
-        exact = expressions.all_of([id_is_exact, args_are_taken, args.is_exact, kwargs.is_exact])
         return [
-            args.json.alias("args"),
-            args.shown.alias(REPRS[0]),
-            kwargs.json.alias("kwargs"),
-            kwargs.shown.alias(REPRS[1]),
+            self._args(JSON).alias("args"),
+            self._args(SHOWN).alias(REPRS[0]),
+            self._kwargs(JSON).alias("kwargs"),
+            self._kwargs(SHOWN).alias(REPRS[1]),
             identity.alias(IDENTITY),
             given.alias("task_id"),
-            exact.alias(EXACT),
+            all_of([id_is_exact, *self._arguments_are_exact()]).alias(EXACT),
         ]
 
     def _blocks(self) -> list[Column]:
         """The two blocks of a row, and whether they are those that Python writes."""
         task_id = F.coalesce(F.col("task_id"), _uuid(F.col(DIGEST)))
-        headers = expressions.joined('{"headers":{"id":"', task_id)
+        headers = joined('{"headers":{"id":"', task_id)
         conditions = [F.col(EXACT)]
         for name, size in zip(REPRS, repr_sizes(self._app.amqp), strict=True):
-            headers = expressions.joined(headers, f'","{name}":"', F.col(name))
+            headers = joined(headers, f'","{name}":"', F.col(name))
             conditions.append(F.octet_length(F.col(name)) <= size)
-        body = expressions.joined("[", F.col("args"), ", ", F.col("kwargs"), f", {EMBEDDED}]")
+        body = joined("[", F.col("args"), ", ", F.col("kwargs"), f", {EMBEDDED}]")
         return [
-            expressions.joined(headers, '"}}').alias(HEADERS),
+            joined(headers, '"}}').alias(HEADERS),
             body.alias(BODY),
-            expressions.all_of(conditions).alias(EXACT),
+            all_of(conditions).alias(EXACT),
         ]
 
     @property
@@ -236,43 +236,46 @@ class Grouping:
         ids = TaskIds(self._options.job_id or str(uuid4()))
         return F.lit(bytearray(ids.namespace.bytes))
 
-    def _args(self) -> tuple[expressions.Written, Column]:
-        """The positional arguments, and whether the task takes as many."""
-        if "args" not in self._types:
-            return _constant("[]", "()"), F.lit(0 in self._numbers_taken())
-        args, kind = F.col("args"), self._types["args"]
-        text = expressions.written(args, kind)
-        assert text is not None, "is refused"
+    def _args(self, style: Style) -> Column:
+        """The positional arguments as text."""
+        args, kind = F.col("args"), self._types.get("args")
+        if kind is None:
+            return F.lit("()" if style is SHOWN else "[]")
         if isinstance(kind, T.StructType):
-            members = expressions.written_members(args, kind)
-            assert members is not None, "is refused"
-            texts = [each for _, each in members]
-            comma = "," if len(texts) == 1 else ""
-            listed = expressions.joined("[", F.concat_ws(", ", *(each.json for each in texts)), "]")
-            shown = expressions.joined(
-                "(", F.concat_ws(", ", *(each.shown for each in texts)), f"{comma})"
-            )
-            is_taken = F.lit(len(texts) in self._numbers_taken()) & args.isNotNull()
-            return text._replace(json=listed, shown=shown), is_taken
+            texts = [each for _, each in expressions.members(args, kind, style)]
+            listed = F.concat_ws(style.comma, *texts)
+            if style is SHOWN:
+                return joined("(", listed, ",)" if len(texts) == 1 else ")")
+            return joined("[", listed, "]")
+        listed = expressions.text(args, kind, style)
         # No arguments are a tuple, whatever they came from.
-        shown = F.when(F.size(args) == 0, "()").otherwise(text.shown)
-        return text._replace(shown=shown), F.size(args).isin(*self._numbers_taken(), -1)
+        return F.when(F.size(args) == 0, "()").otherwise(listed) if style is SHOWN else listed
 
-    def _kwargs(self) -> expressions.Written:
-        """The keyword arguments."""
+    def _kwargs(self, style: Style) -> Column:
+        """The keyword arguments as text."""
         if "kwargs" in self._types:
-            text = expressions.written(F.col("kwargs"), self._types["kwargs"])
-            assert text is not None, "is refused"
-            return text
-        members = []
+            return expressions.text(F.col("kwargs"), self._types["kwargs"], style)
+        return expressions.object_text(
+            [
+                (name, expressions.text(_column(name), self._types[name], style))
+                for name in self._arguments
+                if name != "args"
+            ],
+            style,
+        )
+
+    def _arguments_are_exact(self) -> Iterator[Column]:
+        """Yield whether Python writes the arguments so, and whether the task takes as many."""
         for name in self._arguments:
-            if name != "args":
-                text = _member(name, self._types[name])
-                assert text is not None, "is refused"
-                members.append((name, text))
-        if not members:
-            return _constant("{}", "{}")
-        return expressions.written_object(members, F.lit(True))
+            yield expressions.is_exact(_column(name), self._types[name])
+            if name in CONTAINERS:
+                # Python writes a null as no arguments.
+                yield _column(name).isNotNull()
+        taken, kind = self._numbers_taken(), self._types.get("args")
+        if isinstance(kind, T.ArrayType):
+            yield F.size(F.col("args")).isin(*taken)
+        else:
+            yield F.lit((len(kind.names) if isinstance(kind, T.StructType) else 0) in taken)
 
     def _numbers_taken(self) -> Sequence[int]:
         """How many positional arguments the task takes, in addition to its keyword arguments."""
@@ -294,33 +297,19 @@ def _takes(check: Callable[..., Any], number: int, kwargs: Mapping[str, Any]) ->
     return True
 
 
-def _constant(json: str, shown: str) -> expressions.Written:
-    return expressions.Written(F.lit(json), F.lit(json), F.lit(shown), F.lit(True))
-
-
 def _column(name: str) -> Column:
     return F.col(f"`{name}`")
-
-
-def _member(name: str, kind: T.DataType) -> expressions.Written | None:
-    """Return a column as text; None if Spark does not write it as Python does."""
-    members = expressions.written_members(None, T.StructType([T.StructField(name, kind)]))
-    return None if members is None else members[0][1]
 
 
 def _uuid(digest: Column) -> Column:
     """Return the UUID of version 5 of a SHA-1 digest in hexadecimal (RFC 9562, section 5.5)."""
     variant = F.translate(F.substring(digest, 17, 1), "0123456789abcdef", "89ab89ab89ab89ab")
-    return expressions.joined(
+    return F.concat_ws(
+        "-",
         F.substring(digest, 1, 8),
-        "-",
         F.substring(digest, 9, 4),
-        "-5",
-        F.substring(digest, 14, 3),
-        "-",
-        variant,
-        F.substring(digest, 18, 3),
-        "-",
+        joined("5", F.substring(digest, 14, 3)),
+        joined(variant, F.substring(digest, 18, 3)),
         F.substring(digest, 21, 12),
     )
 

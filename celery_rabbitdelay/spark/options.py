@@ -124,7 +124,7 @@ class ApplicationOptions(NamedTuple):
             if has_password(given.get(name, "")):
                 takes = f"takes a URL without a password, since Spark shows it; use {name}Password"
                 raise InvalidOption(name, without_password(given[name]), takes)
-        for name, option in _options(cls).items():
+        for name, (_, option) in _options(cls).items():
             value = given.get(name.lower())
             if value is None or name in ("app", "broker"):
                 continue
@@ -265,25 +265,20 @@ class ReadOptions(NamedTuple):
         """
         given = _known(options, cls)
         found = cls(ApplicationOptions.of(given), **_read(cls, given))
-        for name, option in _options(cls).items():
+        for name, (_, option) in _options(cls).items():
             if option.only_with not in ("", found.what) and name.lower() in given:
                 takes = f"is an option of what = {option.only_with!r}; leave it out"
                 raise InvalidOption(name, given[name.lower()], takes)
         return found
 
 
-def _options(cls: type[tuple[Any, ...]]) -> dict[str, Option]:
-    """Return what each option takes, by its name."""
-    hints = get_type_hints(cls, include_extras=True).items()
-    return {_name(attribute): hint.__metadata__[0] for attribute, hint in hints if _is_option(hint)}
-
-
-def _is_option(hint: Any) -> bool:
-    return hasattr(hint, "__metadata__")
-
-
-def _name(attribute: str) -> str:
-    return re.sub("_(.)", lambda found: found[1].upper(), attribute)
+def _options(cls: type[tuple[Any, ...]]) -> dict[str, tuple[str, Option]]:
+    """Return the attribute of each option, and what it takes, by the option's name."""
+    return {
+        re.sub("_(.)", lambda found: found[1].upper(), attribute): (attribute, hint.__metadata__[0])
+        for attribute, hint in get_type_hints(cls, include_extras=True).items()
+        if hasattr(hint, "__metadata__")
+    }
 
 
 def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, str]:
@@ -306,14 +301,13 @@ def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, 
 def _read(cls: type[tuple[Any, ...]], given: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of the options that are given, by their attributes."""
     found = {}
-    for attribute, hint in get_type_hints(cls, include_extras=True).items():
-        text = given.get(_name(attribute).lower())
-        if _is_option(hint) and text is not None:
-            option: Option = hint.__metadata__[0]
+    for name, (attribute, option) in _options(cls).items():
+        text = given.get(name.lower())
+        if text is not None:
             try:
                 found[attribute] = option.read(text)
             except ValueError as wrong:
-                raise InvalidOption(_name(attribute), text, option.takes) from wrong
+                raise InvalidOption(name, text, option.takes) from wrong
     return found
 
 

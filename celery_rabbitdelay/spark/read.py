@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -33,8 +34,8 @@ BATCH_ROWS: Final = 1000
 BATCH_BYTES: Final = 8_000_000
 
 
-class UndeliverableReader(DataSourceReader):
-    """Reads the undeliverable messages, in one partition, as a queue has only one end.
+class _Reader(DataSourceReader):
+    """Reads one kind of rows.
 
     Args:
         options: The options.
@@ -42,6 +43,10 @@ class UndeliverableReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
+
+
+class UndeliverableReader(_Reader):
+    """Reads the undeliverable messages, in one partition, as a queue has only one end."""
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Yield the messages in batches of Arrow, oldest first."""
@@ -99,13 +104,8 @@ def _to_arrow(rows: list[tuple[Any, ...]]) -> Any:
     }
     columns = (column.split() for column in UNDELIVERABLE.split(", "))
     schema = pa.schema([(name, kinds[kind]) for name, kind in columns])
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.array(values, field.type)
-            for values, field in zip(zip(*rows, strict=True), schema, strict=True)
-        ],
-        schema=schema,
-    )
+    values = zip(zip(*rows, strict=True), schema.types, strict=True)
+    return pa.RecordBatch.from_arrays([pa.array(*each) for each in values], schema=schema)
 
 
 #: The columns of the tasks that wait.
@@ -117,20 +117,11 @@ LEVELS: Final = "level string, queue string, wait_ms bigint, messages bigint"
 #: How closely the bounds of the partitions are looked for: to a second.
 BOUND_MS: Final = 1000
 
-
-class Between(InputPartition):
-    """The tasks that are due from one instant until before another, in milliseconds since 1970.
-
-    Args:
-        wanted: Which tasks.
-    """
-
-    def __init__(self, wanted: Wanted) -> None:
-        super().__init__(None)
-        self.wanted = wanted
+#: No task is due later than this after the first one, in milliseconds: a hundred years.
+MAX_SPAN_MS: Final = 100 * 366 * 86_400_000
 
 
-class PendingReader(DataSourceReader):
+class PendingReader(_Reader):
     """Reads the tracked tasks that wait.
 
     Args:
@@ -141,7 +132,7 @@ class PendingReader(DataSourceReader):
     """
 
     def __init__(self, options: ReadOptions) -> None:
-        self._options = options
+        super().__init__(options)
         self.wanted = Wanted(options.task, options.key, options.job)
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -154,30 +145,22 @@ class PendingReader(DataSourceReader):
             app.rabbitdelay.close()
         edges = [self.wanted.due_after_ms, *bounds, self.wanted.due_before_ms]
         return [
-            Between(self.wanted._replace(due_after_ms=after, due_before_ms=before))
+            InputPartition(self.wanted._replace(due_after_ms=after, due_before_ms=before))
             for after, before in pairwise(edges)
         ]
 
     def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the tasks of a part in the order in which they are due."""
-        assert isinstance(partition, Between)
         app = application_of(self._options.application)
         try:
-            for each in app.rabbitdelay.registry.index.pending(partition.wanted):
+            for each in app.rabbitdelay.registry.index.pending(partition.value):
                 yield (each.task_id, each.task, each.due, each.key, each.job)
         finally:
             app.rabbitdelay.close()
 
 
-class LevelsReader(DataSourceReader):
-    """Reads how many messages wait in each queue of the levels.
-
-    Args:
-        options: The options.
-    """
-
-    def __init__(self, options: ReadOptions) -> None:
-        self._options = options
+class LevelsReader(_Reader):
+    """Reads how many messages wait in each queue of the levels."""
 
     def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the queues from the longest wait to the shortest."""
@@ -200,29 +183,17 @@ def _bounds(index: Index, wanted: Wanted, parts: int) -> list[int]:
     first = wanted.due_after_ms
     if first is None:
         first = to_ms(next(index.pending(wanted)).due)
-    last = wanted.due_before_ms or _last(index, wanted, first, total)
-    bounds: list[int] = []
-    for part in range(1, parts):
-        low, high = (bounds[-1] if bounds else first), last
-        while high - low > BOUND_MS:
-            middle = (low + high) // 2
-            if index.count(wanted._replace(due_before_ms=middle)) < total * part // parts:
-                low = middle
-            else:
-                high = middle
-        if high >= last:
-            break
-        if not bounds or high > bounds[-1]:
-            bounds.append(high)
-    return bounds
+    instants = range(first, wanted.due_before_ms or first + MAX_SPAN_MS, BOUND_MS)
 
+    def due_before(instant_ms: int) -> int:
+        return index.count(wanted._replace(due_before_ms=instant_ms))
 
-def _last(index: Index, wanted: Wanted, first: int, total: int) -> int:
-    """Return an instant after the last due time."""
-    step = 60_000
-    while index.count(wanted._replace(due_before_ms=first + step)) < total and step < 2**53:
-        step *= 2
-    return first + step
+    found: set[int] = set()
+    end = len(instants)
+    for part in range(parts - 1, 0, -1):
+        end = bisect_left(instants, total * part // parts, hi=end, key=due_before)
+        found.add(end)
+    return [instants[number] for number in sorted(found) if number < len(instants)]
 
 
 def to_ms(instant: datetime) -> int:

@@ -8,9 +8,9 @@ Without a registry, each task is sent at least once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 from uuid import uuid4
 
 from pyspark import TaskContext
@@ -39,40 +39,31 @@ class Dispatched:
     Attributes:
         partitions: The reports of the partitions, in the order of their numbers.
         job: The job of the registry; None without one.
+        rows: How many rows there were.
+        confirmed: How many rows RabbitMQ has confirmed.
+        messages: In how many messages.
+        envelopes: How many of these hold several rows.
+        resent: How often a message was published again.
+        refused: How many rows were refused, by the name of the error.
     """
 
     partitions: tuple[Sent, ...]
     job: str | None
+    rows: int
+    confirmed: int
+    messages: int
+    envelopes: int
+    resent: int
+    refused: Counter[str]
 
-    @property
-    def rows(self) -> int:
-        """How many rows there were."""
-        return sum(each.rows for each in self.partitions)
-
-    @property
-    def confirmed(self) -> int:
-        """How many rows RabbitMQ has confirmed."""
-        return sum(each.confirmed for each in self.partitions)
-
-    @property
-    def messages(self) -> int:
-        """In how many messages."""
-        return sum(each.messages for each in self.partitions)
-
-    @property
-    def envelopes(self) -> int:
-        """How many of these hold several rows."""
-        return sum(each.envelopes for each in self.partitions)
-
-    @property
-    def resent(self) -> int:
-        """How often a message was published again."""
-        return sum(each.resent for each in self.partitions)
-
-    @property
-    def refused(self) -> Counter[str]:
-        """How many rows were refused, by the name of the error."""
-        return sum((each.refused for each in self.partitions), Counter())
+    @classmethod
+    def of(cls, found: Iterable[Sent], job: str | None) -> Self:
+        """Return the sums of the reports of partitions."""
+        partitions = tuple(sorted(found, key=lambda each: each.partition))
+        counts = ("rows", "confirmed", "messages", "envelopes", "resent")
+        sums = {name: sum(getattr(each, name) for each in partitions) for name in counts}
+        refused = sum((each.refused for each in partitions), Counter[str]())
+        return cls(partitions, job, **sums, refused=refused)
 
     def __str__(self) -> str:
         lines = [
@@ -133,7 +124,7 @@ def dispatch(
         writer.abort([])
         raise
     writer.commit(found)
-    return Dispatched(tuple(sorted(found, key=lambda each: each.partition)), writer.job)
+    return Dispatched.of(found, writer.job)
 
 
 #: The properties that Spark sets for the tasks of a stream: which batch, of which query, in which

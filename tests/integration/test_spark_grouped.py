@@ -14,8 +14,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay import InvalidColumn, InvalidOption
+from celery_rabbitdelay.app.message_template import Writer, writer_for
 from celery_rabbitdelay.app.rows import WrittenRows
-from celery_rabbitdelay.app.task_messages import Call, Writer, capture_message, writer_for
+from celery_rabbitdelay.app.task_messages import Call, capture_message
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.spark import grouped
@@ -186,10 +187,10 @@ def test_tasks_that_are_due_in_the_same_tick_come_together(spark: SparkSession) 
     # Whole minutes from 60 to 62.
     assert len({each.due_ms for each in groups}) == 3
     assert max(each.count for each in groups) == 1000
-    numbers = [row.args[0] for each in groups for row in each.read()]
+    numbers = [row.args[0] for each in groups for row, _ in each.read()]
     assert sorted(numbers) == list(range(10_000))
     for each in groups:
-        for row in each.read():
+        for row, _ in each.read():
             late_ms = each.due_ms - began_ms - (3600 + row.args[0] % 100) * 1000
             # Never early; it may have begun later.
             assert late_ms >= 0

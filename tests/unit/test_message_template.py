@@ -21,13 +21,8 @@ from kombu import Connection, Exchange, Queue
 from kombu.serialization import register
 
 from celery_rabbitdelay import Celery, InvalidEnvelope
-from celery_rabbitdelay.app.task_messages import (
-    Call,
-    CapturingProducer,
-    Writer,
-    capture_message,
-    writer_for,
-)
+from celery_rabbitdelay.app.message_template import Writer, writer_for
+from celery_rabbitdelay.app.task_messages import Call, CapturingProducer, capture_message
 from celery_rabbitdelay.kombu import Due, Publisher, Topology
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules.distribution import Distribution
