@@ -9,8 +9,11 @@ from kombu import Connection
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.testing import wait_for
+from tests.integration.arrivals import Arrival, count, take
 from tests.integration.worker import Worker
 
 #: The modules that a worker serves where nothing else is said.
@@ -42,6 +45,21 @@ def put_in_envelope(connection: Connection, shop: Any, items: list[Item], **told
         content_type=ENVELOPE,
         content_encoding="binary",
     )
+
+
+def take_undeliverable(
+    connection: Connection, topology: Topology, number: int = 1
+) -> list[tuple[str, Arrival]]:
+    """Take so many undeliverable messages, each with its reason; there must be no others."""
+    queue = topology.module_queues.undeliverable
+    arrivals = take(connection, [queue], number)
+    assert count(connection, queue.name) == 0
+    return [(_reason(arrival.message, topology), arrival) for arrival in arrivals]
+
+
+def _reason(message: Any, topology: Topology) -> str:
+    key = message.delivery_info["routing_key"]
+    return examine(message.headers, topology, key).reason
 
 
 def wait_until_served(worker: Worker, *modules: str, times: int = 1) -> None:
