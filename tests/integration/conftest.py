@@ -18,7 +18,7 @@ from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.registry import Registry
 from tests.integration.arrivals import count
-from tests.integration.modules import OPEN, wait_until_served
+from tests.integration.modules import OPEN, Client, wait_until_served
 from tests.integration.notes import Notes
 from tests.integration.publishing import posting
 from tests.integration.registering import KEEP_MS, KINDS, MARGIN_MS, RedisSetup, assert_all_expire
@@ -82,10 +82,15 @@ def make_queue(connection: Connection, prefix: str) -> Iterator[Callable[..., Qu
     yield make
     with connection.clone() as own:
         for queue in made:
-            with own.channel() as channel, suppress(ChannelError):
-                queue(channel).delete()
-                if queue.exchange and queue.exchange.name:
-                    queue.exchange(channel).delete()
+            delete_queue(own, queue)
+
+
+def delete_queue(connection: Connection, queue: Queue) -> None:
+    """Delete a queue with its exchange."""
+    with connection.channel() as channel, suppress(ChannelError):
+        queue(channel).delete()
+        if queue.exchange and queue.exchange.name:
+            queue.exchange(channel).delete()
 
 
 @pytest.fixture
@@ -117,7 +122,7 @@ def make_full(connection: Connection, make_queue: Callable[..., Queue]) -> Calla
 def internal(channel: Any, prefix: str) -> Iterator[str]:
     """An exchange that clients may not publish to; kombu has no option for it."""
     name = f"{prefix}-internal"
-    arguments = (0, name, "fanout", False, True, False, True, False, {})
+    arguments: Any = (0, name, "fanout", False, True, False, True, False, {})
     channel.send_method((40, 10), "BssbbbbbF", arguments, wait=(40, 11))
     yield name
     channel.exchange_delete(name)
@@ -166,10 +171,7 @@ def delete_what_it_declared(app: Any) -> None:
     with Connection(app.conf.broker_url) as connection:
         delete(connection, app.rabbitdelay.topology, force=True)
         for queue in app.amqp.queues.values():
-            with connection.channel() as channel, suppress(ChannelError):
-                queue(channel).delete()
-                if queue.exchange and queue.exchange.name:
-                    queue.exchange(channel).delete()
+            delete_queue(connection, queue)
 
 
 @pytest.fixture
@@ -232,6 +234,12 @@ def served_shop(served_configuration: dict[str, Any]) -> Iterator[Any]:
     app = make_app(served_configuration)
     yield app
     app.close()
+
+
+@pytest.fixture
+def client(served_shop: Any, connection: Connection) -> Client:
+    """A client of the modules that the module's worker serves."""
+    return Client(connection, served_shop)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kombu import Connection
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
@@ -47,19 +47,48 @@ def put_in_envelope(connection: Connection, shop: Any, items: list[Item], **told
     )
 
 
-def take_undeliverable(
-    connection: Connection, topology: Topology, number: int = 1
-) -> list[tuple[str, Arrival]]:
-    """Take so many undeliverable messages, each with its reason; there must be no others."""
-    queue = topology.module_queues.undeliverable
-    arrivals = take(connection, [queue], number)
-    assert count(connection, queue.name) == 0
-    return [(_reason(arrival.message, topology), arrival) for arrival in arrivals]
+class Client:
+    """A client beside the modules of an application: what it publishes, and what becomes of it.
 
+    Attributes:
+        shop: The application.
+        topology: Its levels.
+        channel: The channel that it publishes on.
+    """
 
-def _reason(message: Any, topology: Topology) -> str:
-    key = message.delivery_info["routing_key"]
-    return examine(message.headers, topology, key).reason
+    def __init__(self, connection: Connection, shop: Any) -> None:
+        self.shop = shop
+        self.topology: Topology = shop.rabbitdelay.topology
+        self.channel: Any = connection.default_channel
+        self._connection = connection
+
+    def check_in(self, key: str, told: dict[str, Any] | None = None, **options: Any) -> None:
+        """Publish to check-in's exchange, with these headers."""
+        check_in(self._connection, self.shop, key, headers=told, **options)
+
+    def put_in_envelope(self, queue: str, *items: Item) -> None:
+        """Publish an envelope for a queue that is due now."""
+        told = {headers.EXCHANGE: "", headers.ROUTING_KEY: queue}
+        put_in_envelope(self._connection, self.shop, list(items), **told)
+
+    def take(self, queue: Queue, number: int = 1, timeout: float = 60.0) -> list[Arrival]:
+        """Take so many messages from a queue."""
+        return take(self._connection, [queue], number, timeout)
+
+    def count(self, queue: Queue) -> int:
+        """Return how many messages are ready in a queue."""
+        return count(self._connection, queue.name)
+
+    def undeliverable(self, number: int = 1) -> list[tuple[str, Any]]:
+        """Take so many undeliverable messages with their reasons; there must be no others."""
+        queue = self.topology.module_queues.undeliverable
+        arrivals = self.take(queue, number)
+        assert self.count(queue) == 0
+        return [(self._reason(arrival.message), arrival.message) for arrival in arrivals]
+
+    def _reason(self, message: Any) -> str:
+        key = message.delivery_info["routing_key"]
+        return examine(message.headers, self.topology, key).reason
 
 
 def wait_until_served(worker: Worker, *modules: str, times: int = 1) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +53,19 @@ def posting(
 def postings(key: str, number: int) -> list[Publication]:
     """So many of them, whose bodies are their numbers."""
     return [posting(key, str(each)) for each in range(number)]
+
+
+def in_child(run: Callable[[], object]) -> Callable[[], int]:
+    """Run a function in a child process; return what waits for its status: 1 if it raised."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            run()
+            status = 0
+        finally:
+            os._exit(status)
+    return lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class Declaring:

@@ -36,6 +36,15 @@ def alarm(broker: RabbitMQServer) -> Iterator[None]:
 
 
 @contextmanager
+def user(broker: RabbitMQServer, name: str, configure: str) -> Iterator[str]:
+    """The URL of a user who may configure what matches a pattern, and use everything."""
+    broker.ctl("add_user", name, "secret")
+    broker.ctl("set_permissions", name, configure, ".*", ".*")
+    yield broker.url.replace("guest:guest@", f"{name}:secret@")
+    broker.ctl("delete_user", name)
+
+
+@contextmanager
 def virtual_host(broker: RabbitMQServer, name: str) -> Iterator[str]:
     """The URL of an empty virtual host, which is deleted at the end."""
     broker.ctl("add_vhost", name)
