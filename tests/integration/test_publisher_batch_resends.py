@@ -156,24 +156,6 @@ def test_a_queue_that_does_not_exist_is_repaired_once_for_each_message_that_come
     assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
 
 
-def test_a_repair_is_made_for_one_message_that_came_back_among_many(
-    connection: Connection, publisher: Publisher, target: Queue, make_queue: Callable[..., Queue]
-) -> None:
-    late = make_queue("late")
-
-    def source() -> Iterator[Publication]:
-        yield sent[0]
-        for each in sent[1:]:
-            if each is sent[1]:
-                work(0.1)
-            yield each
-
-    sent = [posting(late.name), *postings(target.name, 30)]
-    publisher.publish_all(source(), PublishPolicy(window=4), redeclare=Declaring(late))
-    assert [each.error for each in sent] == [None] * 31
-    assert count(connection, late.name) == 1
-
-
 @pytest.mark.parametrize("window", [1, 20, 1000])
 def test_messages_that_the_broker_closes_the_channel_for_are_their_own_errors(
     connection: Connection, publisher: Publisher, target: Queue, window: int
