@@ -18,7 +18,7 @@ from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.registry import Registry
 from tests.integration.arrivals import count
-from tests.integration.modules import OPEN, Client, wait_until_served
+from tests.integration.modules import OPEN, wait_until_served
 from tests.integration.notes import Notes
 from tests.integration.publishing import posting
 from tests.integration.registering import KEEP_MS, KINDS, MARGIN_MS, RedisSetup, assert_all_expire
@@ -234,12 +234,6 @@ def served_shop(served_configuration: dict[str, Any]) -> Iterator[Any]:
     app = make_app(served_configuration)
     yield app
     app.close()
-
-
-@pytest.fixture
-def client(served_shop: Any, connection: Connection) -> Client:
-    """A client of the modules that the module's worker serves."""
-    return Client(connection, served_shop)
 
 
 @pytest.fixture

@@ -1,9 +1,13 @@
-"""What tests of the modules share: what they publish, and when a worker serves it."""
+"""What tests of the modules share: what they publish, and when a worker serves it.
+
+A test module that uses the fixture imports it and names it in its ``__all__``.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers
@@ -89,6 +93,12 @@ class Client:
     def _reason(self, message: Any) -> str:
         key = message.delivery_info["routing_key"]
         return examine(message.headers, self.topology, key).reason
+
+
+@pytest.fixture
+def client(served_shop: Any, connection: Connection) -> Client:
+    """A client of the modules that the worker of all tests of a file serves."""
+    return Client(connection, served_shop)
 
 
 def wait_until_served(worker: Worker, *modules: str, times: int = 1) -> None:

@@ -75,7 +75,7 @@ class Bench:
 
     def serve(self, receive: Receive, window: int = 1000) -> Serving:
         """Serve the module as long as the block runs."""
-        options = {"prefetch": 100, "max_unconfirmed": window, "timeout": 30, "retry_for": 0}
+        options: Any = {"prefetch": 100, "max_unconfirmed": window, "timeout": 30, "retry_for": 0}
         module = Module("test", self._topology, self.source, receive, **options)
         return Serving(self._connection.as_uri(include_password=True), module)
 

@@ -14,9 +14,11 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
-from tests.integration.modules import MODULES, OPEN, Client, wait_until_served
+from tests.integration.modules import MODULES, OPEN, Client, client, wait_until_served
 from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import Worker
+
+__all__ = ["client"]
 
 
 def test_a_client_that_knows_nothing_of_python_delays_a_message(

@@ -16,8 +16,10 @@ from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.wire import Wire, requeue_frames
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import wait_until_waiting
-from tests.integration.modules import OPEN, Client
+from tests.integration.modules import OPEN, Client, client
 from tests.integration.unreadable import FAR_TIMESTAMP, LATIN_ID, LATIN_KEY, Raw, publish_with_key
+
+__all__ = ["client"]
 
 #: Good messages before the bad one, and behind it.
 AROUND = 10
