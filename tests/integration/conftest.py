@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 from uuid import uuid4
 
@@ -18,11 +18,11 @@ from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.registry import Registry
 from tests.integration.arrivals import count
-from tests.integration.modules import OPEN
+from tests.integration.modules import OPEN, wait_until_served
 from tests.integration.notes import Notes
 from tests.integration.publishing import posting
 from tests.integration.registering import KEEP_MS, KINDS, MARGIN_MS, RedisSetup, assert_all_expire
-from tests.integration.shop import make_app
+from tests.integration.shop import make_app, named
 from tests.integration.worker import Worker
 
 #: Levels of tenths and seconds, up to 5.9 s: declared in a blink, and all that most tests need.
@@ -35,6 +35,12 @@ def connection(broker_url: str) -> Iterator[Connection]:
     """A connection to the broker."""
     with Connection(broker_url) as connection:
         yield connection
+
+
+@pytest.fixture
+def channel(connection: Connection) -> Any:
+    """The first channel of that connection."""
+    return connection.default_channel
 
 
 @pytest.fixture
@@ -76,10 +82,15 @@ def make_queue(connection: Connection, prefix: str) -> Iterator[Callable[..., Qu
     yield make
     with connection.clone() as own:
         for queue in made:
-            with own.channel() as channel, suppress(ChannelError):
-                queue(channel).delete()
-                if queue.exchange and queue.exchange.name:
-                    queue.exchange(channel).delete()
+            delete_queue(own, queue)
+
+
+def delete_queue(connection: Connection, queue: Queue) -> None:
+    """Delete a queue with its exchange."""
+    with connection.channel() as channel, suppress(ChannelError):
+        queue(channel).delete()
+        if queue.exchange and queue.exchange.name:
+            queue.exchange(channel).delete()
 
 
 @pytest.fixture
@@ -105,6 +116,16 @@ def make_full(connection: Connection, make_queue: Callable[..., Queue]) -> Calla
         return full
 
     return make
+
+
+@pytest.fixture
+def internal(channel: Any, prefix: str) -> Iterator[str]:
+    """An exchange that clients may not publish to; kombu has no option for it."""
+    name = f"{prefix}-internal"
+    arguments: Any = (0, name, "fanout", False, True, False, True, False, {})
+    channel.send_method((40, 10), "BssbbbbbF", arguments, wait=(40, 11))
+    yield name
+    channel.exchange_delete(name)
 
 
 @pytest.fixture
@@ -150,10 +171,7 @@ def delete_what_it_declared(app: Any) -> None:
     with Connection(app.conf.broker_url) as connection:
         delete(connection, app.rabbitdelay.topology, force=True)
         for queue in app.amqp.queues.values():
-            with connection.channel() as channel, suppress(ChannelError):
-                queue(channel).delete()
-                if queue.exchange and queue.exchange.name:
-                    queue.exchange(channel).delete()
+            delete_queue(connection, queue)
 
 
 @pytest.fixture
@@ -216,6 +234,27 @@ def served_shop(served_configuration: dict[str, Any]) -> Iterator[Any]:
     app = make_app(served_configuration)
     yield app
     app.close()
+
+
+@pytest.fixture
+def serve(configuration: dict[str, Any], make_shop: Callable[..., Any]) -> Iterator[Any]:
+    """Makes an application and starts its :class:`Worker`, which is its attribute ``worker``.
+
+    It takes settings, options of the worker's command, and with ``only`` the only one of
+    :data:`~tests.integration.shop.QUEUES` that the worker serves.
+    """
+    with ExitStack() as workers:
+
+        def serve(*options: str, only: str = "", **settings: Any) -> Any:
+            shop = make_shop(**settings)
+            queues = [named(shop, only)] if only else None
+            shop.worker = Worker({**configuration, **settings}, queues, *options)
+            workers.enter_context(shop.worker)
+            if modules := shop.rabbitdelay.settings.modules:
+                wait_until_served(shop.worker, *modules)
+            return shop
+
+        yield serve
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -11,7 +11,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
@@ -30,6 +30,9 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import SHORT
 
 QUORUM = {"x-queue-type": "quorum"}
+
+
+AnyPlace = TypeVar("AnyPlace", bound="Place")
 
 
 class Place:
@@ -119,17 +122,23 @@ class Place:
 
 
 @contextmanager
-def place_on(node: RabbitMQServer, queue_type: Any = "quorum") -> Iterator[Place]:
-    """A virtual host of its own, deleted at the end."""
-    place = Place(node, queue_type)
+def created(place: AnyPlace) -> Iterator[AnyPlace]:
+    """The virtual host with nothing in it, deleted at the end."""
     place.put("vhosts", place.name)
     place.put("permissions", place.name, "guest", configure=".*", write=".*", read=".*")
     try:
-        place.declare()
         yield place
     finally:
         place.connection.release()
         place.delete("vhosts", place.name)
+
+
+@contextmanager
+def place_on(node: RabbitMQServer, queue_type: Any = "quorum") -> Iterator[Place]:
+    """A virtual host of its own with the levels, deleted at the end."""
+    with created(Place(node, queue_type)) as place:
+        place.declare()
+        yield place
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
-
-from kombu import Connection
 
 from celery_rabbitdelay.operations.permissions import Right, TopicRight, patterns
 from celery_rabbitdelay.testing import RabbitMQServer
-from tests.integration.management import Place
+from tests.integration.management import Place, created
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "permissions.md"
 
@@ -58,17 +55,8 @@ class Host(Place):
 @contextmanager
 def host_on(node: RabbitMQServer) -> Iterator[Host]:
     """A virtual host with nothing in it, deleted at the end with its users."""
-    host = Host(node)
-    host.name = f"rights-{uuid4().hex[:8]}"
-    host.url = f"{node.url.removesuffix('//')}/{host.name}"
-    host.connection = Connection(host.url)
-    host.put("vhosts", host.name)
-    host.put("permissions", host.name, "guest", configure=".*", write=".*", read=".*")
-    try:
+    with created(Host(node)) as host:
         yield host
-    finally:
-        host.connection.release()
-        host.delete("vhosts", host.name)
         users: list[dict[str, Any]] = host.api.get("users")
         for each in users:
             if each["name"].endswith(host.name):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import amqp
@@ -22,6 +25,14 @@ TIMEOUT = 2.0
 GRACE = 25.0
 
 
+@contextmanager
+def in_time(seconds: float = TIMEOUT) -> Iterator[None]:
+    """Assert that a block takes no longer than this, on a slow machine too."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds + GRACE
+
+
 def publish(
     publisher: Publisher, queue_name: str, body: str = "x", exchange: str = "", **options: Any
 ) -> None:
@@ -30,16 +41,43 @@ def publish(
     publisher.publish(message, lambda: (exchange, queue_name), **options)
 
 
-def posting(key: str, body: str | bytes = "x", exchange: str = "") -> Publication:
+def posting(
+    key: str, body: str | bytes = "x", exchange: str = "", **properties: Any
+) -> Publication:
     """A message that is to be published with a key, and that is found again by its body."""
     data = body if isinstance(body, bytes) else body.encode()
-    message = amqp.Message(data, content_encoding="binary", delivery_mode=2)
+    message = amqp.Message(data, content_encoding="binary", delivery_mode=2, **properties)
     return Publication(Content.of(message), lambda: (exchange, key), body)
 
 
 def postings(key: str, number: int) -> list[Publication]:
     """So many of them, whose bodies are their numbers."""
     return [posting(key, str(each)) for each in range(number)]
+
+
+def in_child(run: Callable[[], object]) -> Callable[[], int]:
+    """Run a function in a child process; return what waits for its status: 1 if it raised."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            run()
+            status = 0
+        finally:
+            os._exit(status)
+    return lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Declaring:
+    """Declares a queue on the connection that it is called with, and counts how often."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+        self.times = 0
+
+    def __call__(self, connection: Connection) -> None:
+        self.times += 1
+        self.queue(connection.default_channel).declare()
 
 
 def work(seconds: float) -> None:

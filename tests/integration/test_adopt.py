@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -35,8 +35,7 @@ from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.shop import named
-from tests.integration.worker import Worker, run_celery
-from tests.json_schemas import checked
+from tests.integration.worker import Worker, answer
 
 TASKS = 1000
 
@@ -86,39 +85,26 @@ def put_in_chain(connection: Connection, native_chain: list[str], routing_key: s
     wait_for(lambda: waiting(connection, native_chain) == 1, "the message in the chain")
 
 
-def adopt(
-    configuration: dict[str, Any], command: str, status: int = 0, schema: str = "moved"
-) -> dict[str, Any]:
-    told = run_celery(configuration, f"rabbitdelay adopt {command} --json")
-    assert told.returncode == status, told.stderr
-    return checked(schema, told.stdout)
-
-
 def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
     configuration: dict[str, Any],
     connection: Connection,
     shop: Any,
+    noted: Notes,
     plain: Any,
     native_chain: list[str],
 ) -> None:
-    notes, due = Notes(shop), {}
+    due, queue = {}, named(shop, "topic.reports")
     with Worker(configuration):
         for _ in range(TASKS):
             delay, task_id = random.uniform(*DELAYS), str(uuid4())
             # Below, and in the whole seconds, which is what the chain waits.
             due[task_id] = time.time() + delay
-            plain.send_task(
-                "note",
-                (task_id,),
-                {"key": notes.key},
-                countdown=delay,
-                task_id=task_id,
-                queue=named(shop, "topic.reports"),
-            )
+            options = {"countdown": delay, "task_id": task_id, "queue": queue}
+            plain.send_task("note", (task_id,), {"key": noted.key}, **options)
         wait_for(lambda: waiting(connection, native_chain) == TASKS, "the tasks")
-        moved = adopt(configuration, "native")
+        moved = answer(configuration, "adopt native", "moved")
         assert (moved["moved"], moved["left"], moved["copies"]) == (TASKS, {}, 0)
-        seen = notes.wait(TASKS, timeout=120)
+        seen = noted.wait(TASKS, timeout=120)
     assert len(seen) == TASKS
     assert {each["given"][0] for each in seen} == due.keys()
     for each in seen:
@@ -127,42 +113,38 @@ def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
         # Celery writes its eta in microseconds, after the time was read here.
         assert each["at"] >= due[each["given"][0]] - 0.001
     print(f"latest {max(each['at'] - due[each['given'][0]] for each in seen):.2f} s")  # noqa: T201
-    notes.forget()
 
 
 def test_a_task_whose_queue_is_unknown_stays_in_the_chain(
     configuration: dict[str, Any], connection: Connection, shop: Any, native_chain: list[str]
 ) -> None:
     put_in_chain(connection, native_chain, "somebody.elses")
-    moved = adopt(configuration, "native", status=1)
+    moved = answer(configuration, "adopt native", "moved", 1)
     reason = "no queue of the application has the routing key 'somebody.elses'"
     assert moved["left"] == {reason: 1}
     assert waiting(connection, native_chain) == 1
 
 
 @pytest.fixture
-def nservicebus(connection: Connection, make_queue: Callable[..., Queue]) -> Iterator[Queue]:
+def nservicebus(connection: Connection, channel: Any, target: Queue) -> Iterator[Queue]:
     """NServiceBus's delay infrastructure (v2), and the queue of an endpoint."""
-    channel: Any = connection.default_channel
-    endpoint = make_queue("endpoint", queue_arguments={"x-queue-type": "quorum"})
-    endpoint(channel).declare()
     names = nservicebus_queues()
     targets = [*names[1:], "nsb.v2.delay-delivery"]
     for name in (*names, "nsb.v2.delay-delivery"):
         Exchange(name, "topic")(channel).declare()
-    for number, (name, target) in enumerate(zip(names, targets, strict=True)):
+    for number, (name, following) in enumerate(zip(names, targets, strict=True)):
         arguments = {
             "x-queue-type": "quorum",
             "x-dead-letter-strategy": "at-least-once",
             "x-overflow": "reject-publish",
             "x-message-ttl": 2 ** (27 - number) * 1000,
-            "x-dead-letter-exchange": target,
+            "x-dead-letter-exchange": following,
         }
         Queue(name, queue_arguments=arguments)(channel).queue_declare()
         channel.queue_bind(name, name, "*." * number + "1.#")
-        channel.exchange_bind(target, name, "*." * number + "0.#")
-    channel.queue_bind(endpoint.name, "nsb.v2.delay-delivery", f"#.{endpoint.name}")
-    yield endpoint
+        channel.exchange_bind(following, name, "*." * number + "0.#")
+    channel.queue_bind(target.name, "nsb.v2.delay-delivery", f"#.{target.name}")
+    yield target
     with connection.clone() as own:
         channel = own.default_channel
         for name in names:
@@ -194,7 +176,7 @@ def test_messages_laid_out_as_nservicebus_does_arrive_on_time_and_once(
                 serializer="json",
             )
     wait_for(lambda: waiting(connection, nservicebus_queues()) == TASKS, "the messages")
-    moved = adopt(configuration, "nservicebus")
+    moved = answer(configuration, "adopt nservicebus", "moved")
     assert (moved["moved"], moved["left"], moved["copies"]) == (TASKS, {}, 0)
     with Worker(configuration, None):
         arrivals = take(connection, [nservicebus], TASKS, timeout=120)
@@ -209,33 +191,32 @@ def test_messages_laid_out_as_nservicebus_does_arrive_on_time_and_once(
 
 
 def test_tasks_with_an_eta_leave_their_queue_and_others_stay(
-    configuration: dict[str, Any], connection: Connection, shop: Any, plain: Any
+    configuration: dict[str, Any], connection: Connection, shop: Any, noted: Notes, plain: Any
 ) -> None:
-    queue, notes = named(shop, "default"), Notes(shop)
+    queue = named(shop, "default")
     for known in plain.conf.task_queues:
         known(connection.default_channel).declare()
     # They return to the same queue, after the command has ended.
     eta = datetime.now(UTC) + timedelta(seconds=30)
     options: dict[str, Any] = {"queue": queue, "ignore_result": True}
     for number in range(20):
-        plain.send_task("note", (number,), {"key": notes.key}, eta=eta, **options)
-        plain.send_task("note", ("at once",), {"key": notes.key}, **options)
+        plain.send_task("note", (number,), {"key": noted.key}, eta=eta, **options)
+        plain.send_task("note", ("at once",), {"key": noted.key}, **options)
     wait_for(lambda: waiting(connection, [queue]) == 40, "the tasks")
-    moved = adopt(configuration, f"eta {queue}")
+    moved = answer(configuration, f"adopt eta {queue}", "moved")
     assert (moved["moved"], moved["left"]) == (20, {"it is due, or has no eta": 20})
     with Worker(configuration):
-        seen = notes.wait(40)
+        seen = noted.wait(40)
     adopted = [each for each in seen if each["given"] != ["at once"]]
     assert sorted(each["given"][0] for each in adopted) == list(range(20))
     assert min(each["at"] for each in adopted) >= eta.timestamp() - 0.001
-    notes.forget()
 
 
 def test_a_dry_run_of_adopt_counts_and_takes_nothing(
     configuration: dict[str, Any], connection: Connection, shop: Any, native_chain: list[str]
 ) -> None:
     put_in_chain(connection, native_chain, "topic.reports")
-    told = adopt(configuration, "native --dry-run", schema="waiting")
+    told = answer(configuration, "adopt native --dry-run", "waiting")
     assert told == {"waiting": 1, "queues": {"celery_delayed_11": 1}}
     assert waiting(connection, native_chain) == 1
 
@@ -243,19 +224,18 @@ def test_a_dry_run_of_adopt_counts_and_takes_nothing(
 def test_tasks_that_stay_survive_many_runs(
     configuration: dict[str, Any],
     connection: Connection,
-    make_queue: Callable[..., Queue],
+    target: Queue,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("celery_rabbitdelay.operations.moving.mover.SETTLE", 0.0)
     # From 4.0 on, RabbitMQ drops what was given back to a quorum queue more than 20 times.
-    queue = make_queue("many", queue_arguments={"x-queue-type": "quorum"})
-    queue(connection.default_channel).declare()
     for number in range(5):
-        connection.Producer().publish({"number": number}, routing_key=queue.name)
+        connection.Producer().publish({"number": number}, routing_key=target.name)
     topology = Topology(configuration["prefix"])
     producer = DelayedProducer(Publisher(connection), topology)
     convert = EtaTasks(TaskMessages(producer, UTC, lambda name: None), topology, {}).convert
     for _ in range(25):
-        moved = Mover(connection, [queue.name], Place(connection, topology), convert).move()
+        place = Place(connection, topology)
+        moved = Mover(connection, [target.name], place, convert).move()
         assert moved.left.keys() == {NOT_DELAYED}
-    wait_for(lambda: waiting(connection, [queue.name]) == 5, "the tasks")
+    wait_for(lambda: waiting(connection, [target.name]) == 5, "the tasks")

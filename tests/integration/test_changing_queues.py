@@ -20,10 +20,12 @@ from celery_rabbitdelay.publishing.declaration import (
     is_declared,
     missing,
 )
-from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.arrivals import count, take, wait_until_waiting
-from tests.integration.shop import PATIENCE, QUEUES
+from tests.integration.shop import PATIENCE, QUEUES, named
+from tests.integration.trouble import virtual_host
+from tests.integration.undeliverable_messages import break_level
 from tests.integration.worker import Worker
 
 #: How late a task may be on a noisy machine; what is tested is that it is never early.
@@ -46,24 +48,50 @@ def publish_by_hand(app: Any, url: str, queue_name: str, task_id: str) -> None:
 
 
 @pytest.fixture
-def added(connection: Connection, prefix: str) -> Iterator[str]:
+def added(channel: Any, prefix: str) -> Iterator[str]:
     """The name of a queue that no application knows; it is deleted when the test is over."""
     name = f"{prefix}.added"
     yield name
-    with connection.channel() as channel:
-        channel.queue_delete(name)  # type: ignore[attr-defined]
-        channel.exchange_delete(name)  # type: ignore[attr-defined]
+    channel.queue_delete(name)
+    channel.exchange_delete(name)
 
 
+@pytest.fixture
+def two_hosts(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[tuple[str, str]]:
+    """The URLs of two empty virtual hosts: two brokers, as far as a client can see."""
+    with (
+        virtual_host(private_rabbitmq, f"{prefix}-a") as one,
+        virtual_host(private_rabbitmq, f"{prefix}-b") as other,
+    ):
+        yield one, other
+
+
+def fail_over(live: str) -> list[str]:
+    """URLs of brokers of which only the last lives."""
+    return [*(f"amqp://guest:guest@127.0.0.1:{free_port()}//" for _ in range(2)), live]
+
+
+def let_consume(shop: Any, worker: Worker, name: str) -> None:
+    """Tell a worker to consume from a further queue, and wait until it does."""
+    shop.control.add_consumer(name, destination=[worker.name], reply=True)
+    wait_for(lambda: f"Started consuming from {name}" in worker.log, "the new consumer")
+
+
+@pytest.mark.parametrize("urls", [lambda url: url, fail_over], ids=["one broker", "fail-over"])
 def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
-    shop: Any, worker: Worker, connection: Connection, broker_url: str, prefix: str, added: str
+    serve: Callable[..., Any],
+    connection: Connection,
+    broker_url: str,
+    added: str,
+    urls: Callable[[str], Any],
 ) -> None:
+    shop = serve(broker_url=urls(broker_url))
     assert missing(connection, shop.rabbitdelay.topology) == ()
-    publish_by_hand(shop, broker_url, f"{prefix}.second", "id-0")
+    publish_by_hand(shop, broker_url, named(shop, "second"), "id-0")
     assert shop.AsyncResult("id-0").get(timeout=PATIENCE)
+    assert shop.tasks["retry"].apply_async(([], 1, {"delay": 0.2})).get(timeout=PATIENCE)
 
-    shop.control.add_consumer(added, destination=[worker.name], reply=True)
-    wait_for(lambda: f"Started consuming from {added}" in worker.log, "the new consumer")
+    let_consume(shop, shop.worker, added)
 
     publish_by_hand(shop, broker_url, added, "id-1")
     assert shop.AsyncResult("id-1").get(timeout=PATIENCE)
@@ -90,14 +118,13 @@ def test_what_is_due_while_nobody_consumes_its_queue_waits_there_for_the_next_co
 
 
 def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
-    shop: Any, configuration: dict[str, Any], connection: Connection, prefix: str
+    shop: Any, configuration: dict[str, Any], connection: Connection, channel: Any, prefix: str
 ) -> None:
     gone, living, delay = f"{prefix}.second", f"{prefix}.default", 4.3
     topology, look = shop.rabbitdelay.topology, shop.tasks["look"]
     with Worker(configuration, [living]):
         lost = {look.apply_async(delay=delay, queue=gone).id for _ in range(32)}
-        came_already: Any = connection.default_channel.queue_delete(gone)  # type: ignore[attr-defined]
-        assert came_already == 0
+        assert channel.queue_delete(gone) == 0
         due = {}
         for _ in range(10):
             asked = time.time()
@@ -106,7 +133,7 @@ def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
             assert 0 <= result.get(timeout=PATIENCE)["at"] - instant < GENEROUS
         # Distribution tries again, and finds the queue when it is there again, even if unbound.
         queue = shop.amqp.queues[gone]
-        queue(connection.default_channel).queue_declare()
+        queue(channel).queue_declare()
         arrivals = take(connection, [queue], 32)
     assert {arrival.message.headers["id"] for arrival in arrivals} == lost
     for arrival in arrivals:
@@ -124,12 +151,11 @@ def test_a_level_s_queue_that_is_deleted_is_the_reason_of_what_was_to_wait_in_it
     shop: Any, connection: Connection, prefix: str, delay: float, last_stop: str | None
 ) -> None:
     shop.tasks["look"].apply_async(delay=0.1)
-    connection.default_channel.queue_delete(f"{prefix}.ms.500")  # type: ignore[attr-defined]
+    break_level(connection, shop.rabbitdelay.topology)
     result = shop.tasks["look"].apply_async(delay=delay)
 
     topology = shop.rabbitdelay.topology
     (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
-
     message = arrival.message
     found = examine(message.headers, topology, message.delivery_info["routing_key"])
     assert found.task_id == result.id
@@ -163,28 +189,26 @@ def test_where_no_queue_is_created_an_unknown_one_is_celery_s_own_error(
 
 
 def test_a_worker_consumes_an_exclusive_queue_and_gets_delayed_tasks_and_retries_from_it(
-    make_shop: Callable[..., Any], configuration: dict[str, Any], prefix: str
+    make_shop: Callable[..., Any], serve: Callable[..., Any], prefix: str
 ) -> None:
-    here = {"exclusive_queue": True}
-    shop, exclusive = make_shop(**here), f"{prefix}.exclusive"
+    here, exclusive = {"exclusive_queue": True}, f"{prefix}.exclusive"
     # It is the worker's to declare.
     with pytest.raises(DeclarationRefused, match=exclusive):
-        shop.tasks["look"].apply_async(delay=0.3, queue=exclusive)
+        make_shop(**here).tasks["look"].apply_async(delay=0.3, queue=exclusive)
 
-    with Worker({**configuration, **here}):
-        seen = shop.tasks["look"].apply_async(delay=0.3, queue=exclusive).get(timeout=PATIENCE)
-        assert seen["headers"]["rabbitdelay-queue"] == exclusive
-        again = shop.tasks["retry"].apply_async(([], 1, {"delay": 0.2}), queue=exclusive, delay=0.2)
-        first, second = again.get(timeout=PATIENCE)
-        assert second["headers"]["rabbitdelay-queue"] == exclusive
-        assert (first["retries"], second["retries"]) == (0, 1)
+    shop = serve(**here)
+    seen = shop.tasks["look"].apply_async(delay=0.3, queue=exclusive).get(timeout=PATIENCE)
+    assert seen["headers"]["rabbitdelay-queue"] == exclusive
+    operators = make_shop(rabbitdelay_declare="never", **here)
+    assert operators.tasks["look"].apply_async(delay=0.3, queue=exclusive).get(timeout=PATIENCE)
+    again = shop.tasks["retry"].apply_async(([], 1, {"delay": 0.2}), queue=exclusive, delay=0.2)
+    first, second = again.get(timeout=PATIENCE)
+    assert second["headers"]["rabbitdelay-queue"] == exclusive
+    assert (first["retries"], second["retries"]) == (0, 1)
 
 
 def test_a_worker_on_two_brokers_says_that_its_exclusive_queue_gets_no_delayed_tasks(
-    two_hosts: tuple[str, str],
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    prefix: str,
+    two_hosts: tuple[str, str], configuration: dict[str, Any], prefix: str
 ) -> None:
     one, other = two_hosts
     crossed = {"broker_read_url": one, "broker_write_url": other, "exclusive_queue": True}
@@ -193,31 +217,19 @@ def test_a_worker_on_two_brokers_says_that_its_exclusive_queue_gets_no_delayed_t
 
 
 def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    broker_url: str,
-    prefix: str,
+    shop: Any, configuration: dict[str, Any], channel: Any, broker_url: str, prefix: str
 ) -> None:
     """As a task is that was early, and that the distribution of another application returns."""
     # Its own distribution would know the queue.
     here: dict[str, Any] = {"broadcast_queue": True, "rabbitdelay_modules": []}
     name = f"{prefix}.one"
-    shop = make_shop()
     with Worker({**configuration, **here}):
         publish_by_hand(shop, broker_url, name, prefix)
         assert shop.AsyncResult(prefix).get(timeout=PATIENCE)["routing_key"] == name
-    channel: Any = connection.default_channel
+    channel.exchange_delete(f"{prefix}.everybody")
     # The binding goes with the queue, and the queue with its worker.
     with pytest.raises(NotFound):
         channel.queue_declare(name, passive=True)
-    with connection.channel() as again:
-        again.exchange_delete(f"{prefix}.everybody")  # type: ignore[attr-defined]
-
-
-def fail_over(live: str, dead: int = 2) -> list[str]:
-    """URLs of brokers of which only the last lives."""
-    return [*(f"amqp://guest:guest@127.0.0.1:{free_port()}//" for _ in range(dead)), live]
 
 
 @pytest.mark.parametrize("written", [";".join, list], ids=["string", "list"])
@@ -233,38 +245,6 @@ def test_a_producer_finds_the_broker_that_lives(
     shop = make_shop(broker_url=written(fail_over(broker_url)))
     shop.tasks["look"].apply_async(delay=0.3, **options)
     assert len(take(connection, [Queue(f"{prefix}.default")], 1)) == 1
-
-
-def test_a_worker_finds_the_broker_that_lives(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    broker_url: str,
-    prefix: str,
-    added: str,
-) -> None:
-    here = {"broker_url": fail_over(broker_url)}
-    shop = make_shop(**here)
-    with Worker({**configuration, **here}) as worker:
-        assert missing(connection, shop.rabbitdelay.topology) == ()
-        assert shop.tasks["retry"].apply_async(([], 1, {"delay": 0.2})).get(timeout=PATIENCE)
-        shop.control.add_consumer(added, destination=[worker.name], reply=True)
-        wait_for(lambda: f"Started consuming from {added}" in worker.log, "the new consumer")
-        publish_by_hand(shop, broker_url, added, "id-2")
-        assert shop.AsyncResult("id-2").get(timeout=PATIENCE)
-
-
-@pytest.fixture
-def two_hosts(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[tuple[str, str]]:
-    """The URLs of two empty virtual hosts: two brokers, as far as a client can see."""
-    names = (f"{prefix}-a", f"{prefix}-b")
-    for name in names:
-        private_rabbitmq.ctl("add_vhost", name)
-        private_rabbitmq.ctl("set_permissions", "-p", name, "guest", ".*", ".*", ".*")
-    base = private_rabbitmq.url.removesuffix("/")
-    yield f"{base}{names[0]}", f"{base}{names[1]}"
-    for name in names:
-        private_rabbitmq.ctl("delete_vhost", name)
 
 
 def queues_of(server: RabbitMQServer, url: str) -> list[str]:
@@ -294,8 +274,7 @@ def test_the_levels_stand_where_a_task_is_sent_to_and_nowhere_else(
         assert arrival.message.headers["retries"] == 1
 
         added = f"{prefix}.added"
-        shop.control.add_consumer(added, destination=[worker.name])
-        wait_for(lambda: f"Started consuming from {added}" in worker.log, "the new consumer")
+        let_consume(shop, worker, added)
         publish_by_hand(shop, one, added, "id-3")
         (arrival,) = take(connection, [Queue(added)], 1)
         assert arrival.message.headers["id"] == "id-3"
@@ -322,20 +301,6 @@ def test_a_producer_that_fails_over_declares_where_it_sends_now(
     assert arrival.message.headers["id"] == result.id
 
 
-@pytest.fixture
-def by_operators(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
-) -> Any:
-    """An application that may declare nothing; its levels stand, and one of its queues."""
-    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_declare="never")
-    topology, queue = shop.rabbitdelay.topology, shop.amqp.queues[f"{prefix}.default"]
-    with Connection(private_rabbitmq.url) as connection:
-        declare(connection, topology)
-        queue(connection.default_channel).declare()
-        bind_destination(connection, topology, queue.name)
-    return shop
-
-
 def everything(server: RabbitMQServer, prefix: str) -> set[str]:
     """What stands under a prefix: exchanges, queues and bindings, a line each."""
     listings = (
@@ -348,38 +313,32 @@ def everything(server: RabbitMQServer, prefix: str) -> set[str]:
 
 
 def test_where_operators_declare_tasks_arrive_and_nothing_is_declared(
-    private_rabbitmq: RabbitMQServer, configuration: dict[str, Any], by_operators: Any, prefix: str
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    configuration: dict[str, Any],
+    prefix: str,
 ) -> None:
-    look, topology = by_operators.tasks["look"], by_operators.rabbitdelay.topology
-    unbound, unknown = (by_operators.amqp.queues[f"{prefix}.{name}"] for name in QUEUES[1:3])
-    with Connection(private_rabbitmq.url) as connection:
-        unbound(connection.default_channel).declare()
-    before = everything(private_rabbitmq, prefix)
     here = {"broker_url": private_rabbitmq.url, "rabbitdelay_declare": "never"}
-    with Worker({**configuration, **here}, [f"{prefix}.default"]):
-        assert look.apply_async(delay=0.3).get(timeout=PATIENCE)
-        # AMQP can tell whether a queue exists, but not whether it is bound.
-        with pytest.raises(TopologyIncomplete, match=unknown.name):
-            look.apply_async(delay=0.3, queue=unknown.name)
-        # Distribution publishes to an unbound queue by its name.
-        result = look.apply_async(delay=0.3, queue=unbound.name)
-        with Connection(private_rabbitmq.url) as connection:
+    shop = make_shop(**here)
+    look, topology = shop.tasks["look"], shop.rabbitdelay.topology
+    bound, unbound, unknown = (shop.amqp.queues[f"{prefix}.{name}"] for name in QUEUES[:3])
+    with Connection(private_rabbitmq.url) as connection:
+        declare(connection, topology)
+        for queue in (bound, unbound):
+            queue(connection.default_channel).declare()
+        bind_destination(connection, topology, bound.name)
+        before = everything(private_rabbitmq, prefix)
+        with Worker({**configuration, **here}, [bound.name]):
+            assert look.apply_async(delay=0.3).get(timeout=PATIENCE)
+            # AMQP can tell whether a queue exists, but not whether it is bound.
+            with pytest.raises(TopologyIncomplete, match=unknown.name):
+                look.apply_async(delay=0.3, queue=unknown.name)
+            # Distribution publishes to an unbound queue by its name.
+            result = look.apply_async(delay=0.3, queue=unbound.name)
             (arrival,) = take(connection, [unbound], 1)
-            assert count(connection, topology.module_queues.undeliverable.name) == 0
+        assert count(connection, topology.module_queues.undeliverable.name) == 0
     assert arrival.message.headers["id"] == result.id
     assert everything(private_rabbitmq, prefix) == before
-
-
-def test_where_operators_declare_a_missing_piece_is_named_by_a_worker(
-    private_rabbitmq: RabbitMQServer, configuration: dict[str, Any], by_operators: Any
-) -> None:
-    gone = by_operators.rabbitdelay.topology.digit_queues[3]
-    with Connection(private_rabbitmq.url) as connection:
-        gone(connection.default_channel).delete()
-    here = {"broker_url": private_rabbitmq.url, "rabbitdelay_declare": "never"}
-    worker = Worker({**configuration, **here})
-    with pytest.raises(ServerNotStarted, match=gone.name), worker:
-        raise AssertionError("the worker has started")
 
 
 def test_where_operators_declare_an_application_declares_nothing(

@@ -25,9 +25,10 @@ from celery_rabbitdelay.operations.export.definitions import as_definitions
 from celery_rabbitdelay.publishing.declaration import check_complete, is_declared
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.conftest import LEVELS
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.shop import PATIENCE
+from tests.integration.trouble import virtual_host
 from tests.integration.waited import assert_waited
-from tests.integration.worker import Worker, run_celery
+from tests.integration.worker import run_command
 
 LAYOUTS = {
     "clock-bind": lambda: clock(),
@@ -40,10 +41,8 @@ LAYOUTS = {
 @pytest.fixture
 def empty(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[str]:
     """The URL of an empty virtual host."""
-    private_rabbitmq.ctl("add_vhost", prefix)
-    private_rabbitmq.ctl("set_permissions", "-p", prefix, "guest", ".*", ".*", ".*")
-    yield private_rabbitmq.url.removesuffix("//") + f"/{prefix}"
-    private_rabbitmq.ctl("delete_vhost", prefix)
+    with virtual_host(private_rabbitmq, prefix) as url:
+        yield url
 
 
 @pytest.fixture
@@ -93,35 +92,31 @@ def test_imported_definitions_are_what_declare_makes(
 @pytest.mark.parametrize("declaring", ["never", "auto"])
 def test_delayed_tasks_run_on_imported_definitions(
     declaring: str,
-    configuration: dict[str, Any],
     empty: str,
-    prefix: str,
+    configuration: dict[str, Any],
+    make_shop: Callable[..., Any],
+    serve: Callable[..., Any],
     import_text: Callable[[str], None],
     tmp_path: Path,
 ) -> None:
-    settings = {
-        **configuration,
+    settings: dict[str, Any] = {
         "broker_url": empty,
         "rabbitdelay_declare": declaring,
         # Without distribution, a task reaches its queue by its binding alone.
         "rabbitdelay_modules": [],
     }
-    path = tmp_path / "definitions.json"
-    told = run_celery(settings, f"rabbitdelay export --format definitions --output {path}")
+    path, own = tmp_path / "definitions.json", {**configuration, **settings}
+    told = run_command(own, f"export --format definitions --output {path}")
     assert told.returncode == 0, told.stderr
     import_text(path.read_text())
+    if declaring == "never":
+        shop = make_shop(**settings)
+        with Connection(empty) as connection:
+            for queue in shop.amqp.queues.values():
+                queue(connection.default_channel).declare()
+                bind_destination(connection, shop.rabbitdelay.topology, queue.name)
 
-    app: Any = make_app(settings)
-    try:
-        if declaring == "never":
-            with Connection(empty) as connection:
-                for queue in app.amqp.queues.values():
-                    queue(connection.default_channel).declare()
-                    bind_destination(connection, app.rabbitdelay.topology, queue.name)
-        with Worker(settings):
-            since = time.time()
-            sent = [app.tasks["look"].apply_async(delay=delay) for delay in (0.3, 1.4)]
-            for result, delay in zip(sent, (0.3, 1.4), strict=True):
-                assert_waited(result.get(timeout=PATIENCE), since, delay)
-    finally:
-        app.close()
+    shop, since = serve(**settings), time.time()
+    sent = [(shop.tasks["look"].apply_async(delay=delay), delay) for delay in (0.3, 1.4)]
+    for result, delay in sent:
+        assert_waited(result.get(timeout=PATIENCE), since, delay)

@@ -1,7 +1,8 @@
-"""``celery rabbitdelay status`` with digits, reasons, the next due time, and ``--watch``."""
+"""``celery rabbitdelay status``: what waits, why, until when, the workers, and ``--watch``."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -10,21 +11,24 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
 from celery_rabbitdelay.kombu import declare
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count
+from tests.integration.modules import MODULES
 from tests.integration.shop import PATIENCE
-from tests.integration.worker import run_celery, start_celery
-from tests.json_schemas import checked
+from tests.integration.waited import put_into
+from tests.integration.worker import PlainWorker, answer, run_celery, run_command, start_celery
 
 HOURS = [("hours", 6, 3600), ("tenths", 10, 360)]
 
+#: Without waiting for workers.
+STATUS = "status --timeout 0.1"
 
-def test_the_status_counts_each_digit_and_bounds_the_next_due_time(
-    configuration: dict[str, Any], make_shop: Callable[..., Any]
+
+def test_the_status_counts_each_level_and_digit_and_says_what_the_workers_do(
+    served_shop: Any, configuration: dict[str, Any], make_shop: Callable[..., Any]
 ) -> None:
     settings: dict[str, Any] = {"rabbitdelay_layout": HOURS, "rabbitdelay_shards": 2}
     shop = make_shop(**settings)
@@ -32,20 +36,99 @@ def test_the_status_counts_each_digit_and_bounds_the_next_due_time(
         shop.tasks["look"].apply_async(delay=delay)
 
     own = {**configuration, **settings}
-    told = run_celery(own, "rabbitdelay status --timeout 0.1 --digits")
-    found = checked("status", run_celery(own, "rabbitdelay status -t 0.1 --json").stdout)
+    told = run_command(own, "status --digits")
+    found = answer(own, "status", "status")
 
     assert told.returncode == 0, told.stderr
     assert found["digits"]["hours.x1"] == {"1": 2, "2": 1, "3": 0, "4": 0, "5": 0}
-    assert found["levels"]["hours.x1"] == 3
+    assert found["levels"] == {"hours.x1": 3, "tenths.x1": 0}
+    assert f"  {'hours.x1':16} {3:10,} waiting" in told.stdout
+    assert f"    {'hours.1':14} {2:10,}\n" in told.stdout
+    assert found["others"]["check-in"] == {"messages": 0, "consumers": 0}
+    assert found["others"]["meditation"] == {"messages": 1, "consumers": 0}
     assert found["undeliverable"] is None
+    assert found["missing"] == []
     assert found["next_due"] == {
         "tracked": None,
         "within_ms": (2 * 3600 - 360) * 1000,
         "registry_error": None,
     }
     assert "next due: within 1:54:00, by what waits in the levels" in told.stdout
-    assert f"    {'hours.1':14} {2:10,}\n" in told.stdout
+    ((worker, modules),) = found["workers"].items()
+    assert set(modules) == {*MODULES, "tasks"}
+    assert worker in told.stdout
+    assert "received" in told.stdout
+
+
+def test_the_status_of_levels_that_do_not_stand_names_their_queues(
+    configuration: dict[str, Any],
+) -> None:
+    shards = {**configuration, "rabbitdelay_shards": 2}
+    told = run_command(shards, STATUS)
+    found = answer(shards, f"{STATUS} --reasons", "status", 1)
+
+    assert told.returncode == 1, told.stderr
+    assert "queues are missing: " in told.stdout
+    assert not told.stderr
+    first = f"{configuration['prefix']}.seconds.1"
+    assert {f"{first}.s0", f"{first}.s1"} <= set(found["missing"])
+    assert found["undeliverable"] is None
+    assert found["next_due"]["within_ms"] is None
+
+
+def test_the_status_is_that_of_the_broker_that_tasks_are_sent_to(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    shop.tasks["look"].apply_async(delay=5)
+    urls = {
+        "broker_read_url": "amqp://guest:guest@127.0.0.1:1//",
+        "broker_write_url": configuration["broker_url"],
+    }
+    told = run_command({**configuration, **urls}, STATUS)
+    assert told.returncode == 0, told.stderr
+
+
+def test_the_status_says_which_workers_are_of_plain_celery(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    with PlainWorker(configuration):
+        told = run_command(configuration, "status --timeout 5")
+
+    assert "plain@localhost: cannot answer: " in told.stdout
+    assert "Traceback" not in told.stderr
+
+
+def test_celery_inspect_knows_the_status_of_the_modules(
+    served_configuration: dict[str, Any],
+) -> None:
+    listed = run_celery(served_configuration, "inspect --list")
+    told = run_celery(served_configuration, "inspect rabbitdelay_status --json --timeout 5")
+
+    assert "Rates and backlog of the modules" in listed.stdout
+    assert told.returncode == 0, told.stderr
+    (modules,) = json.loads(told.stdout.splitlines()[0]).values()
+    assert set(modules) == {*MODULES, "tasks"}
+
+
+def test_the_status_says_how_late_delayed_tasks_arrive(
+    connection: Connection, served_shop: Any, served_configuration: dict[str, Any]
+) -> None:
+    queue = served_shop.conf.task_default_queue
+    task_id = put_into(connection, served_shop, time.time() - 90_000, routing_key=queue)
+    served_shop.AsyncResult(task_id).get(timeout=PATIENCE)
+
+    told = run_command(served_configuration, "status --timeout 5")
+
+    assert re.search(r"tasks .* received, at most 90,\d\d\d\.\d s late", told.stdout)
+
+
+def test_the_status_of_an_application_without_levels_says_what_to_do(
+    configuration: dict[str, Any],
+) -> None:
+    told = run_command({**configuration, "broker_url": "memory://"}, "status")
+
+    assert told.returncode == 2
+    assert "is not RabbitMQ" in told.stderr
 
 
 def test_the_status_says_when_the_next_tracked_task_is_due(
@@ -61,38 +144,31 @@ def test_the_status_says_when_the_next_tracked_task_is_due(
         shop.tasks["look"].apply_async(delay=delay)
     own = {**configuration, **settings}
 
-    found = checked("status", run_celery(own, "rabbitdelay status -t 0.1 -j").stdout)
+    found = answer(own, STATUS, "status")
     due = datetime.fromisoformat(found["next_due"]["tracked"]).timestamp()
     assert since + 3599 < due < time.time() + 3601
-    told = run_celery(own, "rabbitdelay status -t 0.1")
-    assert "of the tracked tasks" in told.stdout
+    assert "of the tracked tasks" in run_command(own, STATUS).stdout
 
     away = {**own, "rabbitdelay_registry_url": "redis://127.0.0.1:1/0"}
-    lost = run_celery(away, "rabbitdelay status -t 0.1 -j")
-    assert lost.returncode == 0, lost.stderr
-    assert checked("status", lost.stdout)["next_due"]["registry_error"]
+    assert answer(away, STATUS, "status")["next_due"]["registry_error"]
 
 
 def test_the_reasons_of_undeliverable_messages_are_counted_and_the_messages_stay(
-    configuration: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
+    configuration: dict[str, Any], shop: Any, connection: Connection
 ) -> None:
-    shop = make_shop()
     topology = shop.rabbitdelay.topology
     declare(connection, topology)
-    channel: Any
-    with connection.channel() as channel:
-        # Of all tenths of a second: a busy machine sends with less than the whole delay left.
-        for queue in topology.level_queues["ms.x100"]:
-            queue(channel).delete()
+    # Of all tenths of a second: a busy machine sends with less than the whole delay left.
+    for queue in topology.level_queues["ms.x100"]:
+        queue(connection.default_channel).delete()
     for delay in (0.9, 0.9, 1.9):
         shop.tasks["look"].apply_async(delay=delay)
     name = topology.module_queues.undeliverable.name
     wait_for(lambda: count(connection, name) == 3, "undeliverable messages", PATIENCE)
 
-    answer = run_celery(configuration, "rabbitdelay status -t 0.1 --reasons --json")
-    limited = run_celery(configuration, "rabbitdelay status -t 0.1 --reasons 1")
+    found = answer(configuration, f"{STATUS} --reasons", "status", 1)["undeliverable"]
+    limited = run_command(configuration, f"{STATUS} --reasons 1")
 
-    found = checked("status", answer.stdout)["undeliverable"]
     assert found["read"] == 3
     assert sum(found["counts"].values()) == 3
     reasons = [re.search("had no binding for digit [1-9]", each) for each in found["counts"]]
@@ -101,22 +177,13 @@ def test_the_reasons_of_undeliverable_messages_are_counted_and_the_messages_stay
     wait_for(lambda: count(connection, name) == 3, "the messages stay", PATIENCE)
 
 
-def test_reasons_of_levels_that_do_not_stand_are_none(configuration: dict[str, Any]) -> None:
-    answer = run_celery(configuration, "rabbitdelay status -t 0.1 --reasons -j")
-    assert answer.returncode == 1
-    found = checked("status", answer.stdout)
-    assert found["undeliverable"] is None
-    assert found["next_due"]["within_ms"] is None
-
-
 def test_watch_shows_rates_from_the_second_look_on_until_ctrl_c(
     configuration: dict[str, Any], make_shop: Callable[..., Any]
 ) -> None:
     shop = make_shop(rabbitdelay_layout=HOURS)
     shop.tasks["look"].apply_async(delay=3600)
     own = {**configuration, "rabbitdelay_layout": HOURS}
-    command = "rabbitdelay status --timeout 0.1 --watch 0.1"
-    pipe = subprocess.PIPE
+    command, pipe = f"rabbitdelay {STATUS} --watch 0.1", subprocess.PIPE
     with start_celery(own, command, stdout=pipe, stderr=pipe) as watching:
         assert watching.stdout is not None
         seen: list[str] = []
@@ -134,27 +201,7 @@ def test_watch_shows_rates_from_the_second_look_on_until_ctrl_c(
     assert not errors
 
 
-def test_watch_ends_with_a_line_when_the_broker_goes_away(
-    configuration: dict[str, Any], shop: Any, private_rabbitmq: RabbitMQServer
-) -> None:
-    command = "rabbitdelay status --timeout 0.1 --watch 0.1"
-    pipe = subprocess.PIPE
-    own = {**configuration, "broker_url": private_rabbitmq.url}
-    with start_celery(own, command, stdout=pipe, stderr=pipe) as watching:
-        assert watching.stdout is not None
-        while not watching.stdout.readline().startswith("no worker"):
-            assert watching.poll() is None
-        private_rabbitmq.kill()
-        try:
-            _, errors = watching.communicate(timeout=PATIENCE)
-        finally:
-            private_rabbitmq.start()
-    assert watching.returncode == EX_UNAVAILABLE
-    (line,) = errors.splitlines()
-    assert line.startswith("Error: cannot ask the broker ")
-
-
 def test_watch_is_not_for_json(configuration: dict[str, Any]) -> None:
-    told = run_celery(configuration, "rabbitdelay status --watch --json")
+    told = run_command(configuration, "status --watch --json")
     assert told.returncode == 2
     assert "cannot be used with --watch" in told.stderr

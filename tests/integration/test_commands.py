@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,7 +12,9 @@ import pytest
 from celery.platforms import EX_UNAVAILABLE
 
 from celery_rabbitdelay.command.group import rabbitdelay
-from tests.integration.worker import run_celery
+from celery_rabbitdelay.testing import RabbitMQServer
+from tests.integration.shop import PATIENCE
+from tests.integration.worker import run_command, start_celery
 from tests.json_schemas import checked
 
 #: Nothing listens there.
@@ -53,32 +57,71 @@ def commands(group: click.Group, before: str = "") -> Iterator[str]:
             yield f"{before}{name}"
 
 
-def configuration(**more: Any) -> dict[str, Any]:
-    return {
-        "prefix": "test-commands",
-        "broker_url": AWAY,
-        "rabbitdelay_registry_url": "redis://127.0.0.1:1/0",
-        "rabbitdelay_confirm_timeout": 1,
-        **more,
-    }
+CONFIGURATION: dict[str, Any] = {
+    "prefix": "test-commands",
+    "broker_url": AWAY,
+    "rabbitdelay_registry_url": "redis://:secret@127.0.0.1:1/0",
+    "rabbitdelay_confirm_timeout": 1,
+}
+
+OF_REGISTRY = ("cancel", "forecast", "job", "pending", "postpone")
+ADOPTING = ("adopt eta", "adopt native", "adopt nservicebus")
+
+#: How the line of a command begins that does not say "cannot ask the broker".
+SAYS = {
+    **dict.fromkeys(OF_REGISTRY, "Error: the registry cannot be used: "),
+    **dict.fromkeys(ADOPTING, "Error: 0 messages are moved, "),
+    **dict.fromkeys(("migrate", "transfer"), "Error: cannot reach a broker: "),
+}
 
 
 def test_the_table_has_all_commands() -> None:
     assert list(commands(rabbitdelay)) == sorted(LEAST)
 
 
-@pytest.mark.parametrize("command", sorted({each.split()[0] for each in LEAST}))
+@pytest.mark.parametrize("command", sorted({*LEAST, *(each.split()[0] for each in LEAST)}))
 def test_the_help_needs_no_broker(command: str) -> None:
-    told = run_celery(configuration(), f"rabbitdelay {command} --help")
+    told = run_command(CONFIGURATION, f"{command} --help")
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("Usage: ")
     assert not told.stderr
 
 
-@pytest.mark.parametrize("command", [name for name, least in LEAST.items() if least is not None])
-def test_without_a_broker_a_command_ends_with_one_line(command: str) -> None:
-    told = run_celery(configuration(), f"rabbitdelay {command} {LEAST[command]} --json")
-    assert told.returncode == EX_UNAVAILABLE, told.stderr
-    assert len(told.stderr.strip().splitlines()) == 1, told.stderr
-    assert "secret" not in told.stderr + told.stdout
-    checked("error", told.stdout)
+@pytest.mark.parametrize(
+    ("command", "url"),
+    [
+        *((name, AWAY) for name, least in LEAST.items() if least is not None),
+        ("status", "amqp://guest@nowhere.invalid"),
+    ],
+)
+def test_without_a_broker_a_command_ends_with_one_line(command: str, url: str) -> None:
+    whole = f"{command} {LEAST[command]}"
+    told = run_command({**CONFIGURATION, "broker_url": url}, whole)
+    said = run_command({**CONFIGURATION, "broker_url": url}, f"{whole} --json")
+    assert told.returncode == said.returncode == EX_UNAVAILABLE, told.stderr
+    (line,) = told.stderr.splitlines()
+    assert line.startswith(SAYS.get(command, "Error: cannot ask the broker amqp://guest"))
+    assert "secret" not in line
+    assert not told.stdout
+    assert said.stderr == told.stderr
+    assert checked("error", said.stdout) == {"error": line.removeprefix("Error: ")}
+    assert not Path("never-written.jsonl").exists()
+
+
+def test_watch_ends_with_a_line_when_the_broker_goes_away(
+    configuration: dict[str, Any], shop: Any, private_rabbitmq: RabbitMQServer
+) -> None:
+    own, pipe = {**configuration, "broker_url": private_rabbitmq.url}, subprocess.PIPE
+    command = "rabbitdelay status --timeout 0.1 --watch 0.1"
+    with start_celery(own, command, stdout=pipe, stderr=pipe) as watching:
+        assert watching.stdout is not None
+        while not watching.stdout.readline().startswith("no worker"):
+            assert watching.poll() is None
+        private_rabbitmq.kill()
+        try:
+            _, errors = watching.communicate(timeout=PATIENCE)
+        finally:
+            private_rabbitmq.start()
+    assert watching.returncode == EX_UNAVAILABLE
+    (line,) = errors.splitlines()
+    assert line.startswith("Error: cannot ask the broker ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import amqp
@@ -39,6 +39,7 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import SHORT
+from tests.integration.trouble import user
 
 #: Exchanges and queues of the clock: digits, levels, delivery, undeliverable (both), the modules'
 #: (two exchanges and queues each, a queue, an exchange), guard and marker.
@@ -61,23 +62,6 @@ def test_a_declared_topology_is_complete_and_a_deleted_one_is_gone(
     delete(connection, topology)
     assert len(missing(connection, topology)) == ALL
     assert not is_declared(connection, topology)
-
-
-def test_the_default_topology_has_180_digit_queues_on_the_broker(
-    connection: Connection, make_topology: MakeTopology
-) -> None:
-    topology = make_topology(clock())
-    declare(connection, topology)
-    names = [queue.name for queue in topology.digit_queues]
-    assert len(set(names)) == 180
-    assert not set(names) & set(missing(connection, topology))
-
-
-def test_declaring_again_changes_nothing(connection: Connection, topology: Topology) -> None:
-    declare(connection, topology)
-    declare(connection, topology)
-    declare_if_missing(connection, topology)
-    assert missing(connection, topology) == ()
 
 
 @pytest.mark.parametrize(
@@ -112,16 +96,6 @@ def test_a_process_that_died_while_declaring_leaves_nothing_that_looks_complete(
     assert missing(connection, topology) == ()
 
 
-def test_a_declaration_that_fails_half_way_leaves_nothing_that_looks_complete(
-    connection: Connection, topology: Topology
-) -> None:
-    in_the_way = Queue(topology.digit_queues[-1].name, durable=True)
-    in_the_way(connection.default_channel).queue_declare()
-    with pytest.raises(LayoutConflict):
-        declare(connection, topology)
-    assert not is_declared(connection, topology)
-
-
 def test_what_was_deleted_is_declared_again_on_the_same_connection(
     connection: Connection, topology: Topology
 ) -> None:
@@ -129,15 +103,6 @@ def test_what_was_deleted_is_declared_again_on_the_same_connection(
     delete(connection, topology)
     declare_if_missing(connection, topology)
     assert missing(connection, topology) == ()
-
-
-def test_a_queue_that_is_missing_is_named(connection: Connection, topology: Topology) -> None:
-    declare(connection, topology)
-    gone = topology.digit_queues[3]
-    gone(connection.default_channel).delete()
-    with pytest.raises(TopologyIncomplete, match=gone.name) as caught:
-        check_complete(connection, topology)
-    assert caught.value.missing == (gone.name,)
 
 
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
@@ -157,19 +122,6 @@ def test_a_producer_looks_at_the_exchanges_behind_classic_queues(
     with pytest.raises(TopologyIncomplete) as caught:
         check_complete(connection, topology, by_marker=True)
     assert caught.value.missing == (gone.name,)
-
-
-def test_a_topology_in_which_messages_wait_is_not_deleted(
-    connection: Connection, topology: Topology, queue: Queue
-) -> None:
-    declare(connection, topology)
-    producer = DelayedProducer(Publisher(connection), topology)
-    producer.publish_delayed("wait", Destination(queue, "", queue.name), 5)
-    with pytest.raises(TopologyNotEmpty) as caught:
-        delete(connection, topology)
-    assert list(caught.value.waiting.values()) == [1]
-    assert missing(connection, topology) == ()
-    delete(connection, topology, force=True)
 
 
 def test_a_topology_is_not_deleted_while_a_consumer_holds_a_message(
@@ -217,32 +169,20 @@ def test_the_error_of_a_queue_in_the_way_names_the_queue(
     in_the_way(connection.default_channel).queue_declare()
     with pytest.raises(LayoutConflict, match=f"'{in_the_way.name}'"):
         declare(connection, topology)
-    # The broker has ignored the methods behind it.
+    # The broker has ignored the methods behind it, and nothing looks complete.
     assert topology.digit_queues[3].name in missing(connection, topology)
-
-
-@pytest.fixture
-def restricted(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[Callable[..., str]]:
-    """Makes the URL of a user of this test's own who may configure only what matches a pattern."""
-    private_rabbitmq.ctl("add_user", prefix, "secret")
-
-    def make(configure: str) -> str:
-        private_rabbitmq.ctl("set_permissions", prefix, configure, ".*", ".*")
-        return private_rabbitmq.url.replace("guest:guest@", f"{prefix}:secret@")
-
-    yield make
-    private_rabbitmq.ctl("delete_user", prefix)
+    assert not is_declared(connection, topology)
 
 
 def test_the_error_of_a_user_without_permission_names_the_object(
-    private_rabbitmq: RabbitMQServer, restricted: Callable[..., str], prefix: str
+    private_rabbitmq: RabbitMQServer, prefix: str
 ) -> None:
     topology = Topology(prefix, SHORT)
     *before, refused, behind = topology.queues[:7]
     exchanges = (topology.identity.guard, *topology.exchanges)
     names = [*(each.name for each in exchanges), *(each.name for each in before)]
-    url = restricted("^(" + "|".join(map(re.escape, names)) + ")$")
-    with Connection(url) as connection:
+    configure = "^(" + "|".join(map(re.escape, names)) + ")$"
+    with user(private_rabbitmq, prefix, configure) as url, Connection(url) as connection:
         with pytest.raises(AccessRefused, match=f"queue '{re.escape(refused.name)}'"):
             declare(connection, topology)
         producer = DelayedProducer(Publisher(connection), topology)
@@ -261,28 +201,6 @@ def test_binding_a_queue_that_does_not_exist_names_it(
     declare(connection, topology)
     with pytest.raises(NotFound, match="'nowhere'"):
         bind_destination(connection, topology, "nowhere")
-
-
-def test_an_exclusive_queue_is_bound_over_its_own_connection_and_left_alone_by_others(
-    connection: Connection, broker_url: str, topology: Topology, make_queue: Callable[..., Queue]
-) -> None:
-    exclusive = make_queue("exclusive", exclusive=True)
-    destination = Destination(exclusive, "", exclusive.name)
-    with Connection(broker_url) as other:
-        producer = DelayedProducer(Publisher(other), topology)
-        with pytest.raises(DeclarationRefused, match=exclusive.name):
-            producer.publish_delayed("too early", destination, 0.2)
-        exclusive(connection.default_channel).declare()
-        bind_destination(connection, topology, exclusive.name)
-
-        producer.publish_delayed("hello", destination, 0.2)
-        operators = DelayedProducer(Publisher(other.clone()), topology, may_declare=False)
-        operators.publish_delayed("by operators", destination, 0.2)
-        operators.publisher.close()
-
-        # It goes with its consumer.
-        bodies = {arrival.body for arrival in take(connection, [exclusive], 2)}
-    assert bodies == {"hello", "by operators"}
 
 
 def test_a_message_that_waits_may_be_given_back_any_number_of_times(

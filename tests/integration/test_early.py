@@ -16,7 +16,8 @@ from celery_rabbitdelay import Row
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, find_waiting
-from tests.integration.shop import PATIENCE, make_app, named
+from tests.integration.shop import PATIENCE, named
+from tests.integration.trouble import virtual_host
 from tests.integration.waited import put_into
 from tests.integration.worker import Worker
 
@@ -33,35 +34,26 @@ ADDED = (headers.DUE, headers.QUEUE)
 WARNING = "left the delay levels"
 
 
-def release(connection: Connection, shop: Any) -> amqp.Message:
+def release(connection: Connection, shop: Any) -> Any:
     """Let the only message in the levels go on, as RabbitMQ does when its TTL is over."""
     topology = shop.rabbitdelay.topology
-    found: list[tuple[str, amqp.Message]] = []
+    channel: Any = connection.default_channel
+    found: list[tuple[str, Any]] = []
 
     def look() -> bool:
-        channel: Any
-        with connection.channel() as channel:
-            for queue in topology.digit_queues:
-                message = channel.basic_get(queue.name, no_ack=True)
-                if message is not None:
-                    found.append((queue.name, message))
+        for queue in topology.digit_queues:
+            message = channel.basic_get(queue.name, no_ack=True)
+            if message is not None:
+                found.append((queue.name, message))
         return bool(found)
 
     wait_for(look, "a message in the levels")
     [(name, message)] = found
-    own = {**message.properties["application_headers"], "x-death": [{"queue": name, "count": 1}]}
-    properties = {**message.properties, "application_headers": own}
-    info: Any = message.delivery_info
-    channel: Any
-    with connection.channel() as channel:
-        released = amqp.Message(message.body, **properties)
-        channel.basic_publish(released, topology.delivery.name, info["routing_key"])
+    own = {**message.headers, "x-death": [{"queue": name, "count": 1}]}
+    released = amqp.Message(message.body, **{**message.properties, "application_headers": own})
+    key = message.delivery_info["routing_key"]
+    channel.basic_publish(released, topology.delivery.name, key)
     return message
-
-
-def headers_of(message: amqp.Message) -> dict[str, Any]:
-    found: dict[str, Any] = message.properties["application_headers"]
-    return found
 
 
 def without_delay(seen: dict[str, Any], task_id: str) -> Any:
@@ -95,7 +87,7 @@ def test_a_task_that_the_levels_release_early_is_the_same_task_when_it_is_due(
     undelayed = send(**options)
     expected = undelayed.get(timeout=PATIENCE)
     delayed = send(delay=DELAY, **options)
-    due_ms = headers_of(release(connection, served_shop))[headers.DUE]
+    due_ms = release(connection, served_shop).headers[headers.DUE]
     seen = delayed.get(timeout=PATIENCE)
     assert time.time() >= due_ms / 1000 - TOLERATED
     assert seen["headers"][headers.DUE] == due_ms
@@ -120,7 +112,7 @@ def test_what_only_the_worker_finds_early_comes_back_to_its_queue_and_to_no_othe
     delayed = put_into(connection, served_shop, due, "request", **to)
     message = release(connection, served_shop)
     assert message.properties["priority"] <= 4
-    assert headers_of(message)[headers.EARLY] == {
+    assert message.headers[headers.EARLY] == {
         "times": 1,
         "exchange": fanout,
         "routing-key": "any",
@@ -136,51 +128,33 @@ def test_what_only_the_worker_finds_early_comes_back_to_its_queue_and_to_no_othe
     ("name", "settings"), [("celery-own", {}), ("look", {"rabbitdelay_takeover": False})]
 )
 def test_also_a_task_that_keeps_celery_s_own_behavior_never_starts_early(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    prefix: str,
-    name: str,
-    settings: dict[str, Any],
+    serve: Callable[..., Any], connection: Connection, name: str, settings: dict[str, Any]
 ) -> None:
-    shop = make_shop(**settings)
-    with Worker({**configuration, **settings}):
-        due = time.time() + DELAY
-        task_id = put_into(connection, shop, due, name, routing_key=f"{prefix}.second")
-        find = shop.rabbitdelay.topology.digit_queues
-        waiting = find_waiting(connection, find)
-        assert waiting.message.headers["id"] == task_id
+    shop = serve(**settings)
+    due = time.time() + DELAY
+    task_id = put_into(connection, shop, due, name, routing_key=named(shop, "second"))
+    waiting = find_waiting(connection, shop.rabbitdelay.topology.digit_queues)
+    assert waiting.message.headers["id"] == task_id
 
 
 @pytest.mark.parametrize(("pool", "protocol"), [("prefork", 1), ("prefork", 2), ("gevent", 2)])
 def test_what_the_levels_cannot_take_is_held_by_the_worker_and_not_started(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    prefix: str,
-    pool: str,
-    protocol: int,
+    serve: Callable[..., Any], connection: Connection, pool: str, protocol: int
 ) -> None:
     # It came through distribution, which nobody serves any more.
-    settings: dict[str, Any] = {"rabbitdelay_modules": [], "task_protocol": protocol}
-    shop = make_shop(**settings)
-    with Worker({**configuration, **settings}, None, "-P", pool) as worker:
-        due = time.time() + DELAY
-        if protocol == 2:
-            task_id = put_into(connection, shop, due, routing_key=f"{prefix}.second")
-        else:
-            task = shop.amqp.create_task_message(uuid4().hex, "look", (), {})
-            task_id = task.body["id"]
-            connection.Producer().publish(
-                task.body,
-                headers={headers.DUE: int(due * 1000)},
-                routing_key=f"{prefix}.second",
-                serializer="json",
-                **task.properties,
-            )
-        seen = shop.AsyncResult(task_id).get(timeout=PATIENCE)
-        assert seen["at"] >= due - 0.001
-        assert "cannot wait in the levels, so the worker holds it" in worker.log
+    shop = serve("-P", pool, rabbitdelay_modules=[], task_protocol=protocol)
+    due = time.time() + DELAY
+    if protocol == 2:
+        task_id = put_into(connection, shop, due, routing_key=named(shop, "second"))
+    else:
+        task = shop.amqp.create_task_message(uuid4().hex, "look", (), {})
+        task_id = task.body["id"]
+        own = {headers.DUE: int(due * 1000)}
+        to = {"routing_key": named(shop, "second"), "serializer": "json", **task.properties}
+        connection.Producer().publish(task.body, headers=own, **to)
+    seen = shop.AsyncResult(task_id).get(timeout=PATIENCE)
+    assert seen["at"] >= due - 0.001
+    assert "cannot wait in the levels, so the worker holds it" in shop.worker.log
 
 
 def test_there_is_one_warning_however_many_are_early(
@@ -196,18 +170,13 @@ def test_there_is_one_warning_however_many_are_early(
 
 
 def test_what_is_early_by_less_than_the_setting_says_starts(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    prefix: str,
+    serve: Callable[..., Any], connection: Connection
 ) -> None:
-    settings = {"rabbitdelay_early_tolerance": 600}
-    shop = make_shop(**settings)
-    with Worker({**configuration, **settings}) as worker:
-        due = time.time() + 600
-        task_id = put_into(connection, shop, due, routing_key=f"{prefix}.second")
-        assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] < due
-        assert WARNING not in worker.log
+    shop = serve(rabbitdelay_early_tolerance=600)
+    due = time.time() + 600
+    task_id = put_into(connection, shop, due, routing_key=named(shop, "second"))
+    assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] < due
+    assert WARNING not in shop.worker.log
 
 
 def test_a_retry_of_a_task_that_was_put_back_returns_to_its_exchange(
@@ -231,40 +200,32 @@ def test_a_retry_of_a_task_that_was_put_back_returns_to_its_exchange(
 @pytest.fixture
 def hurried_url(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[str]:
     """A virtual host with a policy that shortens every TTL above two seconds."""
-    private_rabbitmq.ctl("add_vhost", prefix)
-    private_rabbitmq.ctl("set_permissions", "-p", prefix, "guest", ".*", ".*", ".*")
-    private_rabbitmq.ctl("set_policy", "-p", prefix, "hurry", ".*", '{"message-ttl": 2000}')
-    yield f"{private_rabbitmq.url.rstrip('/')}/{prefix}"
-    private_rabbitmq.ctl("delete_vhost", prefix)
+    with virtual_host(private_rabbitmq, prefix) as url:
+        private_rabbitmq.ctl("set_policy", "-p", prefix, "hurry", ".*", '{"message-ttl": 2000}')
+        yield url
 
 
 def test_a_policy_that_shortens_every_ttl_makes_no_task_early(
-    hurried_url: str, configuration: dict[str, Any], prefix: str
+    hurried_url: str, serve: Callable[..., Any], prefix: str
 ) -> None:
-    configuration = {
-        **configuration,
-        "broker_url": hurried_url,
-        "rabbitdelay_layout": [("seconds", 60, 1), ("ms", 10, 0.1)],
-    }
-    shop = make_app(configuration)
+    levels = [("seconds", 60, 1), ("ms", 10, 0.1)]
+    shop = serve(broker_url=hurried_url, rabbitdelay_layout=levels)
     look: Any = shop.tasks["look"]
-    with Worker(configuration) as worker:
-        sent: dict[str, float] = {}
-        ways: list[dict[str, Any]] = [
-            {"queue": f"{prefix}.second"},
-            {"queue": f"{prefix}.mirror"},
-            {"queue": f"{prefix}.second", "priority": 9},
-        ]
-        for delay in (1.5, 3.4, 6, 9.7, 12):
-            for way in ways:
-                before = time.time()
-                sent[look.apply_async(delay=delay, **way).id] = before + delay
-        before = time.time()
-        rows = [Row(delay=8, task_id=uuid4().hex) for _ in range(20)]
-        shop.rabbitdelay.send_many(look, rows, queue=f"{prefix}.second")
-        sent.update({str(row.task_id): before + 8 for row in rows})
-        for task_id, due in sent.items():
-            assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] >= due - TOLERATED
-        # Once for the worker, once for distribution.
-        assert worker.log.count(WARNING) == 2
-    shop.close()
+    sent: dict[str, float] = {}
+    ways: list[dict[str, Any]] = [
+        {"queue": f"{prefix}.second"},
+        {"queue": f"{prefix}.mirror"},
+        {"queue": f"{prefix}.second", "priority": 9},
+    ]
+    for delay in (1.5, 3.4, 6, 9.7, 12):
+        for way in ways:
+            before = time.time()
+            sent[look.apply_async(delay=delay, **way).id] = before + delay
+    before = time.time()
+    rows = [Row(delay=8, task_id=uuid4().hex) for _ in range(20)]
+    shop.rabbitdelay.send_many(look, rows, queue=f"{prefix}.second")
+    sent.update({str(row.task_id): before + 8 for row in rows})
+    for task_id, due in sent.items():
+        assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] >= due - TOLERATED
+    # Once for the worker, once for distribution.
+    assert shop.worker.log.count(WARNING) == 2

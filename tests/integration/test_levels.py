@@ -8,13 +8,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import (
     DeclarationRefused,
     DelayTooLong,
     NeedsDistribution,
-    TopologyIncomplete,
 )
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.delay import Due
@@ -25,7 +24,7 @@ from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
-from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.arrivals import count, take
 from tests.integration.conftest import SHORT
 from tests.integration.publishing import work
 
@@ -87,25 +86,6 @@ def test_no_message_is_early_and_each_comes_once(
     assert count(connection, topology.module_queues.undeliverable.name) == 0
 
 
-def test_a_queue_gets_its_own_messages_only_though_its_name_ends_another_s(
-    connection: Connection,
-    topology: Topology,
-    make_queue: Callable[..., Queue],
-    send: Callable[..., float],
-) -> None:
-    topic = Exchange(make_queue("exchange").name, type="topic")
-    reports = make_queue("reports", topic, "reports")
-    daily = make_queue("daily.reports", topic, "daily.reports")
-    daily_suffix = make_queue("daily", topic, "#.reports")
-    for queue in (reports, daily, daily_suffix):
-        for _ in range(5):
-            send(topology, queue, 0.3, body=queue.name)
-
-    arrivals = take(connection, [reports, daily, daily_suffix], 15)
-
-    assert all(arrival.queue == arrival.body for arrival in arrivals)
-
-
 @pytest.mark.parametrize("zeros", ["bind", "skip", "queue"])
 def test_each_shard_delivers_its_own_messages_once(
     connection: Connection,
@@ -129,27 +109,6 @@ def test_each_shard_delivers_its_own_messages_once(
     shards = {stop.rsplit(".", 1)[1] for stop in stops}
     assert shards == {"s0", "s1", "s2"}
     assert count(connection, topology.module_queues.undeliverable.name) == 0
-
-
-def test_messages_without_a_queue_hold_up_none_of_the_others(
-    connection: Connection,
-    topology: Topology,
-    make_queue: Callable[..., Queue],
-    send: Callable[..., float],
-) -> None:
-    gone, living = make_queue("gone"), make_queue("living")
-    for _ in range(40):
-        send(topology, gone, 1.5)
-    gone(connection.default_channel).delete()
-    not_before = [send(topology, living, 1.5, body=number) for number in range(10)]
-
-    arrivals = take(connection, [living], 10, timeout=GENEROUS)
-
-    assert sorted(arrival.body for arrival in arrivals) == list(range(10))
-    assert all(arrival.at - not_before[arrival.body] < GENEROUS for arrival in arrivals)
-    wait_until_waiting(connection, topology.module_queues.distribution.name, 40)
-    unrouted = take(connection, [topology.module_queues.distribution], 40)
-    assert all(a.message.headers[headers.QUEUE] == gone.name for a in unrouted)
 
 
 def test_a_message_keeps_its_properties_and_loses_its_expiration(
@@ -255,15 +214,6 @@ def test_what_else_is_to_be_declared_is_declared(
     further = make_queue("further")
     send(topology, make_queue("queue"), 0.1, declare=[further])
     assert count(connection, further.name) == 0
-
-
-def test_operators_topologies_are_used_but_never_declared(
-    connection: Connection, topology: Topology, queue: Queue
-) -> None:
-    producer = DelayedProducer(Publisher(connection.clone()), topology, may_declare=False)
-    with pytest.raises(TopologyIncomplete, match=topology.prefix):
-        producer.publish_delayed("x", destination(queue), 0.1)
-    producer.publisher.close()
 
 
 def test_prefixes_never_meet(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
-import amqp
 import pytest
 from kombu import Connection, Queue
 
@@ -15,19 +14,16 @@ from celery_rabbitdelay.exceptions import (
     ConfirmTimeout,
     ConnectionBlocked,
     ConnectionLost,
-    DeclarationRefused,
     MessageNacked,
     MessageRefused,
-    MessageReturned,
-    PublishError,
     TopologyIncomplete,
 )
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.publishing import TIMEOUT, posting, postings, publish, work
+from tests.integration.trouble import alarm, suspended
 
 #: One attempt more than the first.
 ONCE_MORE = PublishPolicy(resends=1)
@@ -37,59 +33,12 @@ def then_lost(
     broker: RabbitMQServer, publisher: Publisher, sent: Publication
 ) -> Iterator[Publication]:
     """A message that is written, and whose connection is lost before any answer."""
-    broker.suspend()
-    try:
+    with suspended(broker):
         # A slow iterator's messages are written at once.
         work(0.01)
         yield sent
         transport: Any = publisher.connection.connection
         transport.transport.sock.shutdown(socket.SHUT_RDWR)
-    finally:
-        broker.resume()
-
-
-@contextmanager
-def alarm(broker: RabbitMQServer) -> Iterator[None]:
-    """A memory alarm: the broker takes no more messages."""
-    broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
-    try:
-        yield
-    finally:
-        broker.ctl("set_vm_memory_high_watermark", "0.4")
-
-
-def test_what_the_broker_refuses_it_does_not_have(
-    publisher: Publisher, target: Queue, make_full: Callable[[int], Queue], prefix: str
-) -> None:
-    full = make_full(1)
-    publish(publisher, full.name)
-
-    def refused(connection: Connection) -> None:
-        Queue(target.name, durable=False)(connection.default_channel).queue_declare()
-
-    for kind, key, options in (
-        (MessageNacked, full.name, {"resends": 3}),
-        (MessageReturned, f"{prefix}-nowhere", {}),
-        (MessageReturned, "key", {"exchange": f"{prefix}-nothing"}),
-        (DeclarationRefused, target.name, {"declare": refused}),
-    ):
-        with pytest.raises(PublishError) as caught:
-            publish(publisher, key, **options)
-        assert type(caught.value) is kind
-        assert not caught.value.may_have_arrived
-    with pytest.raises(MessageRefused) as caught:
-        publisher.publish(amqp.Message("x", expiration="soon"), lambda: ("", target.name))
-    assert not caught.value.may_have_arrived
-    with pytest.raises(PublishError, match="cannot be written") as caught:
-        publish(publisher, "k" * 300)
-    assert not caught.value.may_have_arrived
-
-
-def test_what_was_never_written_the_broker_does_not_have(prefix: str) -> None:
-    publisher = Publisher(Connection("amqp://guest:guest@127.0.0.1:1//"))
-    with pytest.raises(ConnectionLost) as caught:
-        publish(publisher, f"{prefix}-any", resends=2)
-    assert not caught.value.may_have_arrived
 
 
 def test_a_refusal_after_a_lost_connection_tells_nothing_about_the_first_attempt(
@@ -143,16 +92,13 @@ def test_a_broker_that_does_not_answer_may_have_the_message_only_if_it_was_writt
     private_rabbitmq: RabbitMQServer, publisher: Publisher, target: Queue
 ) -> None:
     publish(publisher, target.name)
-    private_rabbitmq.suspend()
-    try:
+    with suspended(private_rabbitmq):
         with pytest.raises(ConfirmTimeout) as caught:
             publish(publisher, target.name, timeout=TIMEOUT)
         assert caught.value.may_have_arrived
         with pytest.raises(ConnectionLost) as lost:
             publish(publisher, target.name, timeout=TIMEOUT)
         assert not lost.value.may_have_arrived
-    finally:
-        private_rabbitmq.resume()
 
 
 def test_what_a_blocked_broker_got_arrives_when_the_alarm_is_over(
@@ -181,15 +127,16 @@ def test_a_message_that_closed_the_channel_is_not_there_and_those_beside_it_may_
     private_rabbitmq: RabbitMQServer, publisher: Publisher, target: Queue
 ) -> None:
     """Where the connection is lost for good before the others are sent again."""
-    message = amqp.Message(b"never", expiration="soon", delivery_mode=2)
-    sent = postings(target.name, 5)
-    sent[2] = Publication(Content.of(message), sent[2].address, "2")
+
+    def with_a_bad_one() -> list[Publication]:
+        good = postings(target.name, 4)
+        return [*good[:2], posting(target.name, expiration="soon"), *good[2:]]
+
+    sent = with_a_bad_one()
     publisher.publish_all(sent)
     assert isinstance(sent[2].error, MessageRefused)
     assert not sent[2].error.may_have_arrived
-
-    sent = postings(target.name, 5)
-    sent[2] = Publication(Content.of(message), sent[2].address, "2")
+    sent = with_a_bad_one()
 
     def lost(connection: Connection) -> None:
         if sent[2].resent:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -24,14 +25,22 @@ from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.metrics import Scraped, is_served
 from tests.integration.notes import Notes
+from tests.integration.publishing import in_child
 from tests.integration.shop import PATIENCE, named
 from tests.integration.test_early import release
+from tests.integration.trouble import suspended
 from tests.integration.worker import Worker, run_celery
 
 
 @pytest.fixture
 def port() -> int:
     return free_port()
+
+
+@pytest.fixture
+def measured(serve: Callable[..., Any], port: int) -> Callable[..., Any]:
+    """Serves an application, whose worker shows its metrics on that port."""
+    return partial(serve, rabbitdelay_metrics_port=port)
 
 
 def scraped(port: int, condition: Callable[[Scraped], object], what: str) -> Scraped:
@@ -80,22 +89,16 @@ def test_nothing_is_served_and_nothing_counted_unless_a_port_is_set(
 
 
 def test_processes_of_the_pool_tell_what_they_send_also_when_they_are_killed(
-    shop: Any, configuration: dict[str, Any], port: int, noted: Notes
+    measured: Callable[..., Any], port: int, noted: Notes
 ) -> None:
-    key = uuid4().hex
-    with Worker(
-        {**configuration, "rabbitdelay_metrics_port": port, "worker_max_tasks_per_child": 2}
-    ):
-        # Two of them send and live on; one retries, and its process is killed by its first run.
-        for number in range(5):
-            shop.tasks["send"].apply_async(
-                ("note", {"args": [number], "kwargs": {"key": noted.key}, "delay": 0.3})
-            ).get(timeout=PATIENCE)
-        shop.tasks["retry"].apply_async(([], 2, {"countdown": 0.3})).get(timeout=PATIENCE)
-        shop.tasks["lost-retry"].apply_async((key,)).get(timeout=PATIENCE)
-        found = scraped(
-            port, lambda now: now.total("lateness_seconds_count") >= 8, "eight arrivals"
-        )
+    shop = measured(worker_max_tasks_per_child=2)
+    # Two of them send and live on; one retries, and its process is killed by its first run.
+    for number in range(5):
+        note = {"args": [number], "kwargs": {"key": noted.key}, "delay": 0.3}
+        shop.tasks["send"].apply_async(("note", note)).get(timeout=PATIENCE)
+    shop.tasks["retry"].apply_async(([], 2, {"countdown": 0.3})).get(timeout=PATIENCE)
+    shop.tasks["lost-retry"].apply_async((uuid4().hex,)).get(timeout=PATIENCE)
+    found = scraped(port, lambda now: now.total("lateness_seconds_count") >= 8, "eight arrivals")
     default = named(shop, "default")
     assert found.values("sent_total") == {
         (default, "note"): 5,
@@ -105,7 +108,6 @@ def test_processes_of_the_pool_tell_what_they_send_also_when_they_are_killed(
     assert found.values("confirmed_total") == found.values("sent_total")
     assert found.values("lateness_seconds_count") == found.values("sent_total")
     assert found.total("refused_total") == 0
-    assert not is_served(port)
 
 
 def test_each_verdict_of_the_registry_is_counted(
@@ -157,18 +159,16 @@ def test_each_verdict_of_the_registry_is_counted(
 
 
 def test_a_registry_that_does_not_answer_opens_the_breaker(
-    make_shop: Callable[..., Any], configuration: dict[str, Any], port: int
+    measured: Callable[..., Any], port: int
 ) -> None:
     with RedisServer() as redis:
-        settings = {**configuration, "rabbitdelay_registry_url": redis.url}
-        shop = make_shop(**settings)
+        shop = measured(rabbitdelay_registry_url=redis.url)
         counted = shop.rabbitdelay.metrics
-        with Worker({**settings, "rabbitdelay_metrics_port": port}):
-            redis.kill()
-            shop.tasks["look"].apply_async(delay=0.3, once=True)
-            found = scraped(port, lambda now: now.total("registry_breaker_open") == 1, "a breaker")
-            assert found.total("registry_failures_total") >= 1
-            assert found.total("returned_total") >= 1
+        redis.kill()
+        shop.tasks["look"].apply_async(delay=0.3, once=True)
+        found = scraped(port, lambda now: now.total("registry_breaker_open") == 1, "a breaker")
+        assert found.total("registry_failures_total") >= 1
+        assert found.total("returned_total") >= 1
         with pytest.raises(RegistryUnavailable):
             shop.tasks["look"].apply_async(delay=0.3, key="order")
     queue = named(shop, "default")
@@ -179,98 +179,77 @@ def test_a_registry_that_does_not_answer_opens_the_breaker(
 
 
 def test_what_waits_is_told_by_level_and_missing_queues_are(
-    shop: Any, configuration: dict[str, Any], port: int, connection: Connection
+    shop: Any, measured: Callable[..., Any], port: int, channel: Any
 ) -> None:
+    measured(rabbitdelay_modules=[])
     topology = shop.rabbitdelay.topology
-    with Worker({**configuration, "rabbitdelay_metrics_port": port, "rabbitdelay_modules": []}):
-        for _ in range(3):
-            shop.tasks["look"].apply_async(delay=5)
-        # An envelope is one message, and nobody serves distribution.
-        shop.rabbitdelay.send_many("look", due_together(2))
-        distribution = topology.module_queues.distribution.name
-        found = scraped(port, lambda now: now.values("backlog")[distribution,], "an envelope")
-        assert set(found.values("pending")) == {(level,) for level in topology.level_queues}
-        assert found.values("missing_queues") == {(): 0}
-        assert found.values("module_received_total") == {}
-        # The next look at the broker finds what was deleted meanwhile.
-        channel: Any
-        with connection.channel() as channel:
-            channel.queue_delete(topology.module_queues.meditation.name)
-        found = scraped(port, lambda now: now.total("missing_queues"), "a missing queue")
-        assert found.values("missing_queues") == {(): 1}
+    for _ in range(3):
+        shop.tasks["look"].apply_async(delay=5)
+    # An envelope is one message, and nobody serves distribution.
+    shop.rabbitdelay.send_many("look", due_together(2))
+    distribution = topology.module_queues.distribution.name
+    found = scraped(port, lambda now: now.values("backlog")[distribution,], "an envelope")
+    assert set(found.values("pending")) == {(level,) for level in topology.level_queues}
+    assert found.values("missing_queues") == {(): 0}
+    assert found.values("module_received_total") == {}
+    # The next look at the broker finds what was deleted meanwhile.
+    channel.queue_delete(topology.module_queues.meditation.name)
+    found = scraped(port, lambda now: now.total("missing_queues"), "a missing queue")
+    assert found.values("missing_queues") == {(): 1}
 
 
 def test_a_broker_that_does_not_answer_holds_up_no_scrape(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    port: int,
-    private_rabbitmq: RabbitMQServer,
+    measured: Callable[..., Any], port: int, private_rabbitmq: RabbitMQServer
 ) -> None:
-    shop = make_shop()
-    with Worker({**configuration, "rabbitdelay_metrics_port": port}):
-        assert shop.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
-        scraped(port, lambda now: now.values("pending"), "an answer of the broker")
-        private_rabbitmq.suspend()
-        try:
-            for _ in range(3):
-                assert Scraped.of_port(port).total("lateness_seconds_count") == 1
-        finally:
-            private_rabbitmq.resume()
+    shop = measured()
+    assert shop.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
+    scraped(port, lambda now: now.values("pending"), "an answer of the broker")
+    with suspended(private_rabbitmq):
+        for _ in range(3):
+            assert Scraped.of_port(port).total("lateness_seconds_count") == 1
 
 
 def test_modules_undeliverable_and_early_messages_are_counted(
-    make_shop: Callable[..., Any], configuration: dict[str, Any], port: int, connection: Connection
+    measured: Callable[..., Any], port: int, connection: Connection
 ) -> None:
-    settings = {**configuration, "rabbitdelay_retry_for": 0, "rabbitdelay_metrics_port": port}
-    shop = make_shop(**settings)
-    queues = shop.rabbitdelay.topology.module_queues
+    shop = measured(rabbitdelay_retry_for=0)
+    look, queues = shop.tasks["look"], shop.rabbitdelay.topology.module_queues
     distribution = queues.distribution.name
-    with Worker(settings):
-        # As if a policy had released them early: one comes to a worker, one to distribution.
-        for given in ("default", "mirror"):
-            result = shop.tasks["look"].apply_async(
-                delay=5, queue=named(shop, given), priority=9 if given == "mirror" else 0
-            )
-            release(connection, shop)
-            assert result.get(timeout=PATIENCE)
-        nowhere = Exchange("test-nowhere", no_declare=True)
-        shop.tasks["look"].apply_async(delay=0.2, exchange=nowhere, routing_key="none")
-        shop.rabbitdelay.send_many("look", due_together(4))
-        found = scraped(
-            port,
-            lambda now: (
-                now.total("module_published_total") == 4 + 1 + 2
-                and now.total("lateness_seconds_count") == 4 + 2
-            ),
-            "all of them",
-        )
-        assert found.values("undeliverable_total") == {
-            (distribution,): 1,
-            (queues.checkin.name,): 0,
-        }
-        # The four of the envelope, the one that is undeliverable, and the early one twice.
-        assert found.values("module_published_total")[distribution,] == 4 + 1 + 2
-        assert found.values("module_received_total")[distribution,] == 1 + 1 + 2
-        assert found.values("early_total") == {
-            (named(shop, "default"), "look"): 1,
-            (distribution, ""): 1,
-        }
-        wait_for(
-            lambda: Scraped.of_port(port).values("backlog")[queues.undeliverable.name,] == 1,
-            "the undeliverable message",
-        )
+    # As if a policy had released them early: one comes to a worker, one to distribution.
+    for given, priority in (("default", 0), ("mirror", 9)):
+        result = look.apply_async(delay=5, queue=named(shop, given), priority=priority)
+        release(connection, shop)
+        assert result.get(timeout=PATIENCE)
+    nowhere = Exchange("test-nowhere", no_declare=True)
+    look.apply_async(delay=0.2, exchange=nowhere, routing_key="none")
+    shop.rabbitdelay.send_many("look", due_together(4))
+    found = scraped(
+        port,
+        lambda now: (
+            now.total("module_published_total") == 4 + 1 + 2
+            and now.total("lateness_seconds_count") == 4 + 2
+        ),
+        "all of them",
+    )
+    assert found.values("undeliverable_total") == {(distribution,): 1, (queues.checkin.name,): 0}
+    # The four of the envelope, the one that is undeliverable, and the early one twice.
+    assert found.values("module_published_total")[distribution,] == 4 + 1 + 2
+    assert found.values("module_received_total")[distribution,] == 1 + 1 + 2
+    early = {(named(shop, "default"), "look"): 1, (distribution, ""): 1}
+    assert found.values("early_total") == early
+    undeliverable = queues.undeliverable.name
+    scraped(port, lambda now: now.values("backlog")[undeliverable,] == 1, "the undeliverable one")
 
 
 def test_a_task_of_a_producer_without_this_package_is_counted(
-    shop: Any, configuration: dict[str, Any], port: int
+    measured: Callable[..., Any], port: int
 ) -> None:
-    plain: Any = celery.Celery("plain", broker=configuration["broker_url"], set_as_current=False)
-    with Worker({**configuration, "rabbitdelay_metrics_port": port}):
-        route = {"exchange": f"{configuration['prefix']}.direct", "routing_key": "second"}
-        plain.send_task("look", countdown=3, **route)
-        found = scraped(port, lambda now: now.total("lateness_seconds_count") == 1, "its arrival")
-        assert found.values("taken_over_total") == {(named(shop, "second"), "look"): 1}
-        assert found.total("early_total") == 0
+    shop = measured()
+    plain: Any = celery.Celery("plain", broker=shop.conf.broker_url, set_as_current=False)
+    plain.send_task("look", countdown=3, exchange=named(shop, "direct"), routing_key="second")
+    found = scraped(port, lambda now: now.total("lateness_seconds_count") == 1, "its arrival")
+    assert found.values("taken_over_total") == {(named(shop, "second"), "look"): 1}
+    assert found.total("early_total") == 0
 
 
 def test_a_producer_shows_its_counts_in_a_registry_of_its_own(shop: Any) -> None:
@@ -312,29 +291,23 @@ def test_a_message_that_is_sent_again_is_counted(
 def test_a_forked_process_counts_for_itself_and_begins_with_nothing(shop: Any) -> None:
     metrics = shop.rabbitdelay.metrics
     metrics.record({SENT: 5}, "look", "queue")
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            status = int(Scraped(metrics.collect()).total("sent_total"))
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def has_counted_nothing() -> None:
+        assert Scraped(metrics.collect()).total("sent_total") == 0
+
+    assert in_child(has_counted_nothing)() == 0
     assert of_process(shop).total("sent_total") == 5
 
 
-def test_the_command_line_says_the_port_of_one_worker(
-    shop: Any, configuration: dict[str, Any], port: int
+def test_the_port_is_a_setting_with_an_address_or_an_option_of_one_worker(
+    serve: Callable[..., Any], port: int
 ) -> None:
-    with Worker(configuration, None, f"--rabbitdelay-metrics-port={port}"):
-        assert is_served(port)
-
-
-def test_the_port_may_have_an_address(shop: Any, configuration: dict[str, Any], port: int) -> None:
-    with Worker({**configuration, "rabbitdelay_metrics_port": f"127.0.0.2:{port}"}):
-        assert not is_served(port)
-        with socket.create_connection(("127.0.0.2", port)):
-            pass
+    serve(rabbitdelay_metrics_port=f"127.0.0.2:{port}")
+    assert not is_served(port)
+    with socket.create_connection(("127.0.0.2", port)):
+        pass
+    serve(f"--rabbitdelay-metrics-port={port}")
+    assert is_served(port)
 
 
 @pytest.mark.parametrize("given", ["0", "70000", "none"])
@@ -371,9 +344,8 @@ def test_metrics_are_served_until_the_pool_has_finished_and_a_killed_worker_free
         redis.set(key, "go on")
         wait_for(lambda: not worker.running, "the worker's end")
         assert not is_served(port)
-        found = shop.tasks["look"].apply_async
         worker.start()
-        found(delay=0.3).get(timeout=PATIENCE)
+        shop.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
         os.kill(worker.pid, signal.SIGKILL)
         wait_for(lambda: not worker.running, "the worker's end")
         wait_for(lambda: not is_served(port), "a free port")
@@ -381,14 +353,14 @@ def test_metrics_are_served_until_the_pool_has_finished_and_a_killed_worker_free
 
 @pytest.mark.parametrize("pool", ["threads", "gevent"])
 def test_pools_without_processes_are_counted_too(
-    shop: Any, configuration: dict[str, Any], port: int, pool: str
+    measured: Callable[..., Any], port: int, pool: str
 ) -> None:
-    with Worker({**configuration, "rabbitdelay_metrics_port": port}, None, f"--pool={pool}"):
-        sent = shop.tasks["send"].apply_async(("look", {"delay": 0.3}), delay=0.3)
-        assert sent.get(timeout=PATIENCE)
-        found = scraped(port, lambda now: now.total("lateness_seconds_count") == 2, "both tasks")
-        assert found.values("confirmed_total") == {(named(shop, "default"), "look"): 1}
-        assert found.values("missing_queues") == {(): 0}
+    shop = measured(f"--pool={pool}")
+    sent = shop.tasks["send"].apply_async(("look", {"delay": 0.3}), delay=0.3)
+    assert sent.get(timeout=PATIENCE)
+    found = scraped(port, lambda now: now.total("lateness_seconds_count") == 2, "both tasks")
+    assert found.values("confirmed_total") == {(named(shop, "default"), "look"): 1}
+    assert found.values("missing_queues") == {(): 0}
 
 
 def test_opentelemetry_gets_the_same_where_its_sdk_is_set_up(

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from uuid import uuid4
@@ -32,7 +33,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app, named
-from tests.integration.worker import Worker, run_celery, start_celery
+from tests.integration.worker import Worker, answer, run_command, start_celery
 from tests.json_schemas import checked
 
 #: An hour: what is due later meditates.
@@ -99,9 +100,10 @@ def send(shop: Any, notes: Notes, of_each: int) -> Sent:
     return Sent(near, far)
 
 
-def layout(levels: Any) -> str:
-    """Return levels as an option without blanks."""
-    return json.dumps(levels, separators=(",", ":"))
+def migrate(old: dict[str, Any]) -> str:
+    """Return the command that migrates from the old levels."""
+    layout = json.dumps(OLD, separators=(",", ":"))
+    return f"migrate --from-prefix {old['prefix']} --from-layout {layout} --from-shards 1"
 
 
 @pytest.fixture
@@ -133,7 +135,8 @@ def killed_and_then_finished(
     """Start a command and kill it in the middle, again and again; then let it finish."""
     for _ in range(KILLS):
         there, here = sum(waiting(source).values()), sum(waiting(target).values())
-        process = start_celery(configuration, f"{command} --rate 100", stderr=subprocess.PIPE)
+        slowly = f"rabbitdelay {command} --rate 100"
+        process = start_celery(configuration, slowly, stderr=subprocess.PIPE)
 
         def has_ended_or_begun(
             process: subprocess.Popen[str] = process, there: int = there, here: int = here
@@ -149,9 +152,7 @@ def killed_and_then_finished(
         finally:
             process.kill()
             process.communicate()
-    last = run_celery(configuration, f"{command} --json")
-    assert last.returncode == 0, last.stderr
-    assert checked("moved", last.stdout)["finished"]
+    assert answer(configuration, command, "moved")["finished"]
 
 
 def assert_nothing_is_lost(sent: Sent, notes: Notes, source: Place, target: Place) -> None:
@@ -177,23 +178,6 @@ def ran(notes: Notes) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def test_nothing_is_lost_when_the_migration_is_killed_again_and_again(
-    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
-) -> None:
-    before, after = make(old), make(new)
-    notes = Notes(before)
-    with Worker(new):
-        sent = send(before, notes, 840)
-        source, target = place(old, before), place(new, after)
-        command = (
-            f"rabbitdelay migrate --from-prefix {old['prefix']} --from-layout {layout(OLD)} "
-            "--from-shards 1"
-        )
-        killed_and_then_finished(new, command, source, target)
-        assert_nothing_is_lost(sent, notes, source, target)
-    notes.forget()
-
-
 @pytest.fixture
 def other_broker(broker_root: Path | None) -> Iterator[RabbitMQServer]:
     """Another broker: of another version, if RABBITDELAY_OTHER_BROKER_ROOT names its system."""
@@ -202,33 +186,29 @@ def other_broker(broker_root: Path | None) -> Iterator[RabbitMQServer]:
         yield server
 
 
-def test_nothing_is_lost_when_the_transfer_is_killed_again_and_again(
-    old: dict[str, Any], make: Callable[..., Any], other_broker: RabbitMQServer
+@pytest.mark.parametrize("command", ["migrate", "transfer"])
+def test_nothing_is_lost_when_a_move_is_killed_again_and_again(
+    old: dict[str, Any],
+    new: dict[str, Any],
+    make: Callable[..., Any],
+    command: str,
+    request: pytest.FixtureRequest,
 ) -> None:
-    new = {**old, "broker_url": other_broker.url}
-    before, after = make(old), make_app(new)
+    before = make(old)
+    if command == "migrate":
+        after, whole = make(new), migrate(old)
+    else:
+        new = {**old, "broker_url": request.getfixturevalue("other_broker").url}
+        after, whole = make_app(new), f"transfer --from {old['broker_url']}"
+        request.addfinalizer(after.close)
     notes = Notes(before)
     # The workers of the old broker run on.
-    with Worker(old), Worker(new):
+    with Worker(new), Worker(old) if command == "transfer" else nullcontext():
         sent = send(before, notes, 840)
         source, target = place(old, before), place(new, after)
-        command = f"rabbitdelay transfer --from {old['broker_url']}"
-        killed_and_then_finished(new, command, source, target)
+        killed_and_then_finished(new, whole, source, target)
         assert_nothing_is_lost(sent, notes, source, target)
     notes.forget()
-    after.close()
-
-
-def migrate(
-    configuration: dict[str, Any], options: str, status: int = 0, schema: str = "moved"
-) -> dict[str, Any]:
-    told = run_celery(configuration, f"rabbitdelay migrate {options} --json")
-    assert told.returncode == status, told.stderr
-    return checked(schema, told.stdout)
-
-
-def from_old(old: dict[str, Any]) -> str:
-    return f"--from-prefix {old['prefix']} --from-layout {layout(OLD)} --from-shards 1"
 
 
 def test_a_dry_run_counts_and_takes_nothing(
@@ -237,7 +217,7 @@ def test_a_dry_run_counts_and_takes_nothing(
     before = make(old)
     for delay in (630, 630, 10_000):
         before.tasks["look"].apply_async(delay=delay)
-    told = migrate(new, f"{from_old(old)} --dry-run", schema="waiting")
+    told = answer(new, f"{migrate(old)} --dry-run", "waiting")
     prefix = old["prefix"]
     assert told == {"waiting": 3, "queues": {f"{prefix}.minutes.10": 2, f"{prefix}.meditation": 1}}
     assert sum(waiting(place(old, before)).values()) == 3
@@ -255,7 +235,7 @@ def test_what_cannot_be_read_and_what_is_undeliverable_goes_to_undeliverable(
         producer.publish({}, exchange=f"{prefix}.minutes.x1", routing_key=key)
         producer.publish({}, exchange=f"{prefix}.undeliverable", routing_key="any")
         wait_for(lambda: sum(waiting(place(old, before)).values()) == 4, "the messages")
-        moved = migrate(new, from_old(old), status=1)
+        moved = answer(new, migrate(old), "moved", 1)
         prefix = new["rabbitdelay_prefix"]
         assert moved["moved"] == 3
         assert moved["left"] == {"its routing key is of another layout: see the --from options": 1}
@@ -266,15 +246,13 @@ def test_what_cannot_be_read_and_what_is_undeliverable_goes_to_undeliverable(
 
 
 def test_a_task_for_a_queue_that_does_not_exist_is_moved_and_the_queue_named(
-    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any], channel: Any
 ) -> None:
     before, after = make(old), make(new)
     gone = f"{old['prefix']}-gone"
     before.send_task("look", queue=gone, delay=600)
-    with Connection(old["broker_url"]) as connection:
-        channel: Any = connection.default_channel
-        channel.queue_delete(gone)
-    moved = migrate(new, f"{from_old(old)} --allow *-gone")
+    channel.queue_delete(gone)
+    moved = answer(new, f"{migrate(old)} --allow *-gone", "moved")
     assert (moved["moved"], moved["missing_queues"]) == (1, [gone])
     assert moved["unnamed_queues"] == []
     assert sum(waiting(place(new, after)).values()) == 1
@@ -287,7 +265,14 @@ def test_a_queue_that_the_application_does_not_name_is_not_bound(
     before, after = make(old), make(new)
     name = f"{old['prefix']}-secret"
     before.send_task("look", queue=name, delay=600)
-    moved = migrate(new, from_old(old), status=1)
+    told = run_command(new, migrate(old))
+    assert told.returncode == 1
+    assert "wait until these queues are bound" in told.stdout
+    assert "undeliverable rabbitdelay_retry_for" in told.stdout
+    assert name in told.stdout
+
+    before.send_task("look", queue=name, delay=600)
+    moved = answer(new, migrate(old), "moved", 1)
     assert (moved["moved"], moved["missing_queues"], moved["unnamed_queues"]) == (1, [], [name])
     topology = after.rabbitdelay.topology
     channel: Any = connection.default_channel
@@ -299,32 +284,16 @@ def test_a_queue_that_the_application_does_not_name_is_not_bound(
     assert channel.queue_delete(name) == 0
 
 
-def test_the_text_says_what_becomes_of_messages_for_a_queue_that_is_not_bound(
-    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any], connection: Connection
-) -> None:
-    before = make(old)
-    make(new)
-    name = f"{old['prefix']}-secret"
-    before.send_task("look", queue=name, delay=600)
-    told = run_celery(new, f"rabbitdelay migrate {from_old(old)}")
-    assert told.returncode == 1
-    assert "wait until these queues are bound" in told.stdout
-    assert "undeliverable rabbitdelay_retry_for" in told.stdout
-    assert name in told.stdout
-    channel: Any = connection.default_channel
-    channel.queue_delete(name)
-
-
 def test_the_same_prefix_on_the_same_broker_is_refused(
     old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
 ) -> None:
     make(old).tasks["look"].apply_async(delay=600)
-    told = run_celery(old, "rabbitdelay migrate")
+    told = run_command(old, "migrate")
     assert told.returncode == 2
     assert "have the same prefix" in told.stderr
     # By another name of the same broker.
     url = old["broker_url"].replace("127.0.0.1", "localhost")
-    assert run_celery(old, f"rabbitdelay transfer --from {url}").returncode == 2
+    assert run_command(old, f"transfer --from {url}").returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -338,7 +307,7 @@ def test_the_same_prefix_on_the_same_broker_is_refused(
     ],
 )
 def test_wrong_levels_are_refused(new: dict[str, Any], options: str, text: str) -> None:
-    told = run_celery(new, f"rabbitdelay migrate {options}")
+    told = run_command(new, f"migrate {options}")
     assert told.returncode == 2
     assert text in told.stderr
 
@@ -354,12 +323,12 @@ def test_a_cancelled_task_stays_cancelled_after_the_migration(
     first = before.tasks["note"].apply_async(("cancelled",), **options)
     before.tasks["note"].apply_async(("runs",), **options)
     before.rabbitdelay.cancel(first.id)
-    refused = run_celery(new, f"rabbitdelay migrate {from_old(old)}")
+    refused = run_command(new, migrate(old))
     assert refused.returncode == 2
     assert "those that are cancelled would run" in refused.stderr
     new = {**new, "rabbitdelay_registry_prefix": old["prefix"]}
     make(new)
-    assert migrate(new, from_old(old))["moved"] == 2
+    assert answer(new, migrate(old), "moved")["moved"] == 2
     with Worker(new):
         notes.wait(1)
     assert notes() == ["runs"]
@@ -376,7 +345,7 @@ def test_after_ctrl_c_nothing_exists_twice_and_the_rest_is_where_it_was(
     before.rabbitdelay.send_many(before.tasks["look"], rows, envelopes=False)
     source, target = place(old, before), place(new, after)
     all_waiting = sum(waiting(source).values())
-    command = f"rabbitdelay migrate {from_old(old)} --rate 500 --json"
+    command = f"rabbitdelay {migrate(old)} --rate 500 --json"
     process = start_celery(new, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(lambda: waiting(target), "the first messages moved", 60)
     process.send_signal(signal.SIGINT)
@@ -402,9 +371,7 @@ def test_levels_that_are_not_as_described_are_refused(
 ) -> None:
     make(old).tasks["look"].apply_async(delay=600)
     for dry_run in ("", " --dry-run"):
-        told = run_celery(
-            new, f"rabbitdelay migrate --from-prefix {old['prefix']} {options}{dry_run}"
-        )
+        told = run_command(new, f"migrate --from-prefix {old['prefix']} {options}{dry_run}")
         assert told.returncode == 2, told.stdout
         assert text in told.stderr
 
@@ -442,5 +409,5 @@ def test_a_destination_that_cannot_be_declared_is_bound_as_it_is(
     channel: Any = connection.default_channel
     channel.queue_delete(name)
     channel.queue_declare(name, durable=True, auto_delete=False)
-    moved = migrate(new, from_old(old))
+    moved = answer(new, migrate(old), "moved")
     assert (moved["moved"], moved["missing_queues"]) == (1, [])

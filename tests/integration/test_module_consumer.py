@@ -39,21 +39,17 @@ class Serving:
         self.stopping = Event()
         self.statistics = ModuleStatistics()
         self.errors: list[BaseException] = []
-        self._url = url
-        self._module = module
+        self.connection = Connection(url)
+        self.consumer = ModuleConsumer(module, self.connection, self.statistics, self.stopping)
         self._thread = Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        with Connection(self._url) as self.connection:
-            connection = self.connection
+        with self.connection:
             try:
-                self.consumer = ModuleConsumer(
-                    self._module, connection, self.statistics, self.stopping
-                )
                 self.consumer.serve()
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 self.errors.append(error)
-                connection.collect(socket_timeout=0.1)
+                self.connection.collect(socket_timeout=0.1)
 
     def __enter__(self) -> Serving:
         self._thread.start()
@@ -65,84 +61,74 @@ class Serving:
         assert not self._thread.is_alive()
 
 
+class Bench:
+    """Levels, a queue, and a module that makes of each message what a function returns."""
+
+    def __init__(self, connection: Connection, topology: Topology, source: Queue) -> None:
+        self.channel: Any = connection.default_channel
+        self.source = source
+        self.undeliverable = topology.module_queues.undeliverable.name
+        self._connection = connection
+        self._topology = topology
+        declare(connection, topology)
+        source(self.channel).declare()
+
+    def serve(self, receive: Receive, window: int = 1000) -> Serving:
+        """Serve the module as long as the block runs."""
+        options: Any = {"prefetch": 100, "max_unconfirmed": window, "timeout": 30, "retry_for": 0}
+        module = Module("test", self._topology, self.source, receive, **options)
+        return Serving(self._connection.as_uri(include_password=True), module)
+
+    def put(self, *bodies: str) -> None:
+        """Put messages into the module's queue."""
+        for body in bodies:
+            self.channel.basic_publish(amqp.Message(body), "", self.source.name)
+
+    def wait_until_waiting(self, number: int) -> None:
+        """Wait until so many messages are ready in the module's queue."""
+        wait_until_waiting(self._connection, self.source.name, number)
+
+    def reasons(self, number: int) -> list[str]:
+        """Take so many undeliverable messages; return their reasons."""
+        queue = Queue(self.undeliverable)
+        return [
+            examine(arrival.message.headers, self._topology).reason
+            for arrival in take(self._connection, [queue], number)
+        ]
+
+
 @pytest.fixture
-def source(connection: Connection, make_queue: Callable[..., Queue]) -> Queue:
-    """The queue that the module consumes from."""
+def bench(connection: Connection, topology: Topology, make_queue: Callable[..., Queue]) -> Bench:
+    """What a test serves, fills and looks at."""
     source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
-    source(connection.default_channel).declare()
-    return source
+    return Bench(connection, topology, source)
 
 
 @pytest.fixture
-def serving(
-    broker_url: str, connection: Connection, topology: Topology, source: Queue
-) -> Callable[..., Serving]:
-    """Serves a module that makes of each message what a function returns."""
-    declare(connection, topology)
-
-    def serve(receive: Receive, window: int = 1000) -> Serving:
-        module = Module(
-            "test",
-            topology,
-            source,
-            receive,
-            prefetch=100,
-            max_unconfirmed=window,
-            timeout=30,
-            retry_for=0,
-        )
-        return Serving(broker_url, module)
-
-    return serve
-
-
-@pytest.fixture
-def exchanges(connection: Connection, prefix: str, target: Queue) -> Iterator[list[Exchange]]:
-    """Exchanges that route everything to the target; not declared."""
-    some = [Exchange(f"{prefix}-{number}", type="fanout") for number in range(8)]
+def exchanges(channel: Any, prefix: str, target: Queue) -> Iterator[list[Exchange]]:
+    """Two exchanges that route everything to the target."""
+    some = [Exchange(f"{prefix}-{number}", type="fanout") for number in range(2)]
+    for exchange in some:
+        exchange(channel).declare()
+        channel.queue_bind(target.name, exchange.name)
     yield some
     for exchange in some:
-        exchange(connection.default_channel).delete()
-
-
-def bind(connection: Connection, exchange: Exchange, target: Queue) -> None:
-    channel: Any = connection.default_channel
-    exchange(channel).declare()
-    channel.queue_bind(target.name, exchange.name)
-
-
-def put(connection: Connection, queue: Queue, number: int = 1, body: str = "x") -> None:
-    channel: Any = connection.default_channel
-    for _ in range(number):
-        channel.basic_publish(amqp.Message(body), "", queue.name)
-
-
-def reasons(connection: Connection, topology: Topology, number: int) -> list[str]:
-    return [
-        examine(arrival.message.headers, topology).reason
-        for arrival in take(connection, [topology.module_queues.undeliverable], number)
-    ]
+        exchange(channel).delete()
 
 
 def test_an_exchange_that_is_deleted_closes_the_channel_only_once(
-    serving: Callable[..., Serving],
-    connection: Connection,
-    topology: Topology,
-    source: Queue,
-    target: Queue,
-    exchanges: list[Exchange],
+    bench: Bench, connection: Connection, target: Queue, exchanges: list[Exchange]
 ) -> None:
     exchange = exchanges[0]
-    bind(connection, exchange, target)
-    with serving(lambda _: iter([outgoing(exchange.name, "key")])) as served:
-        put(connection, source)
+    with bench.serve(lambda _: iter([outgoing(exchange.name, "key")])) as served:
+        bench.put("x")
         take(connection, [target], 1)
-        exchange(connection.default_channel).delete()
-        put(connection, source)
-        told = reasons(connection, topology, 1)
+        exchange(bench.channel).delete()
+        bench.put("x")
+        told = bench.reasons(1)
         channel = served.consumer._loop.channel
-        put(connection, source)
-        told += reasons(connection, topology, 1)
+        bench.put("x")
+        told += bench.reasons(1)
     assert all("there is no exchange" in reason for reason in told)
     # The broker is asked for it, so that no message in flight beside it is sent twice.
     assert served.consumer._loop.channel is channel
@@ -150,18 +136,14 @@ def test_an_exchange_that_is_deleted_closes_the_channel_only_once(
 
 
 def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishing_channel(
-    serving: Callable[..., Serving],
+    bench: Bench,
     connection: Connection,
-    topology: Topology,
-    source: Queue,
     target: Queue,
     exchanges: list[Exchange],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The broker closes it with NOT_FOUND as well, because of a message that was sent before."""
-    deleted, other = exchanges[:2]
-    for each in (deleted, other):
-        bind(connection, each, target)
+    deleted, other = exchanges
 
     def answered_first(channel: Any, names: list[str]) -> list[bool]:
         """Let the broker answer what was published before, and then ask."""
@@ -173,32 +155,30 @@ def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishin
 
     monkeypatch.setattr(module_consumer, "find_exchanges", answered_first)
     both = [outgoing(each.name, "key") for each in (deleted, other)]
-    with serving(lambda message: iter(both if message.body == b"both" else both[:1])) as served:
-        put(connection, source)
+    with bench.serve(lambda message: iter(both if message.body == b"both" else both[:1])) as served:
+        bench.put("x")
         take(connection, [target], 1)
-        deleted(connection.default_channel).delete()
-        put(connection, source, body="both")
+        deleted(bench.channel).delete()
+        bench.put("both")
         wait_for(lambda: served.errors or served.statistics.undeliverable, "the close")
     # All of it is delivered again.
     assert [type(error) for error in served.errors] == [NotFound]
-    assert count(connection, topology.module_queues.undeliverable.name) == 0
-    wait_until_waiting(connection, source.name, 1)
+    assert count(connection, bench.undeliverable) == 0
+    bench.wait_until_waiting(1)
 
 
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
-    serving: Callable[..., Serving], connection: Connection, source: Queue, target: Queue
+    bench: Bench, connection: Connection, target: Queue
 ) -> None:
     around, stands_still, go_on = 10, Event(), Event()
-    channel: Any = connection.default_channel
-    for number in range(2 * around):
-        channel.basic_publish(amqp.Message(str(number)), "", source.name)
+    bench.put(*map(str, range(2 * around)))
     with Connection(connection.as_uri(include_password=True)) as dying:
         had: list[Any] = []
         channel_of_dying: Any = dying.default_channel
-        channel_of_dying.basic_consume(source.name, callback=had.append)
+        channel_of_dying.basic_consume(bench.source.name, callback=had.append)
         while len(had) < 2 * around:
             dying.drain_events(timeout=30)
-    wait_until_waiting(connection, source.name, 2 * around)
+    bench.wait_until_waiting(2 * around)
 
     def receive(message: amqp.Message) -> Iterator[Outgoing]:
         if int(message.body) == around:
@@ -207,14 +187,15 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
         yield outgoing("", target.name)
 
     try:
-        with serving(receive) as served:
+        with bench.serve(receive) as served:
             assert stands_still.wait(60)
             wait_until_waiting(connection, target.name, around)
-            wait_until_waiting(connection, source.name, around - 1)
+            bench.wait_until_waiting(around - 1)
             transport: Any = served.connection.connection
             transport.sock.shutdown(SHUT_RDWR)
-            wait_until_waiting(connection, source.name, around)
-            left = [channel.basic_get(source.name, no_ack=True) for _ in range(around)]
+            bench.wait_until_waiting(around)
+            source = bench.source.name
+            left = [bench.channel.basic_get(source, no_ack=True) for _ in range(around)]
             go_on.set()
     finally:
         go_on.set()
@@ -223,7 +204,7 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
 
 
 def test_a_module_that_stops_gives_back_what_it_has_not_begun_although_the_broker_keeps_up(
-    serving: Callable[..., Serving], connection: Connection, source: Queue, target: Queue
+    bench: Bench, connection: Connection, target: Queue
 ) -> None:
     messages, made = 100, 0
 
@@ -235,38 +216,33 @@ def test_a_module_that_stops_gives_back_what_it_has_not_begun_although_the_broke
                 served.stopping.set()
             yield outgoing("", target.name)
 
-    put(connection, source, messages)
-    wait_until_waiting(connection, source.name, messages)
+    bench.put(*["x"] * messages)
+    bench.wait_until_waiting(messages)
     # With this window, there always is room.
-    with serving(receive, window=100_000) as served:
+    with bench.serve(receive, window=100_000) as served:
         wait_for(served.stopping.is_set, "the stop")
     assert not served.errors
-    assert count(connection, source.name) > messages // 2
+    assert count(connection, bench.source.name) > messages // 2
 
 
 def test_many_messages_that_close_the_channel_are_found_without_sending_the_others_again(
-    serving: Callable[..., Serving],
-    connection: Connection,
-    topology: Topology,
-    source: Queue,
-    target: Queue,
+    bench: Bench, connection: Connection, target: Queue
 ) -> None:
     bad = Outgoing(
         "", target.name, waiting(amqp.Message(b"never", expiration="soon", delivery_mode=2))
     )
     good = [outgoing("", target.name, str(number).encode()) for number in range(10)]
     copies: list[int] = []
-    with serving(lambda _: iter([*[bad] * 40, *good, *[bad] * 30])) as served:
+    with bench.serve(lambda _: iter([*[bad] * 40, *good, *[bad] * 30])) as served:
         # On a slow machine the broker may answer before all of them are in flight.
         while len(copies) < 5 and 10 not in copies:
-            put(connection, source)
-            assert len(reasons(connection, topology, 70)) == 70
-            wait_until_waiting(connection, source.name, 0)
+            bench.put("x")
+            assert len(bench.reasons(70)) == 70
+            bench.wait_until_waiting(0)
             wait_for(lambda: served.statistics.finished == len(copies) + 1, "the message")
             held = count(connection, target.name)
-            assert {str(each.body).encode() for each in take(connection, [target], held)} == {
-                each.message.body for each in good
-            }
+            arrived = {str(each.body).encode() for each in take(connection, [target], held)}
+            assert arrived == {each.message.body for each in good}
             copies.append(held)
     assert not served.errors
     assert min(copies) == 10

@@ -12,28 +12,23 @@ from kombu import Connection, Exchange, Queue, binding
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules.envelope import Item
-from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import count, take
-from tests.integration.modules import MODULES, OPEN, check_in, put_in_envelope, wait_until_served
+from tests.integration.arrivals import take
+from tests.integration.modules import MODULES, OPEN, Client, client, wait_until_served
 from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import Worker
 
-
-@pytest.fixture
-def serving(served_shop: Any) -> Any:
-    """An application whose worker serves the modules, and lets check-in reach the tests' queues."""
-    return served_shop
+__all__ = ["client"]
 
 
 def test_a_client_that_knows_nothing_of_python_delays_a_message(
-    serving: Any, connection: Connection, make_queue: Callable[..., Queue], prefix: str
+    client: Client, connection: Connection, make_queue: Callable[..., Queue], prefix: str
 ) -> None:
     exchange = Exchange(f"{prefix}-news", type="topic")
     queue = make_queue("news", exchange, "paper.#")
-    queue(connection.default_channel).declare()
+    queue(client.channel).declare()
     published = time.time()
-    topology = serving.rabbitdelay.topology
+    topology = client.topology
     # rabbitmq-c writes the default virtual host so.
     url = connection.as_uri(include_password=True).removesuffix("/") + "%2F"
     command = [
@@ -42,7 +37,7 @@ def test_a_client_that_knows_nothing_of_python_delays_a_message(
         *("-H", "x-delay: 2500", "-H", f"{headers.EXCHANGE}: {exchange.name}"),
     ]
     subprocess.run(command, check=True)
-    (arrival,) = take(connection, [queue], 1)
+    (arrival,) = client.take(queue)
     assert arrival.at >= published + 2.5
     assert arrival.message.delivery_info["exchange"] == exchange.name
     assert arrival.message.delivery_info["routing_key"] == "paper.daily"
@@ -51,7 +46,7 @@ def test_a_client_that_knows_nothing_of_python_delays_a_message(
 
 @pytest.mark.parametrize("kind", ["fanout", "headers", "topic", "direct"])
 def test_every_queue_gets_it_once_that_would_get_it_without_a_delay(
-    serving: Any, connection: Connection, make_queue: Callable[..., Queue], prefix: str, kind: str
+    client: Client, connection: Connection, make_queue: Callable[..., Queue], prefix: str, kind: str
 ) -> None:
     exchange = Exchange(f"{prefix}-{kind}", type=kind)
     patterns = {"topic": ["paper.#", "*.daily"], "direct": ["paper.daily"] * 2}
@@ -65,16 +60,10 @@ def test_every_queue_gets_it_once_that_would_get_it_without_a_delay(
         f"{kind}-other", bindings=[binding(exchange, "else", {"x-match": "all", "colour": "blue"})]
     )
     for queue in [*queues, other] if kind != "fanout" else queues:
-        queue(connection.default_channel).declare()
+        queue(client.channel).declare()
     published = time.time()
-    check_in(
-        connection,
-        serving,
-        "paper.daily",
-        headers={"x-delay": 700, headers.EXCHANGE: exchange.name, "colour": "red"},
-        priority=7,
-        expiration=60,
-    )
+    told = {"x-delay": 700, headers.EXCHANGE: exchange.name, "colour": "red"}
+    client.check_in("paper.daily", told, priority=7, expiration=60)
     arrivals = take(connection, queues, len(queues))
     assert {arrival.queue for arrival in arrivals} == {queue.name for queue in queues}
     for arrival in arrivals:
@@ -87,17 +76,13 @@ def test_every_queue_gets_it_once_that_would_get_it_without_a_delay(
         assert message.headers["colour"] == "red"
         assert not [name for name in message.headers if "death" in name or name == "x-delay"]
     if kind != "fanout":
-        assert count(connection, other.name) == 0
+        assert client.count(other) == 0
 
 
-def test_without_a_delay_it_is_passed_on_at_once(
-    serving: Any, connection: Connection, make_queue: Callable[..., Queue], prefix: str
-) -> None:
-    queue = make_queue("plain")
-    queue(connection.default_channel).declare()
-    for options in ({}, {"headers": {"x-delay": 0}}, {"headers": {"x-delay": "0"}}):
-        check_in(connection, serving, queue.name, **options)
-    for arrival in take(connection, [queue], 3):
+def test_without_a_delay_it_is_passed_on_at_once(client: Client, target: Queue) -> None:
+    for told in (None, {"x-delay": 0}, {"x-delay": "0"}):
+        client.check_in(target.name, told)
+    for arrival in client.take(target, 3):
         assert arrival.body == "hello"
         assert not arrival.message.headers
 
@@ -105,118 +90,91 @@ def test_without_a_delay_it_is_passed_on_at_once(
 @pytest.mark.parametrize(
     ("key", "given", "reason"),
     [
-        ("{prefix}-q", {"x-delay": "soon"}, "'soon', not a number"),
-        ("{prefix}-q", {"x-delay": [1]}, "not a number"),
-        ("{prefix}-q", {"x-delay": True}, "not a number"),
-        ("{prefix}-q", {"x-delay": -5}, "negative"),
-        ("{prefix}-q", {"x-delay": str(2**63)}, "more than the longest delay ahead"),
+        ("test-q", {"x-delay": "soon"}, "'soon', not a number"),
+        ("test-q", {"x-delay": [1]}, "not a number"),
+        ("test-q", {"x-delay": True}, "not a number"),
+        ("test-q", {"x-delay": -5}, "negative"),
+        ("test-q", {"x-delay": str(2**63)}, "more than the longest delay ahead"),
         ("", {"x-delay": 5}, "no destination"),
         ("celery", {"x-delay": 5}, "may not reach the queue 'celery'"),
         ("a", {"x-delay": 5, headers.EXCHANGE: "amq.topic"}, "may not reach the exchange"),
-        ("{prefix}-nobody", {"x-delay": 5}, "no queue for the key"),
-        ("a", {"x-delay": 5, headers.EXCHANGE: "{prefix}-none"}, "there is no exchange"),
-        ("{prefix}-nobody", {}, "no queue for the key"),
+        ("test-nobody", {"x-delay": 5}, "no queue for the key"),
+        ("a", {"x-delay": 5, headers.EXCHANGE: "test-none"}, "there is no exchange"),
+        ("test-nobody", {}, "no queue for the key"),
     ],
 )
 def test_what_cannot_be_read_or_delivered_is_undeliverable_with_its_reason(
-    serving: Any, connection: Connection, prefix: str, key: str, given: dict[str, Any], reason: str
+    client: Client, key: str, given: dict[str, Any], reason: str
 ) -> None:
-    named = {
-        name: value.format(prefix=prefix) if isinstance(value, str) else value
-        for name, value in given.items()
-    }
-    check_in(connection, serving, key.format(prefix=prefix), headers={**named, "mine": 1})
-    topology = serving.rabbitdelay.topology
-    (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
-    assert reason in examine(arrival.message.headers, topology).reason
-    assert arrival.message.headers["mine"] == 1
-    assert arrival.body == "hello"
+    client.check_in(key, {**given, "mine": 1})
+    ((told, message),) = client.undeliverable()
+    assert reason in told
+    assert message.headers["mine"] == 1
+    assert message.payload == "hello"
 
 
 def test_check_in_reaches_no_queue_that_a_worker_is_told_to_consume_from_later(
     shop: Any, worker: Worker, connection: Connection, make_queue: Callable[..., Queue]
 ) -> None:
-    added = make_queue("added")
+    added, client = make_queue("added"), Client(connection, shop)
     shop.control.add_consumer(added.name, destination=[worker.name], reply=True)
     wait_for(lambda: f"Started consuming from {added.name}" in worker.log, "the new consumer")
-    check_in(connection, shop, added.name, headers={"x-delay": 5})
-    topology = shop.rabbitdelay.topology
-    (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
-    reason = examine(arrival.message.headers, topology).reason
+    client.check_in(added.name, {"x-delay": 5})
+    ((reason, _),) = client.undeliverable()
     assert f"may not reach the queue '{added.name}'" in reason
 
 
 def test_a_message_meditates_until_the_levels_can_carry_it(
-    configuration: dict[str, Any],
-    make_shop: Callable[..., Any],
-    connection: Connection,
-    make_queue: Callable[..., Queue],
-    prefix: str,
+    serve: Callable[..., Any], connection: Connection
 ) -> None:
     """The worked example: levels of 8, 4, 2 and 1 s, a delay of 27 s, and the key ``my-key``."""
-    settings = {
-        "rabbitdelay_layout": {"name": "geometric", "factor": 2, "levels": 4},
-        "rabbitdelay_tick": 1,
-        "rabbitdelay_checkin_allowed": ["my-key"],
-    }
-    shop = make_shop(**settings)
-    topology = shop.rabbitdelay.topology
-    assert topology.layout.capacity_ms == 15_000
-    queue = Queue("my-key", durable=True)
-    queue(connection.default_channel).declare()
+    shop = serve(
+        rabbitdelay_layout={"name": "geometric", "factor": 2, "levels": 4},
+        rabbitdelay_tick=1,
+        rabbitdelay_checkin_allowed=["my-key"],
+    )
+    client, queue = Client(connection, shop), Queue("my-key", durable=True)
+    assert client.topology.layout.capacity_ms == 15_000
+    queue(client.channel).declare()
     try:
-        with Worker({**configuration, **settings}, [f"{prefix}.default"]):
-            published = time.time()
-            check_in(connection, shop, "my-key", headers={"x-delay": 27_000})
-            wait_for(
-                lambda: count(connection, topology.module_queues.meditation.name) == 1, "meditation"
-            )
-            # 12 s are left, which is 1.1.0.0.
-            eight = topology.digit_queues[0].name
-            wait_for(lambda: count(connection, eight) == 1, "the first level", timeout=25)
-            assert time.time() >= published + 15
-            (arrival,) = take(connection, [queue], 1, timeout=40)
+        published = time.time()
+        client.check_in("my-key", {"x-delay": 27_000})
+        meditation = client.topology.module_queues.meditation
+        wait_for(lambda: client.count(meditation) == 1, "meditation")
+        # 12 s are left, which is 1.1.0.0.
+        eight = client.topology.digit_queues[0]
+        wait_for(lambda: client.count(eight) == 1, "the first level", timeout=25)
+        assert time.time() >= published + 15
+        (arrival,) = client.take(queue, timeout=40)
     finally:
-        queue(connection.default_channel).delete()
+        queue(client.channel).delete()
     assert arrival.at >= published + 27
     assert arrival.message.delivery_info["routing_key"] == "my-key"
 
 
-def test_a_task_of_fifty_years_meditates(
-    make_shop: Callable[..., Any], connection: Connection
-) -> None:
-    shop = make_shop(rabbitdelay_layout="clock")
-    years = 50 * 365 * 86_400
-    result = shop.tasks["look"].apply_async(delay=years)
-    (arrival,) = take(connection, [shop.rabbitdelay.topology.module_queues.meditation], 1)
-    assert arrival.message.headers["id"] == result.id
-    assert arrival.message.headers[headers.DUE] >= (time.time() + years - 60) * 1000
-
-
 def test_a_task_whose_delay_is_above_the_capacity_runs_when_it_is_due(
-    make_shop: Callable[..., Any], configuration: dict[str, Any], prefix: str
+    serve: Callable[..., Any], prefix: str
 ) -> None:
-    low = {"rabbitdelay_layout": [("ms", 10, 0.1)]}
-    shop = make_shop(**low)
+    shop = serve(rabbitdelay_layout=[("ms", 10, 0.1)])
     assert shop.rabbitdelay.topology.layout.capacity_ms == 900
-    with Worker({**configuration, **low}):
-        before = time.time()
-        result = shop.tasks["look"].apply_async(delay=2.3, queue=f"{prefix}.second")
-        seen = result.get(timeout=PATIENCE)
+    before = time.time()
+    result = shop.tasks["look"].apply_async(delay=2.3, queue=f"{prefix}.second")
+    seen = result.get(timeout=PATIENCE)
     assert seen["at"] >= before + 2.3
     assert seen["routing_key"] == f"{prefix}.second"
 
 
 @pytest.mark.parametrize("priority", [0, 9])
 def test_a_task_for_a_fanout_exchange_reaches_all_its_queues(
-    serving: Any, connection: Connection, make_queue: Callable[..., Queue], priority: int
+    client: Client, make_queue: Callable[..., Queue], priority: int
 ) -> None:
-    mirror = serving.amqp.queues[named(serving, "mirror")]
+    shop = client.shop
+    mirror = shop.amqp.queues[named(shop, "mirror")]
     unknown = make_queue("unknown", mirror.exchange)
-    unknown(connection.default_channel).declare()
+    unknown(client.channel).declare()
     before = time.time()
-    result = serving.tasks["look"].apply_async(delay=0.5, queue=mirror.name, priority=priority)
-    (arrival,) = take(connection, [unknown], 1)
+    result = shop.tasks["look"].apply_async(delay=0.5, queue=mirror.name, priority=priority)
+    (arrival,) = client.take(unknown)
     assert arrival.at >= before + 0.5
     assert arrival.message.headers["id"] == result.id
     assert arrival.message.delivery_info["exchange"] == mirror.exchange.name
@@ -225,52 +183,42 @@ def test_a_task_for_a_fanout_exchange_reaches_all_its_queues(
     seen = result.get(timeout=PATIENCE)
     assert seen["at"] >= before + 0.5
     assert seen["exchange"] == mirror.exchange.name
-    unknown(connection.default_channel).delete()
+    unknown(client.channel).delete()
 
 
-def test_a_task_of_a_high_priority_keeps_it(serving: Any) -> None:
+def test_a_task_of_a_high_priority_keeps_it(served_shop: Any) -> None:
     before = time.time()
-    seen = serving.tasks["look"].apply_async(countdown=0.5, priority=9).get(timeout=30)
+    seen = served_shop.tasks["look"].apply_async(countdown=0.5, priority=9).get(timeout=30)
     assert seen["at"] >= before + 0.5
     assert seen["priority"] == 9
-    assert seen["routing_key"] == named(serving, "default")
+    assert seen["routing_key"] == named(served_shop, "default")
     assert headers.DUE in seen["headers"]
 
 
 def test_a_module_whose_queue_is_deleted_declares_it_again_and_goes_on(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    make_queue: Callable[..., Queue],
+    serve: Callable[..., Any], connection: Connection, target: Queue
 ) -> None:
-    shop = make_shop(**OPEN)
-    queue = make_queue("plain")
-    queue(connection.default_channel).declare()
-    topology = shop.rabbitdelay.topology
-    with Worker({**configuration, **OPEN}) as worker:
-        wait_until_served(worker)
-        for module in (topology.module_queues.checkin, topology.module_queues.distribution):
-            module(connection.default_channel).delete()
-        wait_until_served(worker, times=2)
-        check_in(connection, shop, queue.name, headers={"x-delay": 300})
-        assert take(connection, [queue], 1)
+    client = Client(connection, serve(**OPEN))
+    queues = client.topology.module_queues
+    for module in (queues.checkin, queues.distribution):
+        module(client.channel).delete()
+    wait_until_served(client.shop.worker, times=2)
+    client.check_in(target.name, {"x-delay": 300})
+    assert client.take(target)
 
 
-def test_the_status_of_the_modules_can_be_asked(
-    serving: Any, connection: Connection, make_queue: Callable[..., Queue]
-) -> None:
-    queue = make_queue("plain")
-    queue(connection.default_channel).declare()
+def test_the_status_of_the_modules_can_be_asked(client: Client, target: Queue) -> None:
+    broadcast = client.shop.control.broadcast
 
     def status() -> Any:
-        (answer,) = serving.control.broadcast("rabbitdelay_status", reply=True, timeout=5, limit=1)
+        (answer,) = broadcast("rabbitdelay_status", reply=True, timeout=5, limit=1)
         (of_worker,) = answer.values()
         return of_worker
 
     before = status()
     for _ in range(5):
-        check_in(connection, serving, queue.name, headers={"x-delay": 200})
-    take(connection, [queue], 5)
+        client.check_in(target.name, {"x-delay": 200})
+    client.take(target, 5)
     # The last confirm may come after the message itself.
     wait_for(
         lambda: all(status()[n]["published"] == before[n]["published"] + 5 for n in MODULES),
@@ -289,57 +237,37 @@ def test_the_status_of_the_modules_can_be_asked(
     ("option", "served"), [("distribution", ["distribution"]), ("", []), (None, ["check-in"])]
 )
 def test_the_command_line_says_which_modules_a_worker_serves_or_else_the_setting(
-    configuration: dict[str, Any],
-    make_shop: Callable[..., Any],
-    option: str | None,
-    served: list[str],
+    configuration: dict[str, Any], shop: Any, option: str | None, served: list[str]
 ) -> None:
-    settings = {"rabbitdelay_modules": ["check-in"]}
-    make_shop(**settings)
+    settings = {**configuration, "rabbitdelay_modules": ["check-in"]}
     options = [] if option is None else [f"--rabbitdelay-modules={option}"]
-    with Worker({**configuration, **settings}, None, *options) as worker:
+    with Worker(settings, None, *options) as worker:
         for name in served:
             wait_until_served(worker, name)
         others = set(MODULES) - set(served)
         assert not [name for name in others if f"{name}: serving" in worker.log]
 
 
-def test_all_messages_of_an_envelope_reach_their_queue(
-    serving: Any, connection: Connection, make_queue: Callable[..., Queue]
-) -> None:
-    queue = make_queue("plain", queue_arguments={"x-queue-type": "quorum"})
-    queue(connection.default_channel).declare()
-    items = [Item(b"x", {"id": number}) for number in range(3000)]
-    told = {headers.EXCHANGE: "", headers.ROUTING_KEY: queue.name}
-    put_in_envelope(connection, serving, items, **told)
-    arrivals = take(connection, [queue], 3000)
+def test_all_messages_of_an_envelope_reach_their_queue(client: Client, target: Queue) -> None:
+    client.put_in_envelope(target.name, *(Item(b"x", {"id": number}) for number in range(3000)))
+    arrivals = client.take(target, 3000)
     assert {arrival.message.headers["id"] for arrival in arrivals} == set(range(3000))
-    assert count(connection, queue.name) == 0
+    assert client.count(target) == 0
 
 
 def test_an_envelope_whose_queue_is_gone_is_undeliverable_to_the_last_message(
-    serving: Any, connection: Connection
+    client: Client,
 ) -> None:
-    items = [Item(b"x", {"id": number}) for number in range(3000)]
-    told = {headers.EXCHANGE: "", headers.ROUTING_KEY: "test-nobody"}
-    put_in_envelope(connection, serving, items, **told)
-    topology = serving.rabbitdelay.topology
-    arrivals = take(connection, [topology.module_queues.undeliverable], 3000, timeout=60)
-    assert {arrival.message.headers["id"] for arrival in arrivals} == set(range(3000))
+    client.put_in_envelope("test-nobody", *(Item(b"x", {"id": number}) for number in range(3000)))
+    found = client.undeliverable(3000)
+    assert {message.headers["id"] for _, message in found} == set(range(3000))
 
 
 def test_one_message_that_amqp_cannot_carry_takes_no_other_with_it(
-    serving: Any, connection: Connection, make_queue: Callable[..., Queue]
+    client: Client, target: Queue
 ) -> None:
-    queue = make_queue("plain")
-    queue(connection.default_channel).declare()
     wrong = Item(b"x", {"id": 1}, {"priority": "high"})
-    items = [Item(b"x", {"id": 0}), wrong, Item(b"x", {"id": 2})]
-    put_in_envelope(
-        connection, serving, items, **{headers.EXCHANGE: "", headers.ROUTING_KEY: queue.name}
-    )
-    arrivals = take(connection, [queue], 2)
-    assert [arrival.message.headers["id"] for arrival in arrivals] == [0, 2]
-    topology = serving.rabbitdelay.topology
-    (refused,) = take(connection, [topology.module_queues.undeliverable], 1)
-    assert "cannot be written" in examine(refused.message.headers, topology).reason
+    client.put_in_envelope(target.name, Item(b"x", {"id": 0}), wrong, Item(b"x", {"id": 2}))
+    assert [arrival.message.headers["id"] for arrival in client.take(target, 2)] == [0, 2]
+    ((reason, _),) = client.undeliverable()
+    assert "cannot be written" in reason

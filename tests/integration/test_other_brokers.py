@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,7 +14,6 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.testing import wait_for
-from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.worker import Worker
@@ -100,14 +96,3 @@ def test_by_a_connection_to_rabbitmq_many_rows_wait_in_its_levels(
             (waited_in,) = [death["queue"] for death in arrival.message.headers["x-death"]]
             assert ".seconds." in waited_in
     default(connection.default_channel).delete()
-
-
-def test_in_memory_a_worker_holds_the_task_until_it_is_due() -> None:
-    program = [sys.executable, "-m", "tests.integration.memory_shop", "1"]
-    process = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    printed = json.loads(process.stdout)
-    assert len(printed["seen"]) == 2
-    for task in printed["seen"]:
-        assert task["at"] >= printed["sent_at"] + 1
-        assert task["eta"]
-    assert process.stderr.count(WARNING) == 1

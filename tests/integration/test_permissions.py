@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import amqp
@@ -36,26 +36,19 @@ from celery_rabbitdelay.operations.permissions import (
 )
 from celery_rabbitdelay.publishing import kombu_internals
 from celery_rabbitdelay.publishing.declaration import bind_destination, declare, declare_destination
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
-from tests.integration.management import wait_until_managed
+from tests.integration.management import node
 from tests.integration.permissions import Host, host_on, lines_for, lines_of_page
 from tests.integration.permitted_shop import Program, Worker, make_app
-from tests.integration.worker import run_celery
-from tests.json_schemas import checked
+from tests.integration.worker import answer, run_command
+
+__all__ = ["node"]
 
 SMALL = Topology("rabbitdelay", SHORT)
 CONF = celery.Celery(set_as_current=False).conf
 CELERY = Queue("celery", Exchange("celery", type="direct"), "celery")
-
-
-@pytest.fixture(scope="module")
-def node(broker_root: Path | None) -> Iterator[RabbitMQServer]:
-    """A node with its management API."""
-    with RabbitMQServer(broker_root, management=True) as node:
-        wait_until_managed(node)
-        yield node
 
 
 @pytest.fixture
@@ -92,6 +85,11 @@ FURTHER = [
 ]
 
 
+def levels(mode: str = "never", **more: Any) -> dict[str, Any]:
+    """Return settings with the small levels."""
+    return {"rabbitdelay_layout": LEVELS, "rabbitdelay_declare": mode, **more}
+
+
 def declared(host: Host, *queues: Queue, topology: Topology = SMALL) -> None:
     """Declare the levels and queues, as an operator does."""
     declare(host.connection, topology)
@@ -113,6 +111,17 @@ def hand_in_task(app: Any, url: str, order: int, delay_ms: int) -> str:
             **message.properties,
         )
     return str(message.headers["id"])
+
+
+def declare_all(settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Run the command that declares levels and queues."""
+    return subprocess.run(
+        Program.celery("rabbitdelay declare --queues"),
+        env={**os.environ, **Program.environment(settings)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 # The lines of the page.
@@ -150,13 +159,7 @@ def test_every_user_works_with_the_lines_of_the_page(
     settings = {"rabbitdelay_declare": mode, "result_backend": redis_url}
     if mode == "never":
         operators = {**settings, "broker_url": host.url_of("operator")}
-        told = subprocess.run(
-            Program.celery("rabbitdelay declare --queues"),
-            env={**os.environ, **Program.environment(operators)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        told = declare_all(operators)
         assert told.returncode == 0, told.stderr
     for user in (producer, worker, "letter-writer"):
         for line in lines_for(user):
@@ -177,12 +180,14 @@ def test_every_user_works_with_the_lines_of_the_page(
 # The restricted producer.
 
 
-def forge(queue: str = "", exchange: str = "") -> amqp.Message:
-    """Return a message that asks distribution for a destination."""
-    told = {headers.DUE: 5, headers.EXCHANGE: exchange, headers.ROUTING_KEY: queue or "x"}
-    if queue:
-        told[headers.QUEUE] = queue
+def forge(exchange: str, key: str, **more: Any) -> amqp.Message:
+    """Return a message that asks distribution for an exchange and a key."""
+    told = {headers.DUE: 5, headers.EXCHANGE: exchange, headers.ROUTING_KEY: key, **more}
     return amqp.Message("forged", application_headers=told)
+
+
+#: It asks for a queue that only others may reach.
+FOR_SECRET = forge("", "secret", **{headers.QUEUE: "secret"})
 
 
 def publish(url: str, key: str, message: amqp.Message, exchange: str = "") -> None:
@@ -196,14 +201,6 @@ def restricted(host: Host) -> str:
     """The URL of a producer that may delay tasks for the queue ``celery`` only."""
     declared(host, CELERY, Queue("secret"))
     return host.let("web", needed("producer", "never"), topic_rights(SMALL, [CELERY]))
-
-
-def test_a_restricted_producer_reaches_its_own_queue(
-    host: Host, restricted: str, make: Callable[..., Any]
-) -> None:
-    app = make(restricted, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
-    app.tasks["remind"].apply_async((1,), delay=1.2)
-    take(host.connection, [CELERY], 1)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +219,7 @@ def test_a_restricted_producer_cannot_name_another_destination(
     host: Host, restricted: str, key: str
 ) -> None:
     with pytest.raises(AccessRefused, match="access to topic"):
-        publish(restricted, key, forge("secret"))
+        publish(restricted, key, FOR_SECRET)
     assert count(host.connection, SMALL.module_queues.distribution.name) == 0
     assert count(host.connection, "secret") == 0
 
@@ -232,7 +229,7 @@ def test_a_restricted_producer_cannot_write_behind_the_levels(
     restricted: str, exchange: str
 ) -> None:
     with pytest.raises(AccessRefused, match=f"rabbitdelay.{exchange}"):
-        publish(restricted, "secret", forge("secret"), f"rabbitdelay.{exchange}")
+        publish(restricted, "secret", FOR_SECRET, f"rabbitdelay.{exchange}")
 
 
 @pytest.mark.parametrize("header", ["CC", "BCC"])
@@ -253,9 +250,7 @@ def test_further_routing_keys_pass_topic_permissions_on_3_10_only(
 def test_the_error_names_the_routing_key_that_is_not_allowed(
     restricted: str, make: Callable[..., Any]
 ) -> None:
-    app = make(
-        restricted, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS, rabbitdelay_modules=[]
-    )
+    app = make(restricted, **levels(rabbitdelay_modules=[]))
     with pytest.raises(MessageNotPermitted, match=r"lacks the topic permission write") as caught:
         app.tasks["remind"].apply_async((1,), delay=1, queue="secret")
     assert caught.value.permission.topic == "1.0.secret"
@@ -270,7 +265,7 @@ def test_a_producer_that_may_look_at_nothing_is_told_that_the_levels_are_missing
     host: Host, make: Callable[..., Any]
 ) -> None:
     url = host.let("web", needed("producer", "never"))
-    app = make(url, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
+    app = make(url, **levels())
     with pytest.raises((TopologyIncomplete, MessageReturned), match=r"rabbitdelay\.seconds\.x1"):
         app.tasks["remind"].apply_async((1,), delay=1)
 
@@ -281,7 +276,7 @@ def test_a_task_whose_level_queue_was_deleted_is_undeliverable_and_not_lost(
     declared(host, CELERY)
     host.connection.default_channel.queue_delete("rabbitdelay.seconds.3")  # type: ignore[attr-defined]
     url = host.let("web", needed("producer", "never"))
-    app = make(url, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
+    app = make(url, **levels())
     app.tasks["remind"].apply_async((1,), delay=3)
     assert count(host.connection, SMALL.module_queues.undeliverable.name) == 1
 
@@ -293,12 +288,11 @@ def test_a_producer_need_not_see_all_exchanges_of_classic_levels(
     classic = Topology("rabbitdelay", SHORT, "classic")
     declared(host, CELERY, topology=classic)
     url = host.let("web", needed("producer", "never", classic))
-    settings = {"rabbitdelay_layout": LEVELS, "rabbitdelay_queue_type": "classic"}
-    app = make(url, rabbitdelay_declare="never", **settings)
+    app = make(url, **levels(rabbitdelay_queue_type="classic"))
     app.tasks["remind"].apply_async((1,), delay=1)
     take(host.connection, [CELERY], 1)
     host.connection.default_channel.exchange_delete("rabbitdelay.seconds.x1")  # type: ignore[attr-defined]
-    again = make(url, rabbitdelay_declare="never", **settings)
+    again = make(url, **levels(rabbitdelay_queue_type="classic"))
     with pytest.raises(TopologyIncomplete, match=r"rabbitdelay\.seconds\.x1"):
         again.tasks["remind"].apply_async((1,), delay=1)
 
@@ -316,7 +310,7 @@ def test_a_producer_that_declares_nothing_asks_for_the_marker_alone(
             return original(channel, names)
 
         monkeypatch.setattr(kombu_internals, name, noted)
-    app = make(host.url, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
+    app = make(host.url, **levels())
     for _ in range(2):
         app.tasks["remind"].apply_async((1,), delay=1)
     assert looked == [SMALL.identity.marker.name, "celery"]
@@ -341,29 +335,37 @@ def test_who_declares_has_the_rights_behind_the_queue_itself(
 # What the errors name.
 
 
-def named(error: PermissionMissing, right: Right) -> bool:
-    """Return whether an error names a right that was taken away."""
-    permission = error.permission
-    return right.permission in permission.permission and bool(
-        re.fullmatch(right.pattern, permission.name)
-    )
+def assert_named(error: PermissionMissing, right: Right) -> None:
+    """Assert that an error names a right that was taken away."""
+    assert right.permission in error.permission.permission
+    assert re.fullmatch(right.pattern, error.permission.name), error
 
 
 def without(role: Role, mode: str, *begins: str) -> Any:
-    """Parametrize a test with each right of a role; those whose patterns begin so, if given."""
-    given = [each for each in needed(role, mode) if each.pattern.startswith(begins or "")]
-    return pytest.mark.parametrize("right", given, ids="-".join)
+    """Parametrize a test with the lack of each right of a role.
+
+    Args:
+        role: The role.
+        mode: Whether it declares.
+        *begins: With what the pattern of such a right begins; with anything, if none is given.
+    """
+    every = needed(role, mode)
+    cases = [
+        pytest.param(right, [each for each in every if each != right], id="-".join(right))
+        for right in every
+        if right.pattern.startswith(begins or "")
+    ]
+    return pytest.mark.parametrize(("right", "rest"), cases)
 
 
 @without("producer", "auto")
 def test_a_producer_is_told_which_permission_it_lacks(
-    host: Host, make: Callable[..., Any], right: Right
+    host: Host, make: Callable[..., Any], right: Right, rest: list[Right]
 ) -> None:
-    url = host.let("web", [each for each in needed("producer", "auto") if each != right])
-    app = make(url, rabbitdelay_layout=LEVELS)
+    app = make(host.let("web", rest), rabbitdelay_layout=LEVELS)
     with pytest.raises(DeclarationNotPermitted) as caught:
         app.tasks["remind"].apply_async((1,), delay=1)
-    assert named(caught.value, right), caught.value
+    assert_named(caught.value, right)
     assert caught.value.permission.user == f"web-{host.name}"
     assert caught.value.permission.virtual_host == host.name
     assert "rabbitmqctl set_permissions" in str(caught.value)
@@ -372,90 +374,78 @@ def test_a_producer_is_told_which_permission_it_lacks(
 
 @without("producer", "never")
 def test_a_producer_that_declares_nothing_is_told_which_permission_it_lacks(
-    host: Host, make: Callable[..., Any], right: Right
+    host: Host, make: Callable[..., Any], right: Right, rest: list[Right]
 ) -> None:
     declared(host, CELERY)
-    url = host.let("web", [each for each in needed("producer", "never") if each != right])
-    app = make(url, rabbitdelay_declare="never", rabbitdelay_layout=LEVELS)
+    app = make(host.let("web", rest), **levels())
     delay = 0 if right.pattern.endswith("delivery") else 1
     rows = [{"args": (1,), "delay": delay}]
     with pytest.raises(RowsNotConfirmed) as caught:
         app.rabbitdelay.send_many("remind", rows, envelopes=False)
     error = caught.value.errors[0]
     assert isinstance(error, MessageNotPermitted)
-    assert named(error, right), error
+    assert_named(error, right)
     assert caught.value.uncertain == ()
 
 
 # ``verify`` reports the others as findings; see test_verify.py.
 @without("operator", "auto", "rabbitdelay", "celery")
-def test_an_operator_is_told_which_permission_is_missing(host: Host, right: Right) -> None:
-    url = host.let("operator", [each for each in needed("operator", "auto") if each != right])
-    settings = {"broker_url": url, "rabbitdelay_layout": LEVELS}
-    told = subprocess.run(
-        Program.celery("rabbitdelay declare --queues"),
-        env={**os.environ, **Program.environment(settings)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_an_operator_is_told_which_permission_is_missing(
+    host: Host, right: Right, rest: list[Right]
+) -> None:
+    told = declare_all({"broker_url": host.let("operator", rest), "rabbitdelay_layout": LEVELS})
     assert told.returncode != 0
     assert f"the user 'operator-{host.name}' lacks the permission" in told.stderr
     assert "secret@" not in told.stderr
 
 
-def test_a_client_of_check_in_is_told_by_the_broker(host: Host) -> None:
-    declared(host)
-    url = host.let("letters", [])
-    with pytest.raises(AccessRefused, match=r"exchange 'rabbitdelay\.checkin'"):
-        publish(url, "celery", amqp.Message("x"), "rabbitdelay.checkin")
-
-
 # Workers.
 
 
-def log_without(host: Host, redis_url: str, mode: str, right: Right, line: str) -> str:
-    """Return the log of a worker that lacks a right, once it has a line or has ended."""
-    url = host.let("worker", [each for each in needed("worker", mode) if each != right])
-    settings = {
-        "broker_url": url,
-        "result_backend": redis_url,
-        "rabbitdelay_layout": LEVELS,
-        "rabbitdelay_declare": mode,
-    }
+def log_of(settings: dict[str, Any], line: str) -> str:
+    """Return the log of a worker, once it has a line or has ended."""
     worker = Worker(settings)
     try:
-        try:
+        with suppress(ServerNotStarted):
             worker.start()
-        except Exception:  # noqa: BLE001 - it has ended
-            return worker.log
-        wait_for(lambda: line in worker.log or not worker.running, line)
+            wait_for(lambda: line in worker.log or not worker.running, line)
         return worker.log
     finally:
         worker.stop()
 
 
+@pytest.fixture
+def of_worker(host: Host, redis_url: str) -> Callable[..., dict[str, Any]]:
+    """Settings of a worker that has these rights."""
+
+    def settings(rest: list[Right], mode: str = "never", **more: Any) -> dict[str, Any]:
+        url = host.let("worker", rest)
+        return levels(mode, broker_url=url, result_backend=redis_url, **more)
+
+    return settings
+
+
 @without("worker", "auto", r"rabbitdelay\..*")
 def test_a_worker_ends_and_names_the_permission_without_which_it_cannot_declare(
-    host: Host, redis_url: str, right: Right
+    host: Host, of_worker: Callable[..., dict[str, Any]], right: Right, rest: list[Right]
 ) -> None:
-    log = log_without(host, redis_url, "auto", right, "lacks the permission")
+    log = log_of(of_worker(rest, "auto"), "lacks the permission")
     assert f"the user 'worker-{host.name}' lacks the permission" in log
     assert right.permission in log.partition("lacks the permission ")[2].partition(" on the ")[0]
 
 
 def test_a_module_that_may_not_read_its_queue_names_the_permission(
-    host: Host, redis_url: str
+    host: Host, of_worker: Callable[..., dict[str, Any]]
 ) -> None:
     declared(host, CELERY)
-    right = Right("read", r"rabbitdelay\.checkin|rabbitdelay\.distribution")
-    assert right in needed("worker", "never")
-    log = log_without(host, redis_url, "never", right, "check-in: connects again")
+    rest = needed("worker", "never")
+    rest.remove(Right("read", r"rabbitdelay\.checkin|rabbitdelay\.distribution"))
+    log = log_of(of_worker(rest), "check-in: connects again")
     assert f"worker-{host.name}' lacks the permission read on the queue 'rabbitdelay." in log
 
 
 def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the_permission(
-    host: Host, redis_url: str
+    host: Host, of_worker: Callable[..., dict[str, Any]]
 ) -> None:
     news = Exchange("news", type="topic")
     declared(host, CELERY)
@@ -463,22 +453,15 @@ def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the
     channel: Any = host.connection.default_channel
     _, key, _ = SMALL.route(0, DISTRIBUTION)
     for order in range(3):
-        channel.basic_publish(forge(exchange="news"), SMALL.delivery.name, key)
+        channel.basic_publish(forge("news", "x"), SMALL.delivery.name, key)
         told = {"x-delay": 5000, "rabbitdelay-exchange": "celery"}
         message = amqp.Message(f"delayed {order}", application_headers=told)
         channel.basic_publish(message, "rabbitdelay.checkin", "celery")
-    everything = Right("write", r"rabbitdelay\..*")
-    assert everything in needed("worker", "never")
-    allowed = Right("write", r"rabbitdelay\.undeliverable")
-    given = [*(each for each in needed("worker", "never") if each != everything), allowed]
-    settings = {
-        "broker_url": host.let("worker", given),
-        "result_backend": redis_url,
-        "rabbitdelay_layout": LEVELS,
-        "rabbitdelay_declare": "never",
-    }
+    rest = needed("worker", "never")
+    rest.remove(Right("write", r"rabbitdelay\..*"))
+    rest.append(Right("write", r"rabbitdelay\.undeliverable"))
     undeliverable = SMALL.module_queues.undeliverable
-    with Worker(settings):
+    with Worker(of_worker(rest)):
         arrived = take(host.connection, [undeliverable], 6)
     reasons = sorted(each.message.headers[headers.REASON] for each in arrived)
     assert all("lacks the permission write on the exchange" in each for each in reasons), reasons
@@ -492,12 +475,8 @@ def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the
 def test_the_command_prints_json_for_any_application(
     configuration: dict[str, Any], shop: Any
 ) -> None:
-    told = run_celery(
-        configuration,
-        "rabbitdelay permissions producer --declare never --topics --user web --vhost shop --json",
-    )
-    assert told.returncode == 0, told.stderr
-    found = checked("permissions", told.stdout)
+    command = "permissions producer --declare never --topics --user web --vhost shop"
+    found = answer(configuration, command, "permissions")
     topology, queues = shop.rabbitdelay.topology, list(shop.amqp.queues.values())
     configure, write, read = patterns(rights("producer", topology, queues, CONF, may_declare=False))
     assert (found["configure"], found["write"], found["read"]) == (configure, write, read)
@@ -506,7 +485,7 @@ def test_the_command_prints_json_for_any_application(
 
 
 def test_topic_permissions_are_for_producers(configuration: dict[str, Any]) -> None:
-    told = run_celery(configuration, "rabbitdelay permissions worker --topics --user worker")
+    told = run_command(configuration, "permissions worker --topics --user worker")
     assert told.returncode == 2
     assert "--topics is for the role producer" in told.stderr
 
@@ -515,23 +494,18 @@ def test_topic_permissions_are_for_producers(configuration: dict[str, Any]) -> N
 
 
 def test_what_a_restricted_producer_forges_for_other_destinations_is_undeliverable(
-    host: Host, redis_url: str
+    host: Host, of_worker: Callable[..., dict[str, Any]]
 ) -> None:
     declared(host, CELERY, Queue("secret"))
     url = host.let("web", needed("producer", "never"))
-    settings = {
-        "broker_url": host.let("worker", needed("worker", "never")),
-        "result_backend": redis_url,
-        "rabbitdelay_layout": LEVELS,
-        "rabbitdelay_declare": "never",
-        # By default, the queues that are bound to the levels can be reached too.
-        "rabbitdelay_distribution_allowed": ["celery"],
-    }
+    # By default, the queues that are bound to the levels can be reached too.
+    allowed = {"rabbitdelay_distribution_allowed": ["celery"]}
+    settings = of_worker(needed("worker", "never"), **allowed)
     forged = {
-        "the queue": forge("secret"),
-        "the default exchange": forge_for("", "secret"),
-        "remote control": forge_for("celery.pidbox", ""),
-        "another prefix's levels": forge_for("amq.topic", "0.0.secret"),
+        "the queue": FOR_SECRET,
+        "the default exchange": forge("", "secret"),
+        "remote control": forge("celery.pidbox", ""),
+        "another prefix's levels": forge("amq.topic", "0.0.secret"),
     }
     _, key, _ = SMALL.route(0, DISTRIBUTION)
     undeliverable = SMALL.module_queues.undeliverable
@@ -545,9 +519,3 @@ def test_what_a_restricted_producer_forges_for_other_destinations_is_undeliverab
     for name in ("secret", "celery.pidbox", "amq.topic"):
         assert any(name in each for each in reasons), reasons
     assert count(host.connection, "secret") == 0
-
-
-def forge_for(exchange: str, key: str) -> amqp.Message:
-    """Return a message that asks distribution for an exchange and a key."""
-    told = {headers.DUE: 5, headers.EXCHANGE: exchange, headers.ROUTING_KEY: key}
-    return amqp.Message("forged", application_headers=told)

@@ -82,19 +82,6 @@ def test_each_error_belongs_to_its_own_message(
     assert bodies(connection, target, 400) == Counter(confirmed)
 
 
-def test_a_message_alone_that_cannot_be_written_is_its_own_error(
-    publisher: Publisher, still_works: Callable[[], None]
-) -> None:
-    for key, exchange in (("k" * 300, ""), ("k", "e" * 300)):
-        (sent,) = [posting(key, exchange=exchange)]
-        publisher.publish_all([sent])
-        assert isinstance(sent.error, PublishError)
-        assert "cannot be written" in str(sent.error)
-    with pytest.raises(PublishError, match="cannot be written"):
-        publisher.publish(amqp.Message("x"), lambda: ("", "k" * 300))
-    still_works()
-
-
 class TimeIsUp(BaseException):
     """As Celery's soft time limit, or Ctrl-C."""
 

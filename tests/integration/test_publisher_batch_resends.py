@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-import amqp
 import pytest
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageRefused, MessageReturned
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count
-from tests.integration.publishing import GRACE, bodies, posting, postings, work
+from tests.integration.publishing import Declaring, bodies, in_time, posting, postings, work
 
 
 def test_what_a_full_queue_refuses_is_sent_again_until_it_is_drained(
@@ -69,15 +66,11 @@ def test_a_resend_that_is_due_later_holds_up_none_that_is_due_now(
             yield posting(target.name)
         yield repaired
 
-    def redeclare(connection: Connection) -> None:
-        late(connection.default_channel).declare()
-
     finished: list[Publication] = []
     # So long that even a slow machine has repaired the other by then.
     patience = PublishPolicy(60.0, resends=2, backoff=(0.0, 4.0, 4.0), window=4)
-    began = time.monotonic()
-    publisher.publish_all(source(), patience, redeclare=redeclare, done=finished.append)
-    assert time.monotonic() - began < GRACE
+    with in_time(0):
+        publisher.publish_all(source(), patience, redeclare=Declaring(late), done=finished.append)
     assert isinstance(refused.error, MessageNacked)
     assert repaired.error is None
     assert finished.index(repaired) < finished.index(refused)
@@ -101,7 +94,7 @@ def test_a_resend_that_comes_due_while_it_is_looked_for_is_sent(
 def test_an_exchange_that_does_not_exist_is_an_error_of_all_that_are_not_confirmed(
     publisher: Publisher, target: Queue, prefix: str, still_works: Callable[[], None]
 ) -> None:
-    sent = [posting(target.name, str(number)) for number in range(200)]
+    sent = postings(target.name, 200)
     sent[150] = posting("key", exchange=f"{prefix}-nothing")
     source = iter(sent)
     with pytest.raises(MessageReturned, match="no exchange"):
@@ -124,20 +117,11 @@ def test_an_exchange_that_does_not_exist_is_repaired_and_none_is_missing(
 ) -> None:
     exchange = Exchange(f"{prefix}-news", type="fanout")
     news = make_queue("news", exchange)
-    repaired: list[Connection] = []
-
-    def redeclare(connection: Connection) -> None:
-        repaired.append(connection)
-        news(connection.default_channel).declare()
-
-    sent = [
-        posting("key", str(number), exchange.name)
-        if number % 2
-        else posting(target.name, str(number))
-        for number in range(200)
-    ]
-    publisher.publish_all(sent, PublishPolicy(window=30), redeclare=redeclare)
-    assert len(repaired) == 1
+    sent = postings(target.name, 200)
+    sent[1::2] = [posting("key", str(number), exchange.name) for number in range(1, 200, 2)]
+    repair = Declaring(news)
+    publisher.publish_all(sent, PublishPolicy(window=30), redeclare=repair)
+    assert repair.times == 1
     assert {each.error for each in sent} == {None}
     assert set(bodies(connection, news, 100)) == {str(n) for n in range(200) if n % 2}
     assert set(bodies(connection, target, 100)) == {str(n) for n in range(200) if not n % 2}
@@ -155,57 +139,21 @@ def test_a_repair_that_mends_nothing_ends_it(
     still_works()
 
 
+@pytest.mark.parametrize("pause", [0, 0.01], ids=["fast iterator", "slow iterator"])
 def test_a_queue_that_does_not_exist_is_repaired_once_for_each_message_that_comes_back(
-    connection: Connection, publisher: Publisher, queue: Queue, prefix: str
+    connection: Connection, publisher: Publisher, queue: Queue, prefix: str, pause: float
 ) -> None:
-    def redeclare(connection: Connection) -> None:
-        queue(connection.default_channel).declare()
+    def source() -> Iterator[Publication]:
+        for each in sent:
+            work(pause)
+            yield each
 
-    sent = [posting(queue.name, str(number)) for number in range(50)]
-    sent.append(posting(f"{prefix}-nowhere"))
-    publisher.publish_all(sent, PublishPolicy(window=10), redeclare=redeclare)
+    sent = [*postings(queue.name, 50), posting(f"{prefix}-nowhere")]
+    publisher.publish_all(source(), PublishPolicy(window=10), redeclare=Declaring(queue))
     assert [each.error for each in sent[:-1]] == [None] * 50
     assert isinstance(sent[-1].error, MessageReturned)
     assert sent[-1].resent == 1
     assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
-
-
-def test_what_comes_back_while_a_slow_iterator_is_asked_is_sent_again_after_the_repair(
-    connection: Connection, publisher: Publisher, queue: Queue
-) -> None:
-    def source() -> Iterator[Publication]:
-        for each in sent:
-            work(0.01)
-            yield each
-
-    def redeclare(connection: Connection) -> None:
-        queue(connection.default_channel).declare()
-
-    sent = postings(queue.name, 50)
-    publisher.publish_all(source(), redeclare=redeclare)
-    assert [each.error for each in sent] == [None] * 50
-    assert bodies(connection, queue, 50) == Counter(map(str, range(50)))
-
-
-def test_a_repair_is_made_for_one_message_that_came_back_among_many(
-    connection: Connection, publisher: Publisher, target: Queue, make_queue: Callable[..., Queue]
-) -> None:
-    late = make_queue("late")
-
-    def source() -> Iterator[Publication]:
-        yield sent[0]
-        for each in sent[1:]:
-            if each is sent[1]:
-                work(0.1)
-            yield each
-
-    def redeclare(connection: Connection) -> None:
-        late(connection.default_channel).declare()
-
-    sent = [posting(late.name), *postings(target.name, 30)]
-    publisher.publish_all(source(), PublishPolicy(window=4), redeclare=redeclare)
-    assert [each.error for each in sent] == [None] * 31
-    assert count(connection, late.name) == 1
 
 
 @pytest.mark.parametrize("window", [1, 20, 1000])
@@ -214,8 +162,7 @@ def test_messages_that_the_broker_closes_the_channel_for_are_their_own_errors(
 ) -> None:
     sent = postings(target.name, 60)
     for number in (0, 30, 31, 59):
-        message = amqp.Message(b"never", expiration="soon", delivery_mode=2)
-        sent[number] = Publication(Content.of(message), sent[number].address, str(number))
+        sent[number] = posting(target.name, str(number), expiration="soon")
     publisher.publish_all(sent, PublishPolicy(window=window))
     refused = {each.subject: str(each.error) for each in sent if each.error is not None}
     assert set(refused) == {"0", "30", "31", "59"}
@@ -231,17 +178,9 @@ def test_a_message_that_closes_the_channel_during_the_repair_for_another_is_its_
 ) -> None:
     late = make_queue("late")
     sent = [posting(late.name), *postings(target.name, 30)]
-    message = amqp.Message(b"never", expiration="soon", delivery_mode=2)
-    sent[1] = Publication(Content.of(message), sent[1].address)
-    repairs = 0
-
-    def redeclare(connection: Connection) -> None:
-        nonlocal repairs
-        repairs += 1
-        late(connection.default_channel).declare()
-
+    sent[1] = posting(target.name, expiration="soon")
     # With this window, the repair begins as soon as the first message has come back.
-    publisher.publish_all(sent, PublishPolicy(window=4), redeclare=redeclare)
+    publisher.publish_all(sent, PublishPolicy(window=4), redeclare=Declaring(late))
     refused = [each for each in sent if each.error is not None]
     assert refused == [sent[1]]
     assert isinstance(sent[1].error, MessageRefused)

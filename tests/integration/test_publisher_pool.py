@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 from kombu import Connection, Queue
@@ -12,7 +12,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import NoPublisherFree
 from celery_rabbitdelay.publishing.publisher import PublisherPool
 from tests.integration.arrivals import take
-from tests.integration.publishing import publish
+from tests.integration.publishing import in_child, publish
 
 
 def test_a_pool_can_be_closed_and_forked_while_a_publisher_is_in_use(
@@ -25,15 +25,12 @@ def test_a_pool_can_be_closed_and_forked_while_a_publisher_is_in_use(
     assert not publisher.connection.connected
     with pool.acquire() as publisher:
         publish(publisher, target.name)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                with pool.acquire() as own:
-                    status = int(own is publisher)
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def acquire_another() -> None:
+            with pool.acquire() as own:
+                assert own is not publisher
+
+        assert in_child(acquire_another)() == 0
     pool.close()
 
 
@@ -72,24 +69,17 @@ def test_a_forked_process_has_connections_of_its_own(connection: Connection, tar
     with pool.acquire() as publisher:
         publish(publisher, target.name, "before the fork")
 
-    children = []
-    for number in range(3):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                for _ in range(20):
-                    with pool.acquire() as publisher:
-                        publish(publisher, target.name, f"child {number}")
-                pool.close()
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
+    def publish_twenty(name: str) -> None:
+        for _ in range(20):
+            with pool.acquire() as own:
+                publish(own, target.name, name)
+        pool.close()
+
+    children = [in_child(partial(publish_twenty, f"child {number}")) for number in range(3)]
     for _ in range(20):
         with pool.acquire() as publisher:
             publish(publisher, target.name, "parent", resends=0)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    assert [ended() for ended in children] == [0, 0, 0]
     with pool.acquire() as publisher:
         publish(publisher, target.name, "after the children", resends=0)
     pool.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from select import select
 from typing import Any
 
@@ -35,19 +36,12 @@ from tests.integration.publishing import publish
 FEW = 30
 
 
+@dataclass
 class RoundTrips:
     """Counts how often a connection reads after it has written."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._has_written = False
-
-    def wrote(self) -> None:
-        self._has_written = True
-
-    def read(self) -> None:
-        self.count += self._has_written
-        self._has_written = False
+    count: int = 0
+    has_written: bool = False
 
 
 @contextmanager
@@ -58,11 +52,12 @@ def counted(connection: Connection) -> Iterator[RoundTrips]:
     write, read = amqp.frame_writer, amqp.transport.read_frame
 
     def write_frame(*args: Any) -> Any:
-        trips.wrote()
+        trips.has_written = True
         return write(*args)
 
     def read_frame(*args: Any, **options: Any) -> Any:
-        trips.read()
+        trips.count += trips.has_written
+        trips.has_written = False
         return read(*args, **options)
 
     amqp.frame_writer, amqp.transport.read_frame = write_frame, read_frame
@@ -127,8 +122,10 @@ def test_a_clock_in_which_messages_wait_is_not_deleted_after_a_few_round_trips(
 ) -> None:
     for queue in whole_clock.digit_queues[:2]:
         publish(publisher, queue.name)
-    with counted(connection) as trips, pytest.raises(TopologyNotEmpty):
+    with counted(connection) as trips, pytest.raises(TopologyNotEmpty) as caught:
         delete(connection, whole_clock)
+    assert set(caught.value.waiting.values()) == {1}
+    assert missing(connection, whole_clock) == ()
     assert trips.count <= 10
 
 
@@ -214,19 +211,16 @@ def test_what_is_missing_after_a_loss_is_declared_after_a_random_wait(
 def test_whether_a_clock_is_complete_takes_a_few_round_trips(
     connection: Connection, whole_clock: Topology, what: str
 ) -> None:
-    with connection.channel() as channel:
-        if what == "queue":
-            whole_clock.queues[-1](channel).delete()
-        elif what == "exchange":
-            whole_clock.exchanges[0](channel).delete()
-        elif what == "marker":
-            whole_clock.identity.marker(channel).delete()
-    try:
-        with counted(connection) as trips:
-            assert is_complete(connection, whole_clock) is (what == "nothing")
-        assert trips.count <= FEW
-    finally:
-        declare(connection, whole_clock)
+    missing_part: dict[str, Any] = {
+        "queue": whole_clock.queues[-1],
+        "exchange": whole_clock.exchanges[0],
+        "marker": whole_clock.identity.marker,
+    }
+    if what in missing_part:
+        missing_part[what](connection.default_channel).delete()
+    with counted(connection) as trips:
+        assert is_complete(connection, whole_clock) is (what == "nothing")
+    assert trips.count <= FEW
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from tests.celery_process import CeleryProcess
+from tests.json_schemas import checked
 
 
 class ShopProcess(CeleryProcess):
@@ -44,6 +45,34 @@ def run_celery(
         text=True,
         check=False,
     )
+
+
+def run_command(
+    configuration: dict[str, Any], command: str, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of ``celery rabbitdelay``."""
+    return run_celery(configuration, f"rabbitdelay {command}", given)
+
+
+def answer(
+    configuration: dict[str, Any],
+    command: str,
+    schema: str,
+    status: int = 0,
+    given: str | None = None,
+) -> dict[str, Any]:
+    """Run a command of ``celery rabbitdelay`` with ``--json`` and return what it prints.
+
+    Args:
+        configuration: What :func:`tests.integration.shop.make_app` takes.
+        command: The command.
+        schema: The schema that its answer has to have.
+        status: The exit status that it has to end with.
+        given: Its standard input.
+    """
+    told = run_command(configuration, f"{command} --json", given)
+    assert told.returncode == status, told.stderr
+    return checked(schema, told.stdout)
 
 
 def start_celery(
