@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 from uuid import uuid4
 
@@ -18,11 +18,11 @@ from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.registry import Registry
 from tests.integration.arrivals import count
-from tests.integration.modules import OPEN
+from tests.integration.modules import OPEN, wait_until_served
 from tests.integration.notes import Notes
 from tests.integration.publishing import posting
 from tests.integration.registering import KEEP_MS, KINDS, MARGIN_MS, RedisSetup, assert_all_expire
-from tests.integration.shop import make_app
+from tests.integration.shop import make_app, named
 from tests.integration.worker import Worker
 
 #: Levels of tenths and seconds, up to 5.9 s: declared in a blink, and all that most tests need.
@@ -216,6 +216,27 @@ def served_shop(served_configuration: dict[str, Any]) -> Iterator[Any]:
     app = make_app(served_configuration)
     yield app
     app.close()
+
+
+@pytest.fixture
+def serve(configuration: dict[str, Any], make_shop: Callable[..., Any]) -> Iterator[Any]:
+    """Makes an application and starts its :class:`Worker`, which is its attribute ``worker``.
+
+    It takes settings, options of the worker's command, and with ``only`` the only one of
+    :data:`~tests.integration.shop.QUEUES` that the worker serves.
+    """
+    with ExitStack() as workers:
+
+        def serve(*options: str, only: str = "", **settings: Any) -> Any:
+            shop = make_shop(**settings)
+            queues = [named(shop, only)] if only else None
+            shop.worker = Worker({**configuration, **settings}, queues, *options)
+            workers.enter_context(shop.worker)
+            if modules := shop.rabbitdelay.settings.modules:
+                wait_until_served(shop.worker, *modules)
+            return shop
+
+        yield serve
 
 
 @pytest.fixture(scope="session", params=KINDS)
