@@ -268,6 +268,15 @@ def test_a_task_that_is_not_tracked_cannot_run_earlier(registry: Registry) -> No
     assert verdict(registry, message) is Verdict.RUN
 
 
+def test_what_went_back_into_the_levels_can_be_had_earlier_than_that(registry: Registry) -> None:
+    message = tracked()
+    registry.register([message])
+    assert registry.postpone("task", message.due_ms + 2 * MINUTE_MS) is Outcome.DONE
+    assert verdict(registry, message) is Verdict.LATER
+    sooner = message.due_ms + MINUTE_MS
+    assert registry.postpone("task", sooner) == Earlier("shop.remind", "to send")
+
+
 # Redis itself.
 
 
