@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -18,7 +18,7 @@ from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import Arrival, count, take
-from tests.integration.modules import MODULES, check_in, put_in_envelope
+from tests.integration.modules import MODULES, put_in_envelope
 from tests.integration.shop import named
 
 #: What every reason names.
@@ -169,25 +169,6 @@ def test_a_queue_that_only_its_producer_knows_gets_what_goes_through_distributio
         told = {each for each in arrival.message.headers if each.startswith("rabbitdelay-")}
         assert headers.DUE in told
         assert not {headers.ATTEMPTS, headers.REASON} & told
-
-
-def test_a_list_is_all_that_distribution_reaches(serve: Any, connection: Connection) -> None:
-    strict = {SETTING: ["news-*"], "rabbitdelay_checkin_allowed": ["*"]}
-    shop = serve(only="default", **strict)
-    news = Queue("news-1", Exchange("news-2", type="fanout"), auto_delete=True)
-    news(connection.default_channel).declare()
-    for exchange, key in (("", "news-1"), ("news-2", "any")):
-        forge(connection, shop, to(exchange, key))
-    assert len(take(connection, [news], 2)) == 2
-    own, topic = named(shop, "default"), named(shop, "topic")
-    for exchange, key in (("", own), (topic, "x"), ("news-3.pidbox", "")):
-        forge(connection, shop, to(exchange, key))
-    # Of all names, check-in reaches none of Celery's.
-    check_in(connection, shop, "celery.pidbox")
-    reasons = [reason(each) for each in undeliverable(connection, shop, 4)]
-    for name in (own, topic, "news-3.pidbox"):
-        assert any("distribution may not reach the" in each and name in each for each in reasons)
-    assert any("check-in may not reach the queue 'celery.pidbox'" in each for each in reasons)
 
 
 def retried_task(connection: Connection, shop: Any) -> tuple[Any, Any, dict[str, Any]]:

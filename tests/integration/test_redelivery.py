@@ -87,7 +87,7 @@ def test_tasks_for_a_full_queue_come_when_there_is_room_and_hold_up_no_others(
 
 
 def test_other_tasks_of_distribution_pass_those_that_a_full_queue_refuses(
-    served: Any, connection: Connection, full: Queue, target: Queue, prefix: str
+    served: Any, connection: Connection, full: Queue, target: Queue
 ) -> None:
     full(connection.default_channel).declare()
     where = {headers.EXCHANGE: "", headers.ROUTING_KEY: full.name}
@@ -101,18 +101,6 @@ def test_other_tasks_of_distribution_pass_those_that_a_full_queue_refuses(
     wait_until_waiting(connection, distribution.name, 0)
     assert "distribution: the queue" in served.worker.log
     assert "does not take a message" in served.worker.log
-
-
-def test_after_its_time_a_refused_task_is_undeliverable(
-    serve: Any, connection: Connection, make_full: Callable[[int], Queue]
-) -> None:
-    shop, full = serve(only="default", rabbitdelay_retry_for=3, **OPEN), make_full(0)
-    check_in(connection, shop, full.name, headers={"x-delay": 100, "mine": 1})
-    (arrival,) = take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], 1)
-    told = arrival.message.headers
-    assert told[headers.REASON].startswith("the broker nacked it")
-    assert "attempts since" in told[headers.REASON]
-    assert (told[headers.ROUTING_KEY], told["mine"]) == (full.name, 1)
 
 
 def test_a_task_for_an_exchange_that_is_missing_comes_when_it_is_there(
