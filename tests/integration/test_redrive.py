@@ -99,18 +99,6 @@ def test_messages_come_to_their_queue_and_the_others_stay_in_their_order(
     assert headers == straight(queue.name, **{header_names.REDRIVEN: 1})
 
 
-def test_of_many_messages_none_comes_twice_and_the_others_keep_their_order(
-    connection: Connection, declared: Topology, queue: Queue
-) -> None:
-    name = put(connection, declared, *numbered(range(3000), queue.name))
-    assert redrive(connection, declared, to_queues(declared, queue), odd).removed == 1500
-    assert count(connection, name) == 1500
-    assert bodies(connection, declared) == [*range(0, 3000, 2)]
-    assert purge(connection, declared).removed == 1500
-    assert bodies(connection, declared) == []
-    assert count(connection, queue.name) == 1500
-
-
 def test_a_limit_is_kept_and_a_dry_run_changes_nothing(
     connection: Connection, declared: Topology, queue: Queue
 ) -> None:
