@@ -136,7 +136,7 @@ def test_a_supersede_whose_process_is_killed_before_it_is_registered_leaves_the_
 
 
 def test_a_supersede_that_cannot_be_published_leaves_the_earlier_task_alone(
-    shop: Any, worker: Worker, noted: Notes
+    worker: Worker, noted: Notes
 ) -> None:
     key = f"order:{uuid4().hex}"
     noted.send("first", delay=2, key=key)
@@ -161,7 +161,7 @@ def test_a_job_whose_end_is_killed_before_or_after_its_write_runs_as_a_whole_or_
 
 
 def test_a_task_that_is_moved_to_earlier_runs_once_although_the_process_is_killed(
-    configuration: dict[str, Any], shop: Any, worker: Worker, noted: Notes
+    configuration: dict[str, Any], worker: Worker, noted: Notes
 ) -> None:
     def sent(word: str) -> str:
         return str(noted.send(word, delay=LONG, track=True).id)

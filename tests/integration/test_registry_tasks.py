@@ -98,7 +98,7 @@ def test_a_task_with_a_key_cannot_run_earlier_unless_it_is_tracked(shop: Any, no
 
 
 @pytest.mark.parametrize("last", [{"delay": DELAY - 0.5}, {}], ids=["delayed", "at once"])
-def test_the_newest_task_under_a_key_runs(shop: Any, noted: Notes, last: dict[str, Any]) -> None:
+def test_the_newest_task_under_a_key_runs(noted: Notes, last: dict[str, Any]) -> None:
     key = f"order:{uuid4().hex}"
     for number in range(4):
         noted.send(number, delay=DELAY - 0.1 * number, key=key)
@@ -106,7 +106,7 @@ def test_the_newest_task_under_a_key_runs(shop: Any, noted: Notes, last: dict[st
     assert noted.until(DELAY) == ["newest"]
 
 
-def test_a_task_that_was_sent_twice_with_once_runs_once(shop: Any, noted: Notes) -> None:
+def test_a_task_that_was_sent_twice_with_once_runs_once(noted: Notes) -> None:
     task_id = uuid4().hex
     for _ in range(3):
         noted.send("once", delay=0.5, task_id=task_id, once=True)
