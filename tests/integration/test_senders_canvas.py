@@ -50,12 +50,17 @@ by_signatures_that_know_their_own_delay = pytest.mark.parametrize(
     "make", list(SIGNATURES)[:2], indirect=True
 )
 
+
+def a_chord(header: Any, body: Any, app: Any) -> Any:
+    return chord(header, body, app=app)
+
+
 #: How a chord gets a delay as a whole; each takes header, body and application.
 CHORDS: dict[str, Callable[..., Any]] = {
-    "apply_async": lambda header, body, app: chord(header, body, app=app).apply_async(delay=DELAY),
-    "set": lambda header, body, app: chord(header, body, app=app).set(delay=DELAY).apply_async(),
-    "set a timedelta": lambda header, body, app: (
-        chord(header, body, app=app).set(delay=timedelta(seconds=DELAY)).apply_async()
+    "apply_async": lambda *whole: a_chord(*whole).apply_async(delay=DELAY),
+    "set": lambda *whole: a_chord(*whole).set(delay=DELAY).apply_async(),
+    "set a timedelta": lambda *whole: (
+        a_chord(*whole).set(delay=timedelta(seconds=DELAY)).apply_async()
     ),
     "called": lambda header, body, app: chord(header, app=app)(body, delay=DELAY),
     "a chain that begins with a group": lambda header, body, app: chain(
