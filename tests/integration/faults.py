@@ -162,6 +162,15 @@ def empty_older_layout(place: Place) -> None:
     declare_beside(place, Topology("shop", custom([("hours", 3, 3600), ("minutes", 60, 60)])))
 
 
+def passing_destinations(place: Place) -> None:
+    place.destinations += [Queue("a", exclusive=True), Queue("b", auto_delete=True)]
+
+
+def known_to_refuse(place: Place) -> None:
+    place.policy("orders", max_length=5, overflow="reject-publish")
+    place.settings = replace(place.settings, may_refuse=["ord*"])
+
+
 def fast_clock(place: Place) -> None:
     place.now = lambda: time.time() + 90
 
@@ -169,6 +178,17 @@ def fast_clock(place: Place) -> None:
 def slow_clock(place: Place) -> None:
     place.now = lambda: time.time() - 90
 
+
+#: What is no fault.
+SOUND: dict[str, Plant] = {
+    "nothing": lambda place: None,
+    "destinations-that-go-with-their-consumer": passing_destinations,
+    # No level waits longer; where there is an argument, that of a policy does not count.
+    "harmless-policy": policy(
+        r"^shop\.(seconds|ms)", message_ttl=5000, dead_letter_exchange="amq.fanout"
+    ),
+    "destination-that-is-known-to-refuse": known_to_refuse,
+}
 
 #: What is planted, how bad it is, and the codes that have to be found, no others.
 FAULTS: dict[str, tuple[Plant, str, set[str]]] = {

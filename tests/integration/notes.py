@@ -27,9 +27,26 @@ class Notes:
         self.redis = shop.backend.client
         self.key = f"notes-{uuid4()}"
 
-    def row(self, number: int, **more: Any) -> dict[str, Any]:
+    def row(self, given: Any, **more: Any) -> dict[str, Any]:
         """Return a row of ``send_many``."""
-        return {"args": (number,), "kwargs": {"key": self.key}, **more}
+        return {"args": (given,), "kwargs": {"key": self.key}, **more}
+
+    def send(self, *given: Any, **options: Any) -> Any:
+        """Send the task."""
+        return self.shop.tasks["note"].apply_async(given, {"key": self.key}, **options)
+
+    def until(self, delay: float, patience: float = PATIENCE) -> list[Any]:
+        """Wait until a task that is sent now has run; return what others were given.
+
+        Args:
+            delay: The seconds in which all others are due that have to run.
+            patience: How many more seconds this may take.
+        """
+        later = f"later-{uuid4()}"
+        self.shop.tasks["note"].apply_async(kwargs={"key": later}, delay=max(delay, 0) + 0.5)
+        wait_for(lambda: self.redis.llen(later), "a later task", max(delay, 0) + patience)
+        self.redis.delete(later)
+        return self()
 
     def found(self) -> list[dict[str, Any]]:
         """Return the notes."""

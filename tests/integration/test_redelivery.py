@@ -17,9 +17,7 @@ from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import Arrival, count, take, wait_until_waiting
-from tests.integration.modules import MODULES, OPEN, check_in, put_in_envelope, wait_until_served
-from tests.integration.shop import named
-from tests.integration.worker import Worker
+from tests.integration.modules import MODULES, OPEN, check_in, put_in_envelope
 
 #: Tasks for the queue in trouble: more than a level's dead-letter worker has places.
 MANY = 40
@@ -32,15 +30,9 @@ ROOM = 5
 
 
 @pytest.fixture
-def served(
-    make_shop: Callable[..., Any], configuration: dict[str, Any], connection: Connection
-) -> Any:
+def served(serve: Any) -> Any:
     """An application whose levels stand, and whose modules are served by one worker."""
-    shop = make_shop(**OPEN)
-    with Worker({**configuration, **OPEN}, [named(shop, "default")]) as worker:
-        wait_until_served(worker)
-        shop.worker = worker
-        yield shop
+    return serve(only="default", **OPEN)
 
 
 @pytest.fixture(params=["quorum", "classic"])
@@ -95,7 +87,7 @@ def test_tasks_for_a_full_queue_come_when_there_is_room_and_hold_up_no_others(
 
 
 def test_other_tasks_of_distribution_pass_those_that_a_full_queue_refuses(
-    served: Any, connection: Connection, full: Queue, target: Queue, prefix: str
+    served: Any, connection: Connection, full: Queue, target: Queue
 ) -> None:
     full(connection.default_channel).declare()
     where = {headers.EXCHANGE: "", headers.ROUTING_KEY: full.name}
@@ -109,26 +101,6 @@ def test_other_tasks_of_distribution_pass_those_that_a_full_queue_refuses(
     wait_until_waiting(connection, distribution.name, 0)
     assert "distribution: the queue" in served.worker.log
     assert "does not take a message" in served.worker.log
-
-
-def test_after_its_time_a_refused_task_is_undeliverable(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    make_full: Callable[[int], Queue],
-) -> None:
-    soon = {**OPEN, "rabbitdelay_retry_for": 3}
-    shop = make_shop(**soon)
-    full = make_full(0)
-    with Worker({**configuration, **soon}, [named(shop, "default")]) as worker:
-        wait_until_served(worker)
-        check_in(connection, shop, full.name, headers={"x-delay": 100, "mine": 1})
-        undeliverable = shop.rabbitdelay.topology.module_queues.undeliverable
-        (arrival,) = take(connection, [undeliverable], 1)
-    told = arrival.message.headers
-    assert told[headers.REASON].startswith("the broker nacked it")
-    assert "attempts since" in told[headers.REASON]
-    assert (told[headers.ROUTING_KEY], told["mine"]) == (full.name, 1)
 
 
 def test_a_task_for_an_exchange_that_is_missing_comes_when_it_is_there(

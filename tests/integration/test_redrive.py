@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -41,9 +44,16 @@ from tests.integration.undeliverable_messages import (
     put,
     straight,
 )
-from tests.integration.worker import Worker
+from tests.integration.worker import ShopProcess, Worker, run_celery
 
 MODULES = ("check-in", "distribution")
+
+#: Each kill, by its point and the count of calls before it; see :mod:`.redrive_killed`. Only after
+#: the fourth one, fewer messages are there, by 1,000 at most.
+KILLS = [("taken", 300), ("confirmed", 1), ("confirmed", 250), ("acknowledged", 1), ("taken", 700)]
+
+#: Messages that a kill may leave as copies: those that were not acknowledged yet.
+MOST_COPIES = 2000
 
 
 def to_queues(topology: Topology, *queues: Queue, **options: Any) -> Redriving:
@@ -53,6 +63,10 @@ def to_queues(topology: Topology, *queues: Queue, **options: Any) -> Redriving:
 
 def numbered(numbers: Any, queue: str) -> list[amqp.Message]:
     return [message(number, straight(queue)) for number in numbers]
+
+
+def odd(copy: UndeliverableMessage) -> bool:
+    return int(copy.body) % 2 == 1
 
 
 def bodies(connection: Connection, topology: Topology) -> list[int]:
@@ -70,10 +84,6 @@ def test_messages_come_to_their_queue_and_the_others_stay_in_their_order(
 ) -> None:
     monkeypatch.setattr(undeliverable_reader, "AHEAD", 10)
     name = put(connection, declared, *numbered(range(95), queue.name))
-
-    def odd(copy: Any) -> bool:
-        return int(copy.body) % 2 == 1
-
     report = redrive(connection, declared, to_queues(declared, queue), odd)
 
     assert (report.present, report.examined, report.matched) == (95, 95, 47)
@@ -87,22 +97,6 @@ def test_messages_come_to_their_queue_and_the_others_stay_in_their_order(
     # The header says how often; the others are those of any delayed message.
     headers = arrived[0].message.headers
     assert headers == straight(queue.name, **{header_names.REDRIVEN: 1})
-
-
-def test_of_many_messages_none_comes_twice_and_the_others_keep_their_order(
-    connection: Connection, declared: Topology, queue: Queue
-) -> None:
-    name = put(connection, declared, *numbered(range(3000), queue.name))
-
-    def odd(copy: Any) -> bool:
-        return int(copy.body) % 2 == 1
-
-    assert redrive(connection, declared, to_queues(declared, queue), odd).removed == 1500
-    assert count(connection, name) == 1500
-    assert bodies(connection, declared) == [*range(0, 3000, 2)]
-    assert purge(connection, declared).removed == 1500
-    assert bodies(connection, declared) == []
-    assert count(connection, queue.name) == 1500
 
 
 def test_a_limit_is_kept_and_a_dry_run_changes_nothing(
@@ -128,26 +122,6 @@ def test_a_rate_is_kept(connection: Connection, declared: Topology, queue: Queue
     assert report.removed == 21
     # The first one goes at once.
     assert report.seconds >= 1.0
-
-
-def test_messages_wait_for_the_delay_and_never_come_before_they_are_due(
-    connection: Connection, declared: Topology, queue: Queue
-) -> None:
-    began = time.time()
-    due_ms = int((began + 3) * 1000)
-    put(
-        connection,
-        declared,
-        message("past", straight(queue.name)),
-        message("ahead", straight(queue.name, **{header_names.DUE: due_ms})),
-    )
-    report = redrive(connection, declared, to_queues(declared, queue, delay_ms=1500))
-    assert report.removed == 2
-    first, second = take(connection, [queue], 2)
-    assert (first.body, second.body) == ("past", "ahead")
-    assert first.at >= began + 1.5
-    assert first.message.headers[header_names.DUE] / 1000 == pytest.approx(began + 1.5, abs=30)
-    assert second.at * 1000 >= second.message.headers[header_names.DUE] == due_ms
 
 
 def test_a_message_that_comes_back_is_redriven_no_more_than_it_may_be(
@@ -177,7 +151,10 @@ def test_a_message_that_comes_back_is_redriven_no_more_than_it_may_be(
 def test_forged_headers_reach_nothing(
     connection: Connection, make_queue: Callable[..., Queue], make_shop: Callable[..., Any]
 ) -> None:
-    """The allow-list is that of an application; all that strangers name exists, and is bound."""
+    """The allow-list is that of an application; all that strangers name exists, and is bound.
+
+    tests/unit/test_redriving.py has more headers and envelopes.
+    """
     shop = make_shop(control_exchange="test-redrive", event_exchange="test-redrive-events")
     topology, own = shop.rabbitdelay.topology, named(shop, "default")
     secret = make_queue("secret")
@@ -192,45 +169,25 @@ def test_forged_headers_reach_nothing(
         channel.queue_bind(watch, exchange, "#")
     levels = [topology.delivery.name, topology.module_queues.checkin.exchange.name]
 
+    by_key = {header_names.ROUTING_KEY: "x"}
+    due = {header_names.DUE: 5}
     forged = [
         straight(secret.name),
         straight(own, **{header_names.EXCHANGE: "amq.topic"}),
-        *(
-            {header_names.DUE: 5, header_names.EXCHANGE: exchange, header_names.ROUTING_KEY: "x"}
-            for exchange in exchanges
-        ),
+        *({**due, **by_key, header_names.EXCHANGE: each} for each in exchanges),
+        *({**by_key, header_names.EXCHANGE: each} for each in levels),
         *(straight(name) for name in (topology.digit_queues[0].name, control[0], "")),
         *({**straight(secret.name), header_names.EXCHANGE: each} for each in levels),
-        *({header_names.EXCHANGE: each, header_names.ROUTING_KEY: "x"} for each in levels),
         straight(own, CC=[secret.name]),
-        straight(own, **{header_names.QUEUE: ["list"]}),
-        straight(own, **{header_names.EXCHANGE: 7}),
         {"x-death": [{"queue": "x", "routing-keys": [f"0.0.{secret.name}"]}]},
-        *(
-            straight(own, **{header_names.REDRIVEN: wrong})
-            for wrong in (3, 2**40, -1, "1", True, [1], {"a": 1}, 0.5)
-        ),
     ]
     inner = Item(b"x", {header_names.EXCHANGE: "", header_names.ROUTING_KEY: secret.name})
-    copied = Item(b"x", {"CC": [secret.name]})
-    envelopes = [
-        amqp.Message(
-            Envelope((Item(b"fine"), each)).pack(),
-            application_headers={
-                header_names.DUE: 5,
-                header_names.EXCHANGE: "",
-                header_names.ROUTING_KEY: own,
-            },
-            content_type=content_type,
-        )
-        for each, content_type in (
-            (inner, ENVELOPE),
-            (copied, ENVELOPE),
-            (Item(b"fine"), "application/vnd.rabbitdelay.envelope.2"),
-        )
-    ]
-    broken = amqp.Message(b"no envelope", content_type=ENVELOPE)
-    messages = [message("x", each) for each in forged] + [*envelopes, broken]
+    envelope = amqp.Message(
+        Envelope((Item(b"fine"), inner)).pack(),
+        application_headers={**due, header_names.EXCHANGE: "", header_names.ROUTING_KEY: own},
+        content_type=ENVELOPE,
+    )
+    messages = [*(message("x", each) for each in forged), envelope]
     name = put(connection, topology, *messages)
     put(connection, topology, message("x", {}), routing_key=f"0.0.{secret.name}")
 
@@ -253,7 +210,10 @@ def test_messages_go_only_where_the_application_knows_a_queue(
     make_shop: Callable[..., Any],
 ) -> None:
     shop = make_shop(
-        task_routes=[("look", {"queue": "from-a-pair"}), {"note": "by-name", "x": {"queue": "y"}}],
+        task_routes=[
+            ("look", {"queue": "from-a-pair"}),
+            {"note": "by-name", "x": {"queue": "y"}, "send": "reply.letters"},
+        ],
         rabbitdelay_checkin_allowed=["open.*"],
     )
     allowed = redrive_destinations(shop, ["more?"])
@@ -266,15 +226,9 @@ def test_messages_go_only_where_the_application_knows_a_queue(
     for name in (shop.rabbitdelay.topology.delivery.name, "amq.direct", "celery.pidbox"):
         assert not everything.includes(name, "any")
     assert everything.includes("other", "any")
-
-
-def test_an_application_can_have_a_queue_whose_name_begins_as_those_of_replies(
-    make_shop: Callable[..., Any],
-) -> None:
-    shop = make_shop(task_routes={"look": "reply.letters"})
-    allowed = redrive_destinations(shop, ["*"])
-    assert allowed.includes("", "reply.letters")
-    assert not allowed.includes("reply.celery.pidbox", "any")
+    # A queue of the application whose name begins as those of replies to remote control.
+    assert everything.includes("", "reply.letters")
+    assert not everything.includes("reply.celery.pidbox", "any")
 
 
 def test_wrong_destinations_and_delays_are_errors_at_once(
@@ -287,21 +241,6 @@ def test_wrong_destinations_and_delays_are_errors_at_once(
         redriving_for(shop, delay=-1)
     with pytest.raises(InvalidDestination, match="does not exist: declare it first"):
         check_exists(connection, queue.name)
-
-
-def test_all_messages_can_go_to_one_queue(
-    connection: Connection, declared: Topology, queue: Queue, make_queue: Callable[..., Queue]
-) -> None:
-    aside = make_queue("aside")
-    declare_with(connection, declared, aside)
-    put(
-        connection, declared, message("known", straight(queue.name)), message("unknown", {"own": 1})
-    )
-    report = redrive(connection, declared, to_queues(declared, to=aside.name))
-    assert report.removed == 2
-    known, unknown = (each.message.headers for each in take(connection, [aside], 2))
-    assert known[header_names.QUEUE] == known[header_names.ROUTING_KEY] == aside.name
-    assert unknown["own"] == 1
 
 
 def test_messages_of_every_kind_run_as_they_would_have(
@@ -347,36 +286,27 @@ def _by_kind(notes: list[dict[str, Any]], firsts: tuple[int, ...]) -> list[list[
     return [[note for note in notes if note["given"] == [first]] for first in firsts]
 
 
-def test_attempts_are_counted_through_distribution(
-    connection: Connection, make_shop: Callable[..., Any], configuration: dict[str, Any]
-) -> None:
+def test_attempts_are_counted_through_distribution(connection: Connection, serve: Any) -> None:
     """Distribution finds no queue each time, and writes the count into the headers again."""
-    once = {"rabbitdelay_retry_for": 0, "rabbitdelay_checkin_allowed": ["test-*"]}
-    shop = make_shop(**once)
+    shop = serve(rabbitdelay_retry_for=0, rabbitdelay_checkin_allowed=["test-*"])
     topology = shop.rabbitdelay.topology
-    declare_with(connection, topology)
-    gone = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: f"{topology.prefix}-gone"}
-    item = Item(b"in an envelope")
-    name = put(
-        connection,
-        topology,
-        message("by distribution", {header_names.DUE: 5, **gone}),
-        amqp.Message(
-            Envelope((item,)).pack(),
-            application_headers={header_names.DUE: 5, **gone},
-            content_type=ENVELOPE,
-            delivery_mode=2,
-        ),
+    key = {header_names.ROUTING_KEY: f"{topology.prefix}-gone"}
+    gone = {header_names.DUE: 5, header_names.EXCHANGE: "", **key}
+    envelope = amqp.Message(
+        Envelope((Item(b"in an envelope"),)).pack(),
+        application_headers=gone,
+        content_type=ENVELOPE,
+        delivery_mode=2,
     )
+    name = put(connection, topology, message("by distribution", gone), envelope)
     redriving = redriving_for(shop, max_attempts=2)
-    with Worker({**configuration, **once}):
-        for attempt in (1, 2):
-            report = redrive(connection, topology, redriving)
-            assert report.removed == 2, report
-            wait_until_waiting(connection, name, 2)
-            copies = list(undeliverable_messages(connection, topology))
-            assert [each.headers[header_names.REDRIVEN] for each in copies] == [attempt] * 2
+    for attempt in (1, 2):
         report = redrive(connection, topology, redriving)
+        assert report.removed == 2, report
+        wait_until_waiting(connection, name, 2)
+        copies = list(undeliverable_messages(connection, topology))
+        assert [each.headers[header_names.REDRIVEN] for each in copies] == [attempt] * 2
+    report = redrive(connection, topology, redriving)
     assert report.left == {"it was redriven 2 times already": 2}
 
 
@@ -402,32 +332,6 @@ def test_messages_that_were_read_stay_if_reading_takes_too_long(
     assert report.removed == 0
     assert "cannot be read further" in str(report.stopped)
     wait_until_waiting(connection, name, 5)
-
-
-def test_what_a_client_checks_in_and_check_in_refuses_keeps_its_delay(
-    connection: Connection, declared: Topology, queue: Queue
-) -> None:
-    checkin = declared.module_queues.checkin.exchange.name
-    refused = {
-        "x-delay": 1000,
-        header_names.EXCHANGE: checkin,
-        header_names.ROUTING_KEY: queue.name,
-        header_names.REASON: "check-in may not reach the queue",
-    }
-    wrong = {**refused, "x-delay": "soon"}
-    put(connection, declared, message("later", refused), message("wrong", wrong))
-    report = redrive(connection, declared, to_queues(declared, queue))
-    assert report.removed == 1
-    assert report.left == {"x-delay is 'soon', not a number of milliseconds: give a delay": 1}
-    given = redrive(connection, declared, to_queues(declared, queue, delay_ms=0))
-    assert given.removed == 1
-    distribution = declared.module_queues.distribution
-    arrived = {each.body: each for each in take(connection, [distribution], 2)}
-    headers = arrived["later"].message.headers
-    assert arrived["later"].at * 1000 >= headers[header_names.DUE]
-    assert headers[header_names.ROUTING_KEY] == queue.name
-    assert headers[header_names.EXCHANGE] == ""
-    assert "x-delay" not in headers
 
 
 def test_if_the_connections_are_lost_the_report_says_so_and_no_message_is(
@@ -474,3 +378,38 @@ def test_only_messages_that_are_meant_are_deleted(
     assert sorted(bodies(connection, declared)) == [*range(10, 40)]
     assert purge(connection, declared).removed == 30
     assert purge(connection, declared).present == 0
+
+
+def consumers(connection: Connection, queue_name: str) -> int:
+    channel: Any
+    with connection.channel() as channel:
+        number: int = channel.queue_declare(queue_name, passive=True).consumer_count
+        return number
+
+
+def test_five_kills_in_the_middle_of_2000_messages_lose_none(
+    connection: Connection, configuration: dict[str, Any], shop: Any
+) -> None:
+    topology, queue = shop.rabbitdelay.topology, shop.amqp.queues[named(shop, "default")]
+    declare_with(connection, topology, queue)
+    own = straight(queue.name)
+    name = put(connection, topology, *(message(each, own) for each in range(2000)))
+
+    for point, calls in KILLS:
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.integration.redrive_killed", point, str(calls)],
+            env={**os.environ, **ShopProcess.environment(configuration)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == -signal.SIGKILL, run.stderr
+        # The broker gives its messages back when it removes the consumer.
+        wait_for(lambda: not consumers(connection, name), "the end of its consumer")
+
+    told = run_celery(configuration, "rabbitdelay undeliverable redrive")
+    assert told.returncode == 0, told.stderr
+    wait_until_waiting(connection, name, 0)
+    arrived = take(connection, [queue], count(connection, queue.name))
+    assert {int(each.body) for each in arrived} == {*range(2000)}
+    assert len(arrived) <= 2000 + MOST_COPIES * len(KILLS)

@@ -1,4 +1,8 @@
-"""What the registry says and keeps; test_registry_rule.py compares it with the rule."""
+"""What the registry says and keeps.
+
+Which message of a task runs is what test_registry_rule.py compares with the rule in Python, which
+tests/unit/test_registry_rule.py explores.
+"""
 
 from __future__ import annotations
 
@@ -145,21 +149,13 @@ def test_a_longer_delay_and_a_postponement_lengthen_each_life(
     registry.register([keyed(registry, "task", KEY, job="job")])
     later = now_ms() + 5 * MINUTE_MS
     registry.postpone("task", later)
+    listed = set(keys(redis_setup, prefix)) - {registry.names.key(KEY)}
+    assert {expiry_ms(redis_setup, each) for each in listed} == {later + KEEP_MS}
     registry.register([keyed(registry, "newer", KEY, name="")._replace(due_ms=later)])
     written = set(keys(redis_setup, prefix)) - {registry.names.task("newer")}
     # That it is superseded takes the task from the lists.
     assert written == {registry.names.task("task"), registry.names.key(KEY)}
     assert {expiry_ms(redis_setup, each) for each in written} == {later + KEEP_MS}
-
-
-def test_what_is_listed_lives_as_long_as_it_is_postponed(
-    registry: Registry, redis_setup: RedisSetup, prefix: str
-) -> None:
-    registry.register([tracked(job="job")])
-    later = now_ms() + 5 * MINUTE_MS
-    registry.postpone("task", later)
-    lives = {expiry_ms(redis_setup, each) for each in keys(redis_setup, prefix)}
-    assert lives == {later + KEEP_MS}
 
 
 @pytest.mark.parametrize("decision", ["cancelled", "run", "once", "postponed"])
@@ -205,68 +201,11 @@ def test_a_task_that_arrives_after_decisions_about_it_may_be_forgotten_does_not_
 # Which message runs.
 
 
-def test_moved_to_earlier_twice_it_runs_once_by_the_first_that_arrives(registry: Registry) -> None:
-    first, second, third = (tracked(after_ms=after * MINUTE_MS) for after in (60, 5, 1))
-    registry.register([first])
-    for each in (second, third):
-        assert registry.postpone("task", each.due_ms) == Earlier("shop.remind", "to send")
-        assert registry.register([each]) == ["waiting"]
-    assert verdicts(registry, [third, second, first]) == [
-        Verdict.RUN,
-        Verdict.REPLACED,
-        Verdict.REPLACED,
-    ]
-    # Its worker is killed, or the answer was lost.
-    assert verdict(registry, arrival(third, redelivered=True)) is Verdict.RUN
-    assert verdict(registry, third) is Verdict.RUN
-
-
-def test_a_task_that_replaces_one_which_runs_once_is_no_duplicate(registry: Registry) -> None:
-    once = unknown(once="queue", mark="a")
-    assert verdict(registry, once) is Verdict.RUN
-    assert verdict(registry, once._replace(attempt="0.1", mark="b")) is Verdict.RUN
-    assert verdict(registry, once._replace(attempt="1.0", mark="c")) is Verdict.RUN
-    assert verdict(registry, once._replace(mark="d")) is Verdict.DUPLICATE
-
-
 def test_a_task_that_is_to_run_once_runs_once_at_each_queue(registry: Registry) -> None:
     message = tracked()
     here, there = (arrival(message, once=queue, mark=queue) for queue in ("here", "there"))
     assert [each.verdict for each in registry.decide([here, there])] == [Verdict.RUN] * 2
     assert verdict(registry, here._replace(mark="again")) is Verdict.DUPLICATE
-
-
-def test_a_cancel_while_a_task_runs_stops_its_retry_and_not_what_is_sent_anew(
-    registry: Registry,
-) -> None:
-    first, retry = tracked(), tracked(attempt="1.0")
-    registry.register([first])
-    assert verdict(registry, first) is Verdict.RUN
-    assert registry.cancel(["task"]) == [Outcome.RELEASED]
-    assert registry.register([retry]) == ["cancelled"]
-    assert verdict(registry, retry) is Verdict.CANCELLED
-    (ticket,) = registry.ask([("task", "")])
-    assert ticket == Ticket(life=2)
-    anew = tracked(ticket=ticket)
-    registry.register([anew])
-    assert verdict(registry, anew) is Verdict.RUN
-    assert verdict(registry, first) is Verdict.CANCELLED
-
-
-def test_a_task_that_is_moved_to_earlier_is_superseded_by_a_newer_one(registry: Registry) -> None:
-    first = keyed(registry, "task", KEY, after_ms=5 * MINUTE_MS)
-    registry.register([first])
-    assert isinstance(registry.postpone("task", now_ms() + MINUTE_MS), Earlier)
-    moved = first._replace(copy=new_copy(), due_ms=now_ms() + MINUTE_MS)
-    newer = keyed(registry, "newer", KEY)
-    registry.register([newer])
-    # In whatever order they are registered.
-    assert registry.register([moved]) == ["superseded"]
-    assert verdicts(registry, [moved, first, newer]) == [
-        Verdict.SUPERSEDED,
-        Verdict.SUPERSEDED,
-        Verdict.RUN,
-    ]
 
 
 def test_only_the_newest_of_many_tasks_under_one_key_runs_and_is_listed(registry: Registry) -> None:
@@ -279,27 +218,6 @@ def test_only_the_newest_of_many_tasks_under_one_key_runs_and_is_listed(registry
     assert registry.waiting_under(KEY) == ["row-4"]
     assert {each.task_id for each in registry.index.pending(Filter())} == {"row-4", "other"}
     assert verdicts(registry, rows) == [*[Verdict.SUPERSEDED] * 9, Verdict.RUN]
-
-
-def test_a_task_that_arrives_before_it_is_registered_supersedes_older_ones(
-    registry: Registry,
-) -> None:
-    older, newer = keyed(registry, "older", KEY), keyed(registry, "newer", KEY)
-    registry.register([older])
-    assert verdict(registry, newer) is Verdict.RUN
-    assert registry.register([newer]) == ["arrived"]
-    assert registry.postpone("older", now_ms() + 5 * MINUTE_MS) is Outcome.CANCELLED
-    assert verdict(registry, older) is Verdict.SUPERSEDED
-
-
-def test_of_a_task_that_is_sent_twice_under_its_key_the_newer_message_runs(
-    registry: Registry,
-) -> None:
-    first, second = keyed(registry, "task", KEY), keyed(registry, "task", KEY)
-    registry.register([first])
-    registry.register([second])
-    assert registry.index.count(Filter()) == 1
-    assert verdicts(registry, [first, second]) == [Verdict.REPLACED, Verdict.RUN]
 
 
 def test_a_retry_never_supersedes_a_newer_task(registry: Registry) -> None:
@@ -341,14 +259,6 @@ def test_an_order_never_falls_behind_that_of_the_newest_task(
 
 
 # When it runs.
-
-
-def test_an_untracked_task_can_be_postponed_to_later(registry: Registry) -> None:
-    first, later = unknown(), now_ms() + MINUTE_MS
-    assert registry.postpone("task", later) is Outcome.UNKNOWN
-    (decision,) = registry.decide([first])
-    assert (decision.verdict, decision.until_ms) == (Verdict.LATER, later)
-    assert verdict(registry, first._replace(due_ms=later)) is Verdict.RUN
 
 
 def test_a_task_that_is_not_tracked_cannot_run_earlier(registry: Registry) -> None:

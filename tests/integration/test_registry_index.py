@@ -18,7 +18,6 @@ from tests.integration.registering import (
     MARGIN_MS,
     MINUTE_MS,
     RedisSetup,
-    arrival,
     keyed,
     keys,
     now_ms,
@@ -151,23 +150,6 @@ def test_what_has_arrived_or_will_not_run_leaves_the_index(
     assert not [each for each in keys(redis_setup, prefix) if ":due" in each]
 
 
-def test_a_retry_is_in_the_index_again(registry: Registry, index: Index) -> None:
-    first = due_at(0, "task")
-    registry.register([first])
-    verdict(registry, first)
-    registry.register([due_at(1, "task", attempt="1.0")])
-    assert ids(index) == ["task"]
-
-
-def test_a_superseded_message_that_is_registered_late_is_not_in_the_index(
-    registry: Registry, index: Index
-) -> None:
-    late, newer = (keyed(registry, name, "order") for name in ("late", "newer"))
-    registry.register([newer])
-    assert registry.register([late]) == ["superseded"]
-    assert ids(index) == ["newer"]
-
-
 def test_a_postponed_task_is_in_the_index_at_its_new_time(registry: Registry, index: Index) -> None:
     first = due_at(0, "first", job="job")
     registry.register([first, due_at(1, "second", job="job")])
@@ -267,10 +249,3 @@ def test_the_index_says_since_when_it_is_complete(
     assert index.complete_since() == since
     redis_setup.client.delete(registry.names.complete_since())
     assert index.complete_since() > since
-
-
-def test_a_task_that_is_in_no_index_can_be_decided_about(registry: Registry, index: Index) -> None:
-    message = sent()
-    registry.register([message])
-    assert ids(index) == []
-    assert registry.decide([arrival(message)])[0].verdict is Verdict.RUN

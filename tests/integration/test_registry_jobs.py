@@ -13,7 +13,7 @@ import pytest
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.registry import jobs as jobs_module
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
-from celery_rabbitdelay.registry.decision import Outcome, Ticket, Verdict
+from celery_rabbitdelay.registry.decision import Ticket, Verdict
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.registry import MAX_JOB_PAUSE_MS, MIN_JOB_PAUSE_MS, Registry
@@ -39,13 +39,6 @@ JOB = "import 2031-03-01"
 def others(registry: Registry) -> Jobs:
     """The same jobs in another process, which remembers nothing of what this one has seen."""
     return Jobs(registry.store, registry.names, KEEP_MS, MARGIN_MS)
-
-
-def test_a_job_is_open_until_it_is_committed(registry: Registry, others: Jobs) -> None:
-    registry.jobs.open(JOB, MINUTE_MS)
-    assert others.state(JOB) is JobState.OPEN
-    registry.jobs.end(JOB, JobState.COMMITTED)
-    assert others.state(JOB) is JobState.COMMITTED
 
 
 @pytest.mark.parametrize("end", [None, JobState.COMMITTED, JobState.ABORTED])
@@ -125,7 +118,7 @@ def test_an_expired_job_is_closed_whoever_asks_first(registry: Registry, call: s
     assert raised.value.state == "aborted"
 
 
-def test_a_job_lives_until_its_last_task_may_arrive(
+def test_a_job_lives_and_has_its_name_until_its_last_task_may_arrive(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
     def lives() -> int:
@@ -138,6 +131,7 @@ def test_a_job_lives_until_its_last_task_may_arrive(
     registry.jobs.join(JOB, due)
     registry.jobs.join(JOB, due - MINUTE_MS)
     assert lives() == due + MARGIN_MS + KEEP_MS
+    assert int(redis_setup.client.hget(registry.names.job(JOB), "free")) == due + MARGIN_MS
 
 
 def test_an_ended_state_is_remembered_without_asking_as_long_as_redis_knows_it(
@@ -162,16 +156,6 @@ def test_an_expired_job_is_found_out_once(registry: Registry, others: Jobs) -> N
     wait_for(lambda: others.state(JOB) is JobState.ABORTED, "an expired job")
     assert registry.jobs.states([job]) == {job: JobState.ABORTED}
     assert len(found) == 1
-
-
-def test_a_name_is_taken_until_the_last_task_of_its_job_may_have_arrived(
-    registry: Registry, redis_setup: RedisSetup
-) -> None:
-    registry.jobs.open(JOB, MINUTE_MS)
-    due = now_ms() + 10 * MINUTE_MS
-    registry.jobs.join(JOB, due)
-    registry.jobs.join(JOB, due - MINUTE_MS)
-    assert int(redis_setup.client.hget(registry.names.job(JOB), "free")) == due + MARGIN_MS
 
 
 def test_an_expired_job_leaves_nothing_to_the_next_one_of_its_name(
@@ -297,19 +281,6 @@ def test_tasks_of_an_aborted_job_do_not_run_leave_the_index_and_can_be_sent_agai
     assert verdict(registry, arrival(aborted, redelivered=True)) is Verdict.EXPIRED
     assert registry.index.count(Filter()) == 1
     assert verdict(registry, again) is Verdict.RUN
-
-
-def test_a_task_that_waits_for_its_job_can_be_cancelled_and_superseded(registry: Registry) -> None:
-    first, second = tracked("first", job=JOB), keyed(registry, "second", "order", job=JOB)
-    registry.jobs.open(JOB, MINUTE_MS)
-    registry.register([first, second])
-    assert verdict(registry, first) is Verdict.LATER
-    assert verdict(registry, second) is Verdict.LATER
-    assert registry.cancel(["first"]) == [Outcome.DONE]
-    registry.register([keyed(registry, "newer", "order")])
-    registry.jobs.end(JOB, JobState.COMMITTED)
-    assert verdict(registry, first) is Verdict.CANCELLED
-    assert verdict(registry, second) is Verdict.SUPERSEDED
 
 
 def test_what_is_known_about_a_task_and_its_key_lives_on_while_it_waits_for_its_job(

@@ -14,13 +14,13 @@ from celery.canvas import StampingVisitor  # type: ignore[attr-defined]
 from celery.exceptions import TaskRevokedError
 from celery.states import REVOKED
 
-from celery_rabbitdelay import JobClosed, NotTracked, Row
+from celery_rabbitdelay import JobClosed, NotTracked
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
 from tests.integration.registering import KINDS, RedisSetup
-from tests.integration.shop import PATIENCE, make_app, named
+from tests.integration.shop import PATIENCE, make_app
 from tests.integration.worker import Worker
 
 #: Seconds; long enough for a test to cancel a task before it is due.
@@ -29,8 +29,7 @@ DELAY = 4.0
 
 @pytest.fixture(scope="module")
 def redis_setup() -> Iterator[RedisSetup]:
-    """A cluster, which takes the least. A single server is that of test_registry_worker.py, and
-    sentinels are those of test_registry_fail_over.py."""
+    """A cluster, which takes the least; test_registry_worker.py has the other kinds."""
     with KINDS["cluster"]() as setup:
         yield setup
 
@@ -56,118 +55,79 @@ def shop(module_settings: dict[str, Any]) -> Iterator[Any]:
     app.close()
 
 
-def send(shop: Any, noted: Notes, *given: Any, **options: Any) -> Any:
-    return shop.tasks["note"].apply_async(given, {"key": noted.key}, **options)
-
-
-def wait_until_passed(shop: Any, noted: Notes, delay: float = DELAY) -> None:
-    """Wait until a task that is sent now, due later than those before it, has run."""
-    word = uuid4().hex
-    send(shop, noted, word, delay=delay + 0.5)
-    wait_for(lambda: [word] in noted.given(), "a later task", PATIENCE)
-
-
-def ran(noted: Notes) -> list[Any]:
-    return [given[0] for given in noted.given() if len(str(given[0])) < 30]
-
-
-def test_a_cancelled_task_never_runs_and_is_revoked_when_it_would_have_been_due(
-    shop: Any, noted: Notes
-) -> None:
-    result = send(shop, noted, "cancelled", delay=DELAY)
-    assert shop.rabbitdelay.cancel(result) is Outcome.UNKNOWN
-    wait_until_passed(shop, noted)
-    assert ran(noted) == []
-    with pytest.raises(TaskRevokedError):
-        result.get(timeout=PATIENCE)
-
-
 def test_a_tracked_task_is_revoked_at_once_when_it_is_cancelled(shop: Any, noted: Notes) -> None:
-    result = send(shop, noted, "cancelled", delay=DELAY, track=True)
+    result = noted.send("cancelled", delay=DELAY, track=True)
     assert shop.rabbitdelay.cancel(result.id) is Outcome.DONE
     assert result.state == REVOKED
     assert shop.rabbitdelay.cancel(result.id) is Outcome.CANCELLED
-    wait_until_passed(shop, noted)
-    assert ran(noted) == []
+    assert noted.until(DELAY) == []
 
 
 def test_a_task_that_has_arrived_is_released(shop: Any, noted: Notes) -> None:
-    result = send(shop, noted, "runs", delay=0.2, track=True)
-    wait_for(lambda: ran(noted) == ["runs"], "the task")
+    result = noted.send("runs", delay=0.2, track=True)
+    wait_for(lambda: noted() == ["runs"], "the task")
     assert shop.rabbitdelay.postpone(result.id, delay=5) is Outcome.RELEASED
     assert shop.rabbitdelay.cancel(result.id) is Outcome.RELEASED
 
 
 @pytest.mark.parametrize("track", [True, False])
 def test_a_postponed_task_runs_later_and_once(shop: Any, noted: Notes, track: bool) -> None:
-    result = send(shop, noted, "postponed", delay=DELAY, track=track)
+    result = noted.send("postponed", delay=DELAY, track=track)
     due = time.time() + DELAY + 1
     outcome = shop.rabbitdelay.postpone(result, delay=DELAY + 1)
     assert outcome is (Outcome.DONE if track else Outcome.UNKNOWN)
-    wait_for(lambda: ran(noted), "the task", PATIENCE)
+    wait_for(noted, "the task", PATIENCE)
     assert time.time() >= due
-    wait_until_passed(shop, noted, 0)
-    assert ran(noted) == ["postponed"]
+    assert noted.until(0) == ["postponed"]
 
 
 def test_a_tracked_task_runs_earlier_if_it_is_postponed_to_earlier(shop: Any, noted: Notes) -> None:
-    result = send(shop, noted, "earlier", delay=4, track=True)
+    result = noted.send("earlier", delay=4, track=True)
     late = time.time() + 4
     assert shop.rabbitdelay.postpone(result, delay=0.5) is Outcome.DONE
-    wait_for(lambda: ran(noted), "the task", PATIENCE)
-    assert ran(noted) == ["earlier"]
-    wait_until_passed(shop, noted, max(late - time.time(), 0))
-    assert ran(noted) == ["earlier"]
+    wait_for(noted, "the task", PATIENCE)
+    assert noted.until(late - time.time()) == ["earlier"]
 
 
 def test_a_task_with_a_key_cannot_run_earlier_unless_it_is_tracked(shop: Any, noted: Notes) -> None:
     key = f"order:{uuid4().hex}"
-    result = send(shop, noted, "keyed", delay=60, key=key)
+    result = noted.send("keyed", delay=60, key=key)
     with pytest.raises(NotTracked, match=result.id):
         shop.rabbitdelay.postpone(key=key, delay=1)
     assert shop.rabbitdelay.cancel(key=key) is Outcome.DONE
 
 
-def test_the_newest_task_under_a_key_runs(shop: Any, noted: Notes) -> None:
+@pytest.mark.parametrize("last", [{"delay": DELAY - 0.5}, {}], ids=["delayed", "at once"])
+def test_the_newest_task_under_a_key_runs(noted: Notes, last: dict[str, Any]) -> None:
     key = f"order:{uuid4().hex}"
-    for number in range(5):
-        send(shop, noted, number, delay=DELAY - 0.1 * number, key=key)
-    wait_until_passed(shop, noted)
-    assert ran(noted) == [4]
+    for number in range(4):
+        noted.send(number, delay=DELAY - 0.1 * number, key=key)
+    noted.send("newest", key=key, **last)
+    assert noted.until(DELAY) == ["newest"]
 
 
-def test_a_task_without_a_delay_supersedes_what_waits_and_runs_now(shop: Any, noted: Notes) -> None:
-    key = f"order:{uuid4().hex}"
-    send(shop, noted, "waits", delay=DELAY, key=key)
-    send(shop, noted, "now", key=key)
-    wait_until_passed(shop, noted)
-    assert ran(noted) == ["now"]
-
-
-def test_a_task_that_was_sent_twice_with_once_runs_once(shop: Any, noted: Notes) -> None:
+def test_a_task_that_was_sent_twice_with_once_runs_once(noted: Notes) -> None:
     task_id = uuid4().hex
     for _ in range(3):
-        send(shop, noted, "once", delay=0.5, task_id=task_id, once=True)
-    wait_until_passed(shop, noted, 0.5)
-    assert ran(noted) == ["once"]
+        noted.send("once", delay=0.5, task_id=task_id, once=True)
+    assert noted.until(0.5) == ["once"]
 
 
 def test_the_tasks_of_a_job_wait_until_it_is_committed(shop: Any, noted: Notes) -> None:
     job = f"import-{uuid4().hex}"
     with shop.rabbitdelay.job(job, expires=60):
         for number in range(3):
-            send(shop, noted, number, delay=0.2, job=job)
-        send(shop, noted, 3, job=job)
-        wait_until_passed(shop, noted, 0.5)
-        assert ran(noted) == []
-    wait_for(lambda: sorted(ran(noted)) == [0, 1, 2, 3], "the job's tasks", PATIENCE)
+            noted.send(number, delay=0.2, job=job)
+        noted.send(3, job=job)
+        assert noted.until(0.5) == []
+    wait_for(lambda: sorted(noted()) == [0, 1, 2, 3], "the job's tasks", PATIENCE)
     with pytest.raises(JobClosed, match="is committed"):
-        send(shop, noted, 4, delay=1, job=job)
+        noted.send(4, delay=1, job=job)
 
 
 def test_the_tasks_of_an_aborted_job_do_not_run(shop: Any, noted: Notes) -> None:
     job = f"import-{uuid4().hex}"
-    rows = [Row(args=("aborted",), kwargs={"key": noted.key}, delay=0.5)] * 20
+    rows = [noted.row("aborted", delay=0.5)] * 20
 
     def broken_off() -> None:
         with shop.rabbitdelay.job(job, expires=60):
@@ -176,15 +136,11 @@ def test_the_tasks_of_an_aborted_job_do_not_run(shop: Any, noted: Notes) -> None
 
     with pytest.raises(ZeroDivisionError):
         broken_off()
-    wait_until_passed(shop, noted, 0.5)
-    assert ran(noted) == []
+    assert noted.until(0.5) == []
 
 
 def test_tasks_of_an_aborted_job_run_when_they_are_sent_again(shop: Any, noted: Notes) -> None:
-    rows = [
-        Row(args=(number,), kwargs={"key": noted.key}, delay=0.5, task_id=uuid4().hex)
-        for number in range(3)
-    ]
+    rows = [noted.row(number, delay=0.5, task_id=uuid4().hex) for number in range(3)]
 
     def send_as(job: str) -> None:
         shop.rabbitdelay.send_many(shop.tasks["note"], rows, job=job, once=True, track=True)
@@ -193,23 +149,18 @@ def test_tasks_of_an_aborted_job_run_when_they_are_sent_again(shop: Any, noted: 
     shop.rabbitdelay.open_job(failed, expires=60)
     send_as(failed)
     shop.rabbitdelay.abort_job(failed)
-    wait_until_passed(shop, noted, 0.5)
-    assert ran(noted) == []
+    assert noted.until(0.5) == []
     with shop.rabbitdelay.job(again, expires=60):
         send_as(again)
-    wait_for(lambda: sorted(ran(noted)) == [0, 1, 2], "the tasks", PATIENCE)
+    wait_for(lambda: sorted(noted()) == [0, 1, 2], "the tasks", PATIENCE)
 
 
 @pytest.mark.parametrize("envelopes", [True, False])
 def test_rows_with_keys_supersede_each_other(shop: Any, noted: Notes, envelopes: bool) -> None:
     key = f"order:{uuid4().hex}"
-    rows = [
-        Row(args=(number,), kwargs={"key": noted.key}, delay=5, key=f"{key}:{number % 3}")
-        for number in range(9)
-    ]
+    rows = [noted.row(number, delay=5, key=f"{key}:{number % 3}") for number in range(9)]
     shop.rabbitdelay.send_many(shop.tasks["note"], rows, envelopes=envelopes)
-    wait_until_passed(shop, noted, 5)
-    assert sorted(ran(noted)) == [6, 7, 8]
+    assert sorted(noted.until(5)) == [6, 7, 8]
 
 
 @pytest.mark.parametrize("envelopes", [True, False])
@@ -219,9 +170,7 @@ def test_tracked_rows_are_listed_and_can_be_cancelled_and_run_earlier(
     job = f"import-{uuid4().hex}"
     ids = [uuid4().hex for _ in range(4)]
     now = datetime.now(UTC)
-    rows = [
-        Row(args=(n,), kwargs={"key": noted.key}, delay=30 + n, task_id=ids[n]) for n in range(4)
-    ]
+    rows = [noted.row(n, delay=30 + n, task_id=ids[n]) for n in range(4)]
     with shop.rabbitdelay.job(job, expires=60):
         shop.rabbitdelay.send_many(
             shop.tasks["note"], rows, envelopes=envelopes, track=True, job=job
@@ -235,7 +184,7 @@ def test_tracked_rows_are_listed_and_can_be_cancelled_and_run_earlier(
 
     assert shop.rabbitdelay.cancel(ids[0]) is Outcome.DONE
     assert shop.rabbitdelay.postpone(ids[1], delay=0.2) is Outcome.DONE
-    wait_for(lambda: ran(noted) == [1], "the task", PATIENCE)
+    wait_for(lambda: noted() == [1], "the task", PATIENCE)
     assert [each.task_id for each in shop.rabbitdelay.pending(job=job)] == ids[2:]
 
 
@@ -245,31 +194,12 @@ def test_the_result_of_a_group_or_a_chain_stands_for_all_its_tasks(shop: Any, no
     last = chain(note.si("c", key=noted.key), note.si("d", key=noted.key)).apply_async(delay=DELAY)
     shop.rabbitdelay.cancel(both)
     shop.rabbitdelay.cancel(last)
-    wait_until_passed(shop, noted)
-    assert ran(noted) == []
-
-
-def test_a_cancelled_task_of_a_fanout_exchange_runs_at_no_queue(shop: Any, noted: Notes) -> None:
-    result = send(
-        shop, noted, "fanout", delay=DELAY, exchange=named(shop, "fanout"), routing_key="any"
-    )
-    shop.rabbitdelay.cancel(result)
-    wait_until_passed(shop, noted)
-    assert ran(noted) == []
-
-
-def test_a_retry_that_waits_can_be_cancelled(shop: Any) -> None:
-    task = shop.tasks["retry"]
-    result = task.apply_async(([], 2, {"countdown": DELAY}), delay=0.2)
-    wait_for(lambda: result.state == "RETRY", "the first retry", PATIENCE)
-    shop.rabbitdelay.cancel(result)
-    with pytest.raises(TaskRevokedError):
-        result.get(timeout=PATIENCE)
+    assert noted.until(DELAY) == []
 
 
 def test_celery_inspect_shows_tracked_tasks_that_wait(shop: Any, noted: Notes) -> None:
-    first = send(shop, noted, "first", delay=60, track=True)
-    untracked = send(shop, noted, "untracked", delay=50)
+    first = noted.send("first", delay=60, track=True)
+    untracked = noted.send("untracked", delay=50)
     inspect = shop.control.inspect(timeout=PATIENCE, limit=1)
 
     (scheduled,) = inspect.scheduled().values()
@@ -285,8 +215,8 @@ def test_celery_inspect_shows_tracked_tasks_that_wait(shop: Any, noted: Notes) -
 
 
 def test_the_state_of_a_tracked_task_that_waits_is_delayed(shop: Any, noted: Notes) -> None:
-    tracked = send(shop, noted, "tracked", delay=DELAY, track=True)
-    untracked = send(shop, noted, "untracked", delay=DELAY)
+    tracked = noted.send("tracked", delay=DELAY, track=True)
+    untracked = noted.send("untracked", delay=DELAY)
     assert (tracked.state, untracked.state) == ("DELAYED", "PENDING")
     assert not tracked.ready()
     # A result that was pickled, or made of an id, belongs to the same application.
@@ -306,34 +236,26 @@ class Stamps(StampingVisitor):  # type: ignore[misc]
 
 
 def test_tracked_tasks_with_a_stamp_are_cancelled(shop: Any, noted: Notes) -> None:
-    def stamped(word: str, name: str) -> Any:
-        signature = shop.tasks["note"].s(word)
+    def stamped(name: str) -> Any:
+        signature = shop.tasks["note"].s(name)
         signature.stamp(Stamps(name))
         return signature.apply_async(kwargs={"key": noted.key}, delay=DELAY, track=True)
 
-    first, other = stamped("first", "monday"), stamped("other", "tuesday")
+    first, other, third = stamped("monday"), stamped("tuesday"), stamped("wednesday")
     # Celery's workers remember the stamps as well, but this one is told nothing.
     assert shop.rabbitdelay.cancel_stamped({"import": ["monday", "friday"]}) is Outcome.DONE
     assert shop.rabbitdelay.cancel_stamped(["import=friday"]) is Outcome.UNKNOWN
-    assert (first.state, other.state) == (REVOKED, "DELAYED")
-    wait_until_passed(shop, noted)
-    assert ran(noted) == ["other"]
-
-
-def test_celerys_revoke_by_stamps_cancels_tracked_tasks(shop: Any, noted: Notes) -> None:
-    signature = shop.tasks["note"].s("stamped")
-    signature.stamp(Stamps("wednesday"))
-    result = signature.apply_async(kwargs={"key": noted.key}, delay=DELAY, track=True)
+    # Celery's own revoke cancels them too.
     shop.control.revoke_by_stamped_headers({"import": "wednesday"}, destination=["nobody"])
-    assert result.state == REVOKED
+    assert (first.state, other.state, third.state) == (REVOKED, "DELAYED", REVOKED)
+    assert noted.until(DELAY) == ["tuesday"]
 
 
 def test_a_purge_cancels_the_tracked_tasks_that_wait(shop: Any, noted: Notes) -> None:
-    tracked = [send(shop, noted, number, delay=DELAY, track=True) for number in range(3)]
-    send(shop, noted, "untracked", delay=DELAY)
+    tracked = [noted.send(number, delay=DELAY, track=True) for number in range(3)]
+    noted.send("untracked", delay=DELAY)
     assert shop.control.purge() >= 3
     assert shop.rabbitdelay.count() == 0
-    wait_until_passed(shop, noted)
-    assert ran(noted) == ["untracked"]
+    assert noted.until(DELAY) == ["untracked"]
     with pytest.raises(TaskRevokedError):
         tracked[0].get(timeout=PATIENCE)

@@ -1,8 +1,9 @@
-"""Tasks of the registry in trouble: on real servers, with a worker of their own."""
+"""Tasks of the registry in trouble: on real servers, with workers of their own."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,17 +15,24 @@ from celery.exceptions import TaskRevokedError
 from kombu import Connection
 
 from celery_rabbitdelay import JobClosed, Outcome, RegistryUnavailable, UnknownOption
+from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
-from tests.integration.arrivals import count
-from tests.integration.conftest import small_configuration
+from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.worker import Worker
-from tests.redis_servers import ConfiguredRedis
+from tests.redis_servers import ConfiguredRedis, SentinelSetup
 
 #: Seconds; long enough for a test to do something before a task is due.
 DELAY = 2.0
+
+#: Tasks of a fail-over, due over some seconds; every third one is cancelled.
+TASKS = 60
+SPREAD = 0.2
+
+#: Seconds until the first is due.
+LEAD = 3.0
 
 
 class SavedRedis(ConfiguredRedis):
@@ -42,37 +50,9 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def settings(broker_url: str, redis_url: str, redis: RedisServer) -> dict[str, Any]:
-    return {
-        **small_configuration(broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "task_acks_late": True,
-        "rabbitdelay_registry_url": redis.url,
-    }
-
-
-@pytest.fixture
-def shop(settings: dict[str, Any]) -> Iterator[Any]:
-    app = make_app(settings)
-    yield app
-    app.close()
-
-
-@pytest.fixture
-def worker(settings: dict[str, Any]) -> Iterator[Worker]:
-    with Worker(settings) as worker:
-        yield worker
-
-
-def send(shop: Any, noted: Notes, *given: Any, **options: Any) -> Any:
-    return shop.tasks["note"].apply_async(given, {"key": noted.key}, **options)
-
-
-def wait_until_passed(shop: Any, noted: Notes, delay: float) -> list[Any]:
-    """Wait until a task that is due later has run; return what else has."""
-    word = uuid4().hex
-    send(shop, noted, word, delay=delay)
-    wait_for(lambda: word in noted(), "a later task", PATIENCE)
-    return [given for given in noted() if given != word]
+def configuration(configuration: dict[str, Any], redis: RedisServer) -> dict[str, Any]:
+    """The same with a registry."""
+    return {**configuration, "task_acks_late": True, "rabbitdelay_registry_url": redis.url}
 
 
 def first_word(shop: Any, key: str) -> None:
@@ -83,17 +63,15 @@ def first_word(shop: Any, key: str) -> None:
 def test_a_task_that_is_moved_to_earlier_twice_runs_once_and_redis_answers(
     shop: Any, worker: Worker, noted: Notes, redis: ConfiguredRedis
 ) -> None:
-    result = send(shop, noted, "moved", delay=5.5, track=True)
+    result = noted.send("moved", delay=5.5, track=True)
     for delay in (4, 1.5):
         assert shop.rabbitdelay.postpone(result, delay=delay) is Outcome.DONE
-    assert wait_until_passed(shop, noted, 5.8) == ["moved"]
+    assert noted.until(5.5) == ["moved"]
     assert redis.ask("ping") == "PONG"
     assert result.state == "SUCCESS"
 
 
-def test_a_moved_task_whose_worker_is_killed_runs_again(
-    shop: Any, worker: Worker, settings: dict[str, Any]
-) -> None:
+def test_a_moved_task_whose_worker_is_killed_runs_again(shop: Any, worker: Worker) -> None:
     key = uuid4().hex
     result = shop.tasks["retry-when"].apply_async((key,), delay=5, track=True)
     assert shop.rabbitdelay.postpone(result, delay=0.5) is Outcome.DONE
@@ -124,17 +102,11 @@ def test_a_task_that_runs_once_is_not_lost_if_redis_is_away_when_it_is_redeliver
     assert result.get(timeout=PATIENCE) == "done"
 
 
-def test_a_task_that_runs_once_is_replaced_by_one_with_a_delay(
-    settings: dict[str, Any], noted: Notes
-) -> None:
-    settings = {**settings, "task_annotations": {"*": {"once": True}}}
-    app: Any = make_app(settings)
-    with Worker(settings):
-        after = app.tasks["note"].si("replaced", key=noted.key).set(countdown=0.3)
-        result = app.tasks["replace"].apply_async((dict(after),), delay=0.3)
-        result.get(timeout=PATIENCE)
+def test_a_task_that_runs_once_is_replaced_by_one_with_a_delay(serve: Any, noted: Notes) -> None:
+    shop = serve(task_annotations={"*": {"once": True}})
+    after = shop.tasks["note"].si("replaced", key=noted.key).set(countdown=0.3)
+    shop.tasks["replace"].apply_async((dict(after),), delay=0.3).get(timeout=PATIENCE)
     assert noted() == ["replaced"]
-    app.close()
 
 
 @pytest.mark.timeout(300)
@@ -143,7 +115,7 @@ def test_a_commit_that_redis_loses_is_made_again(
 ) -> None:
     shop.rabbitdelay.open_job("import", expires=12)
     for number in range(3):
-        send(shop, noted, number, delay=0.2, job="import", track=True)
+        noted.send(number, delay=0.2, job="import", track=True)
     redis.ask("save")
     shop.rabbitdelay.commit_job("import")
     redis.kill()
@@ -155,21 +127,13 @@ def test_a_commit_that_redis_loses_is_made_again(
 
 
 def test_a_task_that_is_older_than_the_registrys_memory_is_undeliverable(
-    settings: dict[str, Any], noted: Notes, broker_url: str
+    serve: Any, noted: Notes, connection: Connection
 ) -> None:
-    short = {**settings, "rabbitdelay_registry_keep": 1.0, "rabbitdelay_retry_for": 0}
-    app: Any = make_app(short)
-    with Worker(short), Connection(broker_url) as connection:
-        send(app, noted, "old", eta=datetime.now(UTC) - timedelta(hours=2), once=True)
-        undeliverable = app.rabbitdelay.topology.module_queues.undeliverable.name
-        wait_for(lambda: count(connection, undeliverable) == 1, "the task", PATIENCE)
-        channel: Any
-        with connection.channel() as channel:
-            message = channel.basic_get(undeliverable, no_ack=True)
-        reason = message.headers["rabbitdelay-reason"]
-        assert "older than the registry's memory" in reason
-        assert wait_until_passed(app, noted, 0.1) == []
-    app.close()
+    noted.shop = shop = serve(rabbitdelay_registry_keep=1.0, rabbitdelay_retry_for=0)
+    noted.send("old", eta=datetime.now(UTC) - timedelta(hours=2), once=True)
+    (arrival,) = take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], 1)
+    assert "older than the registry's memory" in arrival.message.headers[headers.REASON]
+    assert noted.until(0.1) == []
 
 
 @pytest.mark.timeout(300)
@@ -181,7 +145,7 @@ def test_what_celery_sends_for_a_task_goes_out_while_redis_is_away(
     first_word(shop, key)
     redis.kill()
     with pytest.raises(RegistryUnavailable):
-        send(shop, noted, "not sent", delay=0.1, track=True)
+        noted.send("not sent", delay=0.1, track=True)
     note = shop.tasks["note"]
     step = note.si("step", key=noted.key).set(countdown=0.3, track=True)
     called = note.si("callback", key=noted.key).set(countdown=0.3, key="order")
@@ -232,10 +196,10 @@ def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
     shop: Any, worker: Worker, noted: Notes
 ) -> None:
     registry = shop.rabbitdelay.registry
-    bad = send(shop, noted, "bad", delay=1, once=True)
+    bad = noted.send("bad", delay=1, once=True)
     record = registry.names.task(bad.id)
     registry.store.commands(lambda pipeline: pipeline.set(record, "garbage"))
-    send(shop, noted, "good", delay=1, once=True)
+    noted.send("good", delay=1, once=True)
     wait_for(lambda: "cannot be read" in worker.log, "an error in the log", PATIENCE)
     wait_for(lambda: noted() == ["good"], "the other task", PATIENCE)
     registry.store.commands(lambda pipeline: pipeline.delete(record))
@@ -243,9 +207,9 @@ def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
 
 
 def test_a_wrong_option_of_redis_ends_the_worker_before_it_is_ready(
-    settings: dict[str, Any],
+    configuration: dict[str, Any],
 ) -> None:
-    worker = Worker({**settings, "rabbitdelay_registry_options": {"socket_timeot": 1}})
+    worker = Worker({**configuration, "rabbitdelay_registry_options": {"socket_timeot": 1}})
     with pytest.raises(Exception, match="rabbitdelay_registry_options"):
         worker.start()
     assert " ready." not in worker.log
@@ -254,19 +218,19 @@ def test_a_wrong_option_of_redis_ends_the_worker_before_it_is_ready(
 def test_a_full_redis_lets_tasks_run(
     shop: Any, worker: Worker, noted: Notes, redis: ConfiguredRedis
 ) -> None:
-    send(shop, noted, "tracked", delay=DELAY, track=True)
-    cancelled = send(shop, noted, "cancelled", delay=DELAY, track=True)
+    noted.send("tracked", delay=DELAY, track=True)
+    cancelled = noted.send("cancelled", delay=DELAY, track=True)
     redis.ask("config", "set", "maxmemory", "1")
     assert shop.rabbitdelay.cancel(cancelled) is Outcome.DONE
-    send(shop, noted, "sent when full", delay=DELAY, track=True)
-    assert sorted(wait_until_passed(shop, noted, DELAY + 0.5)) == ["sent when full", "tracked"]
+    noted.send("sent when full", delay=DELAY, track=True)
+    assert sorted(noted.until(DELAY)) == ["sent when full", "tracked"]
 
 
 def test_a_task_may_be_postponed_by_more_than_the_levels_take_at_once(
     shop: Any, worker: Worker, noted: Notes
 ) -> None:
     capacity = shop.rabbitdelay.topology.layout.capacity_ms / 1000
-    result = send(shop, noted, "postponed", delay=0.5)
+    result = noted.send("postponed", delay=0.5)
     due = time.time() + capacity + 2
     shop.rabbitdelay.postpone(result, delay=capacity + 2)
     wait_for(noted, "the task", PATIENCE)
@@ -275,7 +239,7 @@ def test_a_task_may_be_postponed_by_more_than_the_levels_take_at_once(
 
 
 def test_several_tasks_are_cancelled_in_any_form(shop: Any, noted: Notes) -> None:
-    results = [send(shop, noted, number, delay=60, track=True) for number in range(6)]
+    results = [noted.send(number, delay=60, track=True) for number in range(6)]
     cancel = shop.rabbitdelay.cancel
     assert cancel([results[0]]) is Outcome.DONE
     assert cancel({results[1].id}) is Outcome.DONE
@@ -290,39 +254,58 @@ def test_several_tasks_are_cancelled_in_any_form(shop: Any, noted: Notes) -> Non
 
 
 def test_a_cancel_counts_while_rabbitmq_is_away(
-    settings: dict[str, Any], shop: Any, noted: Notes
+    configuration: dict[str, Any], shop: Any, noted: Notes
 ) -> None:
-    result = send(shop, noted, "cancelled", delay=60, track=True)
+    result = noted.send("cancelled", delay=60, track=True)
     away = f"amqp://127.0.0.1:{free_port()}//"
-    app: Any = make_app({**settings, "broker_url": away, "broker_connection_timeout": 1})
+    app: Any = make_app({**configuration, "broker_url": away, "broker_connection_timeout": 1})
     assert app.rabbitdelay.cancel(result.id) is Outcome.DONE
     assert shop.rabbitdelay.cancel(result.id) is Outcome.CANCELLED
     app.close()
 
 
 def test_an_early_task_that_the_worker_holds_asks_when_it_is_due(
-    settings: dict[str, Any], noted: Notes, broker_url: str
+    serve: Any, noted: Notes, connection: Connection
 ) -> None:
     # It came through distribution, which nobody serves any more, so that it cannot go back.
-    settings = {**settings, "rabbitdelay_modules": []}
-    app: Any = make_app(settings)
-    with Worker(settings) as worker, Connection(broker_url) as connection:
-        queue = app.conf.task_default_queue
-        ids = [uuid4().hex for _ in range(2)]
-        for number, task_id in enumerate(ids):
-            message = app.amqp.create_task_message(task_id, "note", (number,), {"key": noted.key})
-            due_ms = int((time.time() + DELAY) * 1000)
-            connection.Producer().publish(
-                message.body,
-                headers={**message.headers, "rabbitdelay-due": due_ms},
-                routing_key=queue,
-                serializer="json",
-                **message.properties,
-            )
-        wait_for(lambda: worker.log.count("so the worker holds it") == 2, "both", PATIENCE)
-        app.rabbitdelay.registry.cancel([ids[0]])
-        wait_for(lambda: noted() == [1], "the task that was not cancelled", PATIENCE)
-        with pytest.raises(TaskRevokedError):
-            app.AsyncResult(ids[0]).get(timeout=PATIENCE)
-        assert noted() == [1]
-    app.close()
+    shop = serve(rabbitdelay_modules=[])
+    ids = [uuid4().hex for _ in range(2)]
+    for number, task_id in enumerate(ids):
+        message = shop.amqp.create_task_message(task_id, "note", (number,), {"key": noted.key})
+        due_ms = int((time.time() + DELAY) * 1000)
+        connection.Producer().publish(
+            message.body,
+            headers={**message.headers, headers.DUE: due_ms},
+            routing_key=shop.conf.task_default_queue,
+            serializer="json",
+            **message.properties,
+        )
+    wait_for(lambda: shop.worker.log.count("so the worker holds it") == 2, "both", PATIENCE)
+    shop.rabbitdelay.registry.cancel([ids[0]])
+    wait_for(lambda: noted() == [1], "the task that was not cancelled", PATIENCE)
+    with pytest.raises(TaskRevokedError):
+        shop.AsyncResult(ids[0]).get(timeout=PATIENCE)
+    assert noted() == [1]
+
+
+@pytest.mark.timeout(300)
+def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
+    serve: Any, noted: Notes
+) -> None:
+    with SentinelSetup() as servers:
+        noted.shop = shop = serve(
+            rabbitdelay_registry_url=servers.url,
+            rabbitdelay_registry_options={"master_name": servers.master_name},
+        )
+        results = [noted.send(n, delay=LEAD + n * SPREAD, track=True) for n in range(TASKS)]
+        for result in results[::3]:
+            assert shop.rabbitdelay.cancel(result) is Outcome.DONE
+        servers.wait_until_copied()
+        wait_for(lambda: len(set(noted())) >= 5, "the first tasks", PATIENCE)
+        servers.master.kill()
+        expected = {number for number in range(TASKS) if number % 3}
+        wait_for(lambda: expected <= {*noted()}, "all tasks", 120)
+        # Nothing that was cancelled ran, and nothing twice.
+        assert Counter(noted()) == Counter(expected)
+        assert "The registry answers again" in shop.worker.log
+        shop.worker.stop()

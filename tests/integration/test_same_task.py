@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import pytest
@@ -17,12 +17,31 @@ from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.worker.restore import restore
 from tests.integration.arrivals import take
 from tests.integration.shop import PATIENCE, QUEUES, named
 from tests.integration.waited import assert_waited
 
 #: Headers that a delay adds.
 ADDED = (headers.DUE, headers.QUEUE)
+
+#: Headers of the caller's.
+OWN = {"x-tenant": "shop", "trace": {"id": 7, "tags": ["a", "b"]}, "x-retries": 3}
+
+#: Options, and what a task sees of them.
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"headers": OWN}, {"headers": OWN}),
+    ({}, {"delivery_info": {"priority": 0}}),
+    *(({"priority": each}, {"delivery_info": {"priority": each}}) for each in (0, 1, 4)),
+    ({"time_limit": 60, "soft_time_limit": 50}, {"timelimit": [60, 50]}),
+    ({"reply_to": "answers"}, {"reply_to": "answers", "properties": {"reply_to": "answers"}}),
+    ({"shadow": "remind"}, {"shadow": "remind"}),
+    ({"root_id": "root", "parent_id": "parent"}, {"root_id": "root", "parent_id": "parent"}),
+    ({"serializer": "json"}, {"properties": {"content_type": "application/json"}}),
+    ({"serializer": "pickle"}, {"properties": {"content_type": "application/x-python-serialize"}}),
+    ({"compression": "gzip"}, {"compression": "application/x-gzip"}),
+    ({"compression": "bzip2"}, {"compression": "application/x-bz2"}),
+]
 
 
 def alike(send: Callable[..., Any], *different: str) -> dict[str, Any]:
@@ -80,52 +99,15 @@ def test_exchange_and_routing_key_are_those_of_the_queue(
     assert info["routing_key"] == routing_key.format(prefix=prefix)
 
 
-@pytest.mark.parametrize("as_object", [False, True], ids=["name", "object"])
 @pytest.mark.parametrize(
-    ("exchange_type", "routing_key"), [("direct", "second"), ("topic", "topic.reports")]
+    ("options", "expected"), OPTIONS, ids=[f"{options}" for options, _ in OPTIONS]
 )
-def test_exchange_and_routing_key_are_those_that_the_caller_gave(
-    served_shop: Any,
-    send: Callable[..., Any],
-    as_object: bool,
-    exchange_type: str,
-    routing_key: str,
+def test_what_the_caller_says_stays(
+    send: Callable[..., Any], options: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    name = named(served_shop, exchange_type)
-    exchange = Exchange(name, type=exchange_type) if as_object else name
-    info = alike(partial(send, exchange=exchange, routing_key=routing_key))["delivery_info"]
-    assert (info["exchange"], info["routing_key"]) == (name, routing_key)
-
-
-def test_headers_of_the_caller_stay_and_those_of_the_broker_go(send: Callable[..., Any]) -> None:
-    own = {"x-tenant": "shop", "trace": {"id": 7, "tags": ["a", "b"]}, "x-retries": 3}
-    seen = alike(partial(send, headers=own))
-    assert seen["headers"] == own
-
-
-@pytest.mark.parametrize("priority", [None, 0, 1, 4])
-def test_the_priority_stays(send: Callable[..., Any], priority: int | None) -> None:
-    options = {} if priority is None else {"priority": priority}
-    assert alike(partial(send, **options))["delivery_info"]["priority"] == (priority or 0)
-
-
-def test_time_limits_stay(send: Callable[..., Any]) -> None:
-    seen = alike(partial(send, time_limit=60, soft_time_limit=50))
-    assert seen["timelimit"] == [60, 50]
-
-
-def test_where_to_reply_to_stays(send: Callable[..., Any]) -> None:
-    seen = alike(partial(send, reply_to="answers"))
-    assert seen["reply_to"] == seen["properties"]["reply_to"] == "answers"
-
-
-def test_the_shadow_name_stays(send: Callable[..., Any]) -> None:
-    assert alike(partial(send, shadow="remind"))["shadow"] == "remind"
-
-
-def test_root_and_parent_stay(send: Callable[..., Any]) -> None:
-    seen = alike(partial(send, root_id="root", parent_id="parent"))
-    assert (seen["root_id"], seen["parent_id"]) == ("root", "parent")
+    seen = alike(partial(send, **options))
+    for name, value in expected.items():
+        assert seen[name] == ({**seen[name], **value} if isinstance(value, dict) else value)
 
 
 def test_the_task_that_sends_a_delayed_task_is_its_parent(served_shop: Any) -> None:
@@ -155,23 +137,6 @@ def test_stamps_stay(served_shop: Any, send: Callable[..., Any], how: str) -> No
     seen = alike(send)
     assert seen["stamped_headers"] == ["tenant"]
     assert seen["stamps"]["tenant"] in ("shop", ["shop"])
-
-
-@pytest.mark.parametrize(
-    ("serializer", "content_type"),
-    [("json", "application/json"), ("pickle", "application/x-python-serialize")],
-)
-def test_the_serializer_stays(send: Callable[..., Any], serializer: str, content_type: str) -> None:
-    seen = alike(partial(send, serializer=serializer))
-    assert seen["properties"]["content_type"] == content_type
-
-
-@pytest.mark.parametrize(
-    ("compression", "header"), [("gzip", "application/x-gzip"), ("bzip2", "application/x-bz2")]
-)
-def test_the_compression_stays(send: Callable[..., Any], compression: str, header: str) -> None:
-    seen = alike(partial(send, compression=compression))
-    assert seen["properties"]["application_headers"]["compression"] == header
 
 
 def test_an_ignored_result_is_not_stored(served_shop: Any) -> None:
@@ -213,13 +178,6 @@ def test_a_task_that_expires_before_it_is_due_never_runs_and_is_revoked(
         result.get(timeout=PATIENCE)
     assert result.state == "REVOKED"
     assert served_shop.backend.client.llen(key) == 0
-
-
-def test_an_expiry_is_left_to_the_worker(shop: Any, connection: Connection, prefix: str) -> None:
-    shop.tasks["look"].apply_async(delay=0.4, expires=0.2)
-    (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
-    assert "expiration" not in arrival.message.properties
-    assert arrival.message.headers["expires"]
 
 
 @pytest.mark.parametrize("name", QUEUES)
@@ -299,3 +257,94 @@ def test_a_retry_has_left_behind_what_the_broker_added(served_shop: Any) -> None
     (past,) = arrival.body[0][0]
     assert_waited(past, before, 0.3)
     assert past["headers"].keys() == {*own, *ADDED}
+
+
+# Where it goes.
+
+
+def _nothing(prefix: str) -> dict[str, Any]:
+    return {}
+
+
+class Way(NamedTuple):
+    """A way to say where a task goes: the queue in question, the caller's options, and settings."""
+
+    to: str
+    options: Callable[[str], dict[str, Any]] = _nothing
+    settings: Callable[[str], dict[str, Any]] = _nothing
+
+
+def _topic(prefix: str) -> Exchange:
+    return Exchange(f"{prefix}.topic", type="topic")
+
+
+def _daily(prefix: str) -> Queue:
+    name, arguments = "topic.daily.reports", {"x-queue-type": "quorum"}
+    return Queue(f"{prefix}.{name}", _topic(prefix), name, queue_arguments=arguments)
+
+
+def _default_topic(prefix: str) -> dict[str, Any]:
+    """The default queue's exchange is a topic exchange, where a routing key alone decides."""
+    return {"task_default_queue": f"{prefix}.topic.reports"}
+
+
+def _by_key(exchange: Any) -> dict[str, Any]:
+    return {"exchange": exchange, "routing_key": "topic.reports"}
+
+
+DAILY_KEY = {"routing_key": "topic.daily.reports"}
+
+WAYS = {
+    "nothing": Way("default"),
+    "queue by name": Way("second", lambda prefix: {"queue": f"{prefix}.second"}),
+    "queue as an object": Way("topic.daily.reports", lambda prefix: {"queue": _daily(prefix)}),
+    "exchange by name": Way(
+        "second", lambda prefix: {"exchange": f"{prefix}.direct", "routing_key": "second"}
+    ),
+    "exchange as an object": Way("topic.reports", lambda prefix: _by_key(_topic(prefix))),
+    # Celery does not let the routing key decide here, but its default queue.
+    "default exchange": Way(
+        "default", lambda prefix: {"exchange": "", "routing_key": f"{prefix}.second"}
+    ),
+    "routing key alone": Way("topic.daily.reports", lambda _: DAILY_KEY, _default_topic),
+    "route to a queue": Way(
+        "second",
+        settings=lambda prefix: {"task_routes": {"look": {"queue": f"{prefix}.second"}}},
+    ),
+    "route to an exchange": Way(
+        "topic.reports",
+        settings=lambda prefix: {"task_routes": {"look": _by_key(f"{prefix}.topic")}},
+    ),
+    "route with only a routing key": Way(
+        "topic.daily.reports",
+        settings=lambda prefix: {**_default_topic(prefix), "task_routes": {"look": DAILY_KEY}},
+    ),
+    "route that is a function": Way(
+        "second",
+        settings=lambda prefix: {"task_routes": [lambda *_, **__: {"queue": f"{prefix}.second"}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_task_goes_where_it_would_go_without_a_delay(
+    make_shop: Callable[..., Any], connection: Connection, prefix: str, way: str
+) -> None:
+    to, options, settings = WAYS[way]
+    shop = make_shop(**settings(prefix))
+    queues = list(shop.amqp.queues.values())
+    for queue in queues:
+        queue(connection.default_channel).declare()
+    given = options(prefix)
+
+    shop.tasks["look"].apply_async(**given)
+    shop.tasks["look"].apply_async(**given, delay=0.2)
+    undelayed, delayed = take(connection, queues, 2)
+
+    assert undelayed.queue == delayed.queue == f"{prefix}.{to}"
+    assert headers.DUE not in undelayed.message.headers
+    assert delayed.message.headers[headers.QUEUE] == f"{prefix}.{to}"
+    restore(delayed.message)
+    for name in ("exchange", "routing_key"):
+        assert delayed.message.delivery_info[name] == undelayed.message.delivery_info[name]
+    assert delayed.body == undelayed.body

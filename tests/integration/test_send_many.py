@@ -22,7 +22,6 @@ from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, named
-from tests.integration.worker import Worker
 
 #: Seconds that a busy machine may add to what is due.
 GRACE = 20.0
@@ -31,19 +30,23 @@ both_ways = pytest.mark.parametrize("envelopes", [True, False], ids=["envelopes"
 
 
 @pytest.fixture
-def notes(served_shop: Any) -> Iterator[Notes]:
-    notes = Notes(served_shop)
-    yield notes
-    notes.forget()
+def notes(served_shop: Any) -> Notes:
+    return Notes(served_shop)
+
+
+@pytest.fixture
+def send_many(served_shop: Any) -> Any:
+    """Sends many tasks to the module's worker."""
+    return served_shop.rabbitdelay.send_many
 
 
 def numbers(noted: list[dict[str, Any]]) -> list[int]:
     return sorted(note["given"][0] for note in noted)
 
 
-def mixed_rows(notes: Notes, not_before: list[float], count: int) -> Iterator[Any]:
+def mixed_rows(notes: Notes, not_before: list[float], how_many: int) -> Iterator[Any]:
     """Rows of every kind, and when each may run at the earliest."""
-    for number in range(count):
+    for number in range(how_many):
         now = time.time()
         wait = (0.0, 0.7, 1.5, 1.23, 2.0)[number % 5]
         times: list[dict[str, Any]] = [
@@ -60,12 +63,10 @@ def mixed_rows(notes: Notes, not_before: list[float], count: int) -> Iterator[An
 
 @both_ways
 def test_each_row_of_any_kind_runs_once_and_none_is_early(
-    served_shop: Any, notes: Notes, envelopes: bool
+    served_shop: Any, send_many: Any, notes: Notes, envelopes: bool
 ) -> None:
     not_before: list[float] = []
-    report = served_shop.rabbitdelay.send_many(
-        served_shop.tasks["note"], mixed_rows(notes, not_before, 400), envelopes=envelopes
-    )
+    report = send_many("note", mixed_rows(notes, not_before, 400), envelopes=envelopes)
     noted = notes.wait(400)
     assert numbers(noted) == list(range(400))
     assert all(note["at"] >= not_before[note["given"][0]] for note in noted)
@@ -83,7 +84,7 @@ def test_each_row_of_any_kind_runs_once_and_none_is_early(
 @both_ways
 @pytest.mark.parametrize("by_name", [True, False], ids=["name", "task"])
 def test_results_come_back_under_the_rows_own_ids(
-    served_shop: Any, envelopes: bool, by_name: bool
+    served_shop: Any, send_many: Any, envelopes: bool, by_name: bool
 ) -> None:
     ids = [str(uuid4()) for _ in range(30)]
     given: list[Any] = ["it's", {"é": [1, None]}, 1.5]
@@ -92,7 +93,7 @@ def test_results_come_back_under_the_rows_own_ids(
     ]
     task = "look" if by_name else served_shop.tasks["look"]
     before = time.time()
-    served_shop.rabbitdelay.send_many(task, rows, envelopes=envelopes)
+    send_many(task, rows, envelopes=envelopes)
     for number, task_id in enumerate(ids):
         seen = served_shop.AsyncResult(task_id).get(timeout=PATIENCE)
         assert seen["given"] == [number, *given]
@@ -100,10 +101,10 @@ def test_results_come_back_under_the_rows_own_ids(
         assert seen["at"] >= before + 0.3
 
 
-def test_a_task_of_an_envelope_can_be_retried(served_shop: Any) -> None:
+def test_a_task_of_an_envelope_can_be_retried(served_shop: Any, send_many: Any) -> None:
     ids = [str(uuid4()) for _ in range(5)]
     rows = [{"args": ([], 2, {"delay": 0.3}), "delay": 0.2, "task_id": each} for each in ids]
-    report = served_shop.rabbitdelay.send_many(served_shop.tasks["retry"], rows)
+    report = send_many("retry", rows)
     assert report.envelopes >= 1
     for each in ids:
         past = served_shop.AsyncResult(each).get(timeout=PATIENCE)
@@ -115,11 +116,11 @@ def test_a_task_of_an_envelope_can_be_retried(served_shop: Any) -> None:
 
 @both_ways
 def test_every_row_has_what_the_options_say(
-    served_shop: Any, notes: Notes, envelopes: bool
+    served_shop: Any, send_many: Any, notes: Notes, envelopes: bool
 ) -> None:
     ids = [str(uuid4()) for _ in range(6)]
-    served_shop.rabbitdelay.send_many(
-        served_shop.tasks["look"],
+    send_many(
+        "look",
         [{"args": (number,), "delay": 0.3, "task_id": each} for number, each in enumerate(ids)],
         envelopes=envelopes,
         queue=named(served_shop, "second"),
@@ -145,12 +146,10 @@ def has_expired(result: Any) -> bool:
 
 @both_ways
 def test_what_has_expired_when_it_is_due_does_not_run(
-    served_shop: Any, notes: Notes, envelopes: bool
+    served_shop: Any, send_many: Any, notes: Notes, envelopes: bool
 ) -> None:
     rows = [notes.row(number, delay=1.0, task_id=str(uuid4())) for number in range(4)]
-    served_shop.rabbitdelay.send_many(
-        served_shop.tasks["note"], rows, envelopes=envelopes, expires=0.2
-    )
+    send_many("note", rows, envelopes=envelopes, expires=0.2)
     for row in rows:
         wait_for(partial(has_expired, served_shop.AsyncResult(row["task_id"])), "its expiry")
     assert notes.wait(0) == []
@@ -158,15 +157,19 @@ def test_what_has_expired_when_it_is_due_does_not_run(
 
 @both_ways
 def test_every_queue_of_a_fanout_exchange_gets_each_row(
-    served_shop: Any, connection: Connection, make_queue: Callable[..., Queue], envelopes: bool
+    served_shop: Any,
+    send_many: Any,
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+    envelopes: bool,
 ) -> None:
     mirror = served_shop.amqp.queues[named(served_shop, "mirror")]
     unknown = make_queue("unknown", mirror.exchange)
     unknown(connection.default_channel).declare()
     ids = [str(uuid4()) for _ in range(40)]
     before = time.time()
-    served_shop.rabbitdelay.send_many(
-        served_shop.tasks["look"],
+    send_many(
+        "look",
         [{"args": (1,), "delay": 0.4, "task_id": each} for each in ids],
         envelopes=envelopes,
         queue=mirror.name,
@@ -191,7 +194,7 @@ def listening(signal: Any, receiver: Callable[..., None]) -> Iterator[None]:
 
 @both_ways
 def test_the_signals_of_publishing_are_told_of_each_row_and_may_add_to_it(
-    served_shop: Any, envelopes: bool
+    served_shop: Any, send_many: Any, envelopes: bool
 ) -> None:
     told: list[str] = []
     after: list[str] = []
@@ -219,8 +222,8 @@ def test_the_signals_of_publishing_are_told_of_each_row_and_may_add_to_it(
         listening(signals.before_task_publish, before_publish),
         listening(signals.after_task_publish, after_publish),
     ):
-        report = served_shop.rabbitdelay.send_many(
-            served_shop.tasks["look"],
+        report = send_many(
+            "look",
             [{"args": (number,), "delay": 0.4, "task_id": ids[number]} for number in range(8)],
             envelopes=envelopes,
         )
@@ -239,7 +242,7 @@ def test_the_signals_of_publishing_are_told_of_each_row_and_may_add_to_it(
 
 
 def test_monitors_are_told_of_each_row_where_they_are_told_of_tasks(
-    served_shop: Any, connection: Connection
+    served_shop: Any, send_many: Any, connection: Connection
 ) -> None:
     served_shop.conf.task_send_sent_event = True
     ids = [str(uuid4()) for _ in range(12)]
@@ -248,9 +251,7 @@ def test_monitors_are_told_of_each_row_where_they_are_told_of_tasks(
         connection, handlers={"task-sent": lambda event: told.append(event["uuid"])}
     )
     with receiver.consumer_context() as (own, *_):
-        served_shop.rabbitdelay.send_many(
-            served_shop.tasks["look"], [{"delay": 0.2, "task_id": each} for each in ids]
-        )
+        send_many("look", [{"delay": 0.2, "task_id": each} for each in ids])
 
         def came() -> bool:
             with suppress(TimeoutError):
@@ -261,7 +262,7 @@ def test_monitors_are_told_of_each_row_where_they_are_told_of_tasks(
     assert told == ids
 
 
-def test_progress_is_told_with_growing_numbers_and_at_the_end(served_shop: Any) -> None:
+def test_progress_is_told_with_growing_numbers_and_at_the_end(send_many: Any) -> None:
     told: list[tuple[int, int, float]] = []
 
     def progress(report: Report) -> None:
@@ -272,19 +273,17 @@ def test_progress_is_told_with_growing_numbers_and_at_the_end(served_shop: Any) 
             work(0.03)
             yield Row((number,))
 
-    report = served_shop.rabbitdelay.send_many(
-        served_shop.tasks["look"], slow_rows(), progress=progress, envelopes=False
-    )
+    report = send_many("look", slow_rows(), progress=progress, envelopes=False)
     assert len(told) >= 2
     assert told == sorted(told)
     assert told[-1] == (60, 60, report.seconds)
-    assert served_shop.rabbitdelay.send_many(served_shop.tasks["look"], [], progress=progress)
+    assert send_many("look", [], progress=progress)
     assert told[-1][:2] == (0, 0)
 
 
 @both_ways
 def test_with_a_tolerance_none_is_early_and_none_later_than_that(
-    served_shop: Any, notes: Notes, envelopes: bool
+    send_many: Any, notes: Notes, envelopes: bool
 ) -> None:
     not_before: list[float] = []
 
@@ -294,9 +293,7 @@ def test_with_a_tolerance_none_is_early_and_none_later_than_that(
             not_before.append(time.time() + delay)
             yield Row(**notes.row(number, delay=delay))
 
-    report = served_shop.rabbitdelay.send_many(
-        served_shop.tasks["note"], rows(), tolerance=timedelta(seconds=1), envelopes=envelopes
-    )
+    report = send_many("note", rows(), tolerance=timedelta(seconds=1), envelopes=envelopes)
     noted = notes.wait(200)
     assert numbers(noted) == list(range(200))
     for note in noted:
@@ -308,24 +305,17 @@ def test_with_a_tolerance_none_is_early_and_none_later_than_that(
 
 
 @pytest.mark.parametrize(("queue_type", "shards"), [("quorum", 3), ("classic", 1)])
-def test_whatever_the_levels_are_made_of(
-    make_shop: Callable[..., Any], configuration: dict[str, Any], queue_type: str, shards: int
-) -> None:
-    settings = {
-        "queue_type": queue_type,
-        "rabbitdelay_queue_type": queue_type,
-        "rabbitdelay_shards": shards,
-    }
-    shop = make_shop(**settings)
+def test_whatever_the_levels_are_made_of(serve: Any, queue_type: str, shards: int) -> None:
+    shop = serve(
+        queue_type=queue_type, rabbitdelay_queue_type=queue_type, rabbitdelay_shards=shards
+    )
     notes = Notes(shop)
-    with Worker({**configuration, **settings}):
-        before = time.time()
-        for envelopes in (True, False):
-            rows = [notes.row(number, delay=0.3 + number % 10 / 10) for number in range(200)]
-            report = shop.rabbitdelay.send_many("note", rows, envelopes=envelopes, priority=9)
-            assert report.confirmed == 200
-        noted = notes.wait(400)
+    before = time.time()
+    for envelopes in (True, False):
+        rows = [notes.row(number, delay=0.3 + number % 10 / 10) for number in range(200)]
+        report = shop.rabbitdelay.send_many("note", rows, envelopes=envelopes, priority=9)
+        assert report.confirmed == 200
+    noted = notes.wait(400)
     assert numbers(noted) == sorted([*range(200)] * 2)
     assert {note["priority"] for note in noted} == {9}
     assert all(note["at"] >= before + 0.3 + note["given"][0] % 10 / 10 for note in noted)
-    notes.redis.delete(notes.key)

@@ -29,14 +29,12 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.publishing.declaration import declare
 from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import take
-from tests.integration.modules import wait_until_served
 from tests.integration.notes import Notes
 from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, make_app, named
-from tests.integration.test_send_many import both_ways, notes, numbers
-from tests.integration.worker import Worker
+from tests.integration.test_send_many import both_ways, notes, numbers, send_many
 
-__all__ = ["notes"]
+__all__ = ["notes", "send_many"]
 
 
 class Nasty:
@@ -92,7 +90,7 @@ BAD: dict[str, Any] = {
 @both_ways
 @pytest.mark.parametrize("what", BAD)
 def test_a_row_that_cannot_be_sent_is_an_error_of_its_own_wherever_it_stands(
-    served_shop: Any, notes: Notes, what: str, envelopes: bool
+    send_many: Any, notes: Notes, what: str, envelopes: bool
 ) -> None:
     rows: list[Any] = [notes.row(number, delay=0.2) for number in range(12)]
     bad = (0, 1, 6, 11)
@@ -100,7 +98,7 @@ def test_a_row_that_cannot_be_sent_is_an_error_of_its_own_wherever_it_stands(
         rows[number] = BAD[what]
     with pytest.raises(RowsNotConfirmed) as caught:
         # By name: nobody knows the signature.
-        served_shop.rabbitdelay.send_many("note", iter(rows), envelopes=envelopes)
+        send_many("note", iter(rows), envelopes=envelopes)
     assert tuple(sorted(caught.value.errors)) == bad
     assert caught.value.rest is None
     report = caught.value.report
@@ -112,10 +110,9 @@ def test_a_row_that_cannot_be_sent_is_an_error_of_its_own_wherever_it_stands(
 @both_ways
 @pytest.mark.parametrize("priority", [0, 9])
 def test_a_row_that_distribution_would_refuse_for_its_size_is_an_error_of_its_own(
-    configuration: dict[str, Any], make_shop: Callable[..., Any], envelopes: bool, priority: int
+    serve: Any, envelopes: bool, priority: int
 ) -> None:
-    settings = {"rabbitdelay_max_message_bytes": 20_000}
-    shop = make_shop(**settings)
+    shop = serve(rabbitdelay_max_message_bytes=20_000)
     notes, bad = Notes(shop), (0, 7)
     # Together, they are larger than one message may be.
     rows: list[Any] = [
@@ -124,28 +121,25 @@ def test_a_row_that_distribution_would_refuse_for_its_size_is_an_error_of_its_ow
     ]
     for number in bad:
         rows[number]["args"] = (number, "x" * 20_000)
-    with Worker({**configuration, **settings}) as worker:
-        wait_until_served(worker)
-        options = {"envelopes": envelopes, "priority": priority}
-        if priority:
-            with pytest.raises(RowsNotConfirmed) as caught:
-                shop.rabbitdelay.send_many("note", rows, **options)
-            assert tuple(sorted(caught.value.errors)) == bad
-            assert set(map(type, caught.value.errors.values())) == {MessageTooLarge}
-        else:
-            # A single message goes straight to its queue.
+    options = {"envelopes": envelopes, "priority": priority}
+    if priority:
+        with pytest.raises(RowsNotConfirmed) as caught:
             shop.rabbitdelay.send_many("note", rows, **options)
-        sent = [number for number in range(12) if not priority or number not in bad]
-        assert numbers(notes.wait(len(sent))) == sent
-    notes.forget()
+        assert tuple(sorted(caught.value.errors)) == bad
+        assert set(map(type, caught.value.errors.values())) == {MessageTooLarge}
+    else:
+        # A single message goes straight to its queue.
+        shop.rabbitdelay.send_many("note", rows, **options)
+    sent = [number for number in range(12) if not priority or number not in bad]
+    assert numbers(notes.wait(len(sent))) == sent
 
 
 def test_a_row_that_does_not_fit_the_task_s_signature_is_an_error_of_its_own(
-    served_shop: Any, notes: Notes
+    served_shop: Any, send_many: Any, notes: Notes
 ) -> None:
     rows = [notes.row(0), {"args": (1,)}, {"kwargs": {"key": "k", "more": 1}}, notes.row(3)]
     with pytest.raises(RowsNotConfirmed) as caught:
-        served_shop.rabbitdelay.send_many(served_shop.tasks["note"], rows)
+        send_many(served_shop.tasks["note"], rows)
     assert sorted(caught.value.errors) == [1, 2]
     assert "row 1" in str(caught.value)
     assert numbers(notes.wait(2)) == [0, 3]
@@ -153,7 +147,7 @@ def test_a_row_that_does_not_fit_the_task_s_signature_is_an_error_of_its_own(
 
 @both_ways
 def test_after_so_many_errors_no_further_rows_are_taken(
-    served_shop: Any, notes: Notes, envelopes: bool
+    send_many: Any, notes: Notes, envelopes: bool
 ) -> None:
     taken = 0
 
@@ -164,7 +158,7 @@ def test_after_so_many_errors_no_further_rows_are_taken(
             yield notes.row(number, delay=0.2) if number % 50 == 0 else {"delay": "x"}
 
     with pytest.raises(RowsNotConfirmed) as caught:
-        served_shop.rabbitdelay.send_many("note", rows(), envelopes=envelopes)
+        send_many("note", rows(), envelopes=envelopes)
     taken -= 1  # The last one has only shown that there is one more.
     assert len(caught.value.errors) == MAX_ERRORS
     assert caught.value.rest == taken < 1.1 * MAX_ERRORS
@@ -191,7 +185,7 @@ def test_the_first_row_that_was_not_taken_is_named_only_where_there_is_one(
 @both_ways
 @pytest.mark.parametrize("error", [ValueError, ConnectionResetError, StopAsyncIteration])
 def test_what_the_rows_raise_is_raised_once_all_before_it_are_confirmed(
-    served_shop: Any, notes: Notes, error: type[Exception], envelopes: bool
+    send_many: Any, notes: Notes, error: type[Exception], envelopes: bool
 ) -> None:
     broken = error("the database is gone")
 
@@ -201,7 +195,7 @@ def test_what_the_rows_raise_is_raised_once_all_before_it_are_confirmed(
         raise broken
 
     with pytest.raises(error) as caught:
-        served_shop.rabbitdelay.send_many("note", rows(), envelopes=envelopes)
+        send_many("note", rows(), envelopes=envelopes)
     assert caught.value is broken
     cause = caught.value.__cause__
     assert isinstance(cause, RowsNotConfirmed)
@@ -210,19 +204,19 @@ def test_what_the_rows_raise_is_raised_once_all_before_it_are_confirmed(
 
 
 def test_what_progress_raises_is_raised_and_the_next_ones_go_through(
-    served_shop: Any, notes: Notes
+    send_many: Any, notes: Notes
 ) -> None:
     def progress(_: Report) -> None:
         raise BrokenPipeError("nobody reads it")
 
     with pytest.raises(BrokenPipeError):
-        served_shop.rabbitdelay.send_many("note", [notes.row(0)], progress=progress)
-    served_shop.rabbitdelay.send_many("note", [notes.row(1)])
+        send_many("note", [notes.row(0)], progress=progress)
+    send_many("note", [notes.row(1)])
     assert numbers(notes.wait(2)) == [0, 1]
 
 
 def test_an_error_of_publishing_that_progress_raises_is_not_taken_for_one_of_a_row(
-    served_shop: Any, notes: Notes
+    send_many: Any, notes: Notes
 ) -> None:
     broken = ConnectionLost("", "", "where progress is published to")
     told: list[int] = []
@@ -238,14 +232,16 @@ def test_an_error_of_publishing_that_progress_raises_is_not_taken_for_one_of_a_r
         yield notes.row(1)
 
     with pytest.raises(ConnectionLost) as caught:
-        served_shop.rabbitdelay.send_many("note", rows(), progress=progress, envelopes=False)
+        send_many("note", rows(), progress=progress, envelopes=False)
     assert caught.value is broken
 
 
-def test_a_header_that_has_no_place_in_an_envelope_is_no_obstacle(served_shop: Any) -> None:
+def test_a_header_that_has_no_place_in_an_envelope_is_no_obstacle(
+    served_shop: Any, send_many: Any
+) -> None:
     ids = [str(uuid4()) for _ in range(5)]
-    report = served_shop.rabbitdelay.send_many(
-        served_shop.tasks["look"],
+    report = send_many(
+        "look",
         [{"delay": 0.2, "task_id": each} for each in ids],
         headers={"when": datetime(2030, 1, 2, tzinfo=UTC)},
         envelopes=True,
@@ -255,10 +251,12 @@ def test_a_header_that_has_no_place_in_an_envelope_is_no_obstacle(served_shop: A
         assert "when" in served_shop.AsyncResult(each).get(timeout=PATIENCE)["headers"]
 
 
-def test_options_that_no_row_could_be_sent_with_are_an_error_at_once(served_shop: Any) -> None:
-    note = served_shop.tasks["note"]
+def test_options_that_no_row_could_be_sent_with_are_an_error_at_once(
+    served_shop: Any, send_many: Any
+) -> None:
+    note = "note"
     with pytest.raises(InvalidDelay, match="tolerance"):
-        served_shop.rabbitdelay.send_many(note, [Row()], tolerance=-1)
+        send_many(note, [Row()], tolerance=-1)
     with pytest.raises(NeedsDistribution):
         _without_distribution(served_shop).send_many("note", [Row((1,))], envelopes=True)
     with pytest.raises(NeedsDistribution):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +29,6 @@ def test_a_broker_that_goes_away_has_all_rows_that_are_not_named(
         rabbitdelay_confirm_timeout=4,
         rabbitdelay_max_unconfirmed=20,
     )
-    default, topology = shop.amqp.queues[named(shop, "default")], shop.rabbitdelay.topology
     shop.rabbitdelay.send_many("look", [Row(("before",), delay=0.1)], envelopes=False)
     number_of_rows, taken = 20_000, 0
     stop_at = 9000 if envelopes else 1500
@@ -60,22 +58,31 @@ def test_a_broker_that_goes_away_has_all_rows_that_are_not_named(
     confirmed = set(range(taken)) - set(lost.errors)
     assert confirmed
 
-    arrived: Counter[int] = Counter()
-    with Connection(private_rabbitmq.url) as connection:
-        queues = [default, topology.module_queues.distribution]
+    # A message that was on its way between two queues is tried again after up to 180 s.
+    arrived = arrived_rows(private_rabbitmq, shop, confirmed, 240)
+    # A row that is named may be there all the same.
+    assert arrived <= confirmed | set(lost.uncertain)
+    assert set(lost.uncertain) <= set(lost.errors)
+    assert lost.may_have_arrived == bool(lost.uncertain)
+
+
+def arrived_rows(broker: RabbitMQServer, shop: Any, expected: set[int], timeout: float) -> set[int]:
+    """Take rows that are due, alone or in envelopes, until the expected ones have come."""
+    arrived: set[int] = set()
+    queues = (
+        shop.amqp.queues[named(shop, "default")],
+        shop.rabbitdelay.topology.module_queues.distribution,
+    )
+    with Connection(broker.url) as connection:
 
         def all_came() -> bool:
             for queue in queues:
                 for arrival in take(connection, [queue], count(connection, queue.name)):
                     arrived.update(_rows_of(arrival.message))
-            return confirmed <= set(arrived)
+            return expected <= arrived
 
-        # A message that was on its way between two queues is tried again after up to 180 s.
-        wait_for(all_came, "all rows that were confirmed", timeout=240, interval=0.2)
-    # A row that is named may be there all the same, and one that was sent again may be there twice.
-    assert set(arrived) <= confirmed | set(lost.uncertain)
-    assert set(lost.uncertain) <= set(lost.errors)
-    assert lost.may_have_arrived == bool(lost.uncertain)
+        wait_for(all_came, "all rows", timeout, interval=0.2)
+    return arrived
 
 
 def _takes_queues(broker: RabbitMQServer) -> bool:
@@ -106,8 +113,6 @@ def test_rows_that_were_in_flight_when_the_connection_was_closed_are_sent_again(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], envelopes: bool
 ) -> None:
     shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=20)
-    default, topology = shop.amqp.queues[named(shop, "default")], shop.rabbitdelay.topology
-
     rows_in_all = 6000 if envelopes else 1500
 
     def rows() -> Iterator[Row]:
@@ -118,13 +123,4 @@ def test_rows_that_were_in_flight_when_the_connection_was_closed_are_sent_again(
 
     report = shop.rabbitdelay.send_many("look", rows(), envelopes=envelopes)
     assert (report.sent, report.confirmed) == (rows_in_all, rows_in_all)
-    arrived: set[int] = set()
-    with Connection(private_rabbitmq.url) as connection:
-
-        def all_came() -> bool:
-            for queue in (default, topology.module_queues.distribution):
-                for arrival in take(connection, [queue], count(connection, queue.name)):
-                    arrived.update(_rows_of(arrival.message))
-            return len(arrived) == rows_in_all
-
-        wait_for(all_came, "all rows", timeout=60, interval=0.2)
+    assert arrived_rows(private_rabbitmq, shop, {*range(rows_in_all)}, 60) == {*range(rows_in_all)}

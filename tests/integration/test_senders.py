@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any
 from uuid import uuid4
 
@@ -16,8 +17,9 @@ from kombu import Connection, Queue
 from celery_rabbitdelay import Celery, install
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import take
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.arrivals import find_waiting, take
+from tests.integration.notes import Notes
+from tests.integration.shop import FAR_BACKOFFS, PATIENCE, QUEUES, make_app, named
 from tests.integration.waited import assert_not_delayed, assert_waited
 from tests.integration.worker import Beat
 
@@ -40,6 +42,10 @@ SENDERS: dict[str, Callable[..., Any]] = {
         json.loads(json.dumps(app.signature("look", options=options)))
     ).apply_async(),
 }
+
+#: Tasks that kill the process that runs them, by what Celery then does with them; to send them
+#: anew is new in Celery 5.7.
+LOST = ["lost", *(["lost-retry"] if hasattr(celery.Task, "retry_on_worker_lost") else [])]
 
 
 @pytest.fixture
@@ -139,16 +145,15 @@ def test_a_shared_task_waits_and_its_retries_do(served_shop: Any, option: str) -
 def test_beat_hands_its_entries_delay_on(
     served_shop: Any, served_configuration: dict[str, Any]
 ) -> None:
-    key = f"beat-{uuid4().hex}"
-    entry = {"task": "note", "schedule": 1.0, "kwargs": {"key": key}, "options": {"delay": 2}}
-    redis = served_shop.backend.client
+    noted = Notes(served_shop)
+    entry = {"task": "note", "schedule": 1.0, "kwargs": {"key": noted.key}, "options": {"delay": 2}}
     before = time.time()
     with Beat({**served_configuration, "beat_schedule": {"remind": entry}}) as beat:
-        wait_for(lambda: redis.llen(key) >= 2, "two tasks of beat's")
+        wait_for(lambda: len(noted.found()) >= 2, "two tasks of beat's")
         assert "Sending due task remind" in beat.log
-    for noted in redis.lrange(key, 0, 1):
-        assert_waited(json.loads(noted), before, 2)
-    redis.delete(key)
+    for seen in noted.found():
+        assert_waited(seen, before, 2)
+    noted.forget()
 
 
 @pytest.mark.parametrize("installed", [False, True], ids=["Celery", "install"])
@@ -171,3 +176,125 @@ def test_django_s_namespace_names_the_settings(
     assert app.rabbitdelay.topology.prefix == prefix
     assert_waited(seen, before, DELAY)
     app.close()
+
+
+# Retries, by the task, by Celery and after a lost worker: they wait, and return to their queue.
+
+
+@pytest.mark.parametrize("name", QUEUES)
+@pytest.mark.parametrize("first", [{}, {"delay": 0.2}], ids=["undelayed", "delayed"])
+def test_a_retry_returns_to_the_queue_it_came_from(
+    served_shop: Any, name: str, first: dict[str, Any]
+) -> None:
+    queue = named(served_shop, name)
+    result = served_shop.tasks["retry"].apply_async(
+        ([], 2, {"countdown": 0.3}), queue=queue, headers={"x-tenant": "shop"}, **first
+    )
+    attempts = result.get(timeout=PATIENCE)
+
+    assert [attempt["retries"] for attempt in attempts] == [0, 1, 2]
+    # The same exchange and key each time, which do not grow with the retries.
+    assert len({(a["exchange"], a["routing_key"]) for a in attempts}) == 1
+    # What the caller gave and when it is due, and nothing of the broker's.
+    assert all(a["headers"].keys() - {headers.DUE, headers.QUEUE} == {"x-tenant"} for a in attempts)
+    assert all(attempt["headers"]["x-tenant"] == "shop" for attempt in attempts)
+    assert all(a["headers"][headers.QUEUE] == queue for a in attempts[1:])
+    for earlier, later in pairwise(attempts):
+        assert_waited(later, earlier["at"], 0.3)
+
+
+@pytest.mark.parametrize("first", [{}, {"delay": 0.2}], ids=["undelayed", "delayed"])
+def test_where_only_the_second_queue_is_served_both_retries_come_back(
+    serve: Any, first: dict[str, Any]
+) -> None:
+    shop = serve(only="second")
+    options = {"queue": named(shop, "second"), **first}
+    result = shop.tasks["retry"].apply_async(([], 2, {"countdown": 0.3}), **options)
+    assert [attempt["retries"] for attempt in result.get(timeout=PATIENCE)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("option", ["delay", "countdown", "eta"])
+def test_a_retry_takes_every_kind_of_delay(served_shop: Any, option: str) -> None:
+    before = datetime.now(UTC)
+    value = before + timedelta(seconds=1.5) if option == "eta" else 0.4
+    options = {option: value}
+    attempts = served_shop.tasks["retry"].apply_async(([], 1, options)).get(timeout=PATIENCE)
+    first, second = attempts
+    assert_not_delayed(first)
+    if option == "eta":
+        assert_waited(second, before.timestamp(), 1.5)
+    else:
+        assert_waited(second, first["at"], 0.4)
+
+
+@pytest.mark.parametrize("option", ["delay", "countdown"])
+def test_a_delayed_task_s_retry_without_a_delay_comes_back_at_once(
+    served_shop: Any, option: str
+) -> None:
+    second = named(served_shop, "second")
+    retry = served_shop.tasks["retry"]
+    result = retry.apply_async(([], 1, {option: 0}), delay=0.3, queue=second)
+    _, again = result.get(timeout=PATIENCE)
+    assert_not_delayed(again)
+    assert again["routing_key"] == second
+    assert again["headers"] == {}
+
+
+def test_autoretry_with_backoff_waits_in_the_levels_and_returns(served_shop: Any) -> None:
+    queue = named(served_shop, "second")
+    before = time.time()
+    seen = served_shop.tasks["autoretry"].apply_async(queue=queue).get(timeout=PATIENCE)
+    assert seen["retries"] == 1
+    assert seen["routing_key"] == queue
+    assert seen["headers"][headers.QUEUE] == queue
+    assert_waited(seen, before, 1)
+
+
+def test_a_backoff_above_ten_minutes_waits_in_full_below_its_maximum(
+    serve: Any, connection: Connection
+) -> None:
+    shop = serve(rabbitdelay_layout="clock")
+    topology, second = shop.rabbitdelay.topology, named(shop, "second")
+    # What Celery makes of the options: exactly these, and with jitter anything up to the maximum.
+    exactly = {"backoff": 1000, "backoff-max": 4000}
+    for name, options in FAR_BACKOFFS.items():
+        before = time.time()
+        result = shop.tasks[name].apply_async(queue=second)
+        waiting = find_waiting(connection, topology.digit_queues)
+        message = waiting.message
+        assert message.headers["id"] == result.id
+        assert message.headers["retries"] == 1
+        assert message.headers["eta"] is None
+        ahead = message.headers[headers.DUE] / 1000 - before
+        if name in exactly:
+            assert exactly[name] <= ahead < exactly[name] + 20
+            route = topology.route(exactly[name], second)
+            assert waiting.queue == route.stops[0]
+            assert message.delivery_info["routing_key"] == route.routing_key
+        else:
+            assert 600 < ahead < options["retry_backoff_max"] + 20
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_task_whose_worker_was_lost_runs_again(served_shop: Any, name: str) -> None:
+    key = f"lost-{uuid4().hex}"
+    second = named(served_shop, "second")
+    redis = served_shop.backend.client
+    before = time.time()
+    own = {"x-tenant": "shop"}
+    result = served_shop.tasks[name].apply_async((key,), delay=0.5, queue=second, headers=own)
+    again = result.get(timeout=PATIENCE)
+    first, noted = (json.loads(text) for text in redis.lrange(key, 0, -1))
+
+    assert_waited(first, before, 0.5)
+    for name_of in ("exchange", "routing_key"):
+        assert first[name_of] == noted[name_of] == again[name_of]
+    assert again["headers"].keys() == first["headers"].keys() == {*own, headers.DUE, headers.QUEUE}
+    if name == "lost":
+        # The broker has kept the message, which is due since the first time.
+        assert again["headers"] == first["headers"]
+        assert again["retries"] == 0
+    else:
+        assert_waited(again, first["at"], 1)
+        assert again["retries"] == 1
+    redis.delete(key)

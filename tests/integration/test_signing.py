@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -16,30 +16,24 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.operations.undeliverable.redrive import redrive, redriving_for
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from tests.integration.arrivals import Arrival, count, take, wait_until_waiting
-from tests.integration.modules import OPEN, check_in, put_in_envelope, wait_until_served
+from tests.integration.modules import OPEN, put_in_envelope
 from tests.integration.notes import Notes
 from tests.integration.shop import named
-from tests.integration.worker import Worker, run_celery
+from tests.integration.worker import run_celery
 
 OLD, NEW, FOREIGN = (letter * 32 for letter in "onf")
 SIGNING: Final = {**OPEN, "rabbitdelay_signing_key": NEW}
 
 
 @pytest.fixture
-def signing(make_shop: Callable[..., Any], configuration: dict[str, Any]) -> Iterator[Any]:
+def signing(serve: Any) -> Any:
     """An application with a key, and a worker that serves all of its queues and the modules."""
-    shop = make_shop(**SIGNING)
-    with Worker({**configuration, **SIGNING}) as worker:
-        wait_until_served(worker)
-        shop.worker = worker
-        yield shop
+    return serve(**SIGNING)
 
 
 @pytest.fixture
-def notes(signing: Any) -> Iterator[Notes]:
-    notes = Notes(signing)
-    yield notes
-    notes.forget()
+def notes(signing: Any) -> Notes:
+    return Notes(signing)
 
 
 def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Arrival]:
@@ -127,75 +121,53 @@ def test_what_is_not_signed_by_this_key_is_undeliverable(
     assert count(connection, queue.name) == 0
 
 
-def test_check_in_signs_for_its_clients(
-    signing: Any, connection: Connection, target: Queue
-) -> None:
-    check_in(connection, signing, target.name, headers={"x-delay": 300, "mine": 1})
-    (arrival,) = take(connection, [target], 1)
-    assert set(arrival.message.headers) == {headers.DUE, "mine"}
-
-
 def test_what_is_refused_for_long_is_signed_and_can_be_redriven(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    connection: Connection,
-    make_queue: Callable[..., Queue],
+    serve: Any, connection: Connection, make_full: Callable[[int], Queue]
 ) -> None:
     soon = {**SIGNING, "rabbitdelay_retry_for": 2, "rabbitdelay_may_refuse": ["test-*"]}
-    shop = make_shop(**soon)
-    topology = shop.rabbitdelay.topology
-    arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}
-    full = make_queue("full", queue_arguments=arguments)
+    shop, full = serve(only="default", **soon), make_full(0)
     shop.amqp.queues.add(full)
-    with Worker({**configuration, **soon}, [named(shop, "default")]) as worker:
-        wait_until_served(worker)
-        for _ in range(2):
-            shop.send_task("look", queue=full.name, delay=0.2)
-        wait_until_waiting(connection, topology.module_queues.undeliverable.name, 2)
-        publish(connection, shop, {headers.EXCHANGE: "", headers.ROUTING_KEY: full.name})
-        wait_until_waiting(connection, topology.module_queues.undeliverable.name, 3)
-        full(connection.default_channel).delete()
-        report = redrive(connection, topology, redriving_for(shop, allow=[full.name]))
-        assert (report.removed, report.left) == (2, {NOT_SIGNED: 1})
-        vouched = redriving_for(shop, allow=[full.name], vouches=True)
-        assert redrive(connection, topology, vouched).removed == 1
-        make_queue("full")(connection.default_channel).declare()
-        assert len(take(connection, [full], 3)) == 3
+    topology = shop.rabbitdelay.topology
+    undeliverable = topology.module_queues.undeliverable.name
+    for _ in range(2):
+        shop.send_task("look", queue=full.name, delay=0.2)
+    wait_until_waiting(connection, undeliverable, 2)
+    publish(connection, shop, {headers.EXCHANGE: "", headers.ROUTING_KEY: full.name})
+    wait_until_waiting(connection, undeliverable, 3)
+    channel: Any = connection.default_channel
+    channel.queue_delete(full.name)
+    report = redrive(connection, topology, redriving_for(shop, allow=[full.name]))
+    assert (report.removed, report.left) == (2, {NOT_SIGNED: 1})
+    vouched = redriving_for(shop, allow=[full.name], vouches=True)
+    assert redrive(connection, topology, vouched).removed == 1
+    channel.queue_declare(full.name, durable=True, auto_delete=False)
+    assert len(take(connection, [full], 3)) == 3
 
 
 def test_keys_are_rotated_while_tasks_wait(
-    make_shop: Callable[..., Any], configuration: dict[str, Any], connection: Connection
+    make_shop: Callable[..., Any], serve: Any, connection: Connection
 ) -> None:
     # In one tick, and so in one envelope.
     due = datetime.now(UTC) + timedelta(seconds=8)
     rows = [{"args": (number,), "eta": due} for number in range(5)]
-    shops = {}
-    for name, keys in (("old", OLD), ("both", [NEW, OLD]), ("foreign", FOREIGN)):
-        shops[name] = make_shop(rabbitdelay_signing_key=keys)
-        shops[name].rabbitdelay.send_many("look", rows, queue=named(shops[name], "mirror"))
-    shop = shops["both"]
-    both = {**configuration, "rabbitdelay_signing_key": [NEW, OLD]}
-    with Worker(both, [named(shop, "default")]) as worker:
-        wait_until_served(worker)
-        arrivals = take(connection, [Queue(named(shop, "mirror"))], 10)
-        assert len(arrivals) == 10
-        (refused,) = undeliverable(connection, shop)
+    for keys in (OLD, [NEW, OLD], FOREIGN):
+        shop = make_shop(rabbitdelay_signing_key=keys)
+        shop.rabbitdelay.send_many("look", rows, queue=named(shop, "mirror"))
+    shop = serve(only="default", rabbitdelay_signing_key=[NEW, OLD])
+    assert len(take(connection, [Queue(named(shop, "mirror"))], 10)) == 10
+    (refused,) = undeliverable(connection, shop)
     assert refused.message.headers[headers.REASON] == NOT_SIGNED
-    assert not [key for key in (OLD, NEW, FOREIGN) if key in worker.log]
+    assert not [key for key in (OLD, NEW, FOREIGN) if key in shop.worker.log]
 
 
-def test_the_commands_show_no_key(
-    make_shop: Callable[..., Any], configuration: dict[str, Any]
-) -> None:
+def test_the_commands_show_no_key(serve: Any, configuration: dict[str, Any]) -> None:
+    shop = serve(only="default", rabbitdelay_signing_key=NEW)
     settings = {**configuration, "rabbitdelay_signing_key": NEW}
-    shop = make_shop(**settings)
-    with Worker(settings, [named(shop, "default")]) as worker:
-        wait_until_served(worker)
-        for command in ("rabbitdelay status --json", "report", "inspect conf"):
-            told = run_celery(settings, command)
-            assert told.returncode == 0, told.stderr
-            assert NEW not in told.stdout + told.stderr
-        assert NEW not in worker.log
+    for command in ("rabbitdelay status --json", "report", "inspect conf"):
+        told = run_celery(settings, command)
+        assert told.returncode == 0, told.stderr
+        assert NEW not in told.stdout + told.stderr
+    assert NEW not in shop.worker.log
     wrong = run_celery({**settings, "rabbitdelay_signing_key": "short-key"}, "rabbitdelay status")
     assert wrong.returncode != 0
     assert "short-key" not in wrong.stdout + wrong.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from tests.integration.spark_servers import (
 )
 
 __all__ = ["registry", "settings", "shop", "without_registry"]
+
+pytestmark = pytest.mark.timeout(500)
 
 ROWS = 200
 
@@ -119,12 +121,19 @@ def logging(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def submitted(
-    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any], run: Callable[..., Run]
-) -> Run:
-    """The program, by ``spark-submit``, with executors in processes of their own."""
-    folder = tmp_path_factory.mktemp("submitted")
+def assert_wrong_passwords_are_hidden(run: Run, log: str = "") -> None:
+    """Assert that both writes were refused, and that nothing that was written shows why in full."""
+    assert run.said.count("FAILED") == 2
+    events = [text for path, text in run.files.items() if "/events/" in path]
+    for text in (run.said, "".join(events)):
+        assert "ACCESS_REFUSED" in text
+    for text in (run.said, log, *run.files.values()):
+        assert SECRET not in text
+
+
+def test_a_submitted_file_that_names_the_format_sends_from_executors_of_their_own(
+    tmp_path: Path, settings: dict[str, Any], run: Callable[..., Run]
+) -> None:
     wanted = {
         # No task starts before both executors are there.
         "spark.cores.max": "2",
@@ -132,61 +141,26 @@ def submitted(
         "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",
         "spark.driver.host": "127.0.0.1",
         "spark.ui.enabled": "false",
-        **logging(folder),
+        **logging(tmp_path),
     }
     submit = [spark_program("spark-submit"), "--master", "local-cluster[2,1,1024]"]
-    return run([*submit, *configured(wanted)], spark_environment(folder, settings), folder)
-
-
-@pytest.fixture(scope="module")
-def served(
-    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any], run: Callable[..., Run]
-) -> Iterator[tuple[Run, ConnectServer]]:
-    """The program, as a client of Spark Connect; and the server."""
-    folder = tmp_path_factory.mktemp("served")
-    with ConnectServer(settings, logging(folder)) as server:
-        client = {**spark_environment(folder), "SPARK_REMOTE": server.url}
-        # The client needs neither the application nor this package.
-        del client["PYTHONPATH"]
-        yield run([sys.executable], client, folder), server
-
-
-@pytest.mark.timeout(500)
-def test_a_submitted_file_that_names_the_format_sends_from_executors_of_their_own(
-    submitted: Run,
-) -> None:
+    environment = spark_environment(tmp_path, settings)
+    submitted: Run = run([*submit, *configured(wanted)], environment, tmp_path)
     assert len(submitted.processes) == 2
     assert str(submitted.process) not in submitted.processes
-
-
-@pytest.mark.timeout(500)
-def test_a_wrong_password_is_in_no_error_and_in_no_log(submitted: Run) -> None:
-    assert "ACCESS_REFUSED" in submitted.said
-    assert submitted.said.count("FAILED") == 2
     executors = [text for path, text in submitted.files.items() if path.endswith("stderr")]
-    events = [text for path, text in submitted.files.items() if "/events/" in path]
     assert len(executors) == 2
     assert "ACCESS_REFUSED" in "".join(executors)
-    assert "ACCESS_REFUSED" in "".join(events)
-    for text in (submitted.said, *submitted.files.values()):
-        assert SECRET not in text
+    assert_wrong_passwords_are_hidden(submitted)
 
 
-@pytest.mark.timeout(500)
 def test_a_client_of_spark_connect_names_the_format_and_the_server_sends(
-    served: tuple[Run, ConnectServer],
+    tmp_path: Path, settings: dict[str, Any], run: Callable[..., Run]
 ) -> None:
-    program, server = served
-    assert program.processes == {str(server.pid)}
-
-
-@pytest.mark.timeout(500)
-def test_a_wrong_password_from_a_client_of_spark_connect_is_in_no_error_and_in_no_log(
-    served: tuple[Run, ConnectServer],
-) -> None:
-    program, server = served
-    assert "ACCESS_REFUSED" in program.said
-    events = [text for path, text in program.files.items() if "/events/" in path]
-    assert "ACCESS_REFUSED" in "".join(events)
-    for text in (program.said, server.log, *program.files.values()):
-        assert SECRET not in text
+    with ConnectServer(settings, logging(tmp_path)) as server:
+        client = {**spark_environment(tmp_path), "SPARK_REMOTE": server.url}
+        # The client needs neither the application nor this package.
+        del client["PYTHONPATH"]
+        program: Run = run([sys.executable], client, tmp_path)
+        assert program.processes == {str(server.pid)}
+        assert_wrong_passwords_are_hidden(program, server.log)

@@ -16,6 +16,7 @@ from tests.integration.conftest import small_configuration
 from tests.integration.shop import make_app
 from tests.integration.spark import QUICK_JAVA, spark_session
 from tests.integration.spark_apps import environment
+from tests.integration.spark_fixtures import write as write_to
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,11 +31,9 @@ def settings(session_rabbitmq: RabbitMQServer, redis_url: str) -> dict[str, dict
     """The applications, by name."""
     prefix = f"test-{uuid4().hex[:8]}"
     good = small_configuration(session_rabbitmq.url, redis_url, prefix)
-    gone = {"broker_url": "amqp://guest:guest@127.0.0.1:1//"}
     return {
         "good": {**good, "rabbitdelay_confirm_timeout": LONG},
         "gives_up": {**good, "rabbitdelay_confirm_timeout": SHORT},
-        "away": {**good, **gone, "rabbitdelay_confirm_timeout": SHORT},
         "never": {**good, "rabbitdelay_declare": "never"},
         "bare": {**good, "rabbitdelay_declare": "never", "rabbitdelay_prefix": f"{prefix}-bare"},
     }
@@ -54,25 +53,10 @@ def declared(settings: dict[str, dict[str, Any]]) -> None:
     app.close()
 
 
-def write(spark: SparkSession, app: str, delay: str = "1D", **options: str) -> None:
-    """Write four rows in two partitions; the delay of the last one may be another."""
-    given = {"app": f"tests.integration.spark_apps:{app}", "task": "look", **options}
-    frame = spark.sql(
-        f"select array(id) args, if(id = 3, {delay}, 1D) delay from range(0, 4, 1, 2)"
-    )
-    frame.write.format("rabbitdelay").mode("append").options(**given).save()
-
-
-def test_a_broker_that_is_away_fails_the_write_with_the_partition_and_the_reason(
-    spark: SparkSession,
-) -> None:
-    """Celery itself would try for ever to reach it."""
-    with pytest.raises(PySparkException) as failed:
-        write(spark, "away")
-    text = str(failed.value)
-    assert "no connection to amqp://guest:**@127.0.0.1:1//" in text
-    assert "Connection refused" in text
-    assert "This was partition 0 of the write" in text or "This was partition 1" in text
+def write(spark: SparkSession, app: str, **options: str) -> None:
+    """Write four rows in two partitions."""
+    frame = spark.sql("select array(id) args, 1D delay from range(0, 4, 1, 2)")
+    write_to(frame, app=f"tests.integration.spark_apps:{app}", task="look", **options)
 
 
 @pytest.mark.parametrize(
@@ -86,24 +70,6 @@ def test_what_nobody_may_declare_is_named_if_it_is_missing(
     with pytest.raises(PySparkException, match="TopologyIncomplete") as failed:
         write(spark, app, **options)
     assert missing in str(failed.value)
-
-
-@pytest.mark.parametrize(
-    ("delay", "reason"),
-    [
-        ("null", "its delay is null"),
-        ("-0.5D", "its delay is negative: -0.5"),
-        ("double('nan')", "delay nan: takes a finite number"),
-        ("double('inf')", "delay inf: takes a finite number"),
-    ],
-)
-def test_an_invalid_delay_fails_the_write_and_the_error_names_the_partition(
-    spark: SparkSession, declared: None, delay: str, reason: str
-) -> None:
-    with pytest.raises(PySparkException) as failed:
-        write(spark, "good", delay)
-    assert reason in str(failed.value)
-    assert "This was partition 1 of the write" in str(failed.value)
 
 
 @pytest.fixture

@@ -41,35 +41,33 @@ def read(spark: SparkSession, **options: str) -> DataFrame:
     return spark.read.format("rabbitdelay").options(app=APP, **options).load()
 
 
-def test_tracked_tasks_that_wait_are_read_with_filters_and_in_partitions(
-    spark: SparkSession, shop: Any
-) -> None:
+@pytest.fixture
+def job(shop: Any) -> Iterator[str]:
+    """A job with 40 tracked tasks that wait, each a second longer, under keys of the job's name."""
     job = f"job-{uuid4().hex}"
     shop.rabbitdelay.open_job(job, expires=600)
     rows = [{"delay": 100 + number, "key": f"{job}:{number}"} for number in range(40)]
     shop.rabbitdelay.send_many(shop.tasks["at"], rows, job=job, track=True)
+    yield job
+    shop.rabbitdelay.abort_job(job)
 
-    def pending(**options: str) -> DataFrame:
-        return spark.read.format("rabbitdelay").options(app=APP, **options).load()
 
-    found = pending(partitions="4", job=job)
+def test_tracked_tasks_that_wait_are_read_with_filters_and_in_partitions(
+    spark: SparkSession, job: str
+) -> None:
+    found = read(spark, partitions="4", job=job)
     assert found.rdd.getNumPartitions() == 4
     taken = found.orderBy("due").collect()
     assert [row.key for row in taken] == [f"{job}:{number}" for number in range(40)]
     assert {row.task for row in taken} == {"at"}
-    (one,) = pending(key=f"{job}:7").collect()
+    (one,) = read(spark, key=f"{job}:7").collect()
     assert one == taken[7]
-    shop.rabbitdelay.abort_job(job)
 
 
 @pytest.mark.parametrize("takes_filters", [True, False], ids=["by Redis", "by Spark"])
 def test_tasks_that_wait_are_filtered_by_a_query(
-    spark: SparkSession, shop: Any, takes_filters: bool
+    spark: SparkSession, job: str, takes_filters: bool
 ) -> None:
-    job = f"job-{uuid4().hex}"
-    shop.rabbitdelay.open_job(job, expires=600)
-    rows = [{"delay": 100 + number, "key": f"{job}:{number}"} for number in range(40)]
-    shop.rabbitdelay.send_many(shop.tasks["at"], rows, job=job, track=True)
     taken = takes_filters and HAS_FILTERS
     spark.conf.set("spark.sql.python.filterPushdown.enabled", str(taken).lower())
     pending = spark.read.format("rabbitdelay").options(app=APP, filterPushdown=str(takes_filters))
@@ -85,12 +83,10 @@ def test_tasks_that_wait_are_filtered_by_a_query(
         assert of_job.where("key is not null and task = 'no'").count() == 0
     finally:
         spark.conf.unset("spark.sql.python.filterPushdown.enabled")
-        shop.rabbitdelay.abort_job(job)
 
 
 def test_the_levels_are_read_with_what_waits_in_each_queue(spark: SparkSession, shop: Any) -> None:
-    levels = spark.read.format("rabbitdelay").options(app=APP, what="levels").load()
-    queues = {row.queue: row for row in levels.collect()}
+    queues = {row.queue: row for row in read(spark, what="levels").collect()}
     expected = {queue.name for queue in shop.rabbitdelay.topology.digit_queues}
     assert queues.keys() == expected
     assert all(row.wait_ms > 0 and row.messages >= 0 for row in queues.values())
@@ -155,10 +151,8 @@ def test_a_limit_and_a_query_leave_the_undeliverable_messages_where_they_are(
 
 
 def test_a_read_of_a_broker_that_is_away_fails(spark: SparkSession) -> None:
-    made = spark.read.format("rabbitdelay").option("what", "undeliverable")
-    frame = made.option("broker", "amqp://guest@127.0.0.1:1/").option(
-        "brokerPassword", "opensesame"
-    )
+    away = {"broker": "amqp://guest@127.0.0.1:1/", "brokerPassword": "opensesame"}
+    made = spark.read.format("rabbitdelay").options(what="undeliverable", **away)
     with pytest.raises(PySparkException, match="refused") as raised:
-        frame.load().collect()
+        made.load().collect()
     assert "opensesame" not in str(raised.value)

@@ -71,22 +71,18 @@ def write_with_a_second_attempt(spark: SparkSession, noted: Notes, app: str, pau
 
 @pytest.mark.timeout(500)
 def test_a_second_attempt_beside_a_slow_one_sends_each_row_once(
-    spark: SparkSession, shop: Any, noted: Notes, paused: Path
+    spark: SparkSession, noted: Notes, paused: Path
 ) -> None:
     write_with_a_second_attempt(spark, noted, "app", paused)
     wait_for(lambda: len(set(noted())) >= ROWS, "all tasks", PATIENCE)
-    shop.tasks["note"].apply_async((-1,), {"key": noted.key}, delay=3)
-    wait_for(lambda: -1 in noted(), "a later task", PATIENCE)
-    assert sorted(noted()) == [-1, *range(ROWS)]
+    assert sorted(noted.until(3)) == [*range(ROWS)]
 
 
 @pytest.mark.timeout(500)
 def test_without_a_registry_a_second_attempt_sends_all_rows_of_its_partition_again(
-    spark: SparkSession, shop: Any, noted: Notes, paused: Path
+    spark: SparkSession, noted: Notes, paused: Path
 ) -> None:
     write_with_a_second_attempt(spark, noted, "without_registry", paused)
     wait_for(lambda: len(noted()) >= ROWS * 3 // 2, "all tasks, some twice", PATIENCE)
-    shop.tasks["note"].apply_async((-1,), {"key": noted.key}, delay=3)
-    wait_for(lambda: -1 in noted(), "a later task", PATIENCE)
-    times = Counter(noted())
+    times = Counter(noted.until(3))
     assert [times[number] for number in range(ROWS)] == [2] * (ROWS // 2) + [1] * (ROWS // 2)

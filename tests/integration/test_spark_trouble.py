@@ -107,18 +107,12 @@ def waits_half_way(frame: DataFrame, waits: Path) -> DataFrame:
     return frame.mapInArrow(waiting, frame.schema)
 
 
-def wait_for_a_later_task(shop: Any, noted: Notes, number: int = -1) -> None:
-    shop.tasks["note"].apply_async((number,), {"key": noted.key}, delay=DELAY + 1)
-    wait_for(lambda: number in noted(), "a later task", ALL_RUN)
-
-
 def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
-    spark: SparkSession, shop: Any, noted: Notes
+    spark: SparkSession, noted: Notes
 ) -> None:
     write(fails_half_way(rows(spark, noted), attempts=1))
     wait_for(lambda: len(set(noted())) >= ROWS, "all tasks", ALL_RUN)
-    wait_for_a_later_task(shop, noted)
-    assert sorted(noted()) == [-1, *range(ROWS)]
+    assert sorted(noted.until(DELAY, ALL_RUN)) == [*range(ROWS)]
 
 
 def write_one_by_one(frame: DataFrame, **options: str) -> None:
@@ -163,8 +157,7 @@ def test_a_write_that_fails_in_the_end_runs_no_row(
     spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
     write_and_fail(shop, rows(spark, noted), tmp_path)
-    wait_for_a_later_task(shop, noted)
-    assert noted() == [-1]
+    assert noted.until(DELAY, ALL_RUN) == []
 
 
 @pytest.mark.parametrize("task", ["note", "tracked-note"])
@@ -173,12 +166,10 @@ def test_a_failed_write_that_is_run_again_after_its_tasks_came_due_runs_each_row
 ) -> None:
     given = {"task": task, "jobId": f"job-{noted.key}"}
     write_and_fail(shop, rows(spark, noted), tmp_path, **given)
-    wait_for_a_later_task(shop, noted)
-    assert noted() == [-1]
+    assert noted.until(DELAY, ALL_RUN) == []
     write_one_by_one(rows(spark, noted), **given)
-    wait_for(lambda: len(set(noted())) > ROWS, "all tasks", ALL_RUN)
-    wait_for_a_later_task(shop, noted, -2)
-    assert sorted(noted()) == [-2, -1, *range(ROWS)]
+    wait_for(lambda: len(set(noted())) >= ROWS, "all tasks", ALL_RUN)
+    assert sorted(noted.until(DELAY, ALL_RUN)) == [*range(ROWS)]
 
 
 @pytest.mark.parametrize(
@@ -219,12 +210,11 @@ def test_no_row_of_a_write_that_is_cancelled_runs(
         user.join()
         of_no_group: Any = None
         spark.sparkContext.setLocalProperty("spark.jobGroup.id", of_no_group)
-    wait_for_a_later_task(shop, noted)
-    assert noted() == [-1]
+    assert noted.until(DELAY, ALL_RUN) == []
 
 
 def test_a_driver_that_is_killed_before_the_commit_sends_no_row_and_the_next_run_sends_each_once(
-    spark: SparkSession, settings: dict[str, Any], shop: Any, noted: Notes, tmp_path: Path
+    spark: SparkSession, settings: dict[str, Any], noted: Notes, tmp_path: Path
 ) -> None:
     commits = tmp_path / "commits"
     program = start(
@@ -237,8 +227,7 @@ def test_a_driver_that_is_killed_before_the_commit_sends_no_row_and_the_next_run
     kill_when(program, commits.exists, "the commit", tmp_path / "program.log")
     write(rows(spark, noted))
     wait_for(lambda: len(set(noted())) >= ROWS, "the tasks of the second run", ALL_RUN)
-    wait_for_a_later_task(shop, noted)
-    assert sorted(noted()) == [-1, *range(ROWS)]
+    assert sorted(noted.until(DELAY, ALL_RUN)) == [*range(ROWS)]
 
 
 def test_without_a_registry_rows_that_were_sent_before_the_failure_are_sent_again(

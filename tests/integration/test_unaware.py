@@ -62,34 +62,27 @@ def _at_least(connection: Connection, shop: Any, waiting: int) -> bool:
 
 
 def test_a_task_of_an_hour_lies_in_the_levels_within_two_seconds_and_no_kill_loses_it(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    send: Callable[..., Any],
-    connection: Connection,
-    prefix: str,
+    serve: Any, send: Callable[..., Any], connection: Connection, prefix: str
 ) -> None:
-    clock = {"rabbitdelay_layout": "clock"}
-    make_shop(**clock)
-    one_at_a_time = {**configuration, **clock, "worker_prefetch_multiplier": 1}
-    with Worker(one_at_a_time) as worker:
-        # What the way took is taken off, unless it is less than a tick.
-        first_stops = [Queue(f"{prefix}.{name}") for name in ("hours.1", "minutes.59")]
-        ids: set[str] = set()
-        seconds: list[float] = []
+    shop = serve(rabbitdelay_layout="clock", worker_prefetch_multiplier=1)
+    # What the way took is taken off, unless it is less than a tick.
+    first_stops = [Queue(f"{prefix}.{name}") for name in ("hours.1", "minutes.59")]
+    ids: set[str] = set()
+    seconds: list[float] = []
 
-        def all_are_there() -> bool:
-            return _ready(connection, first_stops) == len(ids)
+    def all_are_there() -> bool:
+        return _ready(connection, first_stops) == len(ids)
 
-        for _ in range(3):
-            ids.update(send(countdown=3600).id for _ in range(5))
-            sent = time.monotonic()
-            wait_for(all_are_there, "the tasks in the levels")
-            seconds.append(time.monotonic() - sent)
-        # A busy machine may need longer, but hardly thrice.
-        assert min(seconds) < 2
-        # The worker's one place is free.
-        assert send().get(timeout=PATIENCE)
-        worker.kill()
+    for _ in range(3):
+        ids.update(send(countdown=3600).id for _ in range(5))
+        sent = time.monotonic()
+        wait_for(all_are_there, "the tasks in the levels")
+        seconds.append(time.monotonic() - sent)
+    # A busy machine may need longer, but hardly thrice.
+    assert min(seconds) < 2
+    # The worker's one place is free.
+    assert send().get(timeout=PATIENCE)
+    shop.worker.kill()
     arrivals = take(connection, first_stops, len(ids))
     assert {a.message.headers["id"] for a in arrivals} == ids
     assert all(a.message.headers["eta"] is None for a in arrivals)
@@ -132,24 +125,18 @@ def test_a_priority_above_four_leaves_exchange_and_routing_key_as_they_were(
 
 @pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
 def test_every_pool_leaves_early_tasks_to_the_levels(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    send: Callable[..., Any],
-    connection: Connection,
-    prefix: str,
-    pool: str,
+    serve: Any, send: Callable[..., Any], connection: Connection, prefix: str, pool: str
 ) -> None:
-    shop = make_shop(**MINUTE)
-    with Worker({**configuration, **MINUTE}, None, "-P", pool):
-        # More than the worker fetches at once, which is four for each task that it runs.
-        for _ in range(20):
-            send(countdown=59)
-        wait_for(partial(_at_least, connection, shop, 20), "all tasks in the levels")
-        assert count(connection, f"{prefix}.second") == 0
-        before = time.time()
-        seen = send(countdown=2).get(timeout=PATIENCE)
-        assert seen["at"] >= before + 2
-        assert seen["eta"] is None
+    shop = serve("-P", pool, **MINUTE)
+    # More than the worker fetches at once, which is four for each task that it runs.
+    for _ in range(20):
+        send(countdown=59)
+    wait_for(partial(_at_least, connection, shop, 20), "all tasks in the levels")
+    assert count(connection, f"{prefix}.second") == 0
+    before = time.time()
+    seen = send(countdown=2).get(timeout=PATIENCE)
+    assert seen["at"] >= before + 2
+    assert seen["eta"] is None
 
 
 def test_what_is_due_within_a_tick_runs_in_this_worker(
@@ -160,36 +147,32 @@ def test_what_is_due_within_a_tick_runs_in_this_worker(
 
 
 def test_what_the_levels_cannot_carry_is_held_by_the_worker(
-    make_shop: Callable[..., Any], configuration: dict[str, Any], send: Callable[..., Any]
+    serve: Any, send: Callable[..., Any]
 ) -> None:
-    low = {**NO_MODULES, "rabbitdelay_layout": [("ms", 10, 0.1)]}
-    make_shop(**low)
-    with Worker({**configuration, **low}) as worker:
-        before = time.time()
-        seen = send(countdown=2).get(timeout=PATIENCE)
-        assert seen["at"] >= before + 2
-        assert headers.DUE not in seen["headers"]
-        assert "cannot wait in the levels, so the worker holds it" in worker.log
+    shop = serve(**NO_MODULES, rabbitdelay_layout=[("ms", 10, 0.1)])
+    before = time.time()
+    seen = send(countdown=2).get(timeout=PATIENCE)
+    assert seen["at"] >= before + 2
+    assert headers.DUE not in seen["headers"]
+    assert "cannot wait in the levels, so the worker holds it" in shop.worker.log
 
 
 @pytest.mark.parametrize(
     ("name", "settings"), [("celery-own", {}), ("look", {"rabbitdelay_takeover": False})]
 )
 def test_a_task_that_keeps_celery_s_own_behavior_is_held_by_the_worker(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
+    serve: Any,
     send: Callable[..., Any],
     connection: Connection,
     name: str,
     settings: dict[str, Any],
 ) -> None:
-    shop = make_shop(**settings)
-    with Worker({**configuration, **settings}) as worker:
-        result = send(name, countdown=1)
-        wait_for(lambda: f"Task {name}[{result.id}] received" in worker.log, "the task")
-        assert _waiting(connection, shop) == 0
-        result.get(timeout=PATIENCE)
-        assert worker.log.count(f"{result.id}] received") == 1
+    shop = serve(**settings)
+    result = send(name, countdown=1)
+    wait_for(lambda: f"Task {name}[{result.id}] received" in shop.worker.log, "the task")
+    assert _waiting(connection, shop) == 0
+    result.get(timeout=PATIENCE)
+    assert shop.worker.log.count(f"{result.id}] received") == 1
 
 
 def test_a_task_that_was_revoked_does_not_enter_the_levels(
@@ -226,154 +209,121 @@ def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
         with Connection(private_rabbitmq.url) as connection:
             queues = shop.rabbitdelay.topology.digit_queues
             waiting = find_waiting(connection, queues, copies=True)
-        assert waiting.message.headers["id"] == result.id
-        assert headers.DUE in waiting.message.headers
+    assert waiting.message.headers["id"] == result.id
+    assert headers.DUE in waiting.message.headers
 
 
 def test_workers_that_are_killed_meanwhile_lose_none(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    send: Callable[..., Any],
-    connection: Connection,
-    prefix: str,
+    serve: Any, send: Callable[..., Any], connection: Connection
 ) -> None:
-    shop = make_shop(**MINUTE)
+    shop = serve(**MINUTE)
     queues = shop.rabbitdelay.topology.digit_queues
-    with Worker({**configuration, **MINUTE}) as worker:
-        missing = {send(countdown=59).id for _ in range(200)}
-        for waiting in (20, 120):
-            wait_for(
-                partial(_at_least, connection, shop, waiting), f"{waiting} tasks in the levels"
-            )
-            worker.kill()
-            worker.start()
+    missing = {send(countdown=59).id for _ in range(200)}
+    for waiting in (20, 120):
+        wait_for(partial(_at_least, connection, shop, waiting), f"{waiting} tasks in the levels")
+        shop.worker.kill()
+        shop.worker.start()
 
-        def none_is_missing() -> bool:
-            for arrival in take(connection, queues, _ready(connection, queues)):
-                missing.discard(arrival.message.headers["id"])
-            return not missing
+    def none_is_missing() -> bool:
+        for arrival in take(connection, queues, _ready(connection, queues)):
+            missing.discard(arrival.message.headers["id"])
+        return not missing
 
-        wait_for(none_is_missing, "all tasks in the levels")
-        # And the last worker still runs them.
-        assert send(countdown=0.5).get(timeout=PATIENCE)
+    wait_for(none_is_missing, "all tasks in the levels")
+    # And the last worker still runs them.
+    assert send(countdown=0.5).get(timeout=PATIENCE)
 
 
 def test_a_naive_eta_is_in_utc_as_celery_reads_it(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    send: Callable[..., Any],
-    connection: Connection,
-    prefix: str,
+    serve: Any, send: Callable[..., Any], connection: Connection, prefix: str
 ) -> None:
-    settings = {"rabbitdelay_layout": "clock", "timezone": "Asia/Kolkata"}
-    make_shop(**settings)
+    serve(rabbitdelay_layout="clock", timezone="Asia/Kolkata")
     due = datetime.now(UTC) + timedelta(hours=5, minutes=30, seconds=30)
-    with Worker({**configuration, **settings}):
-        send(eta=due.replace(tzinfo=None))
-        (arrival,) = take(connection, [Queue(f"{prefix}.hours.5")], 1)
+    send(eta=due.replace(tzinfo=None))
+    (arrival,) = take(connection, [Queue(f"{prefix}.hours.5")], 1)
     assert abs(arrival.message.headers[headers.DUE] / 1000 - due.timestamp()) < 1
 
 
 def test_a_level_that_takes_nothing_holds_up_no_other_task(
     private_rabbitmq: RabbitMQServer,
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
+    serve: Any,
     send: Callable[..., Any],
     connection: Connection,
     prefix: str,
 ) -> None:
     transport: Any = connection.connect()
     version = [int(part) for part in transport.server_properties["version"].split(".")]
-    settings = {
+    shop = serve(
         # Of quorum queues, a worker's consumer cannot ask for more (Celery says so), and from 4.0
         # on of no queue: RabbitMQ takes a higher prefetch count, and delivers no more.
-        "queue_type": "classic",
-        "worker_prefetch_multiplier": 1 if version < [4, 0] else 8,
-        "rabbitdelay_layout": [("minutes", 3, 60), ("seconds", 60, 1), ("ms", 10, 0.1)],
-    }
-    shop = make_shop(**settings)
-    long = shop.rabbitdelay.topology.digit_queues[1]
-    assert long.name == f"{prefix}.minutes.2"
-    with Worker({**configuration, **settings}) as worker:
-        full = ("--apply-to", "queues", prefix, f"^{long.name}$")
-        refuses = '{"max-length": 1, "overflow": "reject-publish"}'
-        private_rabbitmq.ctl("set_policy", *full, refuses)
-        try:
-            # Longer than the test waits for any other task, two minutes are left at least.
-            ids = {send(countdown=179).id for _ in range(6)}
-            wait_for(
-                lambda: worker.log.count("could not be put into the levels") >= 3, "failed attempts"
-            )
-            assert send().get(timeout=PATIENCE - 10)
-            assert count(connection, long.name) < len(ids)
-            # Room is made for one after another.
-            came = {arrival.message.headers["id"] for arrival in take(connection, [long], len(ids))}
-        finally:
-            private_rabbitmq.ctl("clear_policy", prefix)
-        assert came == ids
+        queue_type="classic",
+        worker_prefetch_multiplier=1 if version < [4, 0] else 8,
+        rabbitdelay_layout=[("minutes", 3, 60), ("seconds", 60, 1), ("ms", 10, 0.1)],
+    )
+    long, log = Queue(f"{prefix}.minutes.2"), "could not be put into the levels"
+    full = ("--apply-to", "queues", prefix, f"^{long.name}$")
+    refuses = '{"max-length": 1, "overflow": "reject-publish"}'
+    private_rabbitmq.ctl("set_policy", *full, refuses)
+    try:
+        # Longer than the test waits for any other task, two minutes are left at least.
+        ids = {send(countdown=179).id for _ in range(6)}
+        wait_for(lambda: shop.worker.log.count(log) >= 3, "failed attempts")
+        assert send().get(timeout=PATIENCE - 10)
+        assert count(connection, long.name) < len(ids)
+        # Room is made for one after another.
+        came = {arrival.message.headers["id"] for arrival in take(connection, [long], len(ids))}
+    finally:
+        private_rabbitmq.ctl("clear_policy", prefix)
+    assert came == ids
 
 
 @pytest.mark.parametrize("pool", ["prefork", "gevent"])
 def test_a_message_that_cannot_be_read_stops_nothing(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    send: Callable[..., Any],
-    connection: Connection,
-    prefix: str,
-    pool: str,
+    serve: Any, send: Callable[..., Any], connection: Connection, prefix: str, pool: str
 ) -> None:
-    make_shop(**NO_MODULES)
-    with Worker({**configuration, **NO_MODULES}, None, "-P", pool) as worker:
-        eta = (datetime.now(UTC) + timedelta(seconds=50)).isoformat()
-        for number in range(5):
-            # Above the capacity, so that it goes on to Celery's own way.
-            connection.Producer().publish(
-                b"{not json",
-                exchange=f"{prefix}.direct",
-                routing_key="second",
-                content_type="application/json",
-                content_encoding="utf-8",
-                headers={"task": "look", "id": f"poison-{number}", "eta": eta},
-            )
-        wait_for(lambda: worker.log.count("poison-") >= 5, "the messages")
-        result = send(countdown=2)
-        assert headers.DUE in result.get(timeout=PATIENCE)["headers"]
+    shop = serve("-P", pool, **NO_MODULES)
+    eta = (datetime.now(UTC) + timedelta(seconds=50)).isoformat()
+    for number in range(5):
+        # Above the capacity, so that it goes on to Celery's own way.
+        connection.Producer().publish(
+            b"{not json",
+            exchange=f"{prefix}.direct",
+            routing_key="second",
+            content_type="application/json",
+            content_encoding="utf-8",
+            headers={"task": "look", "id": f"poison-{number}", "eta": eta},
+        )
+    wait_for(lambda: shop.worker.log.count("poison-") >= 5, "the messages")
+    assert headers.DUE in send(countdown=2).get(timeout=PATIENCE)["headers"]
 
 
 def test_a_queue_that_ends_with_the_worker_keeps_its_early_tasks(
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    plain: Any,
-    connection: Connection,
-    prefix: str,
+    serve: Any, plain: Any, connection: Connection, prefix: str
 ) -> None:
-    settings = {"passing_queue": True}
-    shop = make_shop(**settings)
-    with Worker({**configuration, **settings}) as worker:
-        message = plain.amqp.create_task_message("passing", "look", (), countdown=2)
-        connection.Producer().publish(
-            message.body,
-            routing_key=f"{prefix}.passing",
-            headers=message.headers,
-            serializer="json",
-            **message.properties,
-        )
-        wait_for(lambda: "look[passing] received" in worker.log, "the task")
-        assert _waiting(connection, shop) == 0
-        assert shop.AsyncResult("passing").get(timeout=PATIENCE)
+    shop = serve(passing_queue=True)
+    message = plain.amqp.create_task_message("passing", "look", (), countdown=2)
+    connection.Producer().publish(
+        message.body,
+        routing_key=f"{prefix}.passing",
+        headers=message.headers,
+        serializer="json",
+        **message.properties,
+    )
+    wait_for(lambda: "look[passing] received" in shop.worker.log, "the task")
+    assert _waiting(connection, shop) == 0
+    assert shop.AsyncResult("passing").get(timeout=PATIENCE)
 
 
 def test_celery_s_own_delayed_delivery_is_neither_declared_nor_used(
-    shop: Any, configuration: dict[str, Any], connection: Connection, prefix: str
+    serve: Any, connection: Connection, prefix: str
 ) -> None:
     # What Celery delays natively: quorum queues, a topic exchange, and no takeover of ours.
-    with Worker({**configuration, "rabbitdelay_takeover": False}) as worker:
-        shop.conf.rabbitdelay_takeover = False
-        options = {"queue": f"{prefix}.topic.reports"}
-        before = time.time()
-        seen = shop.tasks["look"].apply_async(countdown=2, **options).get(timeout=PATIENCE)
-        assert seen["at"] >= before + 2
-        assert "native delayed delivery" not in worker.log
+    shop = serve(rabbitdelay_takeover=False)
+    options = {"queue": f"{prefix}.topic.reports"}
+    before = time.time()
+    seen = shop.tasks["look"].apply_async(countdown=2, **options).get(timeout=PATIENCE)
+    assert seen["at"] >= before + 2
+    assert "native delayed delivery" not in shop.worker.log
     channel: Any = connection.default_channel
     with pytest.raises(NotFound):
         channel.queue_declare("celery_delayed_0", passive=True)

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import closing
-from datetime import UTC, datetime
 from typing import Any, cast
 
 import amqp
@@ -24,6 +23,7 @@ from celery_rabbitdelay.operations.undeliverable.messages import (
 )
 from celery_rabbitdelay.publishing.declaration import declare
 from tests.integration.arrivals import count, wait_until_waiting
+from tests.integration.undeliverable_messages import message, put
 from tests.integration.unreadable import FAR_TIMESTAMP, LATIN_ID, LATIN_KEY, Raw, publish_with_key
 
 #: More looks than the 20 after which RabbitMQ 4.0 and later drop a message by default.
@@ -36,18 +36,8 @@ def declared(connection: Connection, topology: Topology) -> Topology:
     return topology
 
 
-def put(connection: Connection, topology: Topology, *messages: amqp.Message) -> str:
-    """Publish messages to ``undeliverable``; return the queue's name."""
-    channel: Any = connection.default_channel
-    queue = topology.module_queues.undeliverable
-    for message in messages:
-        channel.basic_publish(message, queue.exchange.name, "")
-    wait_until_waiting(connection, queue.name, len(messages))
-    return queue.name
-
-
 def numbered(number: int) -> list[amqp.Message]:
-    return [amqp.Message(str(each), delivery_mode=2) for each in range(number)]
+    return [message(each, {}) for each in range(number)]
 
 
 def read(connection: Connection, topology: Topology, **options: int) -> list[int]:
@@ -58,17 +48,12 @@ def test_messages_stay_where_they_are_however_often_they_are_read(
     connection: Connection, declared: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(undeliverable_reader, "SILENCE", 0.01)
+    assert read(connection, declared) == []
     name = put(connection, declared, *numbered(40))
+    assert read(connection, declared, limit=15) == [*range(15)]
     for _ in range(LOOKS):
         assert read(connection, declared) == [*range(40)]
     wait_until_waiting(connection, name, 40)
-
-
-def test_a_read_has_a_limit(connection: Connection, declared: Topology) -> None:
-    name = put(connection, declared, *numbered(40))
-    assert read(connection, declared, limit=15) == [*range(15)]
-    wait_until_waiting(connection, name, 40)
-    assert read(connection, declared) == [*range(40)]
 
 
 @pytest.mark.parametrize("of_a_tag", [20, 1000], ids=["several", "one"])
@@ -142,21 +127,6 @@ def test_other_consumers_go_first(connection: Connection, declared: Topology) ->
     wait_until_waiting(connection, name, 4)
 
 
-def test_a_reader_gives_its_messages_back_if_it_is_left_half_way(
-    connection: Connection, declared: Topology
-) -> None:
-    name = put(connection, declared, *numbered(30))
-    messages = undeliverable_messages(connection, declared)
-    assert int(next(messages).body) == 0
-    messages.close()
-    wait_until_waiting(connection, name, 30)
-    assert read(connection, declared) == [*range(30)]
-
-
-def test_an_empty_queue_has_no_messages(connection: Connection, declared: Topology) -> None:
-    assert read(connection, declared) == []
-
-
 def test_a_queue_that_does_not_exist_is_an_error(
     connection: Connection, topology: Topology
 ) -> None:
@@ -176,30 +146,6 @@ def test_a_read_that_takes_too_long_fails_and_loses_nothing(
     wait_until_waiting(connection, name, 5)
 
 
-def test_a_message_tells_what_it_is_and_since_when_it_lies_there(
-    connection: Connection, declared: Topology
-) -> None:
-    told = {
-        "id": "4d5e",
-        "task": "shop.remind",
-        header_names.QUEUE: "reminders",
-        header_names.DUE: 1_900_000_000_123,
-        header_names.REASON: "nobody took it",
-        header_names.FAILED_SINCE: 1_900_000_060_000,
-        "own": ["x", 1, None, {"a": b"\xff"}],
-    }
-    put(connection, declared, amqp.Message(b"\x00body", application_headers=told))
-    (message,) = undeliverable_messages(connection, declared)
-    found = message.found
-    assert (found.task_id, found.task, found.queue) == ("4d5e", "shop.remind", "reminders")
-    assert found.due == datetime(2030, 3, 17, 17, 46, 40, 123_000, tzinfo=UTC)
-    assert found.since == datetime(2030, 3, 17, 17, 47, 40, tzinfo=UTC)
-    assert found.reason == "nobody took it"
-    assert message.body == b"\x00body"
-    assert message.exchange == declared.module_queues.undeliverable.exchange.name
-    assert json.loads(headers_as_json(message.headers))["own"] == ["x", 1, None, {"a": "\\xff"}]
-
-
 def test_a_message_that_found_no_route_has_been_there_since_it_left_its_last_stop(
     connection: Connection, declared: Topology
 ) -> None:
@@ -211,10 +157,10 @@ def test_a_message_that_found_no_route_has_been_there_since_it_left_its_last_sto
     channel.basic_publish(amqp.Message("x"), route.exchange, route.routing_key)
     queue = declared.module_queues.undeliverable.name
     wait_until_waiting(connection, queue, 1)
-    (message,) = undeliverable_messages(connection, declared)
-    assert message.found.last_stop == route.stops[-1]
-    assert message.found.since is not None
-    assert began <= message.found.since.timestamp() <= time.time()
+    (copy,) = undeliverable_messages(connection, declared)
+    assert copy.found.last_stop == route.stops[-1]
+    assert copy.found.since is not None
+    assert began <= copy.found.since.timestamp() <= time.time()
 
 
 def test_messages_that_python_cannot_read_are_read_with_the_reason(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
@@ -23,16 +26,31 @@ from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.faults import (
     FAULTS,
     GUARD,
+    SOUND,
+    Plant,
     operator_policy_despite_the_guard,
     unbound_digit,
     without_queue,
 )
-from tests.integration.management import Place, codes_of, node, place, place_on, wait_until_managed
+from tests.integration.management import (
+    QUORUM,
+    Place,
+    codes_of,
+    node,
+    place,
+    place_on,
+    wait_until_managed,
+)
+from tests.integration.shop import make_app
+from tests.integration.worker import run_celery
+from tests.json_schemas import checked
 
 __all__ = ["node", "place"]
 
 
-def test_nothing_is_found_on_a_sound_broker(place: Place) -> None:
+@pytest.mark.parametrize("change", SOUND.values(), ids=SOUND)
+def test_nothing_is_found_on_a_sound_broker(place: Place, change: Plant) -> None:
+    change(place)
     assert place.verify().findings == ()
 
 
@@ -61,21 +79,10 @@ def test_nothing_is_found_where_the_exported_definitions_were_imported(place: Pl
     assert place.verify().findings == ()
 
 
-def test_queues_that_go_with_their_consumer_need_not_exist(place: Place) -> None:
-    place.destinations += [Queue("a", exclusive=True), Queue("b", auto_delete=True)]
-    assert place.verify().findings == ()
-
-
 def test_nothing_is_found_if_the_recommended_policy_keeps_another_one_away(place: Place) -> None:
     place.policy(**GUARD)
     place.policy(".*", 999, message_ttl=1000, max_length=10, expires=60_000, overflow="drop-head")
     assert {finding.subjects for finding in place.verify().findings} == {("queue orders",)}
-
-
-def test_nothing_is_found_if_a_policy_is_harmless(place: Place) -> None:
-    # No level waits longer; where there is an argument, that of a policy does not count.
-    place.policy(r"^shop\.(seconds|ms)", message_ttl=5000, dead_letter_exchange="amq.fanout")
-    assert place.verify().findings == ()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -119,18 +126,6 @@ def test_an_operator_policy_is_named(place: Place) -> None:
     operator_policy_despite_the_guard(place)
     assert "operator policy" in finding(place).what
     assert "an operator policy has to leave these queues out" in finding(place).remedy
-
-
-def test_the_smaller_value_of_policy_and_operator_policy_counts(place: Place) -> None:
-    place.policy(r"\.seconds\.5", message_ttl=60_000)
-    place.policy(r"\.seconds\.5", kind="operator-policies", message_ttl=4000)
-    assert "message-ttl to 4000" in finding(place).what
-
-
-def test_a_destination_that_is_known_to_refuse_is_no_fault(place: Place) -> None:
-    place.policy("orders", max_length=5, overflow="reject-publish")
-    place.settings = replace(place.settings, may_refuse=["ord*"])
-    assert place.verify().findings == ()
 
 
 def test_classic_levels_are_a_warning(node: RabbitMQServer) -> None:
@@ -204,3 +199,163 @@ def test_a_feature_flag_that_dead_lettering_needs_is_missed(broker_root: Path | 
         assert "feature flag stream_queue" in report.findings[0].subjects
         assert report.findings[0].severity == "danger"
         assert codes_of(report) == {"feature-flag-disabled"}
+
+
+# celery rabbitdelay verify, run as a user does.
+
+NOWHERE = "http://guest:very-secret@127.0.0.1:1"
+
+
+@pytest.fixture
+def settings(place: Place) -> dict[str, Any]:
+    """The configuration of a shop whose levels and queues are declared there."""
+    settings = {
+        "prefix": "shop",
+        "broker_url": place.url,
+        "rabbitdelay_prefix": "shop",
+        "rabbitdelay_layout": LEVELS,
+    }
+    app = make_app(settings)
+    for queue in app.amqp.queues.values():
+        declare_destination(place.connection, app.rabbitdelay.topology, queue)
+    app.close()
+    return settings
+
+
+def test_a_sound_broker_exits_with_0(place: Place, settings: dict[str, Any]) -> None:
+    url = place.node.management_url
+
+    told = run_celery(settings, f"rabbitdelay verify --strict --management {url}")
+    asked = run_celery(settings, f"rabbitdelay verify --json --management {url}")
+    answer = checked("verify", asked.stdout)
+
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stdout.endswith(", shop: 0 danger, 0 warning, 0 note\n")
+    assert answer["findings"] == []
+
+
+def test_a_danger_exits_with_1_and_says_the_way_out(place: Place, settings: dict[str, Any]) -> None:
+    place.policy(r"^shop\.(ms|seconds)", expires=3_600_000)
+    url = place.node.management_url
+
+    with mock.patch.dict(os.environ, {"RABBITDELAY_MANAGEMENT_URL": url}):
+        told = run_celery(settings, "rabbitdelay verify")
+        asked = run_celery(settings, "rabbitdelay verify -j")
+
+    assert told.returncode == asked.returncode == 1
+    assert "danger  policy-expires: queue shop.seconds.1, " in told.stdout
+    assert "and 11 more\n" in told.stdout
+    assert f"  way out: rabbitmqctl set_policy -p {place.name} " in told.stdout
+    answer = checked("verify", asked.stdout)
+    assert answer["danger"] == 1
+    assert len(answer["findings"][0]["subjects"]) == 14
+    assert not told.stderr
+
+
+def test_a_warning_exits_with_1_only_if_asked_to(place: Place, settings: dict[str, Any]) -> None:
+    place.policy(r"^shop\.second$", max_length=10)
+    command = f"rabbitdelay verify --management {place.node.management_url}"
+
+    assert run_celery(settings, command).returncode == 0
+    assert run_celery(settings, f"{command} --strict").returncode == 1
+
+
+def test_without_the_management_api_the_error_says_how_to_name_it(settings: dict[str, Any]) -> None:
+    told = run_celery(settings, f"rabbitdelay verify --management {NOWHERE}")
+    # Its default port is not the one of this node.
+    asked = run_celery(settings, "rabbitdelay verify -j")
+
+    assert told.returncode == asked.returncode == EX_UNAVAILABLE
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("Error: the management API http://127.0.0.1:1 cannot be used: ")
+    assert "rabbitmq-plugins enable rabbitmq_management" in line
+    assert "RABBITDELAY_MANAGEMENT_URL" in line
+    assert "very-secret" not in told.stdout + told.stderr
+    assert "http://127.0.0.1:15672" in checked("error", asked.stdout)["error"]
+
+
+@pytest.mark.parametrize("url", ["amqp://guest:very-secret@host", "very-secret@host:x", "http://"])
+def test_a_malformed_url_exits_with_2(settings: dict[str, Any], url: str) -> None:
+    told = run_celery(settings, f"rabbitdelay verify --management {url}")
+
+    assert told.returncode == 2
+    assert "is not a URL such as http://host:15672" in told.stderr
+    assert "very-secret" not in told.stderr
+
+
+def test_a_broker_that_is_down_is_one_line() -> None:
+    down = {"prefix": "shop", "broker_url": "amqp://guest:very-secret@127.0.0.1:1//"}
+
+    told = run_celery(down, "rabbitdelay verify")
+    asked = run_celery(down, "rabbitdelay verify --json")
+
+    assert told.returncode == asked.returncode == EX_UNAVAILABLE
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("Error: cannot ask the broker amqp://guest")
+    assert "very-secret" not in line
+    assert not told.stdout
+    assert checked("error", asked.stdout) == {"error": line.removeprefix("Error: ")}
+
+
+def test_help_needs_no_broker() -> None:
+    down = {"prefix": "shop", "broker_url": "amqp://127.0.0.1:1//"}
+    told = run_celery(down, "rabbitdelay verify --help")
+    assert told.returncode == 0
+    assert "--management URL" in told.stdout
+
+
+# A cluster of three.
+
+
+@pytest.fixture(scope="module")
+def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
+    """Three nodes of one cluster, the first one with its management API."""
+    with ExitStack() as stack:
+        first = stack.enter_context(RabbitMQServer(broker_root, management=True))
+        joining = [
+            RabbitMQServer(broker_root, cluster_with=first, management=True) for _ in range(2)
+        ]
+        nodes = [first, *(stack.enter_context(node) for node in joining)]
+        wait_until_managed(first)
+        yield nodes
+
+
+@pytest.fixture
+def in_cluster(cluster: list[RabbitMQServer]) -> Iterator[Place]:
+    """Sound levels and a destination in a virtual host of this test's own."""
+    with place_on(cluster[0]) as place:
+        yield place
+        # Without a majority of its queues, a virtual host takes more than a minute to delete.
+        for node in cluster:
+            if not node.running:
+                node.start()
+
+
+def test_nothing_is_found_on_a_sound_cluster(in_cluster: Place) -> None:
+    assert in_cluster.verify().findings == ()
+
+
+def test_what_a_node_takes_with_it_is_found(
+    cluster: list[RabbitMQServer], in_cluster: Place
+) -> None:
+    (*_, third), place = cluster, in_cluster
+    classic = Queue("classic", queue_arguments={})
+    half = Queue("half", queue_arguments={**QUORUM, "x-quorum-initial-group-size": 2})
+    place.destinations += [classic, half]
+    with Connection(f"{third.url.removesuffix('//')}/{place.name}") as connection:
+        # Classic queues are on the node where they are declared, quorum queues there and elsewhere.
+        for queue in (classic, half):
+            declare_destination(connection, place.topology, queue)
+    report = place.verify_until({"replicas-few", "destination-classic"})
+    assert report.findings[0].what == "it has 2 replicas in a cluster of 3 nodes"
+
+    third.kill()
+
+    codes = {"destination-classic", "quorum-lost", "replica-offline", "replicas-few"}
+    report = place.verify_until({*codes, "unreachable"})
+    subjects = {finding.code: finding.subjects for finding in report.findings}
+    assert subjects["unreachable"] == ("queue classic",)
+    assert subjects["quorum-lost"] == ("queue half",)
+    assert {f"queue {queue.name}" for queue in place.topology.queues} <= {
+        *subjects["replica-offline"]
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 from uuid import uuid4
 
@@ -15,14 +14,15 @@ from kombu.compression import compress
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
+from celery_rabbitdelay.operations.undeliverable.messages import (
+    UndeliverableMessage,
+    undeliverable_messages,
+)
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
-from tests.integration.modules import OPEN, check_in, wait_until_served
 from tests.integration.notes import Notes
-from tests.integration.shop import named
-from tests.integration.worker import Worker
+from tests.integration.shop import PATIENCE, named
 
 #: What a worker logs when it puts one back.
 WARNING: Final = "needs a later version of celery_rabbitdelay"
@@ -80,32 +80,30 @@ def waits_again(connection: Connection, shop: Any, number: int) -> None:
     )
 
 
-@pytest.fixture
-def notes(shop: Any) -> Iterator[Notes]:
-    """The notes of the test's tasks."""
-    notes = Notes(shop)
-    yield notes
-    notes.forget()
+def undeliverable(connection: Connection, shop: Any, number: int) -> list[UndeliverableMessage]:
+    """Wait until so many messages are undeliverable and return copies of them."""
+    topology = shop.rabbitdelay.topology
+    name = topology.module_queues.undeliverable.name
+    wait_for(lambda: count(connection, name) == number, f"{number} undeliverable messages", 60)
+    return list(undeliverable_messages(connection, topology))
 
 
 def test_distribution_keeps_them_going_until_a_later_version_takes_them(
-    configuration: dict[str, Any], shop: Any, connection: Connection, notes: Notes
+    serve: Any, connection: Connection
 ) -> None:
-    body = b"\x00a format that nobody knows yet"
+    shop, body = serve(), b"\x00a format that nobody knows yet"
     own: dict[str, Any] = {"rabbitdelay-new": {"a": 1}, "x-mine": "kept"}
-    with Worker(configuration) as worker:
-        wait_until_served(worker)
-        into_levels(connection, shop, DISTRIBUTION, body, own, content_type=LATER, priority=3)
-        versioned = {**own, header_names.VERSION: 2}
-        into_levels(connection, shop, DISTRIBUTION, body, versioned, message_id="2")
-        # This one goes on meanwhile, through the same queue.
-        shop.tasks["note"].apply_async((1,), {"key": notes.key}, delay=1, priority=9)
-        notes.wait(1)
-        wait_for(lambda: "goes back into the delay levels" in worker.log, "the warning")
-        # After the second attempt, each of them waits for seconds.
-        waits_again(connection, shop, 2)
-        assert worker.log.count(WARNING) == 1
-        assert "Upgrade celery_rabbitdelay on all workers" in worker.log
+    into_levels(connection, shop, DISTRIBUTION, body, own, content_type=LATER, priority=3)
+    versioned = {**own, header_names.VERSION: 2}
+    into_levels(connection, shop, DISTRIBUTION, body, versioned, message_id="2")
+    # This one goes on meanwhile, through the same queue.
+    assert shop.tasks["look"].apply_async(delay=1, priority=9).get(timeout=PATIENCE)
+    wait_for(lambda: "goes back into the delay levels" in shop.worker.log, "the warning")
+    # After the second attempt, each of them waits for seconds.
+    waits_again(connection, shop, 2)
+    assert shop.worker.log.count(WARNING) == 1
+    assert "Upgrade celery_rabbitdelay on all workers" in shop.worker.log
+    shop.worker.stop()
     modules = shop.rabbitdelay.topology.module_queues
     arrivals = take(connection, [modules.distribution], 2)
     assert count(connection, modules.undeliverable.name) == 0
@@ -123,23 +121,20 @@ def test_distribution_keeps_them_going_until_a_later_version_takes_them(
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back(
-    configuration: dict[str, Any],
-    shop: Any,
-    connection: Connection,
-    notes: Notes,
-    compression: str | None,
+    serve: Any, connection: Connection, noted: Notes, compression: str | None
 ) -> None:
-    with Worker(configuration) as worker:
-        body, headers, properties = note_of(shop, notes, 1)
-        sent, own = body, {**headers, header_names.VERSION: 2, "rabbitdelay-new": [2]}
-        if compression:
-            sent, own["compression"] = compress(body, compression)
-        queue = named(shop, "default")
-        into_levels(connection, shop, queue, sent, own, **properties)
-        wait_for(lambda: WARNING in worker.log, "the warning", 60)
-        waits_again(connection, shop, 1)
-        shop.tasks["note"].apply_async((2,), {"key": notes.key}, delay=0.5)
-        assert [note["given"] for note in notes.wait(1)] == [[2]]
+    shop = serve()
+    body, headers, properties = note_of(shop, noted, 1)
+    sent, own = body, {**headers, header_names.VERSION: 2, "rabbitdelay-new": [2]}
+    if compression:
+        sent, own["compression"] = compress(body, compression)
+    queue = named(shop, "default")
+    into_levels(connection, shop, queue, sent, own, **properties)
+    wait_for(lambda: WARNING in shop.worker.log, "the warning", 60)
+    waits_again(connection, shop, 1)
+    noted.send(2, delay=0.5)
+    assert [note["given"] for note in noted.wait(1)] == [[2]]
+    shop.worker.stop()
     (arrival,) = take(connection, [Queue(queue)], 1)
     # kombu has decompressed it.
     assert arrival.body == json.loads(body)
@@ -150,21 +145,15 @@ def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back
 
 
 def test_where_no_later_version_comes_they_lie_in_undeliverable_with_the_reason(
-    configuration: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
+    serve: Any, connection: Connection, noted: Notes
 ) -> None:
-    settings = {"rabbitdelay_retry_for": 4.0}
-    shop = make_shop(**settings)
-    notes = Notes(shop)
-    with Worker({**configuration, **settings}) as worker:
-        wait_until_served(worker)
-        body, headers, properties = note_of(shop, notes, 1)
-        versioned = {**headers, header_names.VERSION: 9}
-        into_levels(connection, shop, named(shop, "default"), body, versioned, **properties)
-        into_levels(connection, shop, DISTRIBUTION, b"later", {}, content_type=LATER)
-        name = shop.rabbitdelay.topology.module_queues.undeliverable.name
-        wait_for(lambda: count(connection, name) == 2, "two undeliverable messages", 60)
-    found = list(undeliverable_messages(connection, shop.rabbitdelay.topology))
-    assert notes() == []
+    shop = serve(rabbitdelay_retry_for=4.0)
+    body, headers, properties = note_of(shop, noted, 1)
+    versioned = {**headers, header_names.VERSION: 9}
+    into_levels(connection, shop, named(shop, "default"), body, versioned, **properties)
+    into_levels(connection, shop, DISTRIBUTION, b"later", {}, content_type=LATER)
+    found = undeliverable(connection, shop, 2)
+    assert noted() == []
     by_body = {message.body: message for message in found}
     assert by_body.keys() == {body, b"later"}
     for message in found:
@@ -176,22 +165,20 @@ def test_where_no_later_version_comes_they_lie_in_undeliverable_with_the_reason(
 
 
 def test_a_task_whose_headers_leave_no_room_for_the_count_is_undeliverable(
-    configuration: dict[str, Any], shop: Any, connection: Connection, notes: Notes
+    serve: Any, connection: Connection, noted: Notes
 ) -> None:
-    with Worker(configuration) as worker:
-        wait_until_served(worker)
-        body, headers, properties = note_of(shop, notes, 1)
-        long = {**headers, header_names.VERSION: 2, "x-long": "x" * 130_000}
-        # It arrives, and with what counts its attempts it would exceed a frame.
-        long["x-long"] += "x" * (131_040 - encoded_bytes(long, properties))
-        into_levels(connection, shop, named(shop, "default"), body, long, **properties)
-        name = shop.rabbitdelay.topology.module_queues.undeliverable.name
-        wait_for(lambda: count(connection, name) == 1, "an undeliverable message", 60)
-        assert worker.log.count("A task of a later version is undeliverable") == 1
-    (found,) = undeliverable_messages(connection, shop.rabbitdelay.topology)
+    shop = serve()
+    body, headers, properties = note_of(shop, noted, 1)
+    long = {**headers, header_names.VERSION: 2, "x-long": "x" * 130_000}
+    # It arrives, and with what counts its attempts it would exceed a frame.
+    long["x-long"] += "x" * (131_040 - encoded_bytes(long, properties))
+    into_levels(connection, shop, named(shop, "default"), body, long, **properties)
+    (found,) = undeliverable(connection, shop, 1)
+    assert shop.worker.log.count("A task of a later version is undeliverable") == 1
     assert found.body == body
     assert WARNING in found.found.reason
     assert "cannot be written in AMQP" in found.found.reason
+    shop.worker.stop()
     # It was acknowledged.
     assert count(connection, named(shop, "default")) == 0
 
@@ -201,20 +188,3 @@ def encoded_bytes(headers: dict[str, Any], properties: dict[str, Any]) -> int:
     every = {header_names.DUE: int(time.time() * 1000), **headers}
     message = amqp.Message(b"", application_headers=every, delivery_mode=2, **properties)
     return len(Content.of(message).properties)
-
-
-def test_check_in_refuses_them_at_once(
-    configuration: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
-) -> None:
-    shop = make_shop(**OPEN)
-    topology = shop.rabbitdelay.topology
-    with Worker({**configuration, **OPEN}) as worker:
-        wait_until_served(worker)
-        key = named(shop, "default")
-        check_in(connection, shop, key, headers={"x-delay": 5, header_names.VERSION: 2})
-        check_in(connection, shop, key, headers={"x-delay": 5}, content_type=LATER)
-        name = topology.module_queues.undeliverable.name
-        wait_for(lambda: count(connection, name) == 2, "two undeliverable messages", 60)
-    reasons = [each.found.reason for each in undeliverable_messages(connection, topology)]
-    assert sum(WARNING in reason for reason in reasons) == 1
-    assert sum("clients may not check in" in reason for reason in reasons) == 1
