@@ -23,8 +23,8 @@ def make_app(settings: dict[str, Any]) -> Celery:
     """Create the application.
 
     Args:
-        settings: ``broker_url``, ``prefix``, ``journal`` (the file that each task that runs is
-            noted in), and ``rabbitdelay``: further ones, or None.
+        settings: ``broker_url``, ``prefix``, and ``journal``: the file that each task that runs is
+            noted in.
     """
     prefix = settings["prefix"]
     app = Celery("attacked", broker=settings["broker_url"], set_as_current=False)
@@ -42,7 +42,7 @@ def make_app(settings: dict[str, Any]) -> Celery:
         rabbitdelay_prefix=prefix,
         rabbitdelay_layout=[("seconds", 6, 1), ("ms", 10, 0.1)],
         rabbitdelay_retry_for=0,
-        **(settings["rabbitdelay"] or {"rabbitdelay_max_message_bytes": MAX_BODY}),
+        **settings.get("rabbitdelay", {"rabbitdelay_max_message_bytes": MAX_BODY}),
     )
 
     def note(*line: Any) -> None:

@@ -23,7 +23,7 @@ from celery_rabbitdelay.testing import wait_for
 from tests.hostile.application import AttackedWorker, make_app
 from tests.hostile.client import Client
 from tests.hostile.honest import Honest
-from tests.hostile.kinds import ALLOWED, EXPIRED, FORBIDDEN, TASKS, Hostile, hostile_messages
+from tests.hostile.kinds import ALLOWED, EXPIRED, FORBIDDEN, TASKS, hostile_messages
 
 #: Bytes that the worker's main process may grow by: two modules hold 64 MiB each and have as much
 #: in flight at most, the largest message, and what Python does not give back.
@@ -124,158 +124,148 @@ def attack(broker_url: str, prefix: str, count: int, seed: int, **rabbitdelay: A
         seed: Chooses them.
         **rabbitdelay: Further settings of the application.
     """
+    account = Account()
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder, "journal")
         journal.touch()
-        settings = {"broker_url": broker_url, "prefix": prefix, "journal": str(journal)}
-        campaign = Campaign({**settings, "rabbitdelay": rabbitdelay or None}, journal)
+        settings: dict[str, Any] = {"broker_url": broker_url, "prefix": prefix}
+        settings["journal"] = str(journal)
+        if rabbitdelay:
+            settings["rabbitdelay"] = rabbitdelay
+        app: Any = make_app(settings)
+        topology: Topology = app.rabbitdelay.topology
+        with Connection(broker_url) as connection:
+            _declare(connection, app, topology)
+        client = Client(broker_url)
         try:
-            campaign.run(count, seed)
+            with AttackedWorker(settings) as worker:
+                before = worker.peak_bytes
+                began = time.monotonic()
+                with Honest(app) as honest:
+                    client.publish(_counted(account, topology, count, seed))
+                    sent_in = time.monotonic() - began
+                    _wait_until_at_rest(broker_url, topology)
+                account.seconds = sent_in, time.monotonic() - began
+                _wait_for_honest(journal, sum(honest.sent.values()))
+                account.rss = before, worker.peak_bytes
+                log = worker.log
+                account.trouble = [
+                    line for line in log.splitlines() if any(word in line for word in TROUBLE)
+                ]
+                if not worker.running:
+                    account.trouble.append("the worker has ended")
+                if honest.error is not None:
+                    account.trouble.append(f"the honest client has ended: {honest.error!r}")
+            _settle(account, client, broker_url, topology, journal, honest)
         finally:
-            campaign.delete()
-            campaign.app.close()
-    return campaign.account
+            _delete(broker_url, topology)
+            app.close()
+    return account
 
 
-class Campaign:
-    """A campaign on one broker.
+def _counted(account: Account, topology: Topology, count: int, seed: int) -> Iterator[Any]:
+    for message in hostile_messages(topology, count, seed):
+        account.published += 1
+        account.kinds[message.kind] += 1
+        account.names[message.number] = message.kind
+        yield message
 
-    Args:
-        settings: The settings of the application.
-        journal: The file that its tasks are noted in.
 
-    Attributes:
-        account: What has become of the messages so far.
-    """
+def _declare(connection: Connection, app: Any, topology: Topology) -> None:
+    declare(connection, topology)
+    channel = connection.default_channel
+    for queue in app.amqp.queues.values():
+        declare_destination(connection, topology, queue)
+    # By default, distribution reaches any exchange, but no queue that the application lacks.
+    Queue(f"{topology.prefix}.{FORBIDDEN}", channel=channel).declare()
+    expired = f"{topology.prefix}.{EXPIRED}"
+    Queue(expired, Exchange(expired, type="fanout"), channel=channel).declare()
 
-    def __init__(self, settings: dict[str, Any], journal: Path) -> None:
-        self.account = Account()
-        self.app: Any = make_app(settings)
-        self._settings, self._journal = settings, journal
-        self._broker_url = settings["broker_url"]
-        self._topology: Topology = self.app.rabbitdelay.topology
-        prefix, modules = self._topology.prefix, self._topology.module_queues
-        #: The queues of a campaign, and what an account calls them.
-        self._queues = {
-            **{queue.name: "waiting" for queue in self._topology.queues},
-            **{f"{prefix}.{name}": name for name in NAMES},
-            modules.undeliverable.name: "undeliverable",
-        }
-        with Connection(self._broker_url) as connection:
-            self._declare(connection)
 
-    def run(self, count: int, seed: int) -> None:
-        """Attack a worker, and account for all."""
-        account, client = self.account, Client(self._broker_url)
-        with AttackedWorker(self._settings) as worker:
-            before = worker.peak_bytes
-            began = time.monotonic()
-            with Honest(self.app) as honest:
-                client.publish(self._counted(count, seed))
-                sent_in = time.monotonic() - began
-                self._wait_until_at_rest()
-            account.seconds = sent_in, time.monotonic() - began
-            self._wait_for_honest(sum(honest.sent.values()))
-            account.rss = before, worker.peak_bytes
-            account.trouble = [
-                line for line in worker.log.splitlines() if any(word in line for word in TROUBLE)
-            ]
-            if not worker.running:
-                account.trouble.append("the worker has ended")
-            if honest.error is not None:
-                account.trouble.append(f"the honest client has ended: {honest.error!r}")
-        self._settle(client, honest)
+def _own_queues(topology: Topology) -> dict[str, str]:
+    """The queues of a campaign, and what an account calls them."""
+    own = {f"{topology.prefix}.{name}": name for name in NAMES}
+    return {
+        **{queue.name: "waiting" for queue in topology.queues},
+        **own,
+        topology.module_queues.undeliverable.name: "undeliverable",
+    }
 
-    def delete(self) -> None:
-        """Delete everything on the broker."""
-        prefix = self._topology.prefix
-        with Connection(self._broker_url) as connection:
-            delete(connection, self._topology, force=True)
+
+def _wait_until_at_rest(broker_url: str, topology: Topology) -> None:
+    """Wait until the modules have nothing to do, and the other queues stay as they are."""
+    modules = topology.module_queues
+    busy = (modules.checkin.name, modules.distribution.name, f"{topology.prefix}.{TASKS}")
+    last: list[tuple[int, int]] = []
+
+    with Connection(broker_url) as connection:
+
+        def at_rest() -> bool:
             channel: Any = connection.default_channel
-            for name in NAMES:
-                channel.queue_delete(f"{prefix}.{name}")
-            channel.exchange_delete(f"{prefix}.{EXPIRED}")
+            counts = {
+                name: channel.queue_declare(name, passive=True).message_count
+                for name in _own_queues(topology)
+            }
+            settled = counts[modules.undeliverable.name], counts[f"{topology.prefix}.{ALLOWED}"]
+            if sum(counts[name] for name in busy) > 5:  # honest tasks and meditation go on
+                last.clear()
+            last.append(settled)
+            return len(last) > 10 and len(set(last[-10:])) == 1
 
-    def _counted(self, count: int, seed: int) -> Iterator[Hostile]:
-        for message in hostile_messages(self._topology, count, seed):
-            self.account.published += 1
-            self.account.kinds[message.kind] += 1
-            self.account.names[message.number] = message.kind
-            yield message
+        wait_for(at_rest, "rest", PATIENCE, interval=0.5)
 
-    def _declare(self, connection: Connection) -> None:
-        declare(connection, self._topology)
-        channel, prefix = connection.default_channel, self._topology.prefix
-        for queue in self.app.amqp.queues.values():
-            declare_destination(connection, self._topology, queue)
-        # By default, distribution reaches any exchange, but no queue that the application lacks.
-        Queue(f"{prefix}.{FORBIDDEN}", channel=channel).declare()
-        expired = f"{prefix}.{EXPIRED}"
-        Queue(expired, Exchange(expired, type="fanout"), channel=channel).declare()
 
-    def _wait_until_at_rest(self) -> None:
-        """Wait until the modules have nothing to do, and the other queues stay as they are."""
-        prefix, modules = self._topology.prefix, self._topology.module_queues
-        busy = (modules.checkin.name, modules.distribution.name, f"{prefix}.{TASKS}")
-        last: list[tuple[int, int]] = []
+def _journal(journal: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in journal.read_text().splitlines() if line.endswith("]")]
 
-        with Connection(self._broker_url) as connection:
 
-            def at_rest() -> bool:
-                channel: Any = connection.default_channel
-                counts = {
-                    name: channel.queue_declare(name, passive=True).message_count
-                    for name in self._queues
-                }
-                settled = counts[modules.undeliverable.name], counts[f"{prefix}.{ALLOWED}"]
-                if sum(counts[name] for name in busy) > 5:  # honest tasks and meditation go on
-                    last.clear()
-                last.append(settled)
-                return len(last) > 10 and len(set(last[-10:])) == 1
+def _wait_for_honest(journal: Path, count: int) -> None:
+    try:
+        wait_for(
+            lambda: sum(line[0] == "honest" for line in _journal(journal)) >= count,
+            "the honest tasks",
+            timeout=60,
+            interval=0.5,
+        )
+    except TimeoutError:
+        return  # told as missing
 
-            wait_for(at_rest, "rest", PATIENCE, interval=0.5)
 
-    def _noted(self) -> list[list[Any]]:
-        lines = self._journal.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("]")]
-
-    def _wait_for_honest(self, count: int) -> None:
-        with suppress(TimeoutError):  # told as missing
-            wait_for(
-                lambda: sum(line[0] == "honest" for line in self._noted()) >= count,
-                "the honest tasks",
-                timeout=60,
-                interval=0.5,
-            )
-
-    def _settle(self, client: Client, honest: Honest) -> None:
-        account, found, noted = self.account, Counter[int](), self._noted()
-        for line in noted:
-            if line[0] == "hostile":
-                found[line[1]] += 1
-                account.places["ran as a task"] += 1
-        for way in honest.sent:
-            late = sorted(line[2] for line in noted if line[0] == "honest" and line[1] == way)
-            account.lateness[way] = late
-            account.missing += max(honest.sent[way] - len(late), 0)
-        own = Connection(self._broker_url)
-        reading_unreadable_properties(own)
-        with own as connection:
-            for queue, place in self._queues.items():
-                for message in _drained(connection, queue):
-                    marks = _MARK.findall(message.body)
-                    account.places[place] += 1
-                    account.astray += place == FORBIDDEN
-                    found.update({int(mark): 1 for mark in marks[-1:]})
-                    if place == "undeliverable":
-                        headers = message.properties.get("application_headers") or {}
-                        key = message.delivery_info["routing_key"]
-                        reason = examine(headers, self._topology, key).reason
-                        account.reasons[_general(reason)] += 1
-        account.refused, account.unexpected = len(client.refused), client.unexpected
-        names = account.names
-        account.lost = sorted((number, names[number]) for number in client.confirmed - found.keys())
-        account.doubled = Counter(names[number] for number, count in found.items() if count > 1)
+def _settle(
+    account: Account,
+    client: Client,
+    broker_url: str,
+    topology: Topology,
+    journal: Path,
+    honest: Honest,
+) -> None:
+    found: Counter[int] = Counter()
+    noted = _journal(journal)
+    for line in noted:
+        if line[0] == "hostile":
+            found[line[1]] += 1
+            account.places["ran as a task"] += 1
+    for way in honest.sent:
+        late = sorted(line[2] for line in noted if line[0] == "honest" and line[1] == way)
+        account.lateness[way] = late
+        account.missing += max(honest.sent[way] - len(late), 0)
+    own = Connection(broker_url)
+    reading_unreadable_properties(own)
+    with own as connection:
+        for queue, place in _own_queues(topology).items():
+            for message in _drained(connection, queue):
+                marks = _MARK.findall(message.body)
+                account.places[place] += 1
+                account.astray += place == FORBIDDEN
+                found.update({int(mark): 1 for mark in marks[-1:]})
+                if place == "undeliverable":
+                    headers = message.properties.get("application_headers") or {}
+                    key = message.delivery_info["routing_key"]
+                    account.reasons[_general(examine(headers, topology, key).reason)] += 1
+    account.refused, account.unexpected = len(client.refused), client.unexpected
+    names = account.names
+    account.lost = sorted((number, names[number]) for number in client.confirmed - found.keys())
+    account.doubled = Counter(names[number] for number, count in found.items() if count > 1)
 
 
 def _general(reason: str) -> str:
@@ -299,3 +289,12 @@ def _drained(connection: Connection, queue: str) -> Iterator[Any]:
             came.clear()
     channel.basic_cancel(tag)
     yield from came
+
+
+def _delete(broker_url: str, topology: Topology) -> None:
+    with Connection(broker_url) as connection:
+        delete(connection, topology, force=True)
+        channel: Any = connection.default_channel
+        for name in NAMES:
+            channel.queue_delete(f"{topology.prefix}.{name}")
+        channel.exchange_delete(f"{topology.prefix}.{EXPIRED}")
