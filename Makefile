@@ -105,7 +105,7 @@ bench-beside: $(VENV)/test.done  ## bench-modules and bench-sends of the version
 	$(BIN)/python -m tests.benchmarks.beside --signing modules
 	$(BIN)/python -m tests.benchmarks.beside --signing --turns 1 sends
 
-bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends with keys, bytes, listing a million
+bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends with keys, an open job, listing a million
 	$(BIN)/python -m tests.benchmarks.registry
 
 bench-spark: $(VENV)/test.done  ## Rows a second from Spark, beside two processes of send_many

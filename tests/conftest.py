@@ -20,6 +20,7 @@ from hypothesis import Phase, settings
 from kombu import pools
 
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer
+from tests.private_broker import QUIET
 
 # A busy machine is no error: how long an example takes says nothing.
 settings.register_profile("no-deadline", deadline=None)
@@ -70,8 +71,7 @@ def session_rabbitmq(
     broker_root: Path | None, broker_certificates: Certificates | None
 ) -> Iterator[RabbitMQServer]:
     """The RabbitMQ node of this session."""
-    quiet = ("log.queue.level = error", "log.ra.level = error")
-    with RabbitMQServer(broker_root, quiet, certificates=broker_certificates) as server:
+    with RabbitMQServer(broker_root, QUIET, certificates=broker_certificates) as server:
         yield server
 
 

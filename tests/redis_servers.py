@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 from contextlib import ExitStack
-from typing import Self
 
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
+from tests.set_up import SetUp
 
 #: How many hash slots a cluster has.
 SLOTS = 16384
@@ -63,7 +63,7 @@ class ClusterNode(ConfiguredRedis):
         )
 
 
-class RedisCluster:
+class RedisCluster(SetUp):
     """Three masters that share the hash slots.
 
     Attributes:
@@ -72,25 +72,18 @@ class RedisCluster:
 
     def __init__(self) -> None:
         self.nodes = [ClusterNode() for _ in range(3)]
-        self._stack = ExitStack()
 
     @property
     def url(self) -> str:
         """The URL that the registry takes."""
         return f"redis+cluster://127.0.0.1:{self.nodes[0].port}"
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for node in self.nodes:
-                stack.enter_context(node)
-            addresses = [f"127.0.0.1:{node.port}" for node in self.nodes]
-            self.nodes[0].ask("--cluster", "create", *addresses, "--cluster-yes")
-            self.wait_until_whole()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+    def _set_up(self, stack: ExitStack) -> None:
+        for node in self.nodes:
+            stack.enter_context(node)
+        addresses = [f"127.0.0.1:{node.port}" for node in self.nodes]
+        self.nodes[0].ask("--cluster", "create", *addresses, "--cluster-yes")
+        self.wait_until_whole()
 
     def wait_until_whole(self) -> None:
         """Wait until each node knows who has each slot."""
@@ -121,7 +114,7 @@ class Sentinel(ConfiguredRedis):
         return ["redis-server", str(self._configuration), "--sentinel"]
 
 
-class SentinelSetup:
+class SentinelSetup(SetUp):
     """A master, its replica, and three sentinels, of which two must agree.
 
     Attributes:
@@ -136,32 +129,25 @@ class SentinelSetup:
         self.master = ConfiguredRedis("--repl-diskless-sync-delay", "0")
         self.replica = ConfiguredRedis("--replicaof", f"127.0.0.1 {self.master.port}")
         self.sentinels: list[Sentinel] = []
-        self._stack = ExitStack()
 
     @property
     def url(self) -> str:
         """The URL that the registry takes."""
         return ";".join(f"sentinel://127.0.0.1:{each.port}/0" for each in self.sentinels)
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.enter_context(self.master)
-            stack.enter_context(self.replica)
-            self.wait_until_copied()
-            for _ in range(3):
-                self.sentinels.append(stack.enter_context(Sentinel(self.master)))
-            wait_for(
-                lambda: all(
-                    _says(each, "num-other-sentinels", "2") and _says(each, "num-slaves", "1")
-                    for each in self.sentinels
-                ),
-                "sentinels that know each other and the replica",
-            )
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+    def _set_up(self, stack: ExitStack) -> None:
+        stack.enter_context(self.master)
+        stack.enter_context(self.replica)
+        self.wait_until_copied()
+        for _ in range(3):
+            self.sentinels.append(stack.enter_context(Sentinel(self.master)))
+        wait_for(
+            lambda: all(
+                _says(each, "num-other-sentinels", "2") and _says(each, "num-slaves", "1")
+                for each in self.sentinels
+            ),
+            "sentinels that know each other and the replica",
+        )
 
     def wait_until_copied(self) -> None:
         """Wait until the replica has all that the master has."""

@@ -295,11 +295,14 @@ class ProcessContainer(Container):  # type: ignore[misc]  # pytest-docker-tools 
         return "127.0.0.1", self.ports[port][0]
 
 
-class RabbitMQProcess(RabbitMQContainer, ProcessContainer):  # type: ignore[misc]
-    """A RabbitMQ node that is a process; workers and tests reach it by the same URL."""
+class ServerProcess:
+    """A server that workers and tests reach by the same URL.
 
-    #: The node answers before a test gets it, and its prompt may be in an earlier test's log.
+    It answers before a test gets it, and its prompt may be in an earlier test's log.
+    """
+
     ready_prompt = None
+    _container: Any
 
     @property
     def url(self) -> str:
@@ -307,6 +310,10 @@ class RabbitMQProcess(RabbitMQContainer, ProcessContainer):  # type: ignore[misc
         return str(self._container.url)
 
     host_url = url
+
+
+class RabbitMQProcess(ServerProcess, RabbitMQContainer, ProcessContainer):  # type: ignore[misc]
+    """A RabbitMQ node that is a process."""
 
     @property
     def client(self) -> Connection:
@@ -315,18 +322,8 @@ class RabbitMQProcess(RabbitMQContainer, ProcessContainer):  # type: ignore[misc
         return Connection(self.url, ssl=getattr(server, "ssl", False))
 
 
-class RedisProcess(RedisContainer, ProcessContainer):  # type: ignore[misc]
+class RedisProcess(ServerProcess, RedisContainer, ProcessContainer):  # type: ignore[misc]
     """A Redis server that is a process."""
-
-    #: See :class:`RabbitMQProcess`.
-    ready_prompt = None
-
-    @property
-    def url(self) -> str:
-        """The URL for workers."""
-        return str(self._container.url)
-
-    host_url = url
 
 
 class WorkerProcessContainer(AcceptanceWorkerContainer, ProcessContainer):

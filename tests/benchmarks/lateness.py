@@ -27,9 +27,6 @@ second 10 ms. The lateness is not scaled: it is what the stops cost, and roundin
 it. With ``--scale 1`` nothing is scaled. Where a way would need too long a lead it is left out, and
 the benchmark says so.
 
-The pictures have a line for each contestant over the rate. ``--draw FILE`` draws them from the
-results of an earlier run, without measuring.
-
 Only ``--window`` messages are in flight while they are sent. A delay begins where the publisher
 takes the time, but the wait on the broker where the message enters its first queue: with 1,000
 messages in flight and 400 confirms a second, that alone is two and a half seconds.
@@ -39,7 +36,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
+import os
 import random
 import sys
 import time
@@ -48,9 +45,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -61,14 +56,15 @@ from kombu.utils.json import dumps
 
 from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import binary, clock
-from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.benchmarks.measure import lines_over_rate, private_broker, save
+from tests.benchmarks import measure
 from tests.benchmarks.starts import Worker, make_app
 from tests.benchmarks.ways import MS_PER_S, Batch, Levels, Native, Way
+from tests.private_broker import private_broker
 
 #: Seconds that all messages may take to arrive after the last was due.
 PATIENCE: Final = 120.0
@@ -91,16 +87,10 @@ TAKES: Final = 500
 #: How many messages come due a second.
 RATES: Final = [200, 500, 1000, 2000, 3000, 5000]
 
-#: At this rate, our clock is to be late by no more than these parts of native, and milliseconds.
-TARGET_RATE: Final = 1000
-TARGET_P50: Final = 1 / 10
-TARGET_P99: Final = 1 / 5
-TARGET_MS: Final = 500.0
-
 ETA: Final = "eta"
 FIGURES: Final = ("p50", "p99", "max")
 
-#: What the pictures call the contestants.
+#: What the picture calls the contestants.
 LABELS: Final = {
     "clock": "celery_rabbitdelay, clock (default)",
     "binary": "celery_rabbitdelay, binary",
@@ -183,14 +173,17 @@ class Bench:
         """How many messages a second the broker confirms."""
         due_ms = instants(PROBE, PROBE_SECONDS, 1.0)
         speed = PROBE / way.publish(self._publisher, due_ms, self._patience).seconds
-        wait_for(partial(self._have_come, way), "the first messages", PATIENCE, interval=0.2)
+        wait_for(
+            lambda: self._counts(way).messages == PROBE, "the first ones", PATIENCE, interval=0.2
+        )
         channel: Any = self._connection.default_channel
         channel.queue_purge(way.queue.name)
         return speed
 
-    def _have_come(self, way: Way) -> bool:
+    def _counts(self, way: Way) -> Counts:
         found = queue_counts(self._connection, [way.queue])[way.queue.name]
-        return found is not None and found.messages == PROBE
+        assert found is not None
+        return found
 
     def measure(self, name: str, rate: int, lead: float) -> Lateness | None:
         """Measure once; None where messages came due before the last one was confirmed."""
@@ -200,21 +193,17 @@ class Bench:
         way = self.ways[name]
         within = lead + self.seconds + PATIENCE
         arrived = self._pool.submit(arrivals, self.broker.url, way.queue.name, len(due_ms), within)
-        wait_for(partial(self._is_consumed, way), "the consumer")
+        wait_for(lambda: self._counts(way).consumers, "the consumer")
         over = 0.0 if self._in_burst else (lead - SECONDS_MORE) * PACE / MARGIN
         batch = way.publish(self._publisher, due_ms, self._patience, over)
         late = Lateness.of(arrived.result(), batch)
         assert isinstance(way, Native) or not late.early, f"{name}: {late.early} came early"
         return late if batch.in_time else None
 
-    def _is_consumed(self, way: Way) -> bool:
-        found = queue_counts(self._connection, [way.queue])[way.queue.name]
-        return found is not None and found.consumers > 0
-
     def _measure_eta(self, due_ms: list[int]) -> Lateness | None:
         queue = f"bench-eta-{uuid4().hex[:8]}"
         settings = {"worker_prefetch_multiplier": 0}
-        batch, app = Batch(), make_app(self.broker.url, queue, settings, ours=False)
+        batch, app = Batch(), make_app(self.broker.url, queue, settings)
 
         def posting(each: int) -> Publication:
             batch.first_due_ms = min(batch.first_due_ms, each)
@@ -231,7 +220,7 @@ class Bench:
             return Publication(Content.of(message), lambda: ("", queue))
 
         options = ("-P", "threads", "-c", "2")
-        with Worker(self.broker, queue, settings, *options, ours=False) as worker:
+        with Worker(self.broker, queue, settings, *options) as worker:
             began = time.monotonic()
             self._publisher.publish_all(map(posting, due_ms), self._patience)
             batch.seconds = time.monotonic() - began
@@ -287,26 +276,6 @@ def one_round(
             yield name, rate, late
 
 
-def verdicts(found: dict[tuple[str, int], list[Lateness]]) -> list[str]:
-    """Whether the targets are met, in words."""
-    ours, native = found.get(("clock", TARGET_RATE)), found.get(("native", TARGET_RATE))
-    if not ours:
-        return [f"targets: clock was not measured at {TARGET_RATE}/s"]
-    middle = {name: median(getattr(late, name) for late in ours) for name in FIGURES}
-    lines = [
-        (middle["p99"] <= TARGET_MS, f"p99 {middle['p99']:,.0f} ms, target {TARGET_MS:.0f} ms")
-    ]
-    for name, part in (("p50", TARGET_P50), ("p99", TARGET_P99)):
-        if native:
-            peer = median(getattr(late, name) for late in native)
-            text = f"{name} {middle[name] / peer:.2f} of native's, target {part:.2f}"
-            lines.append((middle[name] <= part * peer, text))
-        else:
-            lines.append((None, f"{name}: native came due before it was in"))
-    words = {True: "met", False: "NOT met", None: "no comparison"}
-    return [f"target at {TARGET_RATE}/s: {text}: {words[met]}" for met, text in lines]
-
-
 def show(found: dict[tuple[str, int], list[Lateness]]) -> None:
     """Print medians and spread."""
     print("\nlateness in ms, median (lowest to highest)")
@@ -318,27 +287,19 @@ def show(found: dict[tuple[str, int], list[Lateness]]) -> None:
         print(f"  {rate:5}/s {name:8} " + "  ".join(cells))
 
 
-def draw(results: dict[str, Any]) -> None:
-    """Draw the medians and 99th percentiles over the rate, from what :func:`main` has saved."""
-    footnote = (
-        f"RabbitMQ {results['environment']['rabbitmq']}, {results['environment']['cores']} cores, "
-        f"quorum queues; times to live divided by {results['scale']}. Medians of rounds: "
-        f"{results['rounds']}."
+def draw(found: dict[tuple[str, int], list[Lateness]], footnote: str) -> None:
+    """Draw a line for each contestant: the 99th percentiles over the rate."""
+    by_rate: dict[str, dict[int, list[float]]] = defaultdict(dict)
+    for (name, rate), rounds in found.items():
+        by_rate[LABELS[name]][rate] = [late.p99 for late in rounds]
+    measure.lines_over_rate(
+        "lateness-p99",
+        "99 of 100 of the tasks are no later than this",
+        "tasks due a second",
+        "milliseconds late",
+        by_rate,
+        footnote,
     )
-    for figure, title in (("p50", "Half"), ("p99", "99 of 100")):
-        by_rate: dict[str, dict[int, list[float]]] = defaultdict(dict)
-        for each in results["lateness_ms"]:
-            seen = [late[figure] for late in each["rounds"]]
-            by_rate[LABELS[each["contestant"]]][each["rate"]] = seen
-        path = lines_over_rate(
-            f"lateness-{figure}",
-            f"{title} of the tasks are no later than this",
-            "tasks due a second",
-            "milliseconds late",
-            by_rate,
-            footnote,
-        )
-        print(f"drawn: {path}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -352,11 +313,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=16, help="messages in flight (16)")
     parser.add_argument("--burst", action="store_true", help="send as fast as each can")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw these results again")
     options = parser.parse_args(arguments)
-    if options.draw:
-        draw(json.loads(options.draw.read_text()))
-        return 0
     found: dict[tuple[str, int], list[Lateness]] = defaultdict(list)
     late_in: list[tuple[str, int]] = []
     with ProcessPoolExecutor(1, get_context("spawn")) as pool, private_broker() as broker:
@@ -373,24 +330,21 @@ def main(arguments: list[str] | None = None) -> int:
                     found[name, rate].append(late)
         bench.close()
         show(found)
-        told = verdicts(found)
-        print(*told, sep="\n")
         results = {
-            "rounds": options.rounds,
-            "seconds": options.seconds,
-            "window": options.window,
-            "scale": options.scale,
-            "burst": options.burst,
+            **vars(options),
             "confirms_per_s": confirms,
             "came_due_before_in": late_in,
-            "verdicts": told,
             "lateness_ms": [
                 {"contestant": name, "rate": rate, "rounds": [late._asdict() for late in rounds]}
                 for (name, rate), rounds in found.items()
             ],
         }
-        path = save("lateness", broker, results)
-    draw(json.loads(path.read_text()))
+        measure.save("lateness", broker, results)
+        footnote = (
+            f"RabbitMQ {measure.version_of(broker)}, {os.cpu_count()} cores, quorum queues; times "
+            f"to live divided by {options.scale}. Medians of rounds: {options.rounds}."
+        )
+    draw(found, footnote)
     return 0
 
 

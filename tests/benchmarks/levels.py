@@ -38,17 +38,9 @@ from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer
-from tests.benchmarks import measure
+from tests.benchmarks import measure, waiting
 from tests.benchmarks.measure import Target
-from tests.benchmarks.waiting import (
-    NATIVE_ENTRANCE,
-    NATIVE_QUEUES,
-    PATIENCE,
-    WEEK,
-    declare_native,
-    purge,
-    quorum_queue,
-)
+from tests.private_broker import private_broker
 
 #: Bytes of the message's body.
 SIZE: Final = 200
@@ -61,7 +53,7 @@ BINARY: Final = "binary, entered at its first bit"
 NATIVE: Final = "Celery's 28 levels"
 
 #: The shortest and the longest delay of each kind, in seconds.
-DELAYS: Final = {"a minute to an hour": (60, 3600), "an hour to a week": (3600, int(WEEK))}
+DELAYS: Final = {"a minute to an hour": (60, 3600), "an hour to a week": (3600, int(waiting.WEEK))}
 
 #: The prefixes of our two layouts on the broker.
 LAYOUTS: Final = {CLOCK: Topology("clock", clock()), BINARY: Topology("binary", binary())}
@@ -76,28 +68,15 @@ class Contestant(NamedTuple):
 
 def contestants(delays: Sequence[int]) -> dict[str, Contestant]:
     """Make the addresses of messages with these delays, in seconds."""
-    return {
-        **{
-            name: Contestant(
-                [topology.route(delay, END)[:2] for delay in delays],
-                [queue.name for queue in topology.queues],
-            )
-            for name, topology in LAYOUTS.items()
-        },
-        NATIVE: Contestant(
-            [(NATIVE_ENTRANCE, calculate_routing_key(delay, END)) for delay in delays],
-            NATIVE_QUEUES,
-        ),
+    found = {
+        name: Contestant(
+            [topology.route(delay, END)[:2] for delay in delays],
+            [queue.name for queue in topology.queues],
+        )
+        for name, topology in LAYOUTS.items()
     }
-
-
-def postings(addresses: Sequence[tuple[str, str]], content: Content) -> list[Publication]:
-    """Make one message for each address."""
-
-    def posting(address: tuple[str, str]) -> Publication:
-        return Publication(content, lambda: address)
-
-    return [posting(address) for address in addresses]
+    native = [(waiting.NATIVE_ENTRANCE, calculate_routing_key(delay, END)) for delay in delays]
+    return {**found, NATIVE: Contestant(native, waiting.NATIVE_QUEUES)}
 
 
 def rate(
@@ -105,27 +84,27 @@ def rate(
 ) -> float:
     """Publish all messages; return how many a second were confirmed. Then remove them."""
     content = Content.of(amqp.Message(b"x" * SIZE, delivery_mode=2))
-    made = postings(contestant.addresses, content)
+    made = [
+        Publication(content, partial(tuple[str, str], address)) for address in contestant.addresses
+    ]
     began = time.monotonic()
-    publisher.publish_all(made, PublishPolicy(timeout=PATIENCE, window=window))
+    publisher.publish_all(made, PublishPolicy(timeout=waiting.PATIENCE, window=window))
     taken = time.monotonic() - began
     assert not any(posting.error for posting in made)
-    purge(connection, contestant.queues, len(made))
+    waiting.purge(connection, contestant.queues, len(made))
     return len(made) / taken
 
 
 def compare(broker: RabbitMQServer, messages: int, rounds: int, window: int) -> None:
     """Measure all contestants, and write the results."""
-    generator = random.Random(1)
     delays = {
-        kind: [generator.randint(*bounds) for _ in range(messages)]
-        for kind, bounds in DELAYS.items()
+        kind: random.Random(1).choices(range(*own), k=messages) for kind, own in DELAYS.items()
     }
     with Connection(broker.url) as connection:
-        declare_native(connection, quorum_queue(END))
+        waiting.declare_native(connection, waiting.quorum_queue(END))
         for topology in LAYOUTS.values():
             declare(connection, topology)
-            declare_destination(connection, topology, quorum_queue(END))
+            declare_destination(connection, topology, waiting.quorum_queue(END))
         publisher = Publisher(Connection(broker.url))
         rating = partial(rate, connection, publisher, window)
         measures: dict[str, Callable[[], float]] = {}
@@ -166,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--messages", type=int, default=10_000, help="a round (10000)")
     parser.add_argument("--window", type=int, default=1000, help="messages in flight (1000)")
     options = parser.parse_args(arguments)
-    with measure.private_broker() as broker:
+    with private_broker() as broker:
         compare(broker, options.messages, options.rounds, options.window)
     return 0
 

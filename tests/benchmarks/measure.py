@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -31,35 +31,25 @@ LIBRARIES: Final = ("celery", "kombu", "amqp", "celery-rabbitdelay")
 
 
 class Target(NamedTuple):
-    """A figure, and what it is meant to be at least, or at most."""
+    """A figure, and what it is meant to be at least."""
 
     claim: str
     figure: float
     bound: float
-    at_most: bool = False
 
     @property
     def met(self) -> bool:
         """Whether the figure is what it is meant to be."""
-        return self.figure <= self.bound if self.at_most else self.figure >= self.bound
+        return self.figure >= self.bound
 
 
 def judge(targets: Sequence[Target]) -> list[dict[str, Any]]:
     """Print which targets are met; return them for :func:`save`."""
     print("\ntargets")
     for target in targets:
-        sign, verdict = "<=" if target.at_most else ">=", "met" if target.met else "NOT MET"
-        print(f"  {target.claim}: {target.figure:,.2f} {sign} {target.bound:,g}: {verdict}")
+        verdict = "met" if target.met else "NOT MET"
+        print(f"  {target.claim}: {target.figure:,.2f} >= {target.bound:,g}: {verdict}")
     return [{**target._asdict(), "met": target.met} for target in targets]
-
-
-def private_broker() -> RabbitMQServer:
-    """A RabbitMQ of our own, not started: that of ``RABBITDELAY_BROKER_ROOT``, if there is one."""
-    root = os.environ.get("RABBITDELAY_BROKER_ROOT")
-    # It wins over every broker that an application names.
-    os.environ.pop("CELERY_BROKER_URL", None)
-    quiet = ("log.queue.level = error", "log.ra.level = error")
-    return RabbitMQServer(Path(root) if root else None, settings=quiet)
 
 
 def version_of(broker: RabbitMQServer) -> str:
@@ -90,6 +80,11 @@ def in_turn(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict
     return figures
 
 
+def medians(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each contestant's figures."""
+    return {name: median(rounds) for name, rounds in figures.items()}
+
+
 def ratios(figures: Mapping[str, Sequence[float]], peer: str) -> dict[str, float]:
     """The median of each contestant's figure as a multiple of the peer's of the same round."""
     return {
@@ -98,14 +93,17 @@ def ratios(figures: Mapping[str, Sequence[float]], peer: str) -> dict[str, float
     }
 
 
-def show(title: str, unit: str, figures: Mapping[str, Sequence[float]], peer: str) -> None:
-    """Print medians, spread and ratios."""
+def show(
+    title: str, unit: str, figures: Mapping[str, Sequence[float]], peer: str | None = None
+) -> None:
+    """Print medians and spread; and ratios, if there is a peer."""
     print(f"\n{title} ({unit})")
-    for name, ratio in ratios(figures, peer).items():
-        rounds = figures[name]
+    compared = ratios(figures, peer) if peer else {}
+    for name, rounds in figures.items():
+        ratio = f"  {compared[name]:8.2f} x {peer}" if peer else ""
         print(
             f"  {name:44} median {median(rounds):12,.1f}  from {min(rounds):12,.1f} "
-            f"to {max(rounds):12,.1f}  {ratio:8.2f} x {peer}"
+            f"to {max(rounds):12,.1f}{ratio}"
         )
 
 
@@ -124,20 +122,28 @@ def bars(
     """Draw the medians as bars, with their spread; return the picture."""
     import matplotlib.pyplot as plt
 
-    names = list(figures)
-    medians = [median(figures[each]) for each in names]
-    spread = [
-        [middle - min(figures[each]) for each, middle in zip(names, medians, strict=True)],
-        [max(figures[each]) - middle for each, middle in zip(names, medians, strict=True)],
-    ]
-    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.5 * len(names)))
-    drawn = axes.barh(names, medians, xerr=spread, color="#4c72b0")
-    axes.bar_label(drawn, labels=[f"{middle:,.0f}" for middle in medians], padding=6)
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.5 * len(figures)))
+    middles, spread = _middles(figures.values())
+    drawn = axes.barh(list(figures), middles, xerr=spread, color="#4c72b0")
+    axes.bar_label(drawn, labels=[f"{middle:,.0f}" for middle in middles], padding=6)
     axes.invert_yaxis()
     axes.set(title=title, xlabel=unit)
     axes.margins(x=0.15)
-    figure.text(0.01, 0.01, footnote, fontsize=7, color="#555555")
     figure.tight_layout()
+    return _drawn(figure, name, footnote)
+
+
+def _middles(figures: Iterable[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
+    """Return medians, and how far the lowest and the highest are from each."""
+    triples = [(min(rounds), median(rounds), max(rounds)) for rounds in figures]
+    spread = [[m - low for low, m, _ in triples], [high - m for _, m, high in triples]]
+    return [middle for _, middle, _ in triples], spread
+
+
+def _drawn(figure: Any, name: str, footnote: str) -> Path:
+    import matplotlib.pyplot as plt
+
+    figure.text(0.01, 0.01, footnote, fontsize=7, color="#555555")
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.png"
     figure.savefig(path, dpi=120)
@@ -169,22 +175,12 @@ def lines_over_rate(
     figure, axes = plt.subplots(figsize=(8, 5.4))
     for color, (contestant, by_rate) in zip(COLORS, figures.items(), strict=False):
         rates = sorted(by_rate)
-        medians = [median(by_rate[each]) for each in rates]
-        spread = [
-            [middle - min(by_rate[each]) for each, middle in zip(rates, medians, strict=True)],
-            [max(by_rate[each]) - middle for each, middle in zip(rates, medians, strict=True)],
-        ]
+        middles, spread = _middles(by_rate[each] for each in rates)
         axes.errorbar(
-            rates, medians, yerr=spread, color=color, marker="o", capsize=3, label=contestant
+            rates, middles, yerr=spread, color=color, marker="o", capsize=3, label=contestant
         )
-        axes.annotate(
-            f"{medians[-1]:,.0f}",
-            (rates[-1], medians[-1]),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color=color,
-        )
+        style: Any = {"textcoords": "offset points", "va": "center", "color": color}
+        axes.annotate(f"{middles[-1]:,.0f}", (rates[-1], middles[-1]), xytext=(8, 0), **style)
     axes.set(title=title, xlabel=rate, ylabel=unit, xscale="log", yscale="log")
     every_rate = sorted({each for by_rate in figures.values() for each in by_rate})
     axes.set_xticks(every_rate, [f"{each:,}" for each in every_rate])
@@ -193,10 +189,5 @@ def lines_over_rate(
     axes.margins(x=0.1)
     axes.grid(visible=True, which="major", color="#dddddd")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
-    figure.text(0.01, 0.01, footnote, fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.png"
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return _drawn(figure, name, footnote)

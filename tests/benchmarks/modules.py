@@ -38,6 +38,7 @@ from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from tests.benchmarks import measure
 from tests.integration.arrivals import count
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker
@@ -47,6 +48,9 @@ WINDOW: Final = 1000
 BODY: Final = b"x" * 200
 ROUNDS: Final = 3
 PATIENCE: Final = 300.0
+
+#: What the modules are compared with.
+RAW: Final = "raw, confirmed (messages/s)"
 
 #: The key of ``--signing``.
 KEY: Final = "benchmark" * 4
@@ -140,6 +144,21 @@ class Bench:
         (began, first), (ended, last) = moving[0], moving[-1]
         return (last - first) / (ended - began)
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """What distribution reads of a message for the last queue."""
+        return {
+            header_names.DUE: 0,
+            header_names.EXCHANGE: "",
+            header_names.ROUTING_KEY: self.end.name,
+        }
+
+    def letter(self, body: bytes, tasks: int) -> Address:
+        """An envelope for distribution."""
+        held = Envelope(tuple(Item(body, {"id": str(each)}) for each in range(tasks)))
+        letter = amqp.Message(held.pack(), content_type=ENVELOPE, application_headers=self.told)
+        return (*self.topology.route(0, DISTRIBUTION)[:2], signed(letter, self.keys))
+
     def messages(self, queue: str) -> int:
         return count(self.connection, queue)
 
@@ -159,7 +178,7 @@ def one_round(bench: Bench) -> dict[str, float]:
     end, topology = bench.end.name, bench.topology
     rates = {}
     plain = (("", end, message()) for _ in range(MESSAGES))
-    rates["raw, confirmed (messages/s)"] = MESSAGES / publish(bench.connection, plain)
+    rates[RAW] = MESSAGES / publish(bench.connection, plain)
 
     five_hours: dict[str, Any] = {header_names.X_DELAY: 5 * 3_600_000}
     checkin = topology.module_queues.checkin.exchange.name
@@ -167,16 +186,13 @@ def one_round(bench: Bench) -> dict[str, float]:
     rates["check-in (messages/s)"] = bench.rate("check-in", bench.waiting, MESSAGES)
 
     exchange, key = topology.route(0, DISTRIBUTION)[:2]
-    told = {header_names.DUE: 0, header_names.EXCHANGE: "", header_names.ROUTING_KEY: end}
     publish(
-        bench.connection, ((exchange, key, message(bench.keys, **told)) for _ in range(MESSAGES))
+        bench.connection,
+        ((exchange, key, message(bench.keys, **bench.told)) for _ in range(MESSAGES)),
     )
     rates["distribution (messages/s)"] = bench.rate("distribution", end, MESSAGES)
 
-    held = Envelope(tuple(Item(BODY, {"id": str(each)}) for each in range(1000)))
-    letter = amqp.Message(held.pack(), content_type=ENVELOPE, application_headers=told)
-    signed(letter, bench.keys)
-    publish(bench.connection, ((exchange, key, letter) for _ in range(MESSAGES // 1000)))
+    publish(bench.connection, [bench.letter(BODY, 1000)] * (MESSAGES // 1000))
     rates["distribution, enveloped (tasks/s)"] = bench.rate("distribution", end, MESSAGES)
     bench.empty()
     return rates
@@ -184,21 +200,10 @@ def one_round(bench: Bench) -> dict[str, float]:
 
 def unpacking(bench: Bench) -> None:
     """Unpack 100,000 tasks while the worker gets tasks without a delay."""
-    exchange, key = bench.topology.route(0, DISTRIBUTION)[:2]
-    told = {
-        header_names.DUE: 0,
-        header_names.EXCHANGE: "",
-        header_names.ROUTING_KEY: bench.end.name,
-    }
-    held = Envelope(
-        tuple(Item(b"x" * 50, {"id": str(each)}) for each in range(MAX_ENVELOPE_MESSAGES))
-    )
-    letter = amqp.Message(held.pack(), content_type=ENVELOPE, application_headers=told)
-    signed(letter, bench.keys)
     look = bench.app.tasks["look"]
     with bench.worker("distribution") as worker:
         look.apply_async().get(timeout=30)
-        publish(bench.connection, [(exchange, key, letter)])
+        publish(bench.connection, [bench.letter(b"x" * 50, MAX_ENVELOPE_MESSAGES)])
         began = time.monotonic()
         late = []
         while bench.messages(bench.end.name) < MAX_ENVELOPE_MESSAGES:
@@ -223,14 +228,8 @@ def main(arguments: list[str] | None = None) -> int:
     with RabbitMQServer() as broker, RedisServer() as redis:
         bench = Bench(broker, redis, key)
         rounds = [one_round(bench) for _ in range(ROUNDS)]
-        raw = next(iter(rounds[0]))
-        for name in rounds[0]:
-            seen = sorted(each[name] for each in rounds)
-            ratios = sorted(each[name] / each[raw] for each in rounds)
-            print(
-                f"{name:36} median {seen[1]:8,.0f}  lowest {seen[0]:8,.0f}  "
-                f"highest {seen[-1]:8,.0f}  of raw {ratios[1]:.2f}"
-            )
+        rates = {name: [each[name] for each in rounds] for name in rounds[0]}
+        measure.show("Through one worker", "a second", rates, RAW)
         unpacking(bench)
         bench.app.close()
         bench.connection.release()

@@ -27,9 +27,8 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from statistics import median
 from typing import Any, Final
 
@@ -40,18 +39,9 @@ from kombu import Connection
 from celery_rabbitdelay import Celery, Row
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.benchmarks import measure
+from tests.benchmarks import measure, waiting
 from tests.benchmarks.measure import Target
-from tests.benchmarks.waiting import (
-    NATIVE_QUEUES,
-    PATIENCE,
-    WEEK,
-    count,
-    cpu,
-    declare_native,
-    purge,
-    quorum_queue,
-)
+from tests.private_broker import private_broker
 
 TEXT: Final = "Your order is waiting for you."
 
@@ -76,7 +66,7 @@ def make_app(cls: type[celery.Celery], url: str, queue: str, confirms: bool = Fa
     app = cls("bench", broker=url, set_as_current=False)
     app.conf.update(
         task_default_queue=queue,
-        task_queues=[quorum_queue(queue)],
+        task_queues=[waiting.quorum_queue(queue)],
         task_ignore_result=True,
         broker_transport_options={"confirm_publish": True} if confirms else {},
     )
@@ -87,46 +77,36 @@ def make_app(cls: type[celery.Celery], url: str, queue: str, confirms: bool = Fa
     return app
 
 
-def random_delays(seed: int = 1) -> Iterator[float]:
-    """Seconds, from a minute to a week."""
-    generator = random.Random(seed)
-    while True:
-        yield generator.uniform(60, WEEK)
-
-
 class Bench:
     """The contestants, and the queues that what they send lies in.
 
     Args:
         broker: Where to.
-        slow: How many tasks those send that wait for each confirm.
-        fast: How many the others send.
-        enveloped: How many are sent in envelopes.
-        signing: Whether ours are signed.
+        options: How many tasks those send that wait for each confirm, the others, and those in
+            envelopes; and whether ours are signed.
     """
 
-    def __init__(
-        self, broker: RabbitMQServer, slow: int, fast: int, enveloped: int, signing: bool = False
-    ) -> None:
-        self.slow, self.fast, self.enveloped = slow, fast, enveloped
-        self.broker = broker
+    def __init__(self, broker: RabbitMQServer, options: argparse.Namespace) -> None:
+        self.options, self.broker = options, broker
         #: Microseconds of processor time for each task, of the sender and of the broker.
         self.cost: dict[str, list[tuple[float, float]]] = {}
         #: Tasks a second until the broker has them all, of those who do not wait for confirms.
         self.landed: dict[str, list[float]] = {}
-        self.delays = list(islice(random_delays(), max(slow, fast, enveloped)))
+        generator, most = random.Random(1), max(options.slow, options.fast, options.enveloped)
+        #: Seconds, from a minute to a week.
+        self.delays = [generator.uniform(60, waiting.WEEK) for _ in range(most)]
         self.connection = Connection(broker.url)
         self.ours = make_app(Celery, broker.url, "ours")
-        if signing:
+        if options.signing:
             self.ours.conf.rabbitdelay_signing_key = KEY
         self.native = make_app(celery.Celery, broker.url, "native")
         self.native_confirmed = make_app(celery.Celery, broker.url, "native", confirms=True)
         self.topology = self.ours.rabbitdelay.topology
         self.our_queues = [queue.name for queue in self.topology.queues] + ["ours"]
-        self.native_queues = [*NATIVE_QUEUES, "native"]
+        self.native_queues = [*waiting.NATIVE_QUEUES, "native"]
         self.raw_connection = Connection(broker.url)
         self.raw_confirmed = Connection(broker.url, transport_options={"confirm_publish": True})
-        declare_native(self.connection, quorum_queue("native"))
+        waiting.declare_native(self.connection, waiting.quorum_queue("native"))
         self.task_message = self._warm_up()
         written = Content.of(self.task_message)
         self.plain_message = amqp.Message(b"x" * sum(map(len, written)), delivery_mode=2)
@@ -134,13 +114,13 @@ class Bench:
     def _warm_up(self) -> amqp.Message:
         """Connect and declare; return one of our tasks' messages."""
         self.one_by_one(self.ours, "delay", 1)
-        (queue,) = (name for name in self.our_queues if count(self.connection, [name]))
+        (queue,) = (name for name in self.our_queues if waiting.count(self.connection, [name]))
         channel: Any = self.connection.default_channel
         message = channel.basic_get(queue, no_ack=True)
         own = {name: message.properties[name] for name in message.properties}
         for app in (self.native, self.native_confirmed):
             self.one_by_one(app, "countdown", 1)
-        purge(self.connection, self.native_queues, 2)
+        waiting.purge(self.connection, self.native_queues, 2)
         return amqp.Message(message.body, **own)
 
     def one_by_one(self, app: Any, option: str, tasks: int) -> int:
@@ -169,7 +149,7 @@ class Bench:
 
     def contestants(self) -> dict[str, Callable[[], float]]:
         """What is measured, by its name."""
-        slow, fast = self.slow, self.fast
+        slow, fast, enveloped = self.options.slow, self.options.fast, self.options.enveloped
         addresses = [self.topology.route(delay, "ours")[:2] for delay in self.delays[:fast]]
         plain, task = self.plain_message, self.task_message
         confirmed, unconfirmed = self.raw_confirmed, self.raw_connection
@@ -178,18 +158,15 @@ class Bench:
             ONE: (slow, ours, partial(self.one_by_one, self.ours, "delay", slow)),
             MANY: (fast, ours, partial(self.many, fast, envelopes=False)),
             ENVELOPED: (
-                self.enveloped,
-                ours,
-                partial(self.many, self.enveloped, envelopes=True, tolerance=TOLERANCE),
+                *(enveloped, ours),
+                partial(self.many, enveloped, envelopes=True, tolerance=TOLERANCE),
             ),
             NATIVE: (
-                slow,
-                native,
+                *(slow, native),
                 partial(self.one_by_one, self.native_confirmed, "countdown", slow),
             ),
             NATIVE_UNCONFIRMED: (
-                slow,
-                native,
+                *(slow, native),
                 partial(self.one_by_one, self.native, "countdown", slow),
             ),
             RAW_CONFIRMED: (slow, ours, partial(self.raw, confirmed, plain, addresses[:slow])),
@@ -201,18 +178,21 @@ class Bench:
     def rate(self, name: str, tasks: int, queues: Sequence[str], send: Callable[[], int]) -> float:
         """Send; return tasks a second. Then count what arrived, and remove it."""
         gc.collect()
-        spent = time.process_time(), cpu(self.broker.pid)
+        spent = time.process_time(), waiting.cpu(self.broker.pid)
         began = time.monotonic()
         messages = send()
         taken, sender = time.monotonic() - began, time.process_time() - spent[0]
         if "unconfirmed" in name:
             wait_for(
-                lambda: count(self.connection, queues) >= messages, name, PATIENCE, interval=0.0
+                lambda: waiting.count(self.connection, queues) >= messages,
+                name,
+                waiting.PATIENCE,
+                interval=0.0,
             )
             self.landed.setdefault(name, []).append(tasks / (time.monotonic() - began))
-        broker = cpu(self.broker.pid) - spent[1]
+        broker = waiting.cpu(self.broker.pid) - spent[1]
         self.cost.setdefault(name, []).append((sender / tasks * 1e6, broker / tasks * 1e6))
-        purge(self.connection, queues, messages)
+        waiting.purge(self.connection, queues, messages)
         return tasks / taken
 
     def close(self) -> None:
@@ -223,12 +203,10 @@ class Bench:
             connection.release()
 
 
-def rates(
-    broker: RabbitMQServer, rounds: int, slow: int, fast: int, enveloped: int, signing: bool = False
-) -> None:
+def rates(broker: RabbitMQServer, options: argparse.Namespace) -> None:
     """Measure all contestants, and write the results."""
-    bench = Bench(broker, slow, fast, enveloped, signing)
-    figures = measure.in_turn(bench.contestants(), rounds)
+    bench = Bench(broker, options)
+    figures = measure.in_turn(bench.contestants(), options.rounds)
     bench.close()
     title, unit = "Delayed tasks sent by one process", "tasks/s"
     measure.show(title, unit, figures, NATIVE)
@@ -249,19 +227,19 @@ def rates(
     ]
     results = {
         "unit": unit,
-        "tasks": {"one by one, and Celery's": slow, "others": fast, "in envelopes": enveloped},
+        "options": vars(options),
         "message_bytes": sum(map(len, Content.of(bench.task_message))),
         "figures": figures,
         "until_the_broker_has_everything": bench.landed,
         "microseconds_of_processor_time_of_sender_and_broker": bench.cost,
         "targets": measure.judge(targets),
     }
-    measure.save("sends_signed" if signing else "sends", broker, results)
-    if signing:
+    measure.save("sends_signed" if options.signing else "sends", broker, results)
+    if options.signing:
         return
     footnote = (
         f"RabbitMQ {measure.version_of(broker)}, Celery {celery.__version__}, quorum queues; "
-        f"medians of {rounds} rounds. Without confirms: until the calls have returned."
+        f"medians of {options.rounds} rounds. Without confirms: until the calls have returned."
     )
     measure.bars("sends", title, unit, figures, footnote)
 
@@ -275,15 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--enveloped", type=int, default=200_000, help="in envelopes (200000)")
     parser.add_argument("--signing", action="store_true", help="sign ours")
     options = parser.parse_args(arguments)
-    with measure.private_broker() as broker:
-        rates(
-            broker,
-            options.rounds,
-            options.slow,
-            options.fast,
-            options.enveloped,
-            options.signing,
-        )
+    with private_broker() as broker:
+        rates(broker, options)
     return 0
 
 

@@ -1,4 +1,3 @@
-# ruff: noqa: T201  # a program at the terminal prints
 """Rows a second from Spark into the levels, beside two processes of ``send_many``.
 
 ``python -m tests.benchmarks.spark`` starts a private broker and Redis, and Spark on two cores. Each
@@ -14,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
-from statistics import median
 from typing import Any, Final
 from uuid import uuid4
 
@@ -26,14 +25,17 @@ from pyspark.sql import DataFrame, SparkSession
 from celery_rabbitdelay import Celery, Row
 from celery_rabbitdelay.spark import grouped
 from celery_rabbitdelay.testing import RedisServer
-from tests.benchmarks.measure import Target, judge, private_broker
+from tests.benchmarks import measure
+from tests.benchmarks.measure import Target
 from tests.integration.spark import spark_session
+from tests.private_broker import private_broker
 
 MONTH_S: Final = 30 * 86_400
 TOLERANCE_S: Final = 60
 PROCESSES: Final = 2
 
-#: The rate of the format, as a part of that of two processes of ``send_many``.
+#: Whom the format is compared with, and its rate as a part of theirs.
+PEER: Final = "send_many, two processes"
 TARGET: Final = 0.7
 
 
@@ -117,32 +119,22 @@ def main() -> int:
             assert sum(each.result() for each in futures) == options.rows
 
         contestants: dict[str, Callable[[], None]] = {
-            "send_many, two processes": send_many,
+            PEER: send_many,
             "format rabbitdelay": write,
             "format rabbitdelay, grouped": write_grouped,
             "format rabbitdelay, with a registry": lambda: write(registry=redis.url),
             "Spark to nowhere, through Python": to_nowhere,
         }
-        rates: dict[str, list[float]] = {}
-        for number in range(options.rounds + 1):
-            for name, run in contestants.items():
-                rate = timed(options.rows, run)
-                if number:  # the first round warms up
-                    print(f"round {number}: {name}: {rate:,.0f} rows/s", flush=True)
-                    rates.setdefault(name, []).append(rate)
-    medians = {name: median(each) for name, each in rates.items()}
-    print("\nrows a second, median (lowest to highest)")
-    for name, found in rates.items():
-        print(f"  {name:40} {medians[name]:10,.0f} ({min(found):,.0f} to {max(found):,.0f})")
-    peer = medians["send_many, two processes"]
-    met = judge(
-        [
-            Target(f"{name}, as a part of send_many", medians[name] / peer, TARGET)
-            for name in medians
-            if name.startswith("format")
-        ]
-    )
-    return int(not all(each["met"] for each in met))
+        measures = {name: partial(timed, options.rows, run) for name, run in contestants.items()}
+        measure.in_turn(measures, 1)  # warms up
+        rates = measure.in_turn(measures, options.rounds)
+    measure.show("Rows of Spark", "rows/s", rates, PEER)
+    targets = [
+        Target(f"{name}, as a part of send_many", ratio, TARGET)
+        for name, ratio in measure.ratios(rates, PEER).items()
+        if name.startswith("format")
+    ]
+    return int(not all(each["met"] for each in measure.judge(targets)))
 
 
 def _passed_on(batches: Iterator[Any]) -> Iterator[Any]:

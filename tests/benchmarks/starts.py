@@ -19,7 +19,6 @@ import celery
 from celery.signals import worker_ready
 from kombu import Queue
 
-from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.celery_process import CeleryProcess
 
@@ -39,20 +38,16 @@ def _file(folder: str, process: int) -> int:
     return os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
 
-def make_app(
-    broker_url: str, queue: str, settings: dict[str, Any], ours: bool = True, folder: str = ""
-) -> Any:
-    """Create an application with one quorum queue and the task ``note``.
+def make_app(broker_url: str, queue: str, settings: dict[str, Any], folder: str = "") -> Any:
+    """Create a plain Celery application with one quorum queue and the task ``note``.
 
     Args:
         broker_url: The broker.
         queue: The name of the queue.
         settings: Further settings.
-        ours: Whether its delays wait in the levels; otherwise it is a plain ``celery.Celery``.
         folder: Where a worker notes the starts.
     """
-    kind: type[celery.Celery] = Celery if ours else celery.Celery
-    app = kind("starts", broker=broker_url, set_as_current=False)
+    app = celery.Celery("starts", broker=broker_url, set_as_current=False)
     app.conf.update(
         task_default_queue=queue,
         task_queues=[Queue(queue, queue_arguments={"x-queue-type": "quorum"})],
@@ -76,8 +71,7 @@ class Worker(CeleryProcess):
     Args:
         broker: The broker.
         queue: The queue that it consumes from.
-        settings: What :func:`make_app` takes; so is ``ours``.
-        ours: Whether its delays wait in the levels.
+        settings: What :func:`make_app` takes.
         *options: Further options of ``celery worker``.
     """
 
@@ -85,16 +79,9 @@ class Worker(CeleryProcess):
     variable = "STARTS"
 
     def __init__(
-        self,
-        broker: RabbitMQServer,
-        queue: str,
-        settings: dict[str, Any],
-        *options: str,
-        ours: bool = True,
+        self, broker: RabbitMQServer, queue: str, settings: dict[str, Any], *options: str
     ) -> None:
-        super().__init__(
-            {"broker_url": broker.url, "queue": queue, "settings": settings, "ours": ours}
-        )
+        super().__init__({"broker_url": broker.url, "queue": queue, "settings": settings})
         self._settings["folder"] = str(self.folder)
         self._options = options
 

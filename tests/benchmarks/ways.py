@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import amqp
-from kombu import Connection, Exchange, Queue
+from kombu import Connection
 from kombu.transport.native_delayed_delivery import (
-    MAX_LEVEL,
     bind_queue_to_native_delayed_delivery_exchange,
     calculate_routing_key,
     declare_native_delayed_delivery_exchanges_and_queues,
-    level_name,
 )
 
 from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import Layout, Level
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import bind_destination, declare
+from celery_rabbitdelay.publishing.declaration import declare, declare_destination
 from celery_rabbitdelay.publishing.publication import Address, Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
+from tests.benchmarks.waiting import NATIVE_ENTRANCE, quorum_queue
 
 BODY: Final = b"x" * 200
 NS_PER_MS: Final = 1_000_000
 MS_PER_S: Final = 1000
-
-_QUORUM: Final = {"x-queue-type": "quorum"}
 
 
 class Place(NamedTuple):
@@ -50,14 +48,12 @@ class Batch:
         confirmed_at_ms: When the last was confirmed, in milliseconds since 1970.
         first_due_ms: When the first of them is due.
         stops: In how many queues they wait, all together.
-        errors: What was not confirmed.
     """
 
     seconds: float = 0.0
     confirmed_at_ms: float = 0.0
     first_due_ms: int = 2**62
     stops: int = 0
-    errors: list[Exception] = field(default_factory=list)
 
     @property
     def in_time(self) -> bool:
@@ -65,24 +61,26 @@ class Batch:
         return self.confirmed_at_ms < self.first_due_ms
 
 
-class Way:
+class Way(ABC):
     """A way to delay a message for one quorum queue.
 
-    Attributes:
+    Args:
         name: What it is called in the results.
+
+    Attributes:
         queue: The destination.
     """
 
-    name: str
-    queue: Queue
+    def __init__(self, name: str) -> None:
+        self.queue = quorum_queue(f"bench-{name}-end")
 
+    @abstractmethod
     def declare(self, connection: Connection) -> None:
         """Declare all that it needs, and the destination."""
-        raise NotImplementedError
 
+    @abstractmethod
     def place(self, due_ms: int) -> Place:
         """Return how to publish, now, what is to be due then, or as close to that as it can."""
-        raise NotImplementedError
 
     def publish(
         self,
@@ -106,9 +104,11 @@ class Way:
         batch = Batch()
         size = patience.window if over else len(due_ms)
 
+        errors: list[Exception] = []
+
         def done(posting: Publication) -> None:
             if posting.error is not None or posting.resent:
-                batch.errors.append(posting.error or RuntimeError("sent again"))
+                errors.append(posting.error or RuntimeError("sent again"))
 
         began = time.monotonic()
         for start in range(0, len(due_ms), size):
@@ -117,7 +117,7 @@ class Way:
             part = due_ms[start : start + size]
             publisher.publish_all(self._postings(part, batch), patience, done=done)
         batch.seconds, batch.confirmed_at_ms = time.monotonic() - began, time.time() * MS_PER_S
-        for error in batch.errors:
+        for error in errors:
             raise error
         return batch
 
@@ -144,15 +144,12 @@ class Levels(Way):
     """The levels of a layout of ours, entered at the first digit that is not zero."""
 
     def __init__(self, name: str, layout: Layout, scale: int) -> None:
-        self.name = name
+        super().__init__(name)
         self.topology = Topology(f"bench-{name}", scaled(layout, scale))
-        self.queue = Queue(f"bench-{name}-end", queue_arguments=_QUORUM)
 
     def declare(self, connection: Connection) -> None:
-        channel: Any = connection.default_channel
         declare(connection, self.topology)
-        self.queue(channel).queue_declare()
-        bind_destination(connection, self.topology, self.queue.name)
+        declare_destination(connection, self.topology, self.queue)
 
     def place(self, due_ms: int) -> Place:
         left_ms = -((time.time_ns() - due_ms * NS_PER_MS) // NS_PER_MS)
@@ -169,12 +166,9 @@ class Native(Way):
     off what is left of a second, up to which a task is then early; that is not counted here.
     """
 
-    name = "native"
-
     def __init__(self, scale: int) -> None:
+        super().__init__("native")
         self._second_ms = MS_PER_S // scale
-        exchange = Exchange("bench-native", type="topic")
-        self.queue = Queue("bench-native-end", exchange, "native", queue_arguments=_QUORUM)
 
     def declare(self, connection: Connection) -> None:
         channel: Any = connection.default_channel
@@ -200,7 +194,7 @@ class Native(Way):
         seconds = max(1, round((due_ms - now_ms) / self._second_ms))
         key = calculate_routing_key(seconds, self.queue.routing_key)
         return Place(
-            lambda: (level_name(MAX_LEVEL), key),
+            lambda: (NATIVE_ENTRANCE, key),
             now_ms + seconds * self._second_ms,
             seconds.bit_count(),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from celery.signals import worker_ready
@@ -80,13 +80,9 @@ class Part:
     place: str = ""
     ready: str = ""
 
-    def values(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        return asdict(self)
-
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Part:
-        """Return it from what :meth:`values` returned."""
+        """Return it from what ``asdict`` made of it."""
         return cls(**{**values, "queues": [TaskQueue(**each) for each in values["queues"]]})
 
 
@@ -111,20 +107,24 @@ def make_app(part: Part) -> Celery:
 
     @app.task(bind=True, name=TASK, shared=False)
     def note(self: Any) -> None:
-        at_ms = now_ms()
-        headers = self.request.headers or {}
-        own = {key: headers[key] for key in headers if key.startswith(header_names.OWN_PREFIX)}
-        notes.start(
-            Start(
-                self.request.id,
-                own.get(header_names.QUEUE, part.place),
-                at_ms,
-                bool(self.request.delivery_info.get("redelivered")),
-                {key: value for key, value in own.items() if key not in USUAL},
-            )
-        )
+        at_ms, request = now_ms(), self.request
+        headers = request.headers or {}
+        place = headers.get(header_names.QUEUE, part.place)
+        notes.start(started(request.id, place, at_ms, request.delivery_info, headers))
 
     return app
+
+
+def started(
+    identity: str, place: str, at_ms: float, delivery: Mapping[str, Any], headers: Mapping[str, Any]
+) -> Start:
+    """Return a start with the headers that say what has happened to its message on the way."""
+    marks = {
+        key: value
+        for key, value in headers.items()
+        if key.startswith(header_names.OWN_PREFIX) and key not in USUAL
+    }
+    return Start(identity, place, at_ms, bool(delivery.get("redelivered")), marks)
 
 
 if "CHAOS" in os.environ:

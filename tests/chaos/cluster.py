@@ -13,7 +13,8 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
-from tests.chaos.setup import SetUp
+from tests.private_broker import QUIET
+from tests.set_up import SetUp
 
 #: Seconds that the nodes have to join at their first start.
 TO_JOIN: Final = 60.0
@@ -97,9 +98,9 @@ class Cluster(SetUp):
     def __init__(self, version: str, count: int = 1, settings: Sequence[str] = ()) -> None:
         self.version = version
         root = root_of(version)
-        quiet = ("log.queue.level = error", "log.ra.level = error", *settings)
-        first = self._node(0, root, quiet, None)
-        self.nodes = [first, *(self._node(at, root, quiet, first) for at in range(1, count))]
+        every = (*QUIET, *settings)
+        first = self._node(0, root, every, None)
+        self.nodes = [first, *(self._node(at, root, every, first) for at in range(1, count))]
 
     def _node(
         self, number: int, root: Path | None, settings: Sequence[str], first: Node | None

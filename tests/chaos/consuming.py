@@ -8,12 +8,11 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kombu import Connection, Consumer, Message
 
-from tests.chaos.application import USUAL, Part
-from tests.chaos.ledger import Start
+from tests.chaos.application import Part, started
 from tests.chaos.notes import Notes, now_ms
 
 #: Seconds after which the broker and this program notice that the other one is silent.
@@ -60,15 +59,8 @@ class NotingConsumer:
             connection.heartbeat_check()
 
     def _arrived(self, message: Message) -> None:
-        at_ms = now_ms()
-        headers: dict[str, Any] = message.headers
-        own = {
-            key: value
-            for key, value in headers.items()
-            if key.startswith("rabbitdelay-") and key not in USUAL
-        }
-        redelivered = bool(message.delivery_info.get("redelivered"))
-        self._notes.start(Start(headers["id"], self._part.place, at_ms, redelivered, own))
+        at_ms, headers, place = now_ms(), message.headers, self._part.place
+        self._notes.start(started(headers["id"], place, at_ms, message.delivery_info, headers))
         message.ack()
 
 

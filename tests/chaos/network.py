@@ -22,7 +22,7 @@ from typing import Final
 
 from tests.brokers import NotPossibleHere
 from tests.chaos.cluster import Cluster, Node
-from tests.chaos.setup import SetUp
+from tests.set_up import SetUp
 
 #: The addresses of the nodes; 198.18.0.0/15 is for tests of networks (RFC 2544).
 NODE: Final = "198.18.{}.2"

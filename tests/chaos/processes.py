@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, Final
 
 from tests.celery_process import CeleryProcess
@@ -46,7 +46,7 @@ class ChaosProcess(CeleryProcess):
     ) -> None:
         super().__init__({})
         ready = self.folder / "ready"
-        self._settings = {"part": replace(part, ready=str(ready)).values(), **(settings or {})}
+        self._settings = {"part": asdict(replace(part, ready=str(ready))), **(settings or {})}
         self._further = dict(environment or {})
         self._ready_file = ready
         self._log_before = 0
@@ -94,7 +94,7 @@ class Producer(ChaosProcess):
     def __init__(
         self, part: Part, stream: Stream, environment: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(part, {"stream": stream.values()}, environment)
+        super().__init__(part, {"stream": asdict(stream)}, environment)
         self.stream = stream
 
     @property

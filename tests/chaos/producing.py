@@ -6,8 +6,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 from uuid import uuid4
 
@@ -50,15 +50,6 @@ class Stream:
     fanout: tuple[str, tuple[str, ...]] | None = None
     envelopes: bool = False
 
-    def values(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Stream:
-        """Return it from what :meth:`values` returned."""
-        return cls(**values)
-
     @property
     def places(self) -> tuple[str, ...]:
         """The queues at which each task has to arrive."""
@@ -77,17 +68,8 @@ class Stream:
             if self.seconds and behind > BEHIND:
                 began += behind
             delay, at_ms = random.uniform(*self.delays), now_ms()
-            yield (
-                Sent(
-                    str(uuid4()),
-                    self.group,
-                    self.places,
-                    at_ms + delay * 1000,
-                    at_ms,
-                    distributed=self.fanout is not None or self.envelopes,
-                ),
-                delay,
-            )
+            sent = Sent(str(uuid4()), self.group, self.places, at_ms + delay * 1000, at_ms)
+            yield replace(sent, distributed=self.fanout is not None or self.envelopes), delay
 
 
 class Attempts:
@@ -205,7 +187,7 @@ def send_messages(part: Part, stream: Stream, notes: Notes) -> None:
 def main() -> None:
     """Send the stream of the environment variable ``CHAOS``."""
     given = json.loads(os.environ["CHAOS"])
-    part, stream = Part.of(given["part"]), Stream.of(given["stream"])
+    part, stream = Part.of(given["part"]), Stream(**given["stream"])
     notes = Notes(part.folder)
     match stream.way:
         case "task":

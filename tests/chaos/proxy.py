@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Final
 
 from tests.chaos.cluster import Cluster
-from tests.chaos.setup import SetUp
+from tests.set_up import SetUp
 
 #: Bytes that are passed on at a time.
 PIECE: Final = 16_384

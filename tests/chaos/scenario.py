@@ -152,8 +152,7 @@ class Outcome:
     def text(self) -> str:
         """Return all of it in lines."""
         lines = [self.row()]
-        unknown = self.verdict.sent["unknown"]
-        if unknown:
+        if unknown := self.verdict.sent["unknown"]:
             lines.append(f"  cut off while they were sent: {unknown}")
         lines += [f"  in undeliverable: {n}: {why}" for why, n in self.whereabouts.reasons.items()]
         lines += [f"  ended by itself, {n} times: {what}" for what, n in self.ended.items()]
@@ -165,14 +164,11 @@ class Outcome:
         RESULTS.mkdir(parents=True, exist_ok=True)
         words = [*self.title.split(), self.version]
         path = RESULTS / f"{'-'.join(words).replace('/', '-')}.json"
-        verdict = {
-            **vars(self.verdict),
-            "late": {group: late._asdict() for group, late in self.verdict.late.items()},
-        }
+        late = {group: late._asdict() for group, late in self.verdict.late.items()}
         told = {
             "scenario": self.title,
             "rabbitmq": self.version,
-            "verdict": verdict,
+            "verdict": {**vars(self.verdict), "late": late},
             "undeliverable": dict(self.whereabouts.reasons),
             "ended": dict(self.ended),
         }

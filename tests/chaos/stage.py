@@ -22,8 +22,8 @@ from tests.chaos.ledger import Ledger, Trouble, Whereabouts
 from tests.chaos.notes import NotesReader, now_ms
 from tests.chaos.processes import ChaosProcess, Consumer, Producer, Worker
 from tests.chaos.producing import Stream
-from tests.chaos.setup import SetUp
 from tests.chaos.whereabouts import look
+from tests.set_up import SetUp
 
 #: Seconds that a producer has to end after its stream, with every send's time limit.
 TO_END: Final = 300.0

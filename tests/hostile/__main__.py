@@ -9,13 +9,11 @@ much memory, or if an honest task did not run.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from celery_rabbitdelay.testing import RabbitMQServer
 from tests.hostile.campaign import attack
+from tests.private_broker import private_broker
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,9 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--messages", type=int, default=100_000, help="how many (100000)")
     parser.add_argument("--seed", type=int, default=1, help="chooses the messages (1)")
     options = parser.parse_args(arguments)
-    root = os.environ.get("RABBITDELAY_BROKER_ROOT")
-    quiet = ("log.queue.level = error", "log.ra.level = error")
-    with RabbitMQServer(Path(root) if root else None, settings=quiet) as broker:
+    with private_broker() as broker:
         account = attack(broker.url, "hostile", options.messages, options.seed)
     print(account)
     print("good" if account.is_good else "NOT GOOD")

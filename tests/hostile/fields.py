@@ -69,11 +69,6 @@ def any_field(random: Random, depth: int = 3) -> bytes:
     return random.choice(kinds)()
 
 
-def headers_only(fields: Mapping[bytes, bytes]) -> bytes:
-    """The properties of a message that has nothing but headers."""
-    return properties(fields)
-
-
 def properties(headers: Mapping[bytes, bytes] | None = None, **short: bytes) -> bytes:
     """The properties of a message.
 
@@ -97,20 +92,9 @@ def properties(headers: Mapping[bytes, bytes] | None = None, **short: bytes) -> 
 
 
 _NAMES: Final = (
-    "content_type",
-    "content_encoding",
-    "headers",
-    "delivery_mode",
-    "priority",
-    "correlation_id",
-    "reply_to",
-    "expiration",
-    "message_id",
-    "timestamp",
-    "type",
-    "user_id",
-    "app_id",
-    "cluster_id",
+    *("content_type", "content_encoding", "headers", "delivery_mode", "priority"),
+    *("correlation_id", "reply_to", "expiration", "message_id", "timestamp", "type"),
+    *("user_id", "app_id", "cluster_id"),
 )
 
 _NUMBERS: Final = frozenset({"delivery_mode", "priority", "timestamp"})

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from random import Random
 from struct import pack
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -43,8 +42,7 @@ _NUMBER: Final = b"#%08d"
 _PLACE: Final = b"#--------"
 
 
-@dataclass(frozen=True)
-class Hostile:
+class Hostile(NamedTuple):
     """A message, as it is written.
 
     Attributes:
@@ -67,33 +65,60 @@ class Hostile:
 
 
 class Draw(Random):
-    """Random numbers, the same ones for the same seed.
+    """Random numbers, the same ones for the same seed, and where messages may be for.
+
+    Args:
+        seed: The seed.
+        topology: The levels.
 
     Attributes:
         mark: What tells the message that is made from all others.
+        checkin: The exchange of check-in.
+        allowed: The queue that check-in may reach.
+        forbidden: The queue that nothing may reach.
+        tasks: The queue of the worker.
     """
 
     mark = b""
 
+    # Random makes an object of its first argument alone.
+    def __new__(cls, seed: int, topology: Topology) -> Draw:
+        return super().__new__(cls, seed)  # type: ignore[call-arg]
 
-@dataclass(frozen=True)
-class Kind:
+    def __init__(self, seed: int, topology: Topology) -> None:
+        super().__init__(seed)
+        self.topology = topology
+        self.checkin = topology.module_queues.checkin.exchange.name
+        self.allowed, self.forbidden, self.tasks = (
+            f"{topology.prefix}.{name}".encode() for name in (ALLOWED, FORBIDDEN, TASKS)
+        )
+
+
+#: Exchange, key, properties and body of a message; and what makes one.
+Made = tuple[str, bytes, bytes, bytes]
+Make = Callable[[Draw], Made]
+
+#: Headers, other properties and body of a message for distribution.
+Distributed = tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]
+
+
+class Kind(NamedTuple):
     """A kind of hostile messages.
 
     Attributes:
-        make: Returns exchange, key, properties and body of one.
+        make: Makes one.
         weight: How often, compared with the others.
         is_refused: Whether the broker may refuse it.
     """
 
-    make: Callable[[Draw, Topology], tuple[str, bytes, bytes, bytes]]
+    make: Make
     weight: float = 10
     is_refused: bool = False
 
 
 def hostile_messages(topology: Topology, count: int, seed: int) -> Iterator[Hostile]:
     """Yield so many messages; the same ones for the same seed."""
-    random = Draw(seed)
+    random = Draw(seed, topology)
     names, weights = list(KINDS), [kind.weight for kind in KINDS.values()]
     # Each kind at least once.
     chosen = [*names, *random.choices(names, weights, k=max(count - len(names), 0))][:count]
@@ -101,31 +126,16 @@ def hostile_messages(topology: Topology, count: int, seed: int) -> Iterator[Host
     for number, name in enumerate(chosen):
         kind = KINDS[name]
         mark = random.mark = _NUMBER % number
-        exchange, key, content, body = kind.make(random, topology)
+        exchange, key, content, body = kind.make(random)
         marked = body.replace(_PLACE, mark) if _PLACE in body else body + mark
         yield Hostile(number, name, exchange.encode(), key, content, marked, kind.is_refused)
 
 
-def _checkin(topology: Topology) -> str:
-    return topology.module_queues.checkin.exchange.name
-
-
-def _allowed(topology: Topology) -> bytes:
-    return f"{topology.prefix}.{ALLOWED}".encode()
-
-
-def _forbidden(topology: Topology) -> bytes:
-    return f"{topology.prefix}.{FORBIDDEN}".encode()
-
-
-def _checked_in(
-    make: Callable[[Draw, Topology], Mapping[bytes, bytes]],
-) -> Callable[[Draw, Topology], tuple[str, bytes, bytes, bytes]]:
+def _checked_in(make: Callable[[Draw], Mapping[bytes, bytes]]) -> Make:
     """A message for check-in and the allowed queue, with these headers."""
 
-    def made(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
-        content = properties(make(random, topology))
-        return _checkin(topology), _allowed(topology), content, b"body"
+    def made(random: Draw) -> Made:
+        return random.checkin, random.allowed, properties(make(random)), b"body"
 
     return made
 
@@ -134,18 +144,18 @@ def _soon(random: Draw) -> bytes:
     return integer(random.randint(0, 2_000))
 
 
-def _own_headers(random: Draw, topology: Topology) -> dict[bytes, bytes]:
+def _own_headers(random: Draw) -> dict[bytes, bytes]:
     """Forged headers of this package and of the broker, with values of any type."""
     names = OWN_NAMES.split()
     forged = {f"rabbitdelay-{name}".encode() for name in names} | {b"x-delivery-count"}
     chosen = random.sample(sorted(forged), random.randint(1, 6))
-    return {name: _forged_value(random, topology) for name in chosen}
+    return {name: _forged_value(random) for name in chosen}
 
 
-def _forged_value(random: Draw, topology: Topology) -> bytes:
+def _forged_value(random: Draw) -> bytes:
     choice = random.random()
     if choice < 0.3:
-        return field_text(_forbidden(topology))
+        return field_text(random.forbidden)
     if choice < 0.5:
         return integer(random.choice(DUES))
     if choice < 0.6:
@@ -153,11 +163,11 @@ def _forged_value(random: Draw, topology: Topology) -> bytes:
     return any_field(random)
 
 
-def _deaths(random: Draw, topology: Topology) -> dict[bytes, bytes]:
+def _deaths(random: Draw) -> dict[bytes, bytes]:
     death = {
-        b"queue": field_text(random.choice((b"nowhere", b"\xff", _forbidden(topology)))),
+        b"queue": field_text(random.choice((b"nowhere", b"\xff", random.forbidden))),
         b"reason": field_text(random.choice((b"rejected", b"\xff"))),
-        b"exchange": field_text(topology.module_queues.meditated.name.encode()),
+        b"exchange": field_text(random.topology.module_queues.meditated.name.encode()),
         b"routing-keys": random.choice((array([field_text(b"\xff")]), any_field(random))),
         b"count": integer(random.choice(DUES)),
         b"time": b"T" + pack(">Q", 2**40),
@@ -165,60 +175,58 @@ def _deaths(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     return {b"x-delay": _soon(random), b"x-death": array([table(death)])}
 
 
-def _plain(random: Draw, topology: Topology) -> dict[bytes, bytes]:
+def _plain(random: Draw) -> dict[bytes, bytes]:
     return {b"x-delay": _soon(random), b"own": any_field(random)}
 
 
-def _delay(random: Draw, topology: Topology) -> dict[bytes, bytes]:
+def _delay(random: Draw) -> dict[bytes, bytes]:
     texts = (b"1e3", b" 5", b"0x10", b"\xd9\xa3", b"9" * 5_000, b"-1", b"7")
     delays = (field_text(random.choice(texts)), integer(random.choice(DUES)), any_field(random))
     return {b"x-delay": random.choice(delays)}
 
 
-def _not_allowed(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _not_allowed(random: Draw) -> Made:
     exchanges: tuple[bytes, ...] = (b"celery.pidbox", b"celeryev", b"amq.fanout", b"reply.celery")
     headers = {b"x-delay": _soon(random)}
     if random.random() < 0.5:
-        headers[b"rabbitdelay-exchange"] = field_text(
-            random.choice((*exchanges, _forbidden(topology)))
-        )
-    return _checkin(topology), _forbidden(topology), properties(headers), b"body"
+        headers[b"rabbitdelay-exchange"] = field_text(random.choice((*exchanges, random.forbidden)))
+    return random.checkin, random.forbidden, properties(headers), b"body"
 
 
-def _bad_key(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
-    key = random.choice((*BAD_TEXTS, _allowed(topology) + b"\xff", b"\xff" * 255, b"k" * 255))
-    return _checkin(topology), key, properties({b"x-delay": _soon(random)}), b"body"
+def _bad_key(random: Draw) -> Made:
+    key = random.choice((*BAD_TEXTS, random.allowed + b"\xff", b"\xff" * 255, b"k" * 255))
+    return random.checkin, key, properties({b"x-delay": _soon(random)}), b"body"
 
 
-def _bad_names(random: Draw, topology: Topology) -> dict[bytes, bytes]:
+def _bad_names(random: Draw) -> dict[bytes, bytes]:
     names = (b"\xff", b"rabbitdelay-\xff", b"x-death\xff", b"", b"n" * 128, b"headers")
     return {random.choice(names): any_field(random), b"x-delay": _soon(random)}
 
 
-def _bad_properties(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _bad_properties(random: Draw) -> Made:
     names = ("content_type", "content_encoding", "correlation_id", "reply_to", "message_id", "type")
     short: dict[str, bytes] = {random.choice(names): random.choice(BAD_TEXTS)}
     short["priority"] = bytes((random.randint(0, 255),))
     short["delivery_mode"] = random.choice((b"\1", b"\2"))
     short["timestamp"] = pack(">Q", random.choice((0, 2**64 - 1)))
     content = properties({b"x-delay": _soon(random)}, **short)
-    return _checkin(topology), _allowed(topology), content, b"body"
+    return random.checkin, random.allowed, content, b"body"
 
 
-def _deep(random: Draw, topology: Topology) -> dict[bytes, bytes]:
+def _deep(random: Draw) -> dict[bytes, bytes]:
     depth = random.choice((31, 32, 33, 300, 990, 5_000))
     name = random.choice((b"deep", b"headers", b"rabbitdelay-early"))
     return {name: nested(depth, random.random() < 0.5), b"x-delay": _soon(random)}
 
 
-def _nested_headers(random: Draw, topology: Topology) -> dict[bytes, bytes]:
-    inner: bytes = table(_own_headers(random, topology))
+def _nested_headers(random: Draw) -> dict[bytes, bytes]:
+    inner: bytes = table(_own_headers(random))
     for _ in range(random.randint(0, 30)):
         inner = table({b"headers": inner, b"rabbitdelay-due": integer(5)})
     return {b"headers": inner, b"x-delay": _soon(random)}
 
 
-def _wide(random: Draw, topology: Topology) -> dict[bytes, bytes]:
+def _wide(random: Draw) -> dict[bytes, bytes]:
     """Headers as large as a frame, and many times as large once they are read."""
     names = (b"%c%c" % pair for pair in ((a, b) for a in range(33, 127) for b in range(33, 127)))
     choices = (
@@ -229,23 +237,23 @@ def _wide(random: Draw, topology: Topology) -> dict[bytes, bytes]:
     return random.choice(choices)()
 
 
-def _large(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _large(random: Draw) -> Made:
     size = random.choice((MAX_BODY - 9, MAX_BODY + 1, 2 * MAX_BODY))
     content = properties({b"x-delay": _soon(random)})
-    return _checkin(topology), _allowed(topology), content, b"\0" * size
+    return random.checkin, random.allowed, content, b"\0" * size
 
 
-def _expiring(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _expiring(random: Draw) -> Made:
     expiration = random.choice((b"0", b"1", b"60000"))
     content = properties({b"x-delay": _soon(random)}, expiration=expiration)
-    return _checkin(topology), _allowed(topology), content, b"body"
+    return random.checkin, random.allowed, content, b"body"
 
 
-def _sender_selected(random: Draw, topology: Topology) -> dict[bytes, bytes]:
-    return {random.choice((b"CC", b"BCC")): array([field_text(_forbidden(topology))])}
+def _sender_selected(random: Draw) -> dict[bytes, bytes]:
+    return {random.choice((b"CC", b"BCC")): array([field_text(random.forbidden)])}
 
 
-def _refused_properties(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _refused_properties(random: Draw) -> Made:
     choices = (
         lambda: pack(">H", random.getrandbits(16)) + random.randbytes(random.randint(0, 60)),
         lambda: pack(">HI", 0x2000, random.choice((2**32 - 1, 1_000))) + b"\1aV",
@@ -259,45 +267,37 @@ def _refused_properties(random: Draw, topology: Topology) -> tuple[str, bytes, b
             {b"nan": b"d" + pack(">d", random.choice((float("nan"), float("inf"))))}
         ),
     )
-    return _checkin(topology), _allowed(topology), random.choice(choices)(), b"body"
+    return random.checkin, random.allowed, random.choice(choices)(), b"body"
 
 
-def _distributed(
-    make: Callable[[Draw, Topology], tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]],
-) -> Callable[[Draw, Topology], tuple[str, bytes, bytes, bytes]]:
+def _distributed(make: Callable[[Draw], Distributed]) -> Make:
     """A message for distribution, published as if it had left the levels."""
 
-    def made(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
-        headers, short, body = make(random, topology)
-        exchange, key = topology.route(0, DISTRIBUTION)[:2]
+    def made(random: Draw) -> Made:
+        headers, short, body = make(random)
+        exchange, key = random.topology.route(0, DISTRIBUTION)[:2]
         return exchange, key.encode(), properties(headers, **short), body
 
     return made
 
 
-def _forged_destination(
-    random: Draw, topology: Topology
-) -> tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]:
+def _forged_destination(random: Draw) -> Distributed:
     exchange = random.choice((b"", b"", b"celery.pidbox", b"celeryev", b"amq.topic"))
     headers = {
         b"rabbitdelay-exchange": field_text(exchange),
-        b"rabbitdelay-routing-key": field_text(_forbidden(topology)),
+        b"rabbitdelay-routing-key": field_text(random.forbidden),
     }
     if random.random() < 0.3:
-        headers[b"rabbitdelay-queue"] = field_text(_forbidden(topology))
+        headers[b"rabbitdelay-queue"] = field_text(random.forbidden)
     return headers, {}, b"body"
 
 
-def _any_headers(
-    random: Draw, topology: Topology
-) -> tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]:
-    return _own_headers(random, topology), {}, b"body"
+def _any_headers(random: Draw) -> Distributed:
+    return _own_headers(random), {}, b"body"
 
 
-def _far_due(
-    random: Draw, topology: Topology
-) -> tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]:
-    headers = _to_allowed(topology)
+def _far_due(random: Draw) -> Distributed:
+    headers = _to_allowed(random)
     headers[b"rabbitdelay-due"] = random.choice((integer(random.choice(DUES)), any_field(random)))
     headers[b"rabbitdelay-early"] = random.choice(
         (table({b"times": integer(random.choice(DUES))}), any_field(random))
@@ -305,22 +305,20 @@ def _far_due(
     return headers, {}, b"body"
 
 
-def _to_allowed(topology: Topology) -> dict[bytes, bytes]:
+def _to_allowed(random: Draw) -> dict[bytes, bytes]:
     return {
         b"rabbitdelay-exchange": field_text(b""),
-        b"rabbitdelay-routing-key": field_text(_allowed(topology)),
+        b"rabbitdelay-routing-key": field_text(random.allowed),
     }
 
 
-def _envelope(
-    random: Draw, topology: Topology
-) -> tuple[Mapping[bytes, bytes], dict[str, bytes], bytes]:
-    return _to_allowed(topology), {"content_type": ENVELOPE.encode()}, _packed(random, topology)
+def _envelope(random: Draw) -> Distributed:
+    return _to_allowed(random), {"content_type": ENVELOPE.encode()}, _packed(random)
 
 
-def _packed(random: Draw, topology: Topology) -> bytes:
+def _packed(random: Draw) -> bytes:
     """The body of an envelope, with something wrong in it."""
-    forbidden, mark = _forbidden(topology).decode(), random.mark
+    forbidden, mark = random.forbidden.decode(), random.mark
     items: dict[str, Callable[[], Any]] = {
         "forbidden": lambda: Item(mark, {"rabbitdelay-routing-key": forbidden}),
         "copied": lambda: Item(mark, {"CC": [forbidden]}),
@@ -351,35 +349,35 @@ def _packed(random: Draw, topology: Topology) -> bytes:
     return random.choice((random.randbytes(50), Envelope((Item(mark),)).pack()[:-5]))
 
 
-def _meditated(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _meditated(random: Draw) -> Made:
     due = random.choice((integer(random.choice(DUES)), any_field(random)))
-    content = properties({b"rabbitdelay-due": due, **_own_headers(random, topology)})
-    modules = topology.module_queues
+    content = properties({b"rabbitdelay-due": due, **_own_headers(random)})
+    modules = random.topology.module_queues
     return modules.meditated.name, random.choice((b"nowhere", b"\xff")), content, b"body"
 
 
-def _level(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
-    exchange = random.choice(topology.exchanges[1:3]).name
+def _level(random: Draw) -> Made:
+    exchange = random.choice(random.topology.exchanges[1:3]).name
     key = random.choice((b"1.2.nowhere", b"0.0.%nothing", b"9.9.9.9", b"", b"\xff.\xff", b"#.*"))
-    return exchange, key, properties(_own_headers(random, topology)), b"body"
+    return exchange, key, properties(_own_headers(random)), b"body"
 
 
-def _straight_to_undeliverable(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
-    exchange = topology.module_queues.undeliverable.exchange.name
-    content = properties({**_own_headers(random, topology), **_deaths(random, topology)})
+def _straight_to_undeliverable(random: Draw) -> Made:
+    exchange = random.topology.module_queues.undeliverable.exchange.name
+    content = properties({**_own_headers(random), **_deaths(random)})
     return exchange, random.choice(BAD_TEXTS), content, b"body"
 
 
-def _task(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
+def _task(random: Draw) -> Made:
     """A task for the worker's own consumer, which restores it, by distribution."""
     headers = {
         b"task": field_text(b"hostile"),
         b"id": field_text(b"%032x" % random.getrandbits(128)),
-        **_own_headers(random, topology),
-        **_nested_headers(random, topology),
+        **_own_headers(random),
+        **_nested_headers(random),
         b"sentry-task-enqueued-time": any_field(random, 0),
         b"rabbitdelay-exchange": field_text(b""),
-        b"rabbitdelay-routing-key": field_text(f"{topology.prefix}.{TASKS}".encode()),
+        b"rabbitdelay-routing-key": field_text(random.tasks),
         # A due time: distribution leaves it to the worker.
         b"rabbitdelay-due": random.choice((integer(5), field_text(b"soon"), b"t\1", table({}))),
     }
@@ -388,7 +386,7 @@ def _task(random: Draw, topology: Topology) -> tuple[str, bytes, bytes, bytes]:
     json_type = {"content_type": b"application/json", "content_encoding": b"utf-8"}
     if random.random() < 0.5:
         headers[b"rabbitdelay-queue"] = headers[b"rabbitdelay-routing-key"]
-    exchange, key = topology.route(0, DISTRIBUTION)[:2]
+    exchange, key = random.topology.route(0, DISTRIBUTION)[:2]
     body = b'[["' + _PLACE + b'"], {}, {}]'
     return exchange, key.encode(), properties(headers, **json_type), body
 

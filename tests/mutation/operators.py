@@ -13,18 +13,14 @@ import copy
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-COMPARISONS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
+_PAIRS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
 }
+COMPARISONS: Final = {**_PAIRS, **{other: one for one, other in _PAIRS.items()}}
 
 OPERATORS: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.Add: ast.Sub,

@@ -76,25 +76,20 @@ def is_noticed(mutant: Mutant) -> bool:
             )
         shutil.copy(REPOSITORY / "pyproject.toml", folder)
         Path(folder, SCRIPTS, f"{mutant.script}.lua").write_text(mutant.text)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-k",
-            "single",
-            "-p",
-            "no:cacheprovider",
-            *TESTS,
-        ]
+        options = ["-m", "pytest", "-q", "-x", "-k", "single", "-p", "no:cacheprovider"]
         environment = {
             "PYTHONPATH": folder,
             "RABBITDELAY_SEQUENCES": "300",
             "PATH": "/usr/bin:/bin",
             "HOME": folder,
         }
-        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
+        run = subprocess.run(
+            [sys.executable, *options, *TESTS],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
     return run.returncode != 0
 
 

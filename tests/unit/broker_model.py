@@ -7,14 +7,14 @@ the same routes through the real one.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import defaultdict
+from typing import NamedTuple
 
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Route, Topology
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """Where a message went: the queues it waited in, for how long, and the queues it ended in."""
 
     stops: tuple[str, ...]
@@ -26,59 +26,44 @@ class BrokerModel:
     """The exchanges, queues and bindings of one topology, and the destinations bound to it."""
 
     def __init__(self, topology: Topology, destinations: tuple[str, ...]) -> None:
-        self._queues = {queue.name: queue.queue_arguments for queue in topology.queues}
+        every = {queue.name: queue.queue_arguments or {} for queue in topology.queues}
+        self._levels = {name: own for name, own in every.items() if "x-message-ttl" in own}
         self._exchanges = {exchange.name: exchange for exchange in topology.exchanges}
-        bindings = [
-            *topology.bindings,
-            *(
-                Binding(
-                    topology.delivery.name, topology.keys.destination_pattern(name), name, False
-                )
-                for name in destinations
-            ),
-        ]
-        self._bindings: dict[str, list[tuple[re.Pattern[str] | None, Binding]]] = {}
-        for binding in bindings:
+        delivery, keys = topology.delivery.name, topology.keys
+        own = [Binding(delivery, keys.destination_pattern(name), name) for name in destinations]
+        self._bindings: dict[str, list[tuple[re.Pattern[str] | None, Binding]]] = defaultdict(list)
+        for binding in (*topology.bindings, *own):
             fanout = self._exchanges[binding.source].type == "fanout"
             pattern = None if fanout else _as_regex(binding.pattern)
-            self._bindings.setdefault(binding.source, []).append((pattern, binding))
+            self._bindings[binding.source].append((pattern, binding))
 
     def walk(self, route: Route) -> Walk:
         """Publish a message and follow it until it is in no queue of the levels."""
         stops: list[str] = []
         waited = 0
         queues = self._route(route.exchange, route.routing_key)
-        while queues & self._waiting_queues:
+        while queues & self._levels.keys():
             assert len(queues) == 1, f"{route} is in several queues at once: {queues}"
             (queue,) = queues
-            arguments = self._queues[queue]
-            assert arguments is not None
+            arguments = self._levels[queue]
             assert queue not in stops, f"{route} comes back to {queue}"
             stops.append(queue)
             waited += arguments["x-message-ttl"]
             queues = self._route(arguments["x-dead-letter-exchange"], route.routing_key)
         return Walk(tuple(stops), waited, frozenset(queues))
 
-    @property
-    def _waiting_queues(self) -> set[str]:
-        return {
-            name for name, arguments in self._queues.items() if "x-message-ttl" in (arguments or {})
-        }
-
     def _route(self, exchange: str, routing_key: str) -> set[str]:
-        reached: set[str] = set()
-        matched = False
-        for pattern, binding in self._bindings.get(exchange, []):
-            if pattern is None or pattern.fullmatch(routing_key):
-                matched = True
-                if binding.target_is_exchange:
-                    reached |= self._route(binding.target, routing_key)
-                else:
-                    reached.add(binding.target)
+        found = [
+            binding
+            for pattern, binding in self._bindings[exchange]
+            if pattern is None or pattern.fullmatch(routing_key)
+        ]
         alternate = (self._exchanges[exchange].arguments or {}).get("alternate-exchange")
-        if not matched and alternate:
+        if not found and alternate:
             return self._route(alternate, routing_key)
-        return reached
+        reached = {each.target for each in found if not each.target_is_exchange}
+        further = (each.target for each in found if each.target_is_exchange)
+        return reached.union(*(self._route(target, routing_key) for target in further))
 
 
 def _as_regex(pattern: str) -> re.Pattern[str]:

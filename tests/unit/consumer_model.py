@@ -25,6 +25,7 @@ from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
+from tests.unit.clock import Clock
 from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology()
@@ -40,16 +41,6 @@ REFUSED = exceptions.MessageRefused("", "", "too large")
 RETURNED = exceptions.MessageReturned("", "", "NO_ROUTE")
 NO_EXCHANGE = exceptions.MessageReturned("", "", "NOT_FOUND")
 NO_EXCHANGE.__cause__ = NotFound("no exchange")
-
-
-class Clock:
-    """Stands in for the module ``time``; it begins at 0, as that of a machine that boots."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Consumer:

@@ -6,26 +6,15 @@ import pytest
 
 from celery_rabbitdelay.worker import metrics
 from celery_rabbitdelay.worker.metrics import Arrivals
+from tests.unit.clock import NS_PER_S, Clock
 
 DUE_MS = 1_900_000_000_000
-
-
-class Clock:
-    """Stands in for the module ``time``, because no real clock can be told how late it is."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def monotonic(self) -> float:
-        return 5000 + self.seconds
-
-    def time_ns(self) -> int:
-        return int((DUE_MS / 1000 + self.seconds) * 1_000_000_000)
+DUE_NS = DUE_MS * 1_000_000
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(DUE_MS / 1000)
     monkeypatch.setattr(metrics, "time", clock)
     return clock
 
@@ -37,13 +26,13 @@ def test_a_worker_without_delayed_tasks_says_so(clock: Clock) -> None:
 def test_the_latest_task_of_the_last_ten_minutes_is_told(clock: Clock) -> None:
     arrivals = Arrivals()
     for seconds, late in [(30, 180.5), (31, 2), (200, 0.25)]:
-        clock.seconds = seconds
+        clock.now_ns = DUE_NS + seconds * NS_PER_S
         arrivals.note(DUE_MS + round((seconds - late) * 1000))
     assert arrivals.status() == {"received": 3, "latest": 180.5}
 
-    clock.seconds = 700
+    clock.now_ns = DUE_NS + 700 * NS_PER_S
     assert arrivals.status() == {"received": 3, "latest": 0.25}
-    clock.seconds = 900
+    clock.now_ns = DUE_NS + 900 * NS_PER_S
     assert arrivals.status() == {"received": 3, "latest": 0}
 
 

@@ -79,14 +79,12 @@ def _times(signature: Any) -> dict[str, Any]:
 NONE = {"delay": None, "countdown": None, "eta": None}
 
 
-def test_the_delay_of_a_whole_chord_is_its_header_s_alone(make: Make, sent: list[Sent]) -> None:
-    chord([make("count"), make("count")], make("total")).apply_async(delay=30)
-    assert [task.seconds for task in sent] == [30, 30]
-    assert all(_times(task.embedded["chord"]) == NONE for task in sent)
-
-
-def test_so_it_is_where_a_chain_makes_the_chord(make: Make, sent: list[Sent]) -> None:
-    whole = chain(group(make("count"), make("count")), make("total"))
+@pytest.mark.parametrize("in_chain", [False, True])
+def test_the_delay_of_a_whole_chord_is_its_header_s_alone(
+    make: Make, sent: list[Sent], in_chain: bool
+) -> None:
+    header, body = [make("count"), make("count")], make("total")
+    whole: Any = chain(group(header), body) if in_chain else chord(header, body)
     whole.apply_async(delay=timedelta(seconds=30))
     assert [task.seconds for task in sent] == [30, 30]
     assert all(_times(task.embedded["chord"]) == NONE for task in sent)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import amqp
-import pytest
 from amqp.exceptions import AMQPError
+from hypothesis import given
+from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
 from celery_rabbitdelay.publishing.confirm_channel import Unconfirmed
@@ -20,94 +21,68 @@ def publication(key: str, body: str | bytes = "x", **properties: Any) -> Publica
     return sent
 
 
-@pytest.fixture
-def settled() -> list[Publication]:
-    """The publications that are settled, in the order in which that was reported."""
-    return []
+def publications(*keys: str) -> list[Publication]:
+    return [publication(key) for key in keys]
 
 
-@pytest.fixture
-def unconfirmed(settled: list[Publication]) -> Unconfirmed:
-    return Unconfirmed(settled.append)
-
-
-def send(unconfirmed: Unconfirmed, *keys: str) -> list[Publication]:
-    sent = [publication(key) for key in keys]
+def unconfirmed(sent: list[Publication]) -> tuple[Unconfirmed, list[Publication]]:
+    """Those that were sent, and, in the order in which it is reported, those that are settled."""
+    settled: list[Publication] = []
+    found = Unconfirmed(settled.append)
     for each in sent:
-        unconfirmed.add(each)
-    return sent
+        found.add(each)
+    return found, settled
 
 
-def test_an_ack_settles_one_message(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
-    first, second, third = send(unconfirmed, "a", "b", "c")
-    unconfirmed.ack(2, multiple=False)
-    assert settled == [second]
-    assert second.error is None
-    assert unconfirmed.all() == [first, third]
-    assert unconfirmed.first() is first
+#: Whether the broker has taken a message, its tag, and whether all before it are meant too.
+answers = st.tuples(st.booleans(), st.integers(1, 7), st.booleans())
 
 
-def test_an_ack_settles_all_up_to_it(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
-    sent = send(unconfirmed, "a", "b", "c", "d")
-    unconfirmed.ack(3, multiple=True)
-    assert (settled, unconfirmed.all()) == (sent[:3], sent[3:])
+@given(st.lists(answers, max_size=8), st.sets(st.integers(0, 4)))
+def test_each_answer_settles_what_it_means_once(
+    given_answers: list[tuple[bool, int, bool]], forgotten: set[int]
+) -> None:
+    sent = publications(*"abcde")
+    waiting, settled = unconfirmed(sent)
+    waiting.forget([sent[number] for number in forgotten])
+    left = [number for number in range(5) if number not in forgotten]
+    for is_ack, tag, multiple in given_answers:
+        meant = [n for n in left if (n < tag if multiple else n == tag - 1)]
+        left = [n for n in left if n not in meant]
+        before = len(settled)
+        waiting.ack(tag, multiple) if is_ack else waiting.nack(tag, multiple)
+        assert settled[before:] == [sent[number] for number in meant]
+        for each in settled[before:]:
+            if is_ack:
+                assert each.error is None
+            else:
+                assert isinstance(each.error, MessageNacked)
+                assert each.error.routing_key == each.routing_key
+        assert waiting.all() == [sent[number] for number in left]
+        assert waiting.first() is (sent[left[0]] if left else None)
+        assert len(waiting) == len(left)
 
 
-def test_a_nack_of_several_fails_each(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
-    sent = send(unconfirmed, "a", "b", "c")
-    unconfirmed.nack(2, multiple=True)
-    assert settled == sent[:2]
-    assert [isinstance(each.error, MessageNacked) for each in sent] == [True, True, False]
-    assert sent[1].error is not None
-    assert sent[1].error.routing_key == "b"
-
-
-def test_a_return_belongs_to_the_message_with_its_key(unconfirmed: Unconfirmed) -> None:
-    first, second, third = send(unconfirmed, "a", "b", "b")
-    unconfirmed.returned(AMQPError("NO_ROUTE"), "exchange", "b", amqp.Message("x"))
-    unconfirmed.returned(AMQPError("NO_ROUTE"), "exchange", "b", amqp.Message("x"))
-    unconfirmed.ack(3, multiple=True)
+def test_a_return_belongs_to_the_message_with_its_key() -> None:
+    first, second, third = sent = publications("a", "b", "b")
+    waiting, _ = unconfirmed(sent)
+    for _ in range(2):
+        waiting.returned(AMQPError("NO_ROUTE"), "exchange", "b", amqp.Message("x"))
+    waiting.ack(3, multiple=True)
     assert first.error is None
     assert isinstance(second.error, MessageReturned)
     assert isinstance(third.error, MessageReturned)
 
 
-def test_a_return_belongs_to_the_message_with_its_content(unconfirmed: Unconfirmed) -> None:
+def test_a_return_belongs_to_the_message_with_its_content() -> None:
     bodies: list[str | bytes] = ["x", "x", b"y"]
     sent = [
         publication("a", body, application_headers={"id": number}, reply_to=None)
         for number, body in enumerate(bodies)
     ]
-    for each in sent:
-        unconfirmed.add(each)
+    waiting, _ = unconfirmed(sent)
     # As py-amqp reads it: without what was None, and the body as bytes or as text.
     back = amqp.Message(b"x", application_headers={"id": 1}, content_encoding="utf-8")
-    unconfirmed.returned(AMQPError("NO_ROUTE"), "exchange", "a", back)
-    unconfirmed.returned(AMQPError("NO_ROUTE"), "exchange", "a", amqp.Message("y"))
+    waiting.returned(AMQPError("NO_ROUTE"), "exchange", "a", back)
+    waiting.returned(AMQPError("NO_ROUTE"), "exchange", "a", amqp.Message("y"))
     assert [each.error is None for each in sent] == [False, False, True]
-
-
-def test_each_is_reported_once(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
-    sent = send(unconfirmed, "a", "b", "c")
-    unconfirmed.ack(1, multiple=False)
-    unconfirmed.nack(3, multiple=True)
-    unconfirmed.ack(3, multiple=True)
-    assert (settled, [each.error is None for each in settled]) == (sent, [True, False, False])
-    assert len(unconfirmed) == 0
-    assert unconfirmed.first() is None
-
-
-def test_a_second_answer_is_ignored(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
-    (sent,) = send(unconfirmed, "a")
-    unconfirmed.ack(1, multiple=False)
-    unconfirmed.nack(1, multiple=False)
-    unconfirmed.ack(7, multiple=False)
-    assert sent.error is None
-    assert settled == [sent]
-
-
-def test_a_late_answer_is_ignored(unconfirmed: Unconfirmed, settled: list[Publication]) -> None:
-    first, second, third = send(unconfirmed, "a", "b", "c")
-    unconfirmed.forget([first, third])
-    unconfirmed.ack(3, multiple=True)
-    assert settled == [second]

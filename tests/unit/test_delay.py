@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import delay as delay_module
+from tests.unit.clock import Clock
 
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000
@@ -21,19 +22,15 @@ START_NS = 1_900_000_000_000_400_000
 FIRST, LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 
-class Clock:
-    """Stands in for the module ``time``, because no real clock can be told to stand still."""
-
-    def __init__(self) -> None:
-        self.now_ns = START_NS
-
-    def time_ns(self) -> int:
-        return self.now_ns
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return stopped(monkeypatch)
+
+
+def stopped(monkeypatch: pytest.MonkeyPatch, now_ns: int = START_NS) -> Clock:
+    """Let time stand still."""
     clock = Clock()
+    clock.now_ns = now_ns
     monkeypatch.setattr(delay_module, "time", clock)
     return clock
 
@@ -55,16 +52,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         (timedelta(microseconds=-1), 0),
         (2**60, 2**60 * 1000),
         (timedelta.max, 86_400_000_000_000_000),
+        # More milliseconds than a float holds.
+        (1e306, 10**309),
+        (-1e306, -(10**309)),
+        (Fraction(10**400), 10**403),
     ],
 )
 def test_a_delay_in_milliseconds_is_rounded_up(delay: float, expected: int) -> None:
     assert delay_module.milliseconds(delay) == expected
-
-
-def test_seconds_may_be_more_milliseconds_than_a_float_holds() -> None:
-    assert delay_module.milliseconds(1e306) == 10**309
-    assert delay_module.milliseconds(-1e306) == -(10**309)
-    assert delay_module.milliseconds(Fraction(10**400)) == 10**403
 
 
 def test_a_float_of_another_type_is_the_number_that_it_prints_as() -> None:
@@ -80,21 +75,26 @@ def test_a_float_is_never_rounded_down_and_by_less_than_a_millisecond_up(delay: 
     assert 0 <= delay_module.milliseconds(delay) - printed < 1
 
 
-@pytest.mark.parametrize("delay", [True, False, "5", b"5", None, [5], 1j, datetime.now(UTC)])
-def test_what_is_no_length_of_time_is_a_type_error_with_the_value(delay: object) -> None:
-    with pytest.raises(TypeError) as caught:
-        delay_module.milliseconds(delay)  # type: ignore[arg-type]
-    assert isinstance(caught.value, InvalidDelayType)
-    assert caught.value.value is delay
-    assert repr(delay) in str(caught.value)
-
-
-@pytest.mark.parametrize("delay", [float("nan"), float("inf"), float("-inf"), Decimal("NaN")])
-def test_a_number_that_is_not_finite_is_a_value_error_with_the_value(delay: float) -> None:
-    with pytest.raises(ValueError, match="finite") as caught:
-        delay_module.milliseconds(delay)
-    assert isinstance(caught.value, InvalidDelay)
-    assert caught.value.value is delay
+@pytest.mark.parametrize(
+    ("error", "builtin", "wrong"),
+    [
+        *(
+            (InvalidDelayType, TypeError, value)
+            for value in (True, False, "5", b"5", None, [5], 1j, datetime.now(UTC))
+        ),
+        *((InvalidDelay, ValueError, float(value)) for value in ("nan", "inf", "-inf")),
+        (InvalidDelay, ValueError, Decimal("NaN")),
+    ],
+)
+def test_what_is_no_length_of_time_is_an_error_with_the_value(
+    error: type[Exception], builtin: type[Exception], wrong: Any
+) -> None:
+    with pytest.raises(error) as caught:
+        delay_module.milliseconds(wrong)
+    assert isinstance(caught.value, builtin)
+    assert vars(caught.value)["value"] is wrong
+    assert repr(wrong) in str(caught.value)
+    assert "finite" in str(caught.value) or error is InvalidDelayType
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,7 @@ def test_without_a_tolerance_a_message_may_not_be_later_at_all() -> None:
 @given(st.floats(0.001, 1e7), st.integers(0, 10**13))
 def test_the_wait_that_is_left_never_ends_too_early(delay: float, lost_ns: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        clock = Clock()
-        patch.setattr(delay_module, "time", clock)
+        clock = stopped(patch)
         due = delay_module.Due.after(delay)
         clock.now_ns += lost_ns
         ends_ns = clock.now_ns + due.remaining_ms() * 1_000_000
@@ -194,9 +193,7 @@ def test_the_wait_until_an_instant_is_rounded_up(clock: Clock) -> None:
 @given(st.datetimes(timezones=st.timezones()), st.integers(0, 10**19))
 def test_an_instant_is_met_to_the_millisecond(instant: datetime, now_ns: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        clock = Clock()
-        clock.now_ns = now_ns
-        patch.setattr(delay_module, "time", clock)
+        stopped(patch, now_ns)
         due = delay_module.Due.at(instant, 5)
         assert due.is_instant
         assert due.tolerance_ms == 5
@@ -208,14 +205,11 @@ def test_an_instant_is_met_to_the_millisecond(instant: datetime, now_ns: int) ->
         assert 0 <= ends_ns - due.at_ns < 1_000_000
 
 
-def test_a_naive_datetime_names_no_instant() -> None:
+def test_neither_a_naive_datetime_nor_a_number_names_an_instant() -> None:
     naive = datetime(2030, 1, 1)
     with pytest.raises(InvalidDelay, match="is naive: use an aware one") as caught:
         delay_module.Due.at(naive)
     assert caught.value.value is naive
-
-
-def test_a_number_is_not_an_instant() -> None:
     with pytest.raises(InvalidDelayType):
         delay_module.Due.at(5)  # type: ignore[arg-type]
 

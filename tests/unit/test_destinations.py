@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
+
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
+from tests.unit.clock import Clock
 
 #: How many messages a destination may have in flight at first, and at most if it is prompt.
 ROOM = 30
 MOST = 300
 
 
-class Clock:
-    """A fake clock, because no real one can be told how late it is.
-
-    It begins at 0, as the clock of a machine that has just booted.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-def test_a_destination_is_silent_if_what_was_sent_a_second_later_is_answered() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
+@pytest.fixture
+def unanswered(clock: Clock) -> AnswerTimes:
+    return AnswerTimes(clock)
+
+
+def send(
+    unanswered: AnswerTimes, destination: str, numbers: Iterable[object] = range(ROOM)
+) -> None:
+    for number in numbers:
+        unanswered.sent(number, destination)
+
+
+@pytest.mark.parametrize("other", ["sound", None], ids=["another destination", "the levels"])
+def test_a_destination_is_silent_if_what_was_sent_a_second_later_is_answered(
+    unanswered: AnswerTimes, clock: Clock, other: str | None
+) -> None:
     unanswered.sent("first", "lost")
     clock.now += 1.0
-    unanswered.sent("second", "sound")
+    unanswered.sent("second", other)
     assert not unanswered.is_silent("lost", 0.0)
-    unanswered.answered("second", "sound")
+    unanswered.answered("second", other)
     assert unanswered.is_silent("lost", 0.0)
     assert not unanswered.is_silent("sound", 0.0)
     unanswered.answered("first", "lost")
     assert not unanswered.is_silent("lost", 0.0)
 
 
-def test_messages_for_the_levels_tell_it_too() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
-    unanswered.sent("first", "lost")
-    clock.now += 1.0
-    unanswered.sent("second", None)
-    unanswered.answered("second", None)
-    assert unanswered.is_silent("lost", 0.0)
-
-
-def test_where_the_broker_is_slow_for_all_no_destination_is_silent() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
+def test_where_the_broker_is_slow_for_all_no_destination_is_silent(
+    unanswered: AnswerTimes, clock: Clock
+) -> None:
     for number in range(10):
         unanswered.sent(number, "busy")
         clock.now += 1.0
@@ -57,9 +57,9 @@ def test_where_the_broker_is_slow_for_all_no_destination_is_silent() -> None:
         assert not unanswered.is_silent("busy", 0.0)
 
 
-def test_if_nothing_at_all_is_answered_each_may_be_the_cause() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
+def test_if_nothing_at_all_is_answered_each_may_be_the_cause(
+    unanswered: AnswerTimes, clock: Clock
+) -> None:
     clock.now = 5.0
     unanswered.sent("first", "lost")
     clock.now = 5.9
@@ -69,9 +69,7 @@ def test_if_nothing_at_all_is_answered_each_may_be_the_cause() -> None:
     assert [unanswered.is_silent(name, 1.0) for name in ("lost", "other")] == [True, False]
 
 
-def test_after_a_timeout_a_destination_gets_one_message_at_a_time_until_it_answers() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
+def test_after_a_timeout_a_destination_gets_one_at_a_time(unanswered: AnswerTimes) -> None:
     unanswered.sent("first", "lost")
     unanswered.timed_out("first", "lost")
     assert not unanswered.is_silent("lost", 0.0)
@@ -82,8 +80,9 @@ def test_after_a_timeout_a_destination_gets_one_message_at_a_time_until_it_answe
     assert not unanswered.is_silent("lost", 0.0)
 
 
-def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing() -> None:
-    clock = Clock()
+def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing(
+    clock: Clock,
+) -> None:
     asked: list[str] = []
     there = {"news"}
 
@@ -109,9 +108,7 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing() 
     assert asked == ["news", "gone", "gone", "news"]
 
 
-def test_a_destination_may_have_so_many_messages_that_the_broker_goes_on_reading() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
+def test_a_destination_has_so_many_that_the_broker_goes_on_reading(unanswered: AnswerTimes) -> None:
     was_full = []
     for number in range(ROOM + 1):
         was_full.append(unanswered.is_full("busy", 0.0))
@@ -123,22 +120,20 @@ def test_a_destination_may_have_so_many_messages_that_the_broker_goes_on_reading
     assert not unanswered.is_full("busy", 0.0)
 
 
-def test_what_a_silent_destination_should_get_does_not_wait_for_it() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
-    for number in range(ROOM):
-        unanswered.sent(number, "lost")
+def test_what_a_silent_destination_should_get_does_not_wait_for_it(
+    unanswered: AnswerTimes, clock: Clock
+) -> None:
+    send(unanswered, "lost")
     clock.now += 1.0
     assert unanswered.is_full("lost", 0.0)
     assert not unanswered.is_full("lost", 1.0)
     assert unanswered.is_silent("lost", 1.0)
 
 
-def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
-    for number in range(ROOM):
-        unanswered.sent(number, "slow")
+def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while(
+    unanswered: AnswerTimes, clock: Clock
+) -> None:
+    send(unanswered, "slow")
     assert not unanswered.is_silent("slow", 0.0)
     unanswered.note_slow("slow")
     assert unanswered.is_silent("slow", 0.0)
@@ -148,8 +143,7 @@ def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while() -> None:
     for number in range(1, ROOM):
         unanswered.answered(number, "slow")
     clock.now += 10.0
-    for number in range(ROOM):
-        unanswered.sent(number, "slow")
+    send(unanswered, "slow")
     assert unanswered.is_full("slow", 0.0)
 
 
@@ -174,9 +168,14 @@ class Destination:
             self._unanswered.answered(self._in_flight.pop(0), "busy")
 
 
-def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_fewer() -> None:
-    clock = Clock()
-    destination = Destination(AnswerTimes(clock))
+@pytest.fixture
+def destination(unanswered: AnswerTimes) -> Destination:
+    return Destination(unanswered)
+
+
+def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_fewer(
+    destination: Destination, clock: Clock
+) -> None:
     assert destination.fill() == ROOM
     destination.answer(10)
     assert destination.fill() == ROOM + 10
@@ -190,9 +189,9 @@ def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_few
     assert destination.fill() == ROOM
 
 
-def test_a_destination_that_answers_after_a_tenth_of_a_second_gets_no_more() -> None:
-    clock = Clock()
-    destination = Destination(AnswerTimes(clock))
+def test_a_destination_that_answers_after_a_tenth_of_a_second_gets_no_more(
+    destination: Destination, clock: Clock
+) -> None:
     destination.fill()
     clock.now = 0.05
     assert destination.fill() == ROOM
@@ -201,10 +200,9 @@ def test_a_destination_that_answers_after_a_tenth_of_a_second_gets_no_more() -> 
     assert destination.fill() == ROOM
 
 
-def test_a_destination_that_was_prompt_a_while_ago_starts_anew() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
-    destination = Destination(unanswered)
+def test_a_destination_that_was_prompt_a_while_ago_starts_anew(
+    destination: Destination, unanswered: AnswerTimes, clock: Clock
+) -> None:
     destination.fill()
     destination.answer(ROOM)
     clock.now += 0.1
@@ -213,12 +211,13 @@ def test_a_destination_that_was_prompt_a_while_ago_starts_anew() -> None:
     assert destination.fill() == ROOM
 
 
-def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_long() -> None:
-    clock = Clock()
+def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_long(
+    clock: Clock,
+) -> None:
     silent: set[str | None] = set()
     unanswered = AnswerTimes(clock, silent)
+    send(unanswered, "lost")
     for number in range(ROOM):
-        unanswered.sent(number, "lost")
         unanswered.sent(-number, None)
     assert unanswered.give_up_if_stuck(3.0) == []
     unanswered.sent("one more", "lost")
@@ -229,8 +228,8 @@ def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_lon
     assert on_another_connection.is_silent("lost", 0.0)
 
 
-def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions() -> None:
-    clock, asked = Clock(), []
+def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions(clock: Clock) -> None:
+    asked = []
 
     def ask(exchange: str) -> bool:
         asked.append(exchange)
@@ -258,13 +257,12 @@ def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions() 
     assert missing._missing == {}
 
 
-def test_what_is_known_of_destinations_does_not_grow_with_their_number() -> None:
-    clock = Clock()
-    unanswered = AnswerTimes(clock)
+def test_what_is_known_of_destinations_does_not_grow_with_their_number(
+    unanswered: AnswerTimes, clock: Clock
+) -> None:
     for number in range(1100):
         name = f"forged.{number}"
-        for message in range(ROOM):
-            unanswered.sent(message, name)
+        send(unanswered, name)
         assert unanswered.is_full(name, 0.0)
         unanswered.note_slow(name)
         for message in range(ROOM):

@@ -21,6 +21,7 @@ from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import EarlyMessages
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
+from tests.unit.clock import Clock
 from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology()
@@ -42,7 +43,7 @@ def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself
     envelope = letter(
         Item(b"one", {"id": "1"}),
         Item(b"two", own),
-        **{header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"},
+        **QUEUE,
     )
 
     one, two = distributed(envelope)
@@ -53,8 +54,7 @@ def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself
 
 
 def test_an_envelope_of_which_one_message_goes_nowhere_is_refused_whole() -> None:
-    known = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
-    envelope = letter(Item(b"one", known), Item(b"two", {header_names.EXCHANGE: ""}))
+    envelope = letter(Item(b"one", QUEUE), Item(b"two", {header_names.EXCHANGE: ""}))
     outgoing = distributed(envelope)
 
     with pytest.raises(UnprocessableMessage, match="destination is missing"):
@@ -76,10 +76,8 @@ def properties_of(message: amqp.Message) -> dict[str, Any]:
 
 
 def test_a_message_arrives_as_it_was_sent_but_for_its_due_time() -> None:
-    message = waited(
-        {header_names.DUE: DUE, header_names.REASON: "full", "x-death": [], "x-mine": 1},
-        app_id="shop",
-    )
+    told = {header_names.DUE: DUE, header_names.REASON: "full", "x-death": [], "x-mine": 1}
+    message = waited(told, app_id="shop")
     (outgoing,) = distributed(message)
     assert (outgoing.exchange, outgoing.routing_key) == ("office", "paper")
     assert outgoing.message.body == b"body"
@@ -90,43 +88,38 @@ def test_a_message_arrives_as_it_was_sent_but_for_its_due_time() -> None:
     }
 
 
-def test_a_message_without_a_due_time_gets_none() -> None:
-    assert properties_of(waited({}))["application_headers"] == {}
+HIGH = {header_names.PRIORITY: 9, header_names.EXPIRATION: "60"}
 
 
-def test_priority_and_expiration_are_restored() -> None:
-    message = waited({header_names.PRIORITY: 9, header_names.EXPIRATION: "60"}, priority=4)
-    properties = properties_of(message)
-    assert (properties["priority"], properties["expiration"]) == (9, "60")
-    assert properties["application_headers"] == {}
+@pytest.mark.parametrize(
+    ("headers", "priority", "restored"),
+    [
+        # Without a due time, it gets none.
+        ({}, None, {}),
+        (HIGH, 4, {"priority": 9, "expiration": "60"}),
+        # A priority that could wait as it was stays, and no expiration appears.
+        ({}, 3, {"priority": 3}),
+    ],
+)
+def test_priority_and_expiration_are_restored(headers: Any, priority: Any, restored: Any) -> None:
+    expected = {"application_headers": {}, "delivery_mode": 2, **restored}
+    assert properties_of(waited(headers, priority=priority)) == expected
 
 
-def test_a_priority_that_could_wait_as_it_was_stays_and_no_expiration_appears() -> None:
-    properties = properties_of(waited({}, priority=3))
-    assert properties["priority"] == 3
-    assert "expiration" not in properties
+MISSING = "its destination is missing"
+NO_NAME = "its header rabbitdelay-exchange is 5, not an exchange's name"
+NO_TIME = "its header rabbitdelay-due is 'soon', not milliseconds since 1970"
 
 
 @pytest.mark.parametrize(
     ("headers", "why"),
     [
-        (
-            {header_names.EXCHANGE: 5},
-            "its header rabbitdelay-exchange is 5, not an exchange's name",
-        ),
-        (
-            {header_names.EXCHANGE: 5, header_names.DUE: "soon"},
-            (
-                "its header rabbitdelay-due is 'soon', not milliseconds since 1970; "
-                "its header rabbitdelay-exchange is 5, not an exchange's name"
-            ),
-        ),
+        ({header_names.EXCHANGE: 5}, NO_NAME),
+        ({header_names.EXCHANGE: 5, header_names.DUE: "soon"}, f"{NO_TIME}; {NO_NAME}"),
+        ({header_names.QUEUE: 5}, "its header rabbitdelay-queue is 5, not a queue's name"),
         (
             {header_names.ROUTING_KEY: None},
-            (
-                "its destination is missing: "
-                "rabbitdelay-exchange is 'office', rabbitdelay-routing-key is None"
-            ),
+            f"{MISSING}: rabbitdelay-exchange is 'office', rabbitdelay-routing-key is None",
         ),
     ],
 )
@@ -137,32 +130,20 @@ def test_without_exchange_key_or_valid_headers_it_is_refused(headers: Any, why: 
 
 
 def test_the_due_time_of_an_envelope_is_that_of_each_message_in_it() -> None:
-    known = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
-    (outgoing,) = distributed(
-        letter(Item(b"one", {**known, header_names.DUE: 1, header_names.PRIORITY: 7}))
-    )
+    item = Item(b"one", {**QUEUE, header_names.DUE: 1, header_names.PRIORITY: 7})
+    (outgoing,) = distributed(letter(item))
     assert outgoing.message.headers.to_headers() == {header_names.DUE: DUE}
     assert outgoing.message.amqp().properties["priority"] == 7
 
 
 def test_a_message_for_a_known_queue_goes_to_it_and_keeps_what_a_worker_restores() -> None:
-    told = {
-        header_names.DUE: DUE,
-        header_names.EXCHANGE: "office",
-        header_names.ROUTING_KEY: "paper",
-        header_names.QUEUE: "letters",
-    }
-    own = {header_names.PRIORITY: 9, header_names.ATTEMPTS: 3, "x-death": [], "mine": 1}
-    message = amqp.Message(b"body", application_headers={**told, **own}, priority=4)
-    (outgoing,) = distributed(message)
+    told = {header_names.DUE: DUE, header_names.QUEUE: "letters", "mine": 1}
+    own = {header_names.PRIORITY: 9, header_names.ATTEMPTS: 3, "x-death": []}
+    (outgoing,) = distributed(waited({**told, **own}, priority=4))
     assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
-    assert outgoing.message.headers.to_headers() == {**told, "mine": 1}
+    where = {header_names.EXCHANGE: "office", header_names.ROUTING_KEY: "paper"}
+    assert outgoing.message.headers.to_headers() == {**told, **where}
     assert outgoing.message.amqp().properties["priority"] == 9
-
-
-def test_a_queue_that_is_no_text_is_refused() -> None:
-    with pytest.raises(UnprocessableMessage, match="rabbitdelay-queue is 5, not a queue's name"):
-        list(distributed(waited({header_names.QUEUE: 5})))
 
 
 @pytest.mark.parametrize(
@@ -202,14 +183,6 @@ class Registry:
 
     def distributed(self, message: amqp.Message) -> list[Outgoing]:
         return list(Distribution(TOPOLOGY, look=self.look).receive(message))
-
-
-class Time:
-    """Stands in for the module ``time``: it is always the same, so that a route can be foretold."""
-
-    @staticmethod
-    def time_ns() -> int:
-        return DUE * delay.NS_PER_MS
 
 
 RUN = Decision(Verdict.RUN)
@@ -283,7 +256,7 @@ def test_of_an_envelope_only_the_tasks_of_an_aborted_job_end_here(decision: Deci
 
 
 def test_an_envelope_whose_tasks_all_wait_goes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delay, "time", Time)
+    monkeypatch.setattr(delay, "time", Clock(DUE / 1000))
     for number in (1, 2):
         message = tasks(number)
         message.properties["application_headers"]["x-death"] = []
@@ -305,7 +278,7 @@ def test_cancelled_tasks_wait_in_their_envelope_with_those_whose_job_is_open() -
 
 
 def test_an_envelope_waits_for_the_first_of_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delay, "time", Time)
+    monkeypatch.setattr(delay, "time", Clock(DUE / 1000))
     message = tasks(2)
     registry = Registry(ITS_JOB_IS_OPEN, ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000))
     (later,) = registry.distributed(message)
@@ -333,7 +306,7 @@ def test_the_registry_is_told_of_a_job_that_was_committed() -> None:
 
 
 def test_without_the_registry_the_note_of_a_commit_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delay, "time", Time)
+    monkeypatch.setattr(delay, "time", Clock(DUE / 1000))
 
     def away(*job: str) -> None:
         raise RegistryUnavailable("away")

@@ -65,10 +65,8 @@ def test_the_table_of_layouts_counts_queues_levels_and_days() -> None:
     assert len(tables) == 6
     for setting, levels, queues, days in tables:
         layout, *tick = re.findall(r"`(?:rabbitdelay_tick = )?(.+?)`", setting)
-        settings = Settings(
-            layout=ast.literal_eval(layout), tick=ast.literal_eval(tick[0]) if tick else 0.1
-        )
-        found = settings.topology
+        own = {"tick": ast.literal_eval(tick[0])} if tick else {}
+        found = Settings(layout=ast.literal_eval(layout), **own).topology
         assert (len(found.layout.levels), len(found.digit_queues)) == (int(levels), int(queues))
         assert int(found.layout.capacity_ms / 86_400_000 + 0.001) == int(days.replace(",", ""))
 
@@ -180,10 +178,8 @@ def test_contributing_names_files_and_tests_that_exist() -> None:
 
 
 def test_the_page_on_the_architecture_names_files_that_exist() -> None:
-    root = TESTS.parent
-    page = (root / "docs" / "explanation" / "architecture.md").read_text()
-    files = re.findall(r"`([\w/]+\.py)`", page)
+    files = re.findall(r"`([\w/]+\.py)`", (DOCS / "explanation" / "architecture.md").read_text())
     assert len(files) > 10
     for file in files:
-        folder = root if file.startswith("tests/") else root / "celery_rabbitdelay"
+        folder = ROOT if file.startswith("tests/") else ROOT / "celery_rabbitdelay"
         assert (folder / file).is_file(), file

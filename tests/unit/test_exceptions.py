@@ -47,16 +47,10 @@ def test_an_error_keeps_its_text_and_attributes_in_another_process(name: str) ->
 
 
 def test_rows_that_are_not_confirmed_keep_their_errors_in_another_process() -> None:
-    lost, nacked = (
-        errors.ConnectionLost("x", "key", "cut"),
-        errors.MessageNacked("x", "key", "full"),
-    )
+    lost = errors.ConnectionLost("x", "key", "cut")
+    nacked = errors.MessageNacked("x", "key", "full")
     lost.may_have_arrived = True
     copy = pickle.loads(pickle.dumps(errors.RowsNotConfirmed("report", {5: nacked, 3: lost}, 7)))
     assert str(copy.errors) == str({3: lost, 5: nacked})
-    assert (copy.report, copy.uncertain, copy.rest, copy.may_have_arrived) == (
-        "report",
-        (3,),
-        7,
-        True,
-    )
+    told = (copy.report, copy.uncertain, copy.rest, copy.may_have_arrived)
+    assert told == ("report", (3,), 7, True)

@@ -19,12 +19,7 @@ from celery_rabbitdelay.command.declare import FORMATS
 from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.layout import Zeros
-from celery_rabbitdelay.operations.export.definitions import (
-    as_mermaid,
-    as_setting,
-    cut,
-    definitions,
-)
+from celery_rabbitdelay.operations.export import definitions as export
 from celery_rabbitdelay.operations.export.terraform import as_terraform
 from tests.json_schemas import checked
 from tests.unit.declaring_model import DeclaringModel
@@ -45,54 +40,47 @@ ALL = [
 ]
 
 
+def declared(exchanges: Any, queues: Any, bindings: Any) -> tuple[Any, ...]:
+    """What an export has, as the model notes what ``declare`` makes; none of it twice."""
+    keys = ("source", "routing_key", "destination", "destination_type")
+    found: tuple[Any, ...] = (
+        {each["name"]: (each["type"], *_flags(each), each["arguments"]) for each in exchanges},
+        {each["name"]: (*_flags(each), each["arguments"]) for each in queues},
+        {tuple(each[key] for key in keys) for each in bindings},
+    )
+    assert [*map(len, found)] == [len(exchanges), len(queues), len(bindings)]
+    return found
+
+
+def _flags(each: dict[str, Any]) -> tuple[bool, bool]:
+    return each["durable"], each["auto_delete"]
+
+
 @pytest.mark.parametrize("layout", ALL)
 def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
     topology = Topology("shop.delay", layout)
     module = Module(as_terraform(topology), name="other")
     made = DeclaringModel(replace(topology, prefix="other"))
-
-    exchanges = module.resources("rabbitmq_exchange")
-    assert [each["vhost"] for each in exchanges] == ["/"] * len(exchanges)
-    assert {
-        each["name"]: (setting["type"], setting["durable"], setting["auto_delete"], arguments)
-        for each in exchanges
-        for setting in each["settings"]
-        for arguments in [setting["arguments"]]
-    } == made.exchanges
-    assert len(exchanges) == len(made.exchanges)
-
-    queues = module.resources("rabbitmq_queue")
-    assert {
-        each["name"]: (
-            setting["durable"],
-            setting["auto_delete"],
-            json.loads(setting["arguments_json"]),
-        )
-        for each in queues
-        for setting in each["settings"]
-    } == made.queues
-    assert len(queues) == len(made.queues)
-
-    bindings = module.resources("rabbitmq_binding")
-    keys = ("source", "routing_key", "destination", "destination_type")
-    assert {tuple(each[key] for key in keys) for each in bindings} == made.bindings
-    assert len(bindings) == len(made.bindings)
+    exchanges, queues = (
+        [
+            {**each, **setting}
+            for each in module.resources(f"rabbitmq_{kind}")
+            for setting in each["settings"]
+        ]
+        for kind in ("exchange", "queue")
+    )
+    assert {each["vhost"] for each in exchanges} == {"/"}
+    queues = [{**each, "arguments": json.loads(each["arguments_json"])} for each in queues]
+    found = declared(exchanges, queues, module.resources("rabbitmq_binding"))
+    assert found == (made.exchanges, made.queues, made.bindings)
 
 
 @pytest.mark.parametrize("layout", ALL)
 def test_the_definitions_have_what_declare_makes(layout: Layout) -> None:
     topology = Topology("shop", layout, "classic", 2)
-    found, made = definitions(topology, "v"), DeclaringModel(topology)
-    assert {
-        each["name"]: (each["type"], each["durable"], each["auto_delete"], each["arguments"])
-        for each in found["exchanges"]
-    } == made.exchanges
-    assert {
-        each["name"]: (each["durable"], each["auto_delete"], each["arguments"])
-        for each in found["queues"]
-    } == made.queues
-    keys = ("source", "routing_key", "destination", "destination_type")
-    assert {tuple(each[key] for key in keys) for each in found["bindings"]} == made.bindings
+    found, made = export.definitions(topology, "v"), DeclaringModel(topology)
+    kinds = (found[kind] for kind in ("exchanges", "queues", "bindings"))
+    assert declared(*kinds) == (made.exchanges, made.queues, made.bindings)
     assert {each["vhost"] for kind in found.values() for each in kind} == {"v"}
 
 
@@ -121,14 +109,14 @@ def test_the_module_says_its_inputs_and_the_setting_of_the_applications() -> Non
 
 @given(layouts)
 def test_a_layout_is_made_again_from_its_setting(layout: Layout) -> None:
-    setting = json.loads(json.dumps(as_setting(layout)))
+    setting = json.loads(json.dumps(export.as_setting(layout)))
     assert Settings(layout=setting).topology.layout == layout
 
 
 def test_a_layout_that_only_python_can_make_has_no_setting() -> None:
     odd = Layout("mine", clock().levels)
-    assert as_setting(odd) is None
-    assert as_setting(Layout("clock", clock().levels[1:])) is None
+    assert export.as_setting(odd) is None
+    assert export.as_setting(Layout("clock", clock().levels[1:])) is None
     assert Module(as_terraform(Topology(layout=odd))).output["layout"]["value"] is None
 
 
@@ -136,7 +124,7 @@ def test_a_layout_that_only_python_can_make_has_no_setting() -> None:
 @settings(max_examples=50)
 def test_a_cut_layout_is_the_smallest_that_holds_the_delay(layout: Layout, data: Any) -> None:
     max_ms = data.draw(st.integers(0, layout.capacity_ms))
-    shorter = cut(layout, max_ms / 1000)
+    shorter = export.cut(layout, max_ms / 1000)
     assert shorter.levels == layout.levels[len(layout.levels) - len(shorter.levels) :]
     assert shorter.zeros == layout.zeros
     assert shorter.capacity_ms >= max_ms
@@ -150,13 +138,13 @@ def as_setting_levels(layout: Layout) -> list[Any]:
 
 def test_a_delay_that_no_level_holds_cannot_be_cut() -> None:
     with pytest.raises(DelayTooLong):
-        cut(clock(), 10**10)
+        export.cut(clock(), 10**10)
 
 
 @pytest.mark.parametrize("layout", ALL)
 def test_the_flow_chart_shows_every_level_and_where_it_leads(layout: Layout) -> None:
     topology = Topology("shop", layout)
-    front, title, end, kind, *lines = as_mermaid(topology).splitlines()
+    front, title, end, kind, *lines = export.as_mermaid(topology).splitlines()
     assert (front, end, kind) == ("---", "---", "flowchart LR")
     assert title.startswith('title: "shop: ')
     node = re.compile(r'  (\w+)(?:\(\[|\{\{|\[\[|\[\()"[^"]+"(?:\]\)|\}\}|\]\]|\)\])')
@@ -214,7 +202,7 @@ def test_the_command_leaves_out_levels_that_no_delay_needs(offline: Callable[...
     assert "The applications need rabbitdelay_layout = " in told.stderr
     cut_down = Settings(layout=found["layout"]).topology
     assert cut_down.identity.fingerprint == found["fingerprint"]
-    assert json.loads(found["text"]) == definitions(cut_down, "v")
+    assert json.loads(found["text"]) == export.definitions(cut_down, "v")
     assert [level.name for level in cut_down.layout.levels] == [
         *("days.x1", "hours.x1", "minutes.x1", "seconds.x1", "ms.x100"),
     ]

@@ -46,6 +46,7 @@ def test_a_fingerprint_names_all_that_differs(layout: Any, queue_type: Any, shar
     shard = f"-s{shards}" if shards > 1 else ""
     expected = f"{layout.fingerprint}-{queue_type}{shard}-v{arguments_digest()}"
     assert (topology.identity.fingerprint, topology.identity.guard.name) == (expected, "p.layout")
+    assert topology.identity.marker.name == f"p.layout.{expected}"
 
 
 def altered(value: Any) -> Any:
@@ -97,14 +98,6 @@ def test_every_binding_is_in_the_digest(data: st.DataObject) -> None:
     assert digest(topology) not in found
     shuffled = data.draw(st.permutations(topology.bindings))
     assert digest(topology, bindings=shuffled) == digest(topology)
-
-
-def test_a_message_that_waits_may_be_given_back_any_number_of_times() -> None:
-    topology = Topology("p", SMALL)
-    for queue in (*topology.digit_queues, topology.module_queues.meditation):
-        assert (queue.queue_arguments or {})["x-delivery-limit"] == 2**31 - 1
-    classic = Topology("p", SMALL, "classic")
-    assert "x-delivery-limit" not in (classic.digit_queues[0].queue_arguments or {})
 
 
 REPLY = (

@@ -34,18 +34,10 @@ def properties_of(message: WaitingMessage) -> dict[str, Any]:
     return {name: value for name, value in properties.items() if value is not None}
 
 
-def test_every_message_is_persistent_even_if_it_was_not() -> None:
-    made = waiting(amqp.Message(b"", delivery_mode=1))
-    assert made.amqp().properties["delivery_mode"] == 2
-
-
-def test_properties_that_only_its_author_may_set_are_dropped() -> None:
-    given = amqp.Message(b"", user_id="guest", cluster_id="c", app_id="shop")
-    assert properties_of(waiting(given)) == {
-        "application_headers": {},
-        "app_id": "shop",
-        "delivery_mode": 2,
-    }
+def test_properties_that_only_its_author_may_set_are_dropped_and_each_is_persistent() -> None:
+    given = amqp.Message(b"", user_id="guest", cluster_id="c", app_id="shop", delivery_mode=1)
+    expected = {"application_headers": {}, "app_id": "shop", "delivery_mode": 2}
+    assert properties_of(waiting(given)) == expected
 
 
 def test_a_property_is_replaced_or_removed() -> None:

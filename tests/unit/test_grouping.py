@@ -5,6 +5,7 @@ No real clock could be made to stand where an example wants it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,47 +17,53 @@ from celery_rabbitdelay.app import grouping
 from celery_rabbitdelay.app.grouping import Group, Grouper
 from celery_rabbitdelay.levels.delay import NEGLIGIBLE_DIVISOR, Due
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
+from tests.unit.clock import Clock
 from tests.unit.strategies import layouts
 
 MS = 1_000_000
 START_NS = 1_900_000_000_000_400_000
 
 
-class Clock:
-    """A clock that is set."""
+def due(clock: Clock, delay_ms: int, tolerance_ms: int = 0, *, is_instant: bool = False) -> Due:
+    """Due so long from now, as :meth:`Due.after` and :meth:`Due.at` would say."""
+    return Due(clock.now_ns + delay_ms * MS, delay_ms, is_instant, tolerance_ms)
 
-    def __init__(self) -> None:
-        self.now_ns = START_NS
 
-    def __call__(self) -> int:
-        return self.now_ns
-
-    def due(self, delay_ms: int, tolerance_ms: int = 0, *, is_instant: bool = False) -> Due:
-        """Due so long from now, as :meth:`Due.after` and :meth:`Due.at` would say."""
-        return Due(self.now_ns + delay_ms * MS, delay_ms, is_instant, tolerance_ms)
+def started() -> Clock:
+    clock = Clock()
+    clock.now_ns = START_NS
+    return clock
 
 
 class Grouped:
     """A grouper with its fake clock, and when each of its groups came out."""
 
-    def __init__(self, layout: Layout, **options: Any) -> None:
-        self.clock = Clock()
-        self.grouper = Grouper(layout, lambda message: message, self.clock, **options)
+    def __init__(self, layout: Layout) -> None:
+        self.clock = started()
+        self.grouper = Grouper(layout, lambda message: message, self.clock.time_ns)
         self.out: list[tuple[int, Group]] = []
         self.dues: dict[int, Due] = {}
         self.added: dict[int, int] = {}
 
-    def add(self, due: Due, item: bytes = b"x") -> list[Group]:
-        row = len(self.dues)
-        self.dues[row], self.added[row] = due, self.clock.now_ns
-        groups = self.grouper.add(row, item, due)
-        self.out += [(self.clock.now_ns, group) for group in groups]
-        return groups
+    def add(
+        self, delay_ms: int, tolerance_ms: int = 0, item: bytes = b"x", *, is_instant: bool = False
+    ) -> list[Group]:
+        """Add a message that is due so long from now; return the groups that come out."""
+        row, own = len(self.dues), due(self.clock, delay_ms, tolerance_ms, is_instant=is_instant)
+        self.dues[row], self.added[row] = own, self.clock.now_ns
+        return self._noted(self.grouper.add(row, item, own))
 
     def flush(self) -> list[Group]:
-        groups = list(self.grouper.flush())
-        self.out += [(self.clock.now_ns, group) for group in groups]
-        return groups
+        return self._noted(self.grouper.flush())
+
+    def _noted(self, groups: Iterable[Group]) -> list[Group]:
+        found = list(groups)
+        self.out += [(self.clock.now_ns, group) for group in found]
+        return found
+
+    def rows(self) -> list[int]:
+        """The messages that have come out."""
+        return sorted(row for _, group in self.out for row in group.rows)
 
 
 steps = st.tuples(
@@ -73,18 +80,17 @@ def test_none_is_early_or_late_and_each_comes_once(layout: Layout, given_steps: 
     for passed_us, delay_ms, tolerance_ms, is_instant in given_steps:
         it.clock.now_ns += passed_us * 1000 + 7
         delay_ms = min(delay_ms, layout.capacity_ms)
-        it.add(it.clock.due(delay_ms, tolerance_ms, is_instant=is_instant))
+        it.add(delay_ms, tolerance_ms, is_instant=is_instant)
     it.flush()
-    rows = [row for _, group in it.out for row in group.rows]
-    assert sorted(rows) == list(range(len(given_steps)))
+    assert it.rows() == list(range(len(given_steps)))
     for out_ns, group in it.out:
         assert group.items == b"x" * len(group.rows)
         # Where the delay is written as it was, next to nothing of it was lost.
         ends_ns = out_ns + _left_ms(group.due, out_ns) * MS
         for row in group.rows:
-            due = it.dues[row]
-            assert ends_ns >= group.due.at_ns >= due.at_ns
-            latest_ns = max(due.at_ns, it.added[row]) + (due.tolerance_ms + layout.tick_ms) * MS
+            own = it.dues[row]
+            assert ends_ns >= group.due.at_ns >= own.at_ns
+            latest_ns = max(own.at_ns, it.added[row]) + (own.tolerance_ms + layout.tick_ms) * MS
             assert group.due.at_ns < latest_ns + MS
             assert ends_ns < latest_ns + 2 * MS + group.due.delay_ms * MS // NEGLIGIBLE_DIVISOR
 
@@ -104,16 +110,15 @@ def test_none_waits_for_others_longer_than_it_may(given_steps: list[tuple[int, i
         it.clock.now_ns += passed_ms * MS
         wait_ms = max(100, min(delay_ms // 10, 10_000)) if is_instant else 100
         limits[row] = it.clock.now_ns + wait_ms * MS
-        it.add(it.clock.due(delay_ms, is_instant=is_instant))
-        out = {row for _, group in it.out for row in group.rows}
-        late = [row for row, limit in limits.items() if limit <= it.clock.now_ns]
-        assert out.issuperset(set(late) - {row})
+        it.add(delay_ms, is_instant=is_instant)
+        late = {row for row, limit in limits.items() if limit <= it.clock.now_ns}
+        assert late - {row} <= set(it.rows())
 
 
 def test_those_of_a_tick_share_a_group_and_others_do_not() -> None:
     it = Grouped(clock())
     for delay_ms in (3_600_000, 3_599_950, 3_600_001, 5_000, 3_600_000):
-        assert not it.add(it.clock.due(delay_ms))
+        assert not it.add(delay_ms)
     groups = {tuple(group.rows): group.due for group in it.flush()}
     assert set(groups) == {(0, 1, 4), (2,), (3,)}
     assert groups[0, 1, 4].at_ns == START_NS + 3_600_000 * MS
@@ -123,18 +128,18 @@ def test_those_of_a_tick_share_a_group_and_others_do_not() -> None:
 def test_with_a_tolerance_they_share_the_roundest_tick_within_it() -> None:
     it = Grouped(clock())
     for delay_ms in range(3_540_100, 3_600_000, 1_000):
-        assert not it.add(it.clock.due(delay_ms, 60_000))
+        assert not it.add(delay_ms, 60_000)
     # The shortest delay with one stop would be 50, 51, ... seconds.
     for delay_ms in range(50_000, 60_000, 1_000):
-        assert not it.add(it.clock.due(delay_ms, 3_600_000))
+        assert not it.add(delay_ms, 3_600_000)
     (group,) = it.flush()
     assert (group.due.delay_ms, len(group.rows)) == (3_600_000, 70)
 
 
 def test_an_instant_keeps_its_time_in_a_group_of_lengths_of_time() -> None:
     it = Grouped(clock())
-    it.add(it.clock.due(60_000))
-    it.add(it.clock.due(60_000, is_instant=True))
+    it.add(60_000)
+    it.add(60_000, is_instant=True)
     (group,) = it.flush()
     assert group.due.is_instant
 
@@ -142,26 +147,22 @@ def test_an_instant_keeps_its_time_in_a_group_of_lengths_of_time() -> None:
 def test_a_group_holds_so_many_messages_and_so_many_bytes() -> None:
     it = Grouped(clock())
     for number in range(1, 2501):
-        groups = it.add(it.clock.due(5_000))
+        groups = it.add(5_000)
         assert bool(groups) == (number in (1000, 2000))
     assert [len(group.rows) for group in it.flush()] == [500]
     large = Grouped(clock())
-    sizes = [
-        len(group.items)
-        for _ in range(50)
-        for group in large.add(large.clock.due(9), b"x" * 99_999)
-    ]
+    sizes = [len(group.items) for _ in range(50) for group in large.add(9, item=b"x" * 99_999)]
     assert sizes
     assert all(2**20 <= size < 2**20 + 99_999 for size in sizes)
 
 
 def test_what_fills_a_group_by_itself_shares_it_with_none() -> None:
     it = Grouped(clock())
-    assert not it.add(it.clock.due(5_000))
-    groups = it.add(it.clock.due(5_000), b"x" * 2**20)
+    assert not it.add(5_000)
+    groups = it.add(5_000, item=b"x" * 2**20)
     assert [list(group.rows) for group in groups] == [[0], [1]]
-    assert not it.add(it.clock.due(5_000))
-    assert [list(group.rows) for group in it.add(it.clock.due(5_000), b"x" * 2**20)] == [[2], [3]]
+    assert not it.add(5_000)
+    assert [list(group.rows) for group in it.add(5_000, item=b"x" * 2**20)] == [[2], [3]]
     assert not it.flush()
 
 
@@ -170,21 +171,20 @@ def test_all_groups_together_hold_so_many_bytes(monkeypatch: pytest.MonkeyPatch)
     it = Grouped(clock())
     most = flushes = 0
     for number in range(1, 300):
-        flushes += bool(it.add(it.clock.due(number * 100_000), b"x" * 36))
-        held = len(it.dues) - sum(len(group.rows) for _, group in it.out)
-        most = max(most, held)
+        flushes += bool(it.add(number * 100_000, item=b"x" * 36))
+        most = max(most, len(it.dues) - len(it.rows()))
     assert (most, flushes) == (100, 2)
     it.flush()
-    assert sorted(row for _, group in it.out for row in group.rows) == list(range(299))
+    assert it.rows() == list(range(299))
 
 
 def test_the_bytes_of_a_group_that_has_left_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "MAX_TOTAL_BYTES", 10_000)
     monkeypatch.setattr(grouping, "MAX_GROUP_BYTES", 1_000)
     it = Grouped(clock())
-    it.add(it.clock.due(5_000), b"x")
+    it.add(5_000, item=b"x")
     for _ in range(20):
-        (full,) = it.add(it.clock.due(9_000), b"x" * 1_000)
+        (full,) = it.add(9_000, item=b"x" * 1_000)
         assert len(full.rows) == 1
     assert [list(group.rows) for group in it.flush()] == [[0]]
 
@@ -195,12 +195,12 @@ def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
             raise ValueError("no message")
         return message
 
-    fake = Clock()
-    it = Grouper(clock(), write, fake)
-    it.add(0, b"a", fake.due(5_000))
+    fake = started()
+    it = Grouper(clock(), write, fake.time_ns)
+    it.add(0, b"a", due(fake, 5_000))
     with pytest.raises(ValueError, match="no message"):
-        it.add(1, b"", fake.due(5_000))
-    it.add(2, b"b", fake.due(5_000))
+        it.add(1, b"", due(fake, 5_000))
+    it.add(2, b"b", due(fake, 5_000))
     (group,) = it.flush()
     assert list(group.rows) == [0, 2]
     assert group.items == b"ab"
@@ -209,17 +209,17 @@ def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
 
 def test_what_is_past_is_due_at_once() -> None:
     it = Grouped(clock())
-    it.add(it.clock.due(-5_000))
-    it.add(it.clock.due(0, 60_000))
+    it.add(-5_000)
+    it.add(0, 60_000)
     (group,) = it.flush()
     assert group.due.at_ns == START_NS
 
 
 def test_a_clock_that_is_set_back_makes_nothing_early() -> None:
     it = Grouped(custom([("seconds", 60, 1), ("ms", 10, 0.1)]))
-    it.add(it.clock.due(5_000))
+    it.add(5_000)
     it.clock.now_ns -= 3_000 * MS
-    it.add(it.clock.due(5_000))
+    it.add(5_000)
     it.flush()
     for _, group in it.out:
         assert all(group.due.at_ns >= it.dues[row].at_ns for row in group.rows)
@@ -227,7 +227,7 @@ def test_a_clock_that_is_set_back_makes_nothing_early() -> None:
 
 def test_the_real_clock_is_the_one_that_due_uses() -> None:
     it = Grouper(clock(), lambda message: message)
-    due = Due.at(datetime.now(UTC) + timedelta(seconds=30))
-    it.add(0, b"x", due)
+    soon = Due.at(datetime.now(UTC) + timedelta(seconds=30))
+    it.add(0, b"x", soon)
     (group,) = it.flush()
-    assert due.at_ns <= group.due.at_ns <= due.at_ns + 101 * MS
+    assert soon.at_ns <= group.due.at_ns <= soon.at_ns + 101 * MS

@@ -84,6 +84,9 @@ DELAYED: dict[str, Any] = {
     headers.QUEUE: "daily.reports",
 }
 
+#: What a task's own headers keep of these.
+KEPT = {name: DELAYED[name] for name in (headers.DUE, headers.QUEUE)}
+
 
 def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() -> None:
     # A message may wait for years, and the worker that gets it may be of any later version; while
@@ -188,19 +191,18 @@ def test_the_users_own_headers_stay() -> None:
     assert headers.strip({**own, **ADDED_BY_THE_BROKER, **DELAYED}) == own
 
 
+def restored(found: dict[str, Any]) -> Message:
+    """Return a message of the levels as a worker restores it."""
+    info = {"exchange": "rabbitdelay.delivery", "routing_key": "0.0.reports"}
+    message = Message(headers=found, delivery_info=info)
+    assert restore(message) is not None
+    return message
+
+
 def test_a_delayed_message_arrives_as_if_it_had_not_been_delayed() -> None:
-    message = Message(
-        headers={"task": "t", "x-tenant": "shop", **ADDED_BY_THE_BROKER, **DELAYED},
-        delivery_info={"exchange": "rabbitdelay.delivery", "routing_key": "0.0.reports"},
-    )
-    restore(message)
+    message = restored({"task": "t", "x-tenant": "shop", **ADDED_BY_THE_BROKER, **DELAYED})
     assert message.delivery_info == {"exchange": "topic", "routing_key": "daily.reports"}
-    assert message.headers == {
-        "task": "t",
-        "x-tenant": "shop",
-        headers.DUE: 1_900_000_000_000,
-        headers.QUEUE: "daily.reports",
-    }
+    assert message.headers == {"task": "t", "x-tenant": "shop", **KEPT}
 
 
 def test_headers_that_a_tracer_has_nested_are_stripped_as_well() -> None:
@@ -212,26 +214,16 @@ def test_headers_that_a_tracer_has_nested_are_stripped_as_well() -> None:
 def test_what_celery_shows_as_the_task_s_headers_says_when_it_was_due() -> None:
     # Copied there by Sentry from the headers of an earlier delay, which a retry carries on.
     stale: dict[str, Any] = {headers.DUE: 1, headers.QUEUE: "elsewhere"}
-    found: dict[str, Any] = {headers.NESTED_HEADERS: {"x-tenant": "shop", **stale}, **DELAYED}
-    message = Message(
-        headers=found,
-        delivery_info={"exchange": "rabbitdelay.delivery", "routing_key": "0.0.reports"},
-    )
-    restore(message)
-    kept = {headers.DUE: DELAYED[headers.DUE], headers.QUEUE: DELAYED[headers.QUEUE]}
-    assert message.headers == {headers.NESTED_HEADERS: {"x-tenant": "shop", **kept}, **kept}
+    found = {headers.NESTED_HEADERS: {"x-tenant": "shop", **stale}, **DELAYED}
+    nested = {headers.NESTED_HEADERS: {"x-tenant": "shop", **KEPT}}
+    assert restored(found).headers == {**nested, **KEPT}
 
 
 def test_for_sentry_the_time_in_the_queue_begins_when_the_task_is_due() -> None:
     published: dict[str, Any] = {SENTRY_ENQUEUED: 1_800_000_000.25}
-    found: dict[str, Any] = {**published, headers.NESTED_HEADERS: dict(published), **DELAYED}
-    message = Message(
-        headers=found,
-        delivery_info={"exchange": "rabbitdelay.delivery", "routing_key": "0.0.reports"},
-    )
-    restore(message)
-    for shown in (found, found[headers.NESTED_HEADERS]):
-        assert shown[SENTRY_ENQUEUED] == 1_900_000_000.0
+    shown: Any = restored({**published, headers.NESTED_HEADERS: dict(published), **DELAYED}).headers
+    for each in (shown, shown[headers.NESTED_HEADERS]):
+        assert each[SENTRY_ENQUEUED] == 1_900_000_000.0
 
 
 @pytest.mark.parametrize(
@@ -277,24 +269,12 @@ def test_headers_nested_a_thousand_deep_and_names_in_bytes_are_stripped() -> Non
     assert stripped == {}
 
 
-def test_a_message_that_we_cannot_read_is_left_to_celery() -> None:
-    seen = []
-    delays = SimpleNamespace(recorder=Metrics(), topology=Topology())
-    app = SimpleNamespace(tasks={"one": object()}, rabbitdelay=delays)
-    strategies = RestoringStrategies(
-        SimpleNamespace(app=app, strategies={"one": lambda message, *rest: seen.append(message)})
-    )
-    message: Any = Message(headers=dict(DELAYED))
-    message.delivery_info = None
-    strategies["one"](message, None, None)
-    assert seen == [message]
-
-
-def test_a_strategy_receives_restored_messages_whenever_celery_sets_it() -> None:
-    seen = []
+@pytest.mark.parametrize("info", [None, {"routing_key": "0.1.q"}], ids=["unreadable", "delayed"])
+def test_a_strategy_receives_restored_messages_whenever_celery_sets_it(info: Any) -> None:
+    seen: list[Any] = []
 
     def strategy(message: Message, *rest: Any) -> None:
-        seen.append(message.delivery_info["routing_key"])
+        seen.append(message.delivery_info)
 
     # A fake: the attributes of a worker's consumer that are read.
     delays = SimpleNamespace(recorder=Metrics(), topology=Topology())
@@ -302,6 +282,9 @@ def test_a_strategy_receives_restored_messages_whenever_celery_sets_it() -> None
     strategies = RestoringStrategies(SimpleNamespace(app=app, strategies={"one": strategy}))
     strategies["two"] = strategy
     for name in ("one", "two"):
-        message = Message(headers=dict(DELAYED), delivery_info={"routing_key": "0.1.q"})
+        message: Any = Message(headers=dict(DELAYED))
+        message.delivery_info = info and dict(info)
         strategies[name](message, None, None)
-    assert seen == ["daily.reports", "daily.reports"]
+    # What we cannot read is left to Celery.
+    expected = info and {"exchange": "topic", "routing_key": "daily.reports"}
+    assert seen == [expected, expected]

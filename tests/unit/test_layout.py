@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
-from celery_rabbitdelay.levels.layout import (
-    MAX_TTL,
-    Layout,
-    Level,
-    binary,
-    clock,
-    custom,
-    geometric,
-)
+from celery_rabbitdelay.kombu import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.layout import MAX_TTL, Level
 from tests.unit.strategies import layouts, small_layouts
 
 
@@ -33,10 +26,21 @@ def test_the_clock_has_180_queues_and_4000_days_less_a_tick() -> None:
     assert layout.capacity_ms == timedelta(days=4000) // timedelta(milliseconds=1) - 100
 
 
-def test_a_finer_tick_gives_the_clock_more_levels() -> None:
-    names = [level.name for level in clock(tick=0.001).levels]
-    assert names[-3:] == ["ms.x100", "ms.x10", "ms.x1"]
-    assert [level.name for level in clock(tick=1).levels][-1] == "seconds.x1"
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (clock(tick=1), ["hours.x1", "minutes.x1", "seconds.x1"]),
+        (clock(tick=0.001), ["ms.x100", "ms.x10", "ms.x1"]),
+        (binary(tick=1, levels=2), ["seconds.x2", "seconds.x1"]),
+        (binary(tick=1.5, levels=2), ["ms.x3000", "ms.x1500"]),
+        (geometric(tick=2, factor=3, levels=2), ["seconds.x6", "seconds.x2"]),
+        (custom([("hours", 24, 3600), ("quarters", 4, 900)]), ["hours.x1", "quarters.x1"]),
+        (custom([("days", 10, timedelta(days=10))]), ["days.x10"]),
+        (custom([("a-Z_9" * 10, 2, 1)]), ["a-Z_9" * 10 + ".x1"]),
+    ],
+)
+def test_the_last_levels_are_called(layout: Layout, names: list[str]) -> None:
+    assert [level.name for level in layout.levels][-len(names) :] == names
 
 
 def test_queues_are_counted_in_the_level_s_unit() -> None:
@@ -60,23 +64,12 @@ def test_the_layouts_have_a_tick_of_a_tenth_of_a_second() -> None:
     assert (len(binary().levels), geometric().bases) == (28, (10,) * 9)
 
 
-def test_uniform_levels_are_counted_in_seconds_or_else_in_milliseconds() -> None:
-    assert [level.name for level in binary(tick=1, levels=2).levels] == ["seconds.x2", "seconds.x1"]
-    assert [level.name for level in binary(tick=1.5, levels=2).levels] == ["ms.x3000", "ms.x1500"]
-    assert [level.name for level in geometric(tick=2, factor=3, levels=2).levels] == [
-        *("seconds.x6", "seconds.x2")
-    ]
-
-
 def test_the_queue_of_a_zero_digit_is_called_after_its_level() -> None:
     assert clock().levels[2].queue_name(0) == "days.x10.0"
 
 
 def test_custom_levels_bring_their_own_tick() -> None:
-    layout = custom([("hours", 24, timedelta(hours=1)), ("quarters", 4, 900)])
-    assert [level.name for level in layout.levels] == ["hours.x1", "quarters.x1"]
-    assert layout.tick_ms == 900_000
-    assert custom([("days", 10, timedelta(days=10))]).levels[0].name == "days.x10"
+    assert custom([("hours", 24, timedelta(hours=1)), ("quarters", 4, 900)]).tick_ms == 900_000
 
 
 @given(layouts, st.data())
@@ -129,10 +122,7 @@ def test_the_capacity_fits_and_one_millisecond_more_does_not(layout: Layout) -> 
         layout.digits(layout.capacity_ms + 1)
     assert caught.value.capacity_ms == layout.capacity_ms
     assert f"{layout.capacity_ms / 1000:,.3f} s" in str(caught.value)
-
-
-@given(layouts)
-def test_no_level_asks_for_a_time_to_live_that_rabbitmq_refuses(layout: Layout) -> None:
+    # No level asks for a time to live that RabbitMQ refuses.
     assert all((level.base - 1) * level.place_ms <= MAX_TTL for level in layout.levels)
 
 
@@ -161,35 +151,6 @@ def test_the_most_levels_leave_room_for_a_destination_in_a_routing_key() -> None
         binary(tick=0.001, levels=40)
 
 
-def test_two_levels_that_do_not_fit_together_are_named_with_what_they_are_worth() -> None:
-    with pytest.raises(InvalidLayout) as caught:
-        custom([("minutes", 60, 60), ("seconds", 59, 1)])
-    assert str(caught.value) == (
-        "layout 'custom': one minutes.x1 is 60000 ms, but 59 of seconds.x1 are 59000 ms; "
-        "they have to be equal"
-    )
-
-
-@pytest.mark.parametrize(
-    ("level", "problem"),
-    [
-        (("s", 2), "level ('s', 2): takes a (name, base, unit)"),
-        ((5, 2, 1), "level 5: takes a name of up to 50 letters, digits, - and _"),
-        (("n" * 51, 2, 1), f"level '{'n' * 51}': takes a name of up to 50 letters"),
-        (("hours", 2, 1800), "level 'hours': 1800 is not a whole number of hours"),
-        (("s", 1, 1), "layout 'custom': level s.x1: takes a base of at least 2 and a unit of"),
-    ],
-)
-def test_a_level_that_is_refused_is_shown(level: Any, problem: str) -> None:
-    with pytest.raises(InvalidLayout) as caught:
-        custom([level])
-    assert str(caught.value).startswith(problem)
-
-
-def test_the_name_of_a_level_may_have_50_characters() -> None:
-    assert custom([("a-Z_9" * 10, 2, 1)]).levels[0].name == "a-Z_9" * 10 + ".x1"
-
-
 def test_one_level_of_two_digits_is_the_smallest_layout() -> None:
     smallest = Layout("mine", (Level("ms", 1, 2, 1),))
     assert (smallest.zeros, smallest.capacity_ms, smallest.tick_ms) == ("bind", 1, 1)
@@ -198,15 +159,32 @@ def test_one_level_of_two_digits_is_the_smallest_layout() -> None:
             Layout("mine", (broken,))
 
 
+NO_UNIT: Any = ("s", 2)
+NO_NAME: Any = (5, 2, 1)
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
         (lambda: custom([]), "at least one level"),
-        (lambda: custom([("s", 1, 1)]), "base of at least 2"),
-        (lambda: custom([("m", 60, 60), ("s", 59, 1)]), "have to be equal"),
+        (lambda: custom([NO_UNIT]), "level ('s', 2): takes a (name, base, unit)"),
+        (lambda: custom([NO_NAME]), "level 5: takes a name of up to 50 letters, digits, - and _"),
+        (lambda: custom([("n" * 51, 2, 1)]), f"level '{'n' * 51}': takes a name of up to 50"),
+        (lambda: custom([("a.b", 2, 1)]), "letters, digits"),
+        (
+            lambda: custom([("s", 1, 1)]),
+            "layout 'custom': level s.x1: takes a base of at least 2 and a unit of",
+        ),
+        (
+            lambda: custom([("minutes", 60, 60), ("seconds", 59, 1)]),
+            "one minutes.x1 is 60000 ms, but 59 of seconds.x1 are 59000 ms; they have to be equal",
+        ),
         (lambda: custom([("s", 2, 2), ("s", 2, 1)]), "same name"),
         (lambda: custom([("days", 2, 3600)]), "whole number of days"),
-        (lambda: custom([("a.b", 2, 1)]), "letters, digits"),
+        (
+            lambda: custom([("hours", 2, 1800)]),
+            "level 'hours': 1800 is not a whole number of hours",
+        ),
         (lambda: custom([("s", 2, 0)]), "whole number"),
         (lambda: clock(tick=0.3), "tick of 1, 0.1"),
         (lambda: clock(zeros="jump"), "bind, skip, queue"),  # type: ignore[arg-type]
@@ -216,9 +194,10 @@ def test_one_level_of_two_digits_is_the_smallest_layout() -> None:
         (lambda: binary(tick=0), "at least 1 ms"),
     ],
 )
-def test_what_is_no_layout_is_refused_with_the_reason(make: object, problem: str) -> None:
-    with pytest.raises(InvalidLayout, match=problem):
-        make()  # type: ignore[operator]
+def test_what_is_no_layout_is_refused_with_the_reason(make: Any, problem: str) -> None:
+    with pytest.raises(InvalidLayout) as caught:
+        make()
+    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize(

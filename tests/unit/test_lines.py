@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -33,22 +34,21 @@ def test_a_file_is_read_to_its_end(tmp_path: Path) -> None:
     assert (lines.taken, lines.ended, lines.stopped) == (3, True, None)
 
 
-def test_ctrl_c_ends_the_rows(tmp_path: Path) -> None:
-    with lines_of(tmp_path / "rows", "1\n2\n3\n") as lines:
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("1\n2\n3\n", (1, False, "interrupted")),
+        # After the last line, none is left out.
+        ("1\n", (1, True, None)),
+    ],
+)
+def test_ctrl_c_ends_the_rows(tmp_path: Path, text: str, outcome: tuple[int, bool, Any]) -> None:
+    with lines_of(tmp_path / "rows", text) as lines:
         rows = iter(lines)
         assert next(rows) == 1
         press_ctrl_c()
         assert not list(rows)
-    assert (lines.taken, lines.ended, lines.stopped) == (1, False, "interrupted")
-
-
-def test_ctrl_c_after_the_last_line_leaves_none_out(tmp_path: Path) -> None:
-    with lines_of(tmp_path / "rows", "1\n") as lines:
-        rows = iter(lines)
-        assert next(rows) == 1
-        press_ctrl_c()
-        assert not list(rows)
-    assert (lines.taken, lines.ended, lines.stopped) == (1, True, None)
+    assert (lines.taken, lines.ended, lines.stopped) == outcome
 
 
 def test_ctrl_c_ends_the_wait_for_a_line() -> None:

@@ -21,8 +21,7 @@ from kombu import Connection, Exchange, Queue
 from kombu.serialization import register
 
 from celery_rabbitdelay import Celery, InvalidEnvelope
-from celery_rabbitdelay.app.message_template import Writer, writer_for
-from celery_rabbitdelay.app.task_messages import Call, CapturingProducer, capture_message
+from celery_rabbitdelay.app import message_template, task_messages
 from celery_rabbitdelay.kombu import Due, Publisher, Topology
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules.distribution import Distribution
@@ -61,9 +60,11 @@ register("terse", partial(json.dumps, separators=(",", ":")), json.loads, "appli
 register("own", partial(json.dumps, default=repr), json.loads, "application/x-own")
 
 
-def call(args: Any, kwargs: Any, task_id: str = "") -> Call:
+def call(args: Any, kwargs: Any, task_id: str = "") -> task_messages.Call:
     """A call as ``send_many`` makes it, an empty list like Celery."""
-    return Call(task_id or str(uuid.uuid4()), args or (), kwargs, Due.after(timedelta(hours=1)))
+    return task_messages.Call(
+        task_id or str(uuid.uuid4()), args or (), kwargs, Due.after(timedelta(hours=1))
+    )
 
 
 class Maker:
@@ -77,21 +78,23 @@ class Maker:
 
     def __init__(self, options: dict[str, Any], given: Any = app, first: Any = FIRST) -> None:
         publisher = Publisher(Connection(NOWHERE))
-        self.by_celery: Callable[[Call], CapturingProducer] = partial(
-            capture_message, given, publisher, given.tasks["look"], options=options
+        self.by_celery: Callable[[task_messages.Call], task_messages.CapturingProducer] = partial(
+            task_messages.capture_message, given, publisher, given.tasks["look"], options=options
         )
         self.first = call(*first)
         self.made = self.by_celery(self.first)
-        self.writer: Writer = writer_for(self.made, self.first, options, self.by_celery)
+        self.writer: message_template.Writer = message_template.writer_for(
+            self.made, self.first, options, self.by_celery
+        )
 
-    def expected(self, each: Call) -> tuple[dict[str, Any], bytes]:
+    def expected(self, each: task_messages.Call) -> tuple[dict[str, Any], bytes]:
         """The properties and the body as Celery makes them, through AMQP and back."""
         return read(Content.of(self.by_celery(each).delayed.message.amqp()))
 
-    def alone(self, each: Call) -> tuple[dict[str, Any], bytes]:
+    def alone(self, each: task_messages.Call) -> tuple[dict[str, Any], bytes]:
         return read(self.writer.content(each))
 
-    def together(self, *calls: Call) -> list[tuple[dict[str, Any], bytes]]:
+    def together(self, *calls: task_messages.Call) -> list[tuple[dict[str, Any], bytes]]:
         """The same by an envelope that distribution opens."""
         items = b"".join(map(self.writer.item, calls))
         properties, body = read(self.writer.envelope(items, calls[0].due.at_ms))
@@ -100,7 +103,7 @@ class Maker:
             for out in distributed(amqp.Message(body, **properties))
         ]
 
-    def check(self, each: Call) -> None:
+    def check(self, each: task_messages.Call) -> None:
         """Both ways are the same, alone and in an envelope."""
         expected_properties, expected_body = self.expected(each)
         properties, body = self.alone(each)
@@ -127,20 +130,11 @@ def read(content: Content) -> tuple[dict[str, Any], bytes]:
 
 
 texts = st.text(st.characters(), max_size=30)
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | texts
-    | st.sampled_from(
-        ["it's", 'say "no"', "both ' and \"", "line\nbreak", "\\", "é", "日本", "(", "<"]
-    )
-    | st.decimals(allow_nan=False)
-    | st.uuids()
-    | st.dates()
-    | st.datetimes(timezones=st.just(UTC))
-    | st.binary(max_size=9)
+odd_texts = ["it's", 'say "no"', "both ' and \"", "line\nbreak", "\\", "é", "日本", "(", "<"]
+leaves = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False)),
+    *(texts, st.sampled_from(odd_texts), st.decimals(allow_nan=False), st.uuids(), st.dates()),
+    *(st.datetimes(timezones=st.just(UTC)), st.binary(max_size=9)),
 )
 json_able = st.recursive(
     leaves,
@@ -281,7 +275,7 @@ def test_a_correlation_id_of_none_becomes_the_task_s_id() -> None:
 
 @pytest.mark.parametrize("task_id", ["", "k" * 256, "\ud800"])
 def test_an_id_that_amqp_cannot_carry_is_an_error_or_what_celery_would_send(task_id: str) -> None:
-    each = Call(task_id, (), {}, Due.after(5))
+    each = task_messages.Call(task_id, (), {}, Due.after(5))
     try:
         written = MAKER.alone(each)
     except ValueError:

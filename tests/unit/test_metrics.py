@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,34 +156,45 @@ SENDS = st.one_of(
 )
 
 
-@given(st.lists(SENDS))
-def test_counts_survive_the_pipe(sends: list[Sent]) -> None:
+def through_a_pipe(*sends: Sent) -> list[Sent]:
     counted: list[Sent] = []
     children = ChildCounts(lambda values, labels: counted.append((dict(values), labels)))
     children.start()
     for values, labels in sends:
         children.send(values, labels)
     children.stop()
-    assert counted == sends
+    return counted
+
+
+@given(st.lists(SENDS))
+def test_counts_survive_the_pipe(sends: list[Sent]) -> None:
+    assert through_a_pipe(*sends) == sends
 
 
 @given(SENDS)
 def test_labels_that_are_too_long_become_others_and_the_numbers_stay(send: Sent) -> None:
-    counted: list[Sent] = []
-    children = ChildCounts(lambda values, labels: counted.append((dict(values), labels)))
-    children.start()
     values, labels = send
-    children.send(values, tuple(label + "x" * MAX_BYTES for label in labels))
-    children.stop()
-    assert counted == [(values, (OTHER,) * len(labels))]
+    too_long = tuple(label + "x" * MAX_BYTES for label in labels)
+    assert through_a_pipe((values, too_long)) == [(values, (OTHER,) * len(labels))]
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Run something in a process of its own, which is forked; return its id."""
+    child = os.fork()
+    if not child:
+        work()
+        os._exit(0)
+    return child
+
+
+def record(metrics: Metrics, times: int, task: str, *queues: str) -> None:
+    for number in range(times):
+        metrics.record({instruments.SENT: 1}, task, queues[number % len(queues)])
 
 
 def test_a_full_pipe_waits_until_the_parent_reads(metrics: Metrics, children: ChildCounts) -> None:
-    child = os.fork()
-    if not child:
-        for number in range(5000):
-            metrics.record({instruments.SENT: 1}, "remind", f"queue-{number % 10}")
-        os._exit(0)
+    queues = [f"queue-{number}" for number in range(10)]
+    child = forked(lambda: record(metrics, 5000, "remind", *queues))
     # Nobody reads yet, and the pipe has no room for all of them.
     wait_for(lambda: unread(children) > 60_000, "a full pipe")
     assert os.waitpid(child, os.WNOHANG) == (0, 0)
@@ -192,14 +204,10 @@ def test_a_full_pipe_waits_until_the_parent_reads(metrics: Metrics, children: Ch
 
 
 def test_what_processes_write_at_once_is_not_mixed(metrics: Metrics, children: ChildCounts) -> None:
-    pids = []
-    for number in range(4):
-        child = os.fork()
-        if not child:
-            for _ in range(500):
-                metrics.record({instruments.SENT: 1}, f"remind-{number}", "queue" * 100)
-            os._exit(0)
-        pids.append(child)
+    pids = [
+        forked(partial(record, metrics, 500, f"remind-{number}", "queue" * 100))
+        for number in range(4)
+    ]
     children.start()
     assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}
     wait_for_total(metrics, 2000)
@@ -209,13 +217,14 @@ def test_what_processes_write_at_once_is_not_mixed(metrics: Metrics, children: C
 def test_what_was_written_is_read_and_a_child_goes_on_without_a_parent(metrics: Metrics) -> None:
     children = metrics.children = ChildCounts(metrics.count)
     told, go_on = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        metrics.record({instruments.SENT: 3}, "remind", "mail")
+
+    def work() -> None:
+        record(metrics, 3, "remind", "mail")
         os.write(told[1], b"x")
         os.read(go_on[0], 1)
-        metrics.record({instruments.SENT: 1}, "remind", "mail")
-        os._exit(0)
+        record(metrics, 1, "remind", "mail")
+
+    child = forked(work)
     os.read(told[0], 1)
     children.start()
     children.stop()

@@ -142,8 +142,14 @@ def test_a_long_name_is_hashed_in_the_key(convert: Any, ensured: list[str]) -> N
         convert("old.s.1", key_of(SOURCE, name), task())
 
 
-def test_a_priority_too_high_for_the_levels_goes_through_distribution(convert: Any) -> None:
-    outgoing = convert("old.s.1", key_of(SOURCE, "emails"), task(), priority=9)
+@pytest.mark.parametrize("destination", ["emails", DISTRIBUTION])
+def test_a_priority_too_high_for_the_levels_goes_through_distribution(
+    convert: Any, destination: str
+) -> None:
+    headers = task()
+    if destination == DISTRIBUTION:
+        del headers[header_names.QUEUE]
+    outgoing = convert("old.s.1", key_of(SOURCE, destination), headers, priority=9)
     assert outgoing.routing_key.endswith(".%distribution")
     assert outgoing.message.amqp().properties["priority"] == 4
     assert outgoing.message.headers.to_headers()[header_names.PRIORITY] == 9
@@ -170,14 +176,6 @@ def test_no_routing_key_breaks_the_migration(key: str) -> None:
 def test_a_message_of_another_layout_stays(convert: Callable[..., Outgoing]) -> None:
     with pytest.raises(Stay, match="another layout"):
         convert("old.s.1", "0.1.emails", task())
-
-
-def test_for_an_exchange_a_high_priority_is_kept(convert: Callable[..., Outgoing]) -> None:
-    headers = task()
-    del headers[header_names.QUEUE]
-    outgoing = convert("old.s.1", key_of(SOURCE, DISTRIBUTION), headers, priority=9)
-    assert outgoing.message.amqp().properties["priority"] == 4
-    assert outgoing.message.headers.to_headers()[header_names.PRIORITY] == 9
 
 
 def test_an_expiration_does_not_count_in_the_levels(convert: Callable[..., Outgoing]) -> None:

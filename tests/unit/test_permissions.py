@@ -39,38 +39,30 @@ def refused(reply: str, method: tuple[int, int] = spec.Basic.Publish) -> AccessR
     return AccessRefused(f"ACCESS_REFUSED - {reply}", method, "", 403)
 
 
+DECLARE, PUBLISH = spec.Queue.Declare, spec.Basic.Publish
+
+
 @pytest.mark.parametrize(
-    ("reply", "method", "permission"),
+    ("access", "method", "permission"),
     [
+        ("configure access to queue 'q'", DECLARE, ("web", "configure", "queue", "q", "/")),
+        ("access to exchange 'a.b'", PUBLISH, ("web", "write", "exchange", "a.b", "shop")),
+        ("access to queue 'q'", DECLARE, ("web", "configure or read", "queue", "q", "/")),
         (
-            "configure access to queue 'q' in vhost '/' refused for user 'web'",
-            spec.Queue.Declare,
-            exceptions.MissingPermission("web", "configure", "queue", "q", "/"),
+            *("write access to topic '0.0.secret' in exchange 'x'", PUBLISH),
+            ("u", "write", "exchange", "x", "/", "0.0.secret"),
         ),
         (
-            "access to exchange 'a.b' in vhost 'shop' refused for user 'web'",
-            spec.Basic.Publish,
-            exceptions.MissingPermission("web", "write", "exchange", "a.b", "shop"),
-        ),
-        (
-            "access to queue 'q' in vhost '/' refused for user 'web'",
-            spec.Queue.Declare,
-            exceptions.MissingPermission("web", "configure or read", "queue", "q", "/"),
-        ),
-        (
-            "write access to topic '0.0.secret' in exchange 'x' in vhost '/' refused for user 'u'",
-            spec.Basic.Publish,
-            exceptions.MissingPermission("u", "write", "exchange", "x", "/", "0.0.secret"),
-        ),
-        (
-            "access to topic '0.\n.x' in exchange 'x' in vhost '/' refused for user 'web'",
-            spec.Basic.Publish,
-            exceptions.MissingPermission("web", "write", "exchange", "x", "/", "0.\n.x"),
+            *("access to topic '0.\n.x' in exchange 'x'", PUBLISH),
+            ("u", "write", "exchange", "x", "/", "0.\n.x"),
         ),
     ],
 )
-def test_a_reply_is_read(reply: str, method: Any, permission: exceptions.MissingPermission) -> None:
-    assert missing_permission(refused(reply, method)) == permission
+def test_a_reply_is_read(access: str, method: Any, permission: tuple[str, ...]) -> None:
+    user, *_, vhost = permission[:5]
+    reply = f"{access} in vhost '{vhost}' refused for user '{user}'"
+    found = missing_permission(refused(reply, method))
+    assert found == exceptions.MissingPermission(*permission)
 
 
 @pytest.mark.parametrize(

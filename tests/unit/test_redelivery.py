@@ -15,6 +15,7 @@ from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.redelivery import Redelivery
+from tests.unit.clock import Clock
 from tests.unit.waiting import said, waiting
 
 TOPOLOGY = Topology()
@@ -30,32 +31,22 @@ NOW = 1_800_000_000_000
 values = st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.lists(st.integers())
 
 
-class Clock:
-    """A fake: the time, as a test sets it, and no chance."""
-
-    def __init__(self) -> None:
-        self.now_ms = NOW
-
-    def redelivery(self, seconds: float = 86_400, topology: Topology = TOPOLOGY) -> Redelivery:
-        return Redelivery(topology, seconds, self.middle, lambda: self.now_ms * 1_000_000)
-
-    @staticmethod
-    def middle(least: float, most: float) -> float:
-        assert (least, most) == (0.75, 1.25)
-        return (least + most) / 2
-
-
-class Standstill:
-    """Stands in for the module ``time``, so that a pause does not depend on a busy machine."""
-
-    @staticmethod
-    def time_ns() -> int:
-        return NOW * delay.NS_PER_MS
-
-
 @pytest.fixture(autouse=True)
-def standstill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delay, "time", Standstill)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that stands still, so that a pause does not depend on a busy machine."""
+    clock = Clock(NOW / 1000)
+    monkeypatch.setattr(delay, "time", clock)
+    return clock
+
+
+def middle(least: float, most: float) -> float:
+    """No chance."""
+    assert (least, most) == (0.75, 1.25)
+    return (least + most) / 2
+
+
+def redelivery(clock: Clock, seconds: float = 86_400, topology: Topology = TOPOLOGY) -> Redelivery:
+    return Redelivery(topology, seconds, middle, clock.time_ns)
 
 
 def message(**told: Any) -> Outgoing:
@@ -75,96 +66,93 @@ def pause_of(outgoing: Outgoing) -> float:
     return sum(int(digit) * value for digit, value in zip(digits, values, strict=True))
 
 
-def test_the_pauses_double_from_a_second_to_ten_minutes() -> None:
-    clock = Clock()
-    redelivery = clock.redelivery()
+def test_the_pauses_double_from_a_second_to_ten_minutes(clock: Clock) -> None:
     received: dict[str, Any] = {}
     pauses = []
     for attempt in range(1, 15):
-        later = redelivery.after_failure(message(), said(received), "it is full")
+        later = redelivery(clock).after_failure(message(), said(received), "it is full")
         received = headers_of(later)
         assert received[headers.ATTEMPTS] == attempt
         pauses.append(pause_of(later))
     assert (pauses[:4], pauses[-5:]) == ([1.0, 2.0, 4.0, 8.0], [512.0, *[TEN_MINUTES] * 4])
 
 
-def test_the_count_of_redriving_stays_while_a_message_is_tried_again() -> None:
+@pytest.mark.parametrize("seconds", [86_400, 0])
+def test_the_count_of_redriving_stays_while_it_is_tried_again(clock: Clock, seconds: int) -> None:
     received = {headers.REDRIVEN: 2}
-    for seconds in (86_400, 0):
-        later = Clock().redelivery(seconds).after_failure(message(), said(received), "it is full")
-        assert headers_of(later)[headers.REDRIVEN] == 2
+    later = redelivery(clock, seconds).after_failure(message(), said(received), "it is full")
+    assert headers_of(later)[headers.REDRIVEN] == 2
 
 
 def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
-    redelivery = Redelivery(TOPOLOGY, 60)
-    pauses = {pause_of(redelivery.after_failure(message(), DelayHeaders(), "")) for _ in range(200)}
+    random = Redelivery(TOPOLOGY, 60)
+    pauses = {pause_of(random.after_failure(message(), DelayHeaders(), "")) for _ in range(200)}
     assert len(pauses) > 3
     # In the levels, it is rounded up to a tenth of a second.
     assert min(pauses) >= 0.75
     assert max(pauses) <= 1.3
 
 
-def test_what_comes_back_is_what_was_sent() -> None:
-    clock = Clock()
+def test_what_comes_back_is_what_was_sent(clock: Clock) -> None:
     first = message(priority=9, expiration="5000", app_id="shop")
-    later = clock.redelivery().after_failure(first, DelayHeaders(), "it is full")
+    later = redelivery(clock).after_failure(first, DelayHeaders(), "it is full")
     assert later.reroute is not None
     assert later.reroute() == (later.exchange, later.routing_key)
-    assert "expiration" not in later.message.amqp().properties or (
-        later.message.amqp().properties["expiration"] is None
-    )
-    assert later.message.amqp().properties["priority"] == 4
+    waits = later.message.amqp().properties
+    assert (waits.get("expiration"), waits["priority"]) == (None, 4)
     (again,) = Distribution(TOPOLOGY).receive(later.message.amqp())
     assert (again.exchange, again.routing_key, again.message.body) == ("office", "paper", b"body")
     assert headers_of(again) == {headers.DUE: NOW - 10}
-    assert again.message.amqp().properties["priority"] == 9
-    assert again.message.amqp().properties["expiration"] == "5000"
-    assert again.message.amqp().properties["app_id"] == "shop"
+    restored = again.message.amqp().properties
+    assert (restored["priority"], restored["expiration"], restored["app_id"]) == (9, "5000", "shop")
 
 
-def test_a_message_for_a_known_queue_keeps_what_its_worker_restores() -> None:
-    told = {
-        headers.DUE: NOW,
-        headers.EXCHANGE: "office",
-        headers.ROUTING_KEY: "paper",
-        headers.QUEUE: "letters",
-    }
+def test_a_message_for_a_known_queue_keeps_what_its_worker_restores(clock: Clock) -> None:
+    told = {headers.DUE: NOW, headers.EXCHANGE: "office", headers.ROUTING_KEY: "paper"}
+    told[headers.QUEUE] = "letters"
     first = Outgoing("", "letters", waiting(amqp.Message(b"", application_headers=told)))
-    later = Clock().redelivery().after_failure(first, DelayHeaders(), "it is full")
+    later = redelivery(clock).after_failure(first, DelayHeaders(), "it is full")
     (again,) = Distribution(TOPOLOGY).receive(later.message.amqp())
     assert (again.exchange, again.routing_key, headers_of(again)) == ("", "letters", told)
 
 
 @pytest.mark.parametrize("seconds", [0, 60])
-def test_after_its_time_it_is_undeliverable_with_its_first_and_last_reason(seconds: float) -> None:
-    clock = Clock()
-    redelivery = clock.redelivery(seconds)
+def test_after_its_time_it_is_undeliverable_with_its_first_and_last_reason(
+    clock: Clock, seconds: float
+) -> None:
+    tried = redelivery(clock, seconds)
     received: dict[str, Any] = {}
     if seconds:
-        later = redelivery.after_failure(message(), DelayHeaders(), "it is full")
-        received = headers_of(later)
-        clock.now_ms += 59_999
-        later = redelivery.after_failure(message(), said(received), "it is full")
-        received = headers_of(later)
-        assert later.exchange != UNDELIVERABLE
-        clock.now_ms += 1
-    last = redelivery.after_failure(message(), said(received), "it is gone")
-    assert last.exchange == UNDELIVERABLE
-    assert last.reroute is None
+        for passed_ms in (0, 59_999):
+            clock.now_ns += passed_ms * 1_000_000
+            later = tried.after_failure(message(), said(received), "it is full")
+            received = headers_of(later)
+            assert later.exchange != UNDELIVERABLE
+        clock.now_ns += 1_000_000
+    last = tried.after_failure(message(), said(received), "it is gone")
+    assert (last.exchange, last.reroute) == (UNDELIVERABLE, None)
     told = headers_of(last)
     assert (told[headers.EXCHANGE], told[headers.ROUTING_KEY]) == ("office", "paper")
     since = " (3 attempts since 2027-01-15 08:00:00 UTC; the first time: it is full)"
     assert told[headers.REASON] == "it is gone" + (since if seconds else "")
 
 
+def failed(attempts: Any, since: Any, reason: Any) -> DelayHeaders:
+    """What headers say of former attempts."""
+    return said(
+        {
+            headers.ATTEMPTS: attempts,
+            headers.FAILED_SINCE: since,
+            headers.FIRST_REASON: reason,
+        }
+    )
+
+
 @given(values, values, values)
 def test_a_stranger_s_headers_stop_no_attempts(attempts: Any, since: Any, reason: Any) -> None:
-    received = {
-        headers.ATTEMPTS: attempts,
-        headers.FAILED_SINCE: since,
-        headers.FIRST_REASON: reason,
-    }
-    later = Clock().redelivery().after_failure(message(), said(received), "it is full")
+    clock = Clock(NOW / 1000)
+    received = failed(attempts, since, reason)
+    later = redelivery(clock).after_failure(message(), received, "it is full")
     if later.reroute is not None:
         assert headers_of(later)[headers.ATTEMPTS] >= 1
         assert 0 < pause_of(later) <= TEN_MINUTES
@@ -183,13 +171,11 @@ def test_a_stranger_s_headers_stop_no_attempts(attempts: Any, since: Any, reason
         (1, 2**63, False),
     ],
 )
-def test_numbers_of_no_module_do_not_count(attempts: int, since: int, is_counted_on: bool) -> None:
-    received = {
-        headers.ATTEMPTS: attempts,
-        headers.FAILED_SINCE: since,
-        headers.FIRST_REASON: "it was full",
-    }
-    later = Clock().redelivery(seconds=NOW).after_failure(message(), said(received), "it is gone")
+def test_numbers_of_no_module_do_not_count(
+    clock: Clock, attempts: int, since: int, is_counted_on: bool
+) -> None:
+    received = failed(attempts, since, "it was full")
+    later = redelivery(clock, seconds=NOW).after_failure(message(), received, "it is gone")
     assert headers_of(later) == {
         **headers_of(message()),
         headers.EXCHANGE: "office",
@@ -201,13 +187,8 @@ def test_numbers_of_no_module_do_not_count(attempts: int, since: int, is_counted
     }
 
 
-def test_no_pause_is_above_the_capacity() -> None:
+def test_no_pause_is_above_the_capacity(clock: Clock) -> None:
     topology = Topology(layout=custom([("seconds", 6, 1)]))
-    received = {
-        headers.ATTEMPTS: 9,
-        headers.FAILED_SINCE: NOW,
-        headers.FIRST_REASON: "x",
-    }
-    later = Clock().redelivery(topology=topology).after_failure(message(), said(received), "full")
+    later = redelivery(clock, topology=topology).after_failure(message(), failed(9, NOW, "x"), "")
     assert later.exchange == "rabbitdelay.seconds.x1"
     assert later.routing_key.startswith("5.")

@@ -22,6 +22,7 @@ from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
+from tests.unit.clock import Clock
 from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology("p", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
@@ -37,18 +38,14 @@ ALLOWED = AllowedDestinations.of_queues(QUEUES)
 NAMES = ["", "reports", "daily", "topic", "other", "amq.topic", "celery.pidbox", CHECKIN.name]
 
 
-class Standstill:
-    """Stands in for the module ``time``, so that a route does not depend on a busy machine."""
-
-    @staticmethod
-    def time_ns() -> int:
-        return NOW * delay.NS_PER_MS
+#: It stands still, so that a route does not depend on a busy machine.
+CLOCK = Clock(NOW / 1000)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def standstill() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delay, "time", Standstill)
+        patch.setattr(delay, "time", CLOCK)
         yield
 
 
@@ -64,7 +61,7 @@ def redrive(
 ) -> Outgoing:
     message = amqp.Message(body, application_headers=dict(given), **(properties or {}))
     message.delivery_info = {"exchange": "p.undeliverable", "routing_key": key}
-    options = {"modules": ("check-in", "distribution"), "now_ns": Standstill.time_ns, **options}
+    options = {"modules": ("check-in", "distribution"), "now_ns": CLOCK.time_ns, **options}
     return Redriving(topology, allowed, **options).redriven(message)
 
 
@@ -145,17 +142,10 @@ def test_what_only_its_exchange_can_route_goes_through_distribution() -> None:
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        (headers.PRIORITY, 4),
-        (headers.PRIORITY, 256),
-        (headers.PRIORITY, "9"),
-        (headers.PRIORITY, True),
-        (headers.EXPIRATION, "-1"),
-        (headers.EXPIRATION, 700),
-        (headers.EXPIRATION, "1" * 11),
-        ("rabbitdelay-key", ["k"]),
-        ("rabbitdelay-once", 1),
-        (headers.EARLY, {"times": 2}),
-        (headers.EARLY, "x"),
+        *((headers.PRIORITY, wrong) for wrong in (4, 256, "9", True)),
+        *((headers.EXPIRATION, wrong) for wrong in ("-1", 700, "1" * 11)),
+        *((headers.EARLY, wrong) for wrong in ({"times": 2}, "x")),
+        *(("rabbitdelay-key", ["k"]), ("rabbitdelay-once", 1)),
     ],
 )
 def test_headers_whose_values_are_invalid_are_left_out(name: str, wrong: Any) -> None:
@@ -447,29 +437,19 @@ def test_no_header_reaches_too_far(given_headers: Any, key: str, inner: Any, sel
 
 
 def test_what_a_client_wrote_is_not_believed_if_the_broker_took_it_from_check_in() -> None:
-    death = {
-        "queue": "p.checkin",
-        "exchange": "p.checkin",
-        "reason": "expired",
-        "routing-keys": ["reports"],
-    }
+    death = {"queue": "p.checkin", "exchange": "p.checkin", "reason": "expired"}
     forged = {
-        headers.DUE: 2**62,
-        headers.QUEUE: "secret",
-        headers.ROUTING_KEY: "secret",
-        headers.PRIORITY: 255,
+        **straight("secret", **{headers.DUE: 2**62, headers.PRIORITY: 255}),
         "rabbitdelay-key": "another's",
         "x-delay": 5000,
         "x-own": 1,
     }
-    outgoing = redrive({**forged, "x-death": [death]}, key="reports")
-    assert told(outgoing) == {
-        headers.DUE: NOW + 5000,
-        headers.EXCHANGE: "",
-        headers.ROUTING_KEY: "reports",
-        headers.REDRIVEN: 1,
-        "x-own": 1,
-    }
+    del forged[headers.EXCHANGE]
+    outgoing = redrive(
+        {**forged, "x-death": [{**death, "routing-keys": ["reports"]}]}, key="reports"
+    )
+    expected = for_exchange("", "reports", **{headers.REDRIVEN: 1, "x-own": 1})
+    assert told(outgoing) == {**expected, headers.DUE: NOW + 5000}
 
 
 def test_a_due_time_beyond_the_longest_delay_stays() -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests import registry_model
+from tests.registry_model import Message
 
 DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "5"))
 
@@ -45,8 +47,8 @@ class World(NamedTuple):
     """
 
     record: registry_model.Record
-    waiting: tuple[registry_model.Message, ...]
-    running: tuple[registry_model.Message, ...] = ()
+    waiting: tuple[Message, ...]
+    running: tuple[Message, ...] = ()
     newest: int = 0
     holder: tuple[str, ...] = ()
     job: str = "open"
@@ -55,7 +57,7 @@ class World(NamedTuple):
     stopped: int | None = None
     sent: int = 1
 
-    def word(self, message: registry_model.Message) -> str:
+    def word(self, message: Message) -> str:
         """Return what key and job say when a message arrives."""
         if message.order and message.order < self.newest:
             return "replaced" if self.holder else "superseded"
@@ -63,7 +65,7 @@ class World(NamedTuple):
             return "run"
         return {"open": "later", "committed": "run", "aborted": "expired"}[self.job]
 
-    def arrived(self, message: registry_model.Message, *, answer: bool = True) -> World:
+    def arrived(self, message: Message, *, answer: bool = True) -> World:
         """Return the world after a message has arrived, and perhaps the answer was lost."""
         word, before = self.word(message), self.record
         record, verdict = registry_model.arrive(before, message, word)
@@ -93,13 +95,13 @@ class World(NamedTuple):
             return world._replace(excused=self.excused | {message.full})
         return world
 
-    def claimed(self, message: registry_model.Message) -> World:
+    def claimed(self, message: Message) -> World:
         """Return the world in which the key knows of a message."""
         if message.order <= self.newest:
             return self
         return self._replace(newest=message.order, holder=message.full)
 
-    def check_run(self, message: registry_model.Message, before: registry_model.Record) -> None:
+    def check_run(self, message: Message, before: registry_model.Record) -> None:
         """Raise if a message must not run."""
         assert not (self.stopped is not None and message.life <= self.stopped), "after a cancel"
         has_won = (
@@ -136,38 +138,33 @@ class World(NamedTuple):
         yield "cancel", self.cancelled()
         for due in (1, 9):
             yield from self.postponed(due)
-        if self.first.order:
+        if KIND.order:
             is_newer = self.newest < NEWER
             yield "supersede", self._replace(newest=NEWER, holder=()) if is_newer else self
-        if self.job == "open" and self.first.in_job:
+        if self.job == "open" and KIND.in_job:
             yield "commit", self._replace(job="committed")
             yield "abort", self._replace(job="aborted")
         if self.sent < MESSAGES:
-            life = 0 if self.first.once else registry_model.next_life(self.record)
-            order = (self.newest // NEWER * NEWER + OWN + self.sent) * bool(self.first.order)
-            for each_life in (life,) if self.first.once else (life, -1):
-                new = self.message(self.first, life=each_life, attempt="0.0", order=order)
+            life = 0 if KIND.once else registry_model.next_life(self.record)
+            order = (self.newest // NEWER * NEWER + OWN + self.sent) * bool(KIND.order)
+            for each_life in (life,) if KIND.once else (life, -1):
+                new = self.message(KIND, life=each_life, attempt="0.0", order=order)
                 yield "send again, not noted", self.with_message(new)
                 yield "send again", self.with_message(new).noting(new)
         if not self.running:
             yield "expire", self.forgetful()
 
-    @property
-    def first(self) -> registry_model.Message:
-        """A message like the first one."""
-        return KIND
-
-    def message(self, like: registry_model.Message, **changed: Any) -> registry_model.Message:
+    def message(self, like: Message, **changed: Any) -> Message:
         """Return a further message."""
         name = f"m{self.sent}" if like.copy else ""
         fresh = {"due": 5, "redelivered": False, "is_old": False, "mark": f"k{self.sent}.0"}
         return like._replace(**{"copy": name, **fresh, **changed})
 
-    def with_message(self, message: registry_model.Message) -> World:
+    def with_message(self, message: Message) -> World:
         """Return the world with one more message."""
         return self._replace(waiting=added(self.waiting, message), sent=self.sent + 1)
 
-    def noting(self, message: registry_model.Message) -> World:
+    def noting(self, message: Message) -> World:
         """Return the world in which a message is registered, and its key claimed."""
         if not message.copy:
             return self
@@ -191,7 +188,7 @@ class World(NamedTuple):
             assert record.waits is not None
             life, attempt = record.waits
             changed = {"life": int(life) if life.isdigit() else -1, "attempt": attempt}
-            second = self.message(self.first, **changed, order=record.order, due=due)
+            second = self.message(KIND, **changed, order=record.order, due=due)
             yield "postpone to earlier, not noted", world.with_message(second)
             yield "postpone to earlier", world.with_message(second).noting(second)
 
@@ -221,10 +218,10 @@ class World(NamedTuple):
         assert not lost, f"lost: {lost}"
 
 
-KIND = registry_model.Message("m0")
+KIND = Message("m0")
 
 
-def redelivered(message: registry_model.Message) -> registry_model.Message:
+def redelivered(message: Message) -> Message:
     """Return a message that arrives once more, without the mark of its first arrival."""
     return message._replace(redelivered=True, mark=f"{name_in(message.mark)}.1")
 
@@ -234,16 +231,12 @@ def name_in(mark: str) -> str:
     return mark.partition(".")[0]
 
 
-def without(
-    messages: tuple[registry_model.Message, ...], message: registry_model.Message
-) -> tuple[registry_model.Message, ...]:
+def without(messages: tuple[Message, ...], message: Message) -> tuple[Message, ...]:
     at = messages.index(message)
     return messages[:at] + messages[at + 1 :]
 
 
-def added(
-    messages: tuple[registry_model.Message, ...], message: registry_model.Message
-) -> tuple[registry_model.Message, ...]:
+def added(messages: tuple[Message, ...], message: Message) -> tuple[Message, ...]:
     return tuple(sorted((*messages, message)))
 
 
@@ -254,35 +247,34 @@ def explore(start: World, depth: int) -> int:
     for _ in range(depth):
         following = []
         for world, way in edge:
-            for step, other in _steps(world, way):
+            with _told(world, way):
+                others = list(world.steps())
+            for step, other in others:
                 if other not in seen:
                     seen.add(other)
-                    _checked(other, (*way, step))
-                    following.append((other, (*way, step)))
+                    further = other, (*way, step)
+                    with _told(*further):
+                        other.check()
+                    following.append(further)
         edge = following
     return len(seen)
 
 
-def _steps(world: World, way: tuple[str, ...]) -> Iterator[tuple[str, World]]:
+@contextmanager
+def _told(world: World, way: tuple[str, ...]) -> Iterator[None]:
+    """Say of a failure in which world it was, and how that has come about."""
     try:
-        yield from world.steps()
-    except AssertionError as broken:
-        raise AssertionError(f"{broken}; after {way}, in {world}") from broken
-
-
-def _checked(world: World, way: tuple[str, ...]) -> None:
-    try:
-        world.check()
+        yield
     except AssertionError as broken:
         raise AssertionError(f"{broken}; after {way}, in {world}") from broken
 
 
 KINDS = {
-    "tracked": registry_model.Message("m0", due=5),
-    "under a key": registry_model.Message("m0", due=5, order=OWN),
-    "once": registry_model.Message("", due=5, once=True, mark="k0.0"),
-    "tracked, once": registry_model.Message("m0", due=5, once=True, mark="k0.0"),
-    "in a job, under a key": registry_model.Message("m0", due=5, order=OWN, in_job=True),
+    "tracked": Message("m0", due=5),
+    "under a key": Message("m0", due=5, order=OWN),
+    "once": Message("", due=5, once=True, mark="k0.0"),
+    "tracked, once": Message("m0", due=5, once=True, mark="k0.0"),
+    "in a job, under a key": Message("m0", due=5, order=OWN, in_job=True),
 }
 
 

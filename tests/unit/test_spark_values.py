@@ -41,6 +41,8 @@ def rows(columns: Mapping[str, tuple[T.DataType, list[Any]]], **more: str) -> li
 
 DELAY: tuple[T.DataType, list[Any]] = (T.DoubleType(), [1.5])
 
+INSTANT = datetime(2030, 1, 2, 3, 4, 5, 678_000, UTC)
+
 
 def test_a_row_has_the_arguments_and_the_delay_of_its_columns() -> None:
     assert rows(
@@ -62,13 +64,9 @@ def test_a_struct_of_arguments_is_taken_in_the_order_of_its_fields() -> None:
 
 
 def test_json_text_is_read() -> None:
-    (row,) = rows(
-        {
-            "args": (T.StringType(), ['[1, {"a": 2}]']),
-            "kwargs": (T.StringType(), ['{"b": null}']),
-            "delay": DELAY,
-        }
-    )
+    given = {"args": '[1, {"a": 2}]', "kwargs": '{"b": null}'}
+    columns = {name: (T.StringType(), [text]) for name, text in given.items()}
+    (row,) = rows({**columns, "delay": DELAY})
     assert row == Row([1, {"a": 2}], {"b": None}, 1.5)
 
 
@@ -102,23 +100,20 @@ def test_maps_become_mappings_wherever_they_are() -> None:
     assert found.row.args == [{"m": {"a": 1}}, {"m": None}]
 
 
-def test_delays_may_be_whole_numbers_decimals_and_intervals() -> None:
-    for kind, value, delay in (
-        (T.LongType(), 3, 3),
-        (T.DecimalType(8, 2), Decimal("1.50"), 1.5),
-        (T.DayTimeIntervalType(), timedelta(days=3), timedelta(days=3)),
-    ):
-        (row,) = rows({"delay": (kind, [value])})
-        assert row is not None
-        assert row.delay == delay
-        assert not isinstance(row.delay, Decimal)
-
-
-def test_an_eta_is_an_instant() -> None:
-    instant = datetime(2030, 1, 2, 3, 4, 5, 678_000, UTC)
-    (row,) = rows({"eta": (T.TimestampType(), [instant])})
+@pytest.mark.parametrize(
+    ("column", "kind", "value", "expected"),
+    [
+        ("delay", T.LongType(), 3, 3),
+        ("delay", T.DecimalType(8, 2), Decimal("1.50"), 1.5),
+        ("delay", T.DayTimeIntervalType(), timedelta(days=3), timedelta(days=3)),
+        ("eta", T.TimestampType(), INSTANT, INSTANT),
+    ],
+)
+def test_times_are_taken(column: str, kind: T.DataType, value: Any, expected: Any) -> None:
+    (row,) = rows({column: (kind, [value])})
     assert row is not None
-    assert row.eta == instant
+    assert getattr(row, column) == expected
+    assert not isinstance(getattr(row, column), Decimal)
 
 
 @pytest.mark.parametrize(
@@ -237,13 +232,8 @@ def test_a_wrong_option_is_refused_and_no_password_is_shown(given: Any, text: st
 
 
 def test_a_password_is_put_into_the_url_and_stays_out_of_the_text() -> None:
-    given = {
-        "broker": "amqp://me@host:5672/shop",
-        "brokerpassword": "open/sesame",
-        "registry": "redis://host/1",
-        "registrypassword": "p",
-    }
-    found = ApplicationOptions.of(given)
+    given = {"broker": "amqp://me@host:5672/shop", "brokerpassword": "open/sesame"}
+    found = ApplicationOptions.of({**given, "registry": "redis://host/1", "registrypassword": "p"})
     assert found.broker_url == "amqp://me:open%2Fsesame@host:5672/shop"
     assert found.registry_url == "redis://:p@host/1"
     assert "sesame" not in repr(found)
@@ -303,17 +293,20 @@ def test_the_id_of_a_task_is_found_again_from_the_values_of_its_row() -> None:
     assert found == TaskIds("june").of(each.identity)
 
 
-@pytest.mark.parametrize("values", ["order-7", b"order-7", [], {}, None, 7, {7}])
-def test_an_id_takes_the_values_by_their_columns(values: Any) -> None:
-    with pytest.raises(InvalidOption, match=r"idColumn.*takes the row's values") as caught:
-        task_id("june", values)
-    assert caught.value.value == repr(values)
+NO_COLUMNS: list[Any] = ["order-7", b"order-7", [], {}, None, 7, {7}]
 
 
-@pytest.mark.parametrize("job_id", [None, 7, b"june"])
-def test_an_id_takes_the_job_id_as_a_string(job_id: Any) -> None:
-    with pytest.raises(InvalidOption, match=r"jobId.*takes a string"):
-        task_id(job_id, [7])
+@pytest.mark.parametrize(
+    ("job_id", "values", "takes"),
+    [
+        *(("june", values, r"idColumn.*takes the row's values") for values in NO_COLUMNS),
+        *((job_id, [7], r"jobId.*takes a string") for job_id in (None, 7, b"june")),
+    ],
+)
+def test_an_id_takes_a_job_id_and_values_by_columns(job_id: Any, values: Any, takes: str) -> None:
+    with pytest.raises(InvalidOption, match=takes) as caught:
+        task_id(job_id, values)
+    assert caught.value.value == repr(values if job_id == "june" else job_id)
 
 
 def test_the_identity_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_names() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kombu import Exchange
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay
-from celery_rabbitdelay.kombu import Due, Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.kombu import Due, Layout, binary, clock, geometric
 from celery_rabbitdelay.levels.topology import PASS_THROUGH_TTL, Topology
 from tests.unit.broker_model import BrokerModel
 from tests.unit.strategies import destinations, layouts
@@ -61,19 +61,6 @@ def test_a_message_enters_at_its_first_non_zero_digit(layout: Layout, data: st.D
     assert route.stops[0] == f"rabbitdelay.{layout.levels[first].queue_name(digits[first])}"
 
 
-def test_three_days_and_some_on_the_clock() -> None:
-    delay = timedelta(days=3, hours=7, minutes=45, seconds=30)
-    route = Topology().route(delay, "reports")
-    assert route.exchange == "rabbitdelay.days.x1"
-    assert route.routing_key == "0.0.0.3.7.45.30.0.reports"
-    assert route.stops == (
-        "rabbitdelay.days.3",
-        "rabbitdelay.hours.7",
-        "rabbitdelay.minutes.45",
-        "rabbitdelay.seconds.30",
-    )
-
-
 def test_a_message_stays_in_the_shard_of_its_task_and_the_tasks_use_all() -> None:
     topology = Topology(shards=4)
     routes = [topology.route(7 * 3600 + 30, "q", f"task-{number}") for number in range(100)]
@@ -83,15 +70,6 @@ def test_a_message_stays_in_the_shard_of_its_task_and_the_tasks_use_all() -> Non
         for shard in range(4)
     }
     assert topology.route(60, "q", "task-1") == topology.route(60, "q", "task-1")
-
-
-def test_two_numbers_of_shards_are_two_topologies() -> None:
-    assert Topology(shards=2).identity.fingerprint != Topology(shards=3).identity.fingerprint
-
-
-def test_eleven_seconds_on_four_bits() -> None:
-    layout = custom([("s8", 2, 8), ("s4", 2, 4), ("s2", 2, 2), ("s1", 2, 1)])
-    assert Topology(layout=layout).route(11, "my-key").routing_key == "1.0.1.1.my-key"
 
 
 def test_no_delay_goes_straight_to_the_delivery_exchange() -> None:
@@ -122,21 +100,6 @@ def test_skipping_zeros_never_crosses_an_exchange_for_nothing(layout: Layout) ->
     to_exchanges = [binding for binding in topology.bindings if binding.target_is_exchange]
     assert {binding.target for binding in to_exchanges} == {topology.delivery.name}
     assert len(to_exchanges) == len(layout.levels)
-
-
-def test_quorum_queues_keep_a_message_until_the_next_level_has_it() -> None:
-    for queue in Topology().digit_queues:
-        assert queue.durable
-        assert queue.queue_arguments is not None
-        assert queue.queue_arguments["x-queue-type"] == "quorum"
-        assert queue.queue_arguments["x-dead-letter-strategy"] == "at-least-once"
-        assert queue.queue_arguments["x-overflow"] == "reject-publish"
-
-
-def test_classic_queues_ask_for_nothing_that_they_do_not_know() -> None:
-    arguments = Topology(queue_type="classic").digit_queues[0].queue_arguments
-    assert arguments is not None
-    assert set(arguments) == {"x-queue-type", "x-message-ttl", "x-dead-letter-exchange"}
 
 
 def test_every_exchange_of_the_levels_has_an_alternate_exchange() -> None:
@@ -225,8 +188,3 @@ def test_a_due_time_is_routed_by_what_remains_of_its_delay() -> None:
     assert Topology().route(due, "q") == Topology().route(3600, "q")
     half_over = due._replace(at_ns=due.at_ns - 1_800_000_000_000)
     assert Topology().route(half_over, "q").exchange == "rabbitdelay.minutes.x1"
-
-
-@pytest.mark.parametrize("other", [Topology("b"), Topology("a", queue_type="classic")])
-def test_topologies_that_differ_have_different_markers(other: Topology) -> None:
-    assert Topology("a").identity.marker.name != other.identity.marker.name

@@ -49,6 +49,56 @@ def test_what_passed_all_levels_found_no_queue_bound() -> None:
     )
 
 
+P = Topology("p", custom(DAY_TO_SECOND))
+BOUND = "no queue 'daily.reports' is bound to"
+NONE = ", or p.{}.x1 had none for digit 0, or p.{}.x1 had none for digit 0"
+DIGIT_7 = "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7)"
+#: The routing key of a message that no level took, and why.
+KEY = "0.0.0.0.0.7.0.0.q"
+#: That of one that has waited for two hours.
+KEY_2 = "0.0.0.0.2.7.0.0.q"
+
+
+@pytest.mark.parametrize(
+    ("message", "topology", "key", "reason"),
+    [
+        (found("rabbitdelay.hours.2", key=KEY_2), CLOCK, None, DIGIT_7),
+        (found(), CLOCK, KEY, DIGIT_7),
+        (found(), CLOCK, "0.0.0.0.0.0.0.0.q", f"{BOUND} rabbitdelay.delivery"),
+        (
+            *(found("p.days.1", key="1.0.0.7.q"), P, None),
+            "p.seconds.x1 had no binding for digit 7 (p.seconds.7)"
+            + NONE.format("hours", "minutes"),
+        ),
+        (
+            *(found("p.days.1", key="1.0.0.7.q"), Topology("p", custom(DAY_TO_SECOND, "skip"))),
+            *(None, "p.hours.x1 had no binding for digits 0.0.7 (p.seconds.7)"),
+        ),
+        (
+            *(found("p.days.1", key="1.0.0.7.q"), Topology("p", custom(DAY_TO_SECOND, "queue"))),
+            *(None, "p.hours.x1 had no binding for digit 0 (p.hours.x1.0)"),
+        ),
+        (
+            *(found("p.hours.1", key="0.1.0.0.q"), P, None),
+            BOUND + " p.delivery" + NONE.format("minutes", "seconds"),
+        ),
+        (
+            *(found("p.hours.1", key="0.1.0.0.q"), Topology("p", custom(DAY_TO_SECOND, "skip"))),
+            *(None, f"{BOUND} p.delivery, or p.minutes.x1 had none for digits 0.0"),
+        ),
+        (
+            *(found("rabbitdelay.meditation", key="q"), CLOCK, None),
+            "rabbitdelay.meditated had no binding to rabbitdelay.checkin",
+        ),
+        (found("p.days.1", **{headers.REASON: "no number"}, key="1.0.0.7.q"), P, None, "no number"),
+        ({UNREADABLE: "its key"}, CLOCK, "?", "its properties cannot be read: its key"),
+        ({UNREADABLE: "x", headers.REASON: "a module's"}, CLOCK, None, "a module's"),
+    ],
+)
+def test_the_reason_is_said(message: Any, topology: Topology, key: str | None, reason: str) -> None:
+    assert examine(message, topology, key).reason == reason
+
+
 def test_what_passed_all_levels_on_its_way_to_distribution_names_no_queue() -> None:
     message = found("rabbitdelay.hours.7", key="0.0.0.0.7.0.0.0.%distribution")
     del message[headers.QUEUE]
@@ -57,45 +107,6 @@ def test_what_passed_all_levels_on_its_way_to_distribution_names_no_queue() -> N
     assert seen.reason.startswith(
         "rabbitdelay.delivery had no binding to rabbitdelay.distribution, or rabbitdelay.minutes.x1"
     )
-
-
-def test_what_no_binding_took_between_two_levels_names_exchange_digit_and_queue() -> None:
-    message = found("rabbitdelay.hours.2", key="0.0.0.0.2.7.0.0.q")
-    assert examine(message, CLOCK).reason == (
-        "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("zeros", "reason"),
-    [
-        (
-            "bind",
-            (
-                "p.seconds.x1 had no binding for digit 7 (p.seconds.7), "
-                "or p.hours.x1 had none for digit 0, or p.minutes.x1 had none for digit 0"
-            ),
-        ),
-        ("skip", "p.hours.x1 had no binding for digits 0.0.7 (p.seconds.7)"),
-        ("queue", "p.hours.x1 had no binding for digit 0 (p.hours.x1.0)"),
-    ],
-)
-def test_zeros_between_levels_are_named_as_the_layout_passes_them(zeros: Any, reason: str) -> None:
-    topology = Topology("p", custom(DAY_TO_SECOND, zeros))
-    assert examine(found("p.days.1", key="1.0.0.7.q"), topology).reason == reason
-
-
-@pytest.mark.parametrize(
-    ("zeros", "also"),
-    [
-        ("bind", ", or p.minutes.x1 had none for digit 0, or p.seconds.x1 had none for digit 0"),
-        ("skip", ", or p.minutes.x1 had none for digits 0.0"),
-    ],
-)
-def test_zeros_behind_the_last_level_come_second(zeros: Any, also: str) -> None:
-    topology = Topology("p", custom(DAY_TO_SECOND, zeros))
-    reason = examine(found("p.hours.1", key="0.1.0.0.q"), topology).reason
-    assert reason == f"no queue 'daily.reports' is bound to p.delivery{also}"
 
 
 @given(layouts)
@@ -110,34 +121,14 @@ def test_in_every_layout_the_stop_behind_each_stop_is_missed(layout: Layout) -> 
     assert arrived.last_stop == route.stops[-1]
 
 
-def test_what_no_level_took_is_told_by_its_routing_key() -> None:
-    stopless = examine(found(), CLOCK, "0.0.0.0.0.7.0.0.q")
-    assert stopless.reason == (
-        "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7)"
-    )
-    assert stopless.last_stop is None
-
-
-def test_what_had_no_delay_left_found_no_queue_bound() -> None:
-    reason = examine(found(), CLOCK, "0.0.0.0.0.0.0.0.q").reason
-    assert reason == "no queue 'daily.reports' is bound to rabbitdelay.delivery"
-
-
-def test_without_its_routing_key_what_no_level_took_is_left_open() -> None:
+def test_what_no_level_took_was_in_no_queue_and_without_its_key_nothing_is_known() -> None:
+    assert examine(found(), CLOCK, KEY).last_stop is None
     assert "no routing key was given" in examine(found(), CLOCK).reason
 
 
-def test_a_reason_that_a_module_wrote_wins() -> None:
-    message = found("rabbitdelay.hours.2", key="0.0.0.0.2.7.0.0.q")
-    written = {**message, headers.REASON: "its x-delay is no number"}
-    assert examine(written, CLOCK).reason == "its x-delay is no number"
-
-
 def test_a_message_of_another_layout_is_said_to_be_one() -> None:
-    message = found("rabbitdelay.weeks.1", key="1.0.q")
-    assert (
-        "rabbitdelay.weeks.1, which is not a queue of this layout" in examine(message, CLOCK).reason
-    )
+    reason = examine(found("rabbitdelay.weeks.1", key="1.0.q"), CLOCK).reason
+    assert "rabbitdelay.weeks.1, which is not a queue of this layout" in reason
 
 
 @pytest.mark.parametrize("key", ["celery", "9.q", "0.0.0.0.0.7.0.0.0.q", "a.b.c.d.e.f.g.h.q"])
@@ -151,43 +142,21 @@ def test_a_message_by_another_hand_has_what_its_routing_key_tells() -> None:
     assert (stranger.task_id, stranger.task, stranger.due) == (None, None, None)
 
 
-def test_a_message_that_did_not_return_from_meditation_names_the_missing_binding() -> None:
-    reason = examine(found("rabbitdelay.meditation", key="q"), CLOCK).reason
-    assert reason == "rabbitdelay.meditated had no binding to rabbitdelay.checkin"
-
-
 #: The values that a client can put into an AMQP header, and some that no client can.
+names = ["rabbitdelay.hours.2", "rabbitdelay.distribution", KEY_2]
 amqp_values: st.SearchStrategy[Any] = st.recursive(
     st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-(2**63), 2**64),
-        st.floats(),
-        st.decimals(),
-        st.datetimes(timezones=st.just(UTC)),
-        st.text(),
-        st.binary(),
-        st.sampled_from(["rabbitdelay.hours.2", "rabbitdelay.distribution", "0.0.0.0.2.7.0.0.q"]),
+        *(st.none(), st.booleans(), st.integers(-(2**63), 2**64), st.floats(), st.decimals()),
+        *(st.datetimes(timezones=st.just(UTC)), st.text(), st.binary(), st.sampled_from(names)),
         st.text(alphabet="0.", min_size=250, max_size=2000),
     ),
     lambda values: st.one_of(st.lists(values), st.dictionaries(st.text(), values)),
     max_leaves=8,
 )
-deaths = st.one_of(
-    amqp_values,
-    st.lists(
-        st.one_of(
-            amqp_values,
-            st.fixed_dictionaries(
-                {},
-                optional={
-                    "queue": amqp_values,
-                    "routing-keys": st.one_of(amqp_values, st.lists(amqp_values)),
-                },
-            ),
-        )
-    ),
+death = st.fixed_dictionaries(
+    {}, optional={"queue": amqp_values, "routing-keys": amqp_values | st.lists(amqp_values)}
 )
+deaths = amqp_values | st.lists(amqp_values | death)
 READ = (
     *("id", "task", headers.DUE, headers.QUEUE, headers.REASON, headers.FAILED_SINCE, UNREADABLE),
 )
@@ -214,54 +183,47 @@ def test_any_headers_are_examined(forged: Any, routing_key: str | None, topology
     "due", ["soon", "1900000000123", True, -1, 253_402_300_800_000, 2**63, float("nan"), [1], {}]
 )
 def test_a_due_time_that_is_not_an_instant_is_named_beside_the_reason(due: Any) -> None:
-    odd = examine({**found(), headers.DUE: due}, CLOCK, "0.0.0.0.0.7.0.0.q")
+    odd = examine({**found(), headers.DUE: due}, CLOCK, KEY)
     assert odd.due is None
     assert odd.reason.startswith("rabbitdelay.minutes.x1 had no binding for digit 7")
     assert f"{headers.DUE} is {due!r}, not an instant before the year 10000" in odd.reason
 
 
 def test_the_last_due_time_that_a_datetime_can_express_is_shown() -> None:
-    last = examine({**found(), headers.DUE: 253_402_300_799_999}, CLOCK, "0.0.0.0.0.7.0.0.q").due
+    last = examine({**found(), headers.DUE: 253_402_300_799_999}, CLOCK, KEY).due
     assert last is not None
     assert last.year == 9999
-    first = examine({**found(), headers.DUE: 0}, CLOCK, "0.0.0.0.0.7.0.0.q").due
+    first = examine({**found(), headers.DUE: 0}, CLOCK, KEY).due
     assert first == datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @pytest.mark.parametrize("name", ["id", "task", headers.QUEUE, headers.REASON])
 def test_a_header_that_should_be_a_text_and_is_not_is_named_beside_the_reason(name: str) -> None:
-    odd = examine({**found(), name: 5}, CLOCK, "0.0.0.0.0.7.0.0.q")
-    assert f"its header {name} is 5, not a text" in odd.reason
-
-
-@pytest.mark.parametrize(
-    "death", ["x", 5, [5], ["x"], [{"queue": 5}], [{"queue": "q", "routing-keys": [5]}]]
-)
-def test_an_x_death_that_rabbitmq_has_not_written_is_named_beside_the_reason(death: Any) -> None:
-    odd = examine({**found(), "x-death": death}, CLOCK, "0.0.0.0.0.7.0.0.q")
-    assert odd.reason.startswith("rabbitdelay.minutes.x1 had no binding for digit 7")
-    assert "; its header x-death is" in odd.reason
-    assert odd.last_stop is None
+    assert f"its header {name} is 5, not a text" in examine({**found(), name: 5}, CLOCK, KEY).reason
 
 
 @pytest.mark.parametrize(
     ("death", "expected"),
     [
         ("x", "'x', not a list of tables"),
+        (5, "5, not a list of tables"),
         ([5], "[5], not a list of tables"),
+        (["x"], "['x'], not a list of tables"),
         ([{"queue": 5}], "{'queue': 5}, not a queue and its routing keys"),
+        ([{"queue": "q", "routing-keys": [5]}], "not a queue and its routing keys"),
     ],
 )
-def test_what_an_x_death_should_be_is_said(death: Any, expected: str) -> None:
-    odd = examine({**found(), "x-death": death}, CLOCK, "0.0.0.0.0.7.0.0.q")
-    assert odd.reason.endswith(f"; its header x-death is {expected}")
+def test_an_x_death_that_rabbitmq_has_not_written_is_named(death: Any, expected: str) -> None:
+    odd = examine({**found(), "x-death": death}, CLOCK, KEY)
+    assert odd.reason.startswith(f"{DIGIT_7}; its header x-death is ")
+    assert odd.reason.endswith(expected)
+    assert odd.last_stop is None
 
 
 def test_every_header_that_cannot_be_read_is_named() -> None:
-    odd = examine({**found(), "id": 5, headers.DUE: "soon"}, CLOCK, "0.0.0.0.0.7.0.0.q")
+    odd = examine({**found(), "id": 5, headers.DUE: "soon"}, CLOCK, KEY)
     assert odd.reason == (
-        "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7); "
-        "its header rabbitdelay-due is 'soon', not an instant before the year 10000; "
+        f"{DIGIT_7}; its header rabbitdelay-due is 'soon', not an instant before the year 10000; "
         "its header id is 5, not a text"
     )
 
@@ -280,31 +242,11 @@ def test_a_routing_key_that_amqp_can_just_carry_is_matched(key: str) -> None:
     assert reason == f"its routing key {key!r} does not belong to this layout"
 
 
-@pytest.mark.parametrize("keys", [[], None, ""])
-def test_an_x_death_without_a_routing_key_leaves_that_of_the_message(keys: Any) -> None:
+@pytest.mark.parametrize("keys", [[], None, "", [KEY_2, "copied.to"], KEY_2])
+def test_the_first_of_several_routing_keys_counts_or_else_that_of_the_message(keys: Any) -> None:
     death = {"queue": "rabbitdelay.hours.2", "routing-keys": keys}
-    message = examine({"x-death": [death]}, CLOCK, "0.0.0.0.2.7.0.0.q")
-    assert message.last_stop == "rabbitdelay.hours.2"
-    assert message.reason == (
-        "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7)"
-    )
-
-
-def test_the_first_of_several_routing_keys_counts_and_a_text_is_one() -> None:
-    key = "0.0.0.0.2.7.0.0.q"
-    for keys in ([key, "copied.to"], key):
-        death = {"queue": "rabbitdelay.hours.2", "routing-keys": keys}
-        assert "had no binding for digit 7" in examine({"x-death": [death]}, CLOCK).reason
-
-
-@pytest.mark.parametrize("module", ["checkin", "distribution"])
-def test_a_message_that_no_worker_finished_names_the_queue_it_was_taken_from(module: str) -> None:
-    stop = f"rabbitdelay.{module}"
-    dead = found(stop, key="q")
-    dead["x-death"][0]["reason"] = "delivery_limit"
-    message = examine(dead, CLOCK)
-    assert message.reason == f"delivery limit of {stop} exceeded: no worker acknowledged it"
-    assert message.last_stop == stop
+    message = examine({"x-death": [death]}, CLOCK, None if keys else KEY_2)
+    assert (message.last_stop, message.reason) == ("rabbitdelay.hours.2", DIGIT_7)
 
 
 @pytest.mark.parametrize("module", ["checkin", "distribution"])
@@ -314,8 +256,8 @@ def test_a_message_that_no_worker_finished_names_the_queue_it_was_taken_from(mod
         ("expired", "it expired in {}, before a worker took it: by its own expiration, or by a"),
         ("rejected", "a worker rejected it unread from {}: it is larger than"),
         ("maxlen", "{} was full, by a policy's max-length"),
-        ("delivery_limit", "delivery limit of {} exceeded"),
-        (b"\xff", "delivery limit of {} exceeded"),
+        ("delivery_limit", "delivery limit of {} exceeded: no worker acknowledged it"),
+        (b"\xff", "delivery limit of {} exceeded: no worker acknowledged it"),
     ],
 )
 def test_why_it_left_a_modules_queue_says_the_broker(
@@ -325,7 +267,9 @@ def test_why_it_left_a_modules_queue_says_the_broker(
     dead = found(stop, key="q")
     dead["x-death"][0]["reason"] = cause
     forged = {headers.REASON: "all is well", UNREADABLE: "all is well"}
-    assert examine({**dead, **forged}, CLOCK).reason.startswith(reason.format(stop))
+    message = examine({**dead, **forged}, CLOCK)
+    assert message.reason.startswith(reason.format(stop))
+    assert message.last_stop == stop
 
 
 def test_what_is_told_of_a_message_can_be_printed() -> None:
@@ -345,10 +289,3 @@ def test_a_message_lies_there_since_its_first_failure_or_its_last_stop() -> None
     message[headers.FAILED_SINCE] = 1_900_000_000_123
     since = datetime(2030, 3, 17, 17, 46, 40, 123_000, tzinfo=UTC)
     assert examine(message, CLOCK).since == since
-
-
-def test_a_message_that_could_not_be_read_says_why() -> None:
-    odd = examine({UNREADABLE: "its routing key is b'\\xff'"}, CLOCK, "?")
-    assert odd.reason == "its properties cannot be read: its routing key is b'\\xff'"
-    known = examine({UNREADABLE: "x", headers.REASON: "a module's reason"}, CLOCK)
-    assert known.reason == "a module's reason"

@@ -22,15 +22,8 @@ HALF = "\ud800"
 
 values = st.recursive(
     st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.floats(),
-        st.binary(max_size=5),
-        st.text(st.characters(), max_size=5),
-        st.just(HALF),
-        st.decimals(),
-        st.datetimes(),
+        *(st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=5)),
+        *(st.text(st.characters(), max_size=5), st.just(HALF), st.decimals(), st.datetimes()),
     ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,

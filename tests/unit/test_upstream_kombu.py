@@ -14,15 +14,7 @@ from kombu.resource import Resource
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.utils import json
 
-from celery_rabbitdelay.publishing.kombu_internals import (
-    LazyPool,
-    consumed_queue_name,
-    declared_arguments,
-    declared_entities,
-    drop_connection,
-    is_kombus_json,
-    serialized,
-)
+from celery_rabbitdelay.publishing import kombu_internals as internals
 
 
 def moved(name: str) -> str:
@@ -37,7 +29,9 @@ def test_a_producer_serializes_and_compresses() -> None:
     headers: dict[str, Any] = {}
     with Connection("memory://") as connection:
         producer = Producer(connection.default_channel, serializer="json")
-        body, content_type, encoding = serialized(producer, [1], headers, compression="zlib")
+        body, content_type, encoding = internals.serialized(
+            producer, [1], headers, compression="zlib"
+        )
     assert isinstance(body, bytes), moved("the result of Producer._prepare")
     assert (content_type, encoding) == ("application/json", "utf-8"), moved("Producer._prepare")
     assert headers == {"compression": "application/x-gzip"}, moved("Producer._prepare")
@@ -47,28 +41,30 @@ def test_a_serializer_is_known_by_its_encoder() -> None:
     assert hasattr(registry, "_encoders"), moved("serialization.registry._encoders")
     assert hasattr(registry._encoders["json"], "encoder"), moved("the codecs of _encoders")
     assert registry._encoders["json"].encoder is json.dumps, moved("kombu.utils.json.dumps")
-    assert is_kombus_json("json")
-    assert not is_kombus_json("pickle")
-    assert not is_kombus_json("unknown")
+    assert internals.is_kombus_json("json")
+    assert not internals.is_kombus_json("pickle")
+    assert not internals.is_kombus_json("unknown")
 
 
 def test_a_queue_is_declared_with_its_arguments_and_attributes() -> None:
     attributes: Any = {"max_length": 5, "message_ttl": 1.5}
     queue = Queue("q", queue_arguments={"x-overflow": "reject-publish"}, **attributes)
     expected = {"x-overflow": "reject-publish", "x-max-length": 5, "x-message-ttl": 1500}
-    assert declared_arguments(queue) == expected, moved("to_rabbitmq_queue_arguments")
+    assert internals.declared_arguments(queue) == expected, moved("to_rabbitmq_queue_arguments")
 
 
 def test_a_connection_knows_what_was_declared_on_it_and_forgets_it_on_a_new_one() -> None:
     with Connection("memory://") as connection:
         assert hasattr(connection, "declared_entities"), moved("Connection.declared_entities")
         connection.connect()
-        declared_entities(connection).add("noted")
-        assert "noted" in declared_entities(connection), moved("Connection.declared_entities")
-        drop_connection(connection)
+        internals.declared_entities(connection).add("noted")
+        assert "noted" in internals.declared_entities(connection), moved(
+            "Connection.declared_entities"
+        )
+        internals.drop_connection(connection)
         assert not connection.connected, moved("Connection.collect")
         connection.connect()
-        assert not declared_entities(connection), moved("Connection.declared_entities")
+        assert not internals.declared_entities(connection), moved("Connection.declared_entities")
 
 
 def test_collecting_a_connection_takes_a_timeout() -> None:
@@ -84,8 +80,8 @@ def test_a_consumer_knows_the_tags_of_its_queues() -> None:
         consumer.consume()
         assert list(consumer._active_tags) == ["upstream"], moved("Consumer._active_tags")
         (tag,) = consumer._active_tags.values()
-        assert consumed_queue_name(consumer, tag) == "upstream"
-        assert consumed_queue_name(consumer, "other") is None
+        assert internals.consumed_queue_name(consumer, tag) == "upstream"
+        assert internals.consumed_queue_name(consumer, "other") is None
         consumer.cancel()
         queue(connection.default_channel).delete()
 
@@ -102,7 +98,7 @@ class Closable:
 def test_a_pool_makes_lends_and_closes_what_it_holds() -> None:
     for name in ("setup", "collect_resource", "force_close_all", "acquire", "release"):
         assert hasattr(Resource, name), moved(f"Resource.{name}")
-    pool: Any = LazyPool(Closable, 1)
+    pool: Any = internals.LazyPool(Closable, 1)
     assert hasattr(pool, "_resource"), moved("Resource._resource")
     first = pool.acquire()
     assert isinstance(first, Closable), moved("Resource.setup or Resource._resource")

@@ -118,25 +118,27 @@ def test_replicas_are_counted(members: str, online: str, nodes: str, codes: list
     assert [code for code, *_ in checks.check_replicas(inventory, [HOURS])] == codes
 
 
-def test_without_policies_none_is_in_effect() -> None:
-    assert in_effect() == [{}]
-
-
-def test_only_the_policy_of_the_highest_priority_is_in_effect() -> None:
-    assert in_effect(policy({"expires": 1}, 5), policy({"max-length": 2}, 6)) == [{"max-length": 2}]
-
-
-def test_of_several_policies_of_one_priority_each_may_be_in_effect() -> None:
-    first, second = {"expires": 1}, {"max-length": 2}
-    assert in_effect(policy(first), policy(second)) == [first, second]
-
-
-def test_the_smaller_bound_is_in_effect_and_the_overflow_of_the_operator() -> None:
-    own = policy({"max-length": 2, "overflow": "reject-publish", "expires": 9})
-    operators = policy(
-        {"max-length": 3, "overflow": "drop-head", "expires": 1}, kind="operator policy"
-    )
-    assert in_effect(own, operators) == [{"max-length": 2, "overflow": "drop-head", "expires": 1}]
+@pytest.mark.parametrize(
+    ("policies", "effective"),
+    [
+        ([], [{}]),
+        # The highest priority alone; of one priority, each may be in effect.
+        ([policy({"expires": 1}, 5), policy({"max-length": 2}, 6)], [{"max-length": 2}]),
+        ([policy({"expires": 1}), policy({"max-length": 2})], [{"expires": 1}, {"max-length": 2}]),
+        # The smaller bound, and the overflow of the operator.
+        (
+            [
+                policy({"max-length": 2, "overflow": "reject-publish", "expires": 9}),
+                policy(
+                    {"max-length": 3, "overflow": "drop-head", "expires": 1}, kind="operator policy"
+                ),
+            ],
+            [{"max-length": 2, "overflow": "drop-head", "expires": 1}],
+        ),
+    ],
+)
+def test_of_several_policies_some_are_in_effect(policies: Any, effective: Any) -> None:
+    assert in_effect(*policies) == effective
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.bounds import LaterVersionWarning
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.redelivery import Redelivery
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.operations.moving.mover import Stay
@@ -63,17 +62,12 @@ def test_nothing_is_opened_by_guess(version: Any) -> None:
 
 
 @pytest.mark.parametrize("given_as", LATER)
-def test_distribution_leaves_it_to_a_later_version(given_as: dict[str, Any]) -> None:
+def test_distribution_and_redriving_leave_it_to_a_later_version(given_as: dict[str, Any]) -> None:
+    redriving = Redriving(TOPOLOGY, AllowedDestinations.matching(["*"]), modules=("distribution",))
     with pytest.raises(LaterVersion, match="needs a later version"):
         list(Distribution(TOPOLOGY).receive(later_message(given_as)))
-
-
-def test_an_envelope_with_one_message_of_a_later_version_stays_closed() -> None:
-    own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "q"}
-    items = (Item(b"1", own), Item(b"2", {**own, header_names.VERSION: 2}))
-    message = amqp.Message(Envelope(items).pack(), content_type=ENVELOPE, application_headers={})
     with pytest.raises(LaterVersion):
-        next(Distribution(TOPOLOGY).receive(message))
+        redriving.redriven(later_message(given_as))
 
 
 @pytest.mark.parametrize("given_as", LATER)
@@ -151,13 +145,6 @@ def test_it_meditates_on_unopened(given_as: dict[str, Any]) -> None:
     assert (outgoing.exchange, outgoing.routing_key) == (MODULES.meditation.exchange.name, "q")
     for name in ("application_headers", "content_type"):
         assert outgoing.message.amqp().properties.get(name) == message.properties.get(name)
-
-
-@pytest.mark.parametrize("given_as", LATER)
-def test_it_is_not_redriven(given_as: dict[str, Any]) -> None:
-    redriving = Redriving(TOPOLOGY, AllowedDestinations.matching(["*"]), modules=("distribution",))
-    with pytest.raises(LaterVersion):
-        redriving.redriven(later_message(given_as))
 
 
 @pytest.mark.parametrize("given_as", LATER)

@@ -7,7 +7,8 @@ import logging
 import pytest
 
 from celery_rabbitdelay.modules.bounds import LOGGED, WarningLimit
-from tests.unit.consumer_model import Clock, Consumer, for_exchange, is_tried_again
+from tests.unit.clock import Clock
+from tests.unit.consumer_model import Consumer, for_exchange, is_tried_again
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import struct
 from datetime import UTC, datetime
 from decimal import Decimal
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import amqp
 import pytest
@@ -67,20 +67,13 @@ values = st.recursive(
 properties = st.fixed_dictionaries(
     {},
     optional={
-        "content_type": words,
+        **dict.fromkeys(("content_type", "correlation_id", "reply_to", "expiration"), words),
+        **dict.fromkeys(("message_id", "type", "user_id", "app_id", "cluster_id"), words),
         "content_encoding": st.sampled_from(["utf-8", "binary", "utf-16"]),
         "application_headers": st.dictionaries(words, values, max_size=5),
         "delivery_mode": st.sampled_from([1, 2]),
         "priority": st.integers(0, 255),
-        "correlation_id": words,
-        "reply_to": words,
-        "expiration": words,
-        "message_id": words,
         "timestamp": st.integers(0, 2**63 - 1),
-        "type": words,
-        "user_id": words,
-        "app_id": words,
-        "cluster_id": words,
     },
 )
 bodies = (
@@ -147,22 +140,25 @@ def test_a_header_that_amqp_has_no_type_for_cannot_be_written(value: object) -> 
         wire.Content.of(amqp.Message(b"x", application_headers={"x": value}))
 
 
+def read(content: wire.Content) -> dict[str, Any]:
+    """Return properties as py-amqp reads them."""
+    message: Any = amqp.Message()
+    message._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
+    return dict(message.properties)
+
+
 def test_a_body_of_text_is_written_in_the_encoding_that_the_message_says() -> None:
     message = amqp.Message("größe", content_encoding="utf-16")
     assert wire.Content.of(message).body == "größe".encode("utf-16")
-    silent = amqp.Message("größe")
-    content = wire.Content.of(silent)
+    content = wire.Content.of(amqp.Message("größe"))
     assert content.body == "größe".encode()
-    back: Any = amqp.Message()
-    cast("Any", back)._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
-    assert back.properties == {"content_encoding": "utf-8"}
+    assert read(content) == {"content_encoding": "utf-8"}
 
 
 def test_a_header_of_a_decimal_keeps_its_digits() -> None:
-    content = wire.Content.of(amqp.Message(b"", application_headers={"price": Decimal("-1.25")}))
-    back: Any = amqp.Message()
-    back._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
-    assert back.properties["application_headers"] == {"price": Decimal("-1.25")}
+    told = {"price": Decimal("-1.25")}
+    content = wire.Content.of(amqp.Message(b"", application_headers=told))
+    assert read(content)["application_headers"] == told
 
 
 def requeue_all_frames(channel: int, tags: list[int]) -> bytes:

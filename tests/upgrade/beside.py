@@ -33,9 +33,10 @@ from kombu import Connection
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
+from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import Server
 from tests.former_version import REPOSITORY, FormerVersionMissing, extract
+from tests.private_broker import private_broker
 
 #: As :mod:`tests.upgrade.beside_shop` has them, which needs a broker to be imported.
 PREFIX: Final = "beside"
@@ -57,19 +58,11 @@ class Version(Server):
         package: The folder that its package is in.
         folder: Where the application of the test is put beside it.
         environment: The servers.
-        settings: Settings that this version alone has.
     """
 
     package = "celery"
 
-    def __init__(
-        self,
-        name: str,
-        package: Path,
-        folder: Path,
-        environment: dict[str, str],
-        settings: dict[str, Any],
-    ) -> None:
+    def __init__(self, name: str, package: Path, folder: Path, environment: dict[str, str]) -> None:
         super().__init__()
         self.name = name
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +73,6 @@ class Version(Server):
             "PYTHONPATH": os.pathsep.join([str(package), str(folder)]),
             "BESIDE_NAME": name,
             "BESIDE_PACKAGE": str(package),
-            "BESIDE_SETTINGS": json.dumps(settings),
             "C_FORCE_ROOT": "1",
         }
 
@@ -111,7 +103,6 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=20_000, help="of both producers together")
     parser.add_argument("--former", type=Path, help="a folder with the package of another version")
     options = parser.parse_args()
-    broker_root = os.environ.get("RABBITDELAY_BROKER_ROOT")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         former = options.former or folder / "former"
@@ -120,12 +111,12 @@ def main() -> None:
                 extract(former, "celery_rabbitdelay")
             except FormerVersionMissing as missing:
                 parser.error(str(missing))
-        broker = stack.enter_context(RabbitMQServer(Path(broker_root) if broker_root else None))
+        broker = stack.enter_context(private_broker())
         redis_server = stack.enter_context(RedisServer())
         servers = {"BESIDE_BROKER": broker.url, "BESIDE_REDIS": redis_server.url}
         versions = [
-            Version("before", former, folder / "app-before", servers, {}),
-            Version("today", REPOSITORY, folder / "app-today", servers, {}),
+            Version("before", former, folder / "app-before", servers),
+            Version("today", REPOSITORY, folder / "app-today", servers),
         ]
         for version in versions:
             stack.enter_context(version)

@@ -38,7 +38,6 @@ app.conf.update(
     worker_prefetch_multiplier=50,
     rabbitdelay_prefix=PREFIX,
     rabbitdelay_layout=LEVELS,
-    **json.loads(os.environ.get("BESIDE_SETTINGS", "{}")),
 )
 if Path(celery_rabbitdelay.__file__).parents[1] != Path(os.environ["BESIDE_PACKAGE"]):
     raise ImportError(f"this is another version: {celery_rabbitdelay.__file__}")

@@ -21,16 +21,10 @@ from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker, run_celery
+from tests.upgrade import recording
 from tests.upgrade.record import LEVELS, NOTES_KEY, PREFIX, configuration
-from tests.upgrade.recording import (
-    FOLDER,
-    declare_recorded,
-    publish_raw,
-    read_definitions,
-    read_messages,
-)
 
-VERSIONS = sorted(FOLDER.iterdir())
+VERSIONS = sorted(recording.FOLDER.iterdir())
 
 
 @pytest.fixture
@@ -56,7 +50,7 @@ def wait_until(notes: Notes, numbers: set[int], timeout: float = 60.0) -> None:
 
 
 def test_this_version_has_a_recording() -> None:
-    assert FOLDER / celery_rabbitdelay.__version__ in VERSIONS
+    assert recording.FOLDER / celery_rabbitdelay.__version__ in VERSIONS
 
 
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: folder.name)
@@ -68,11 +62,11 @@ def test_every_recorded_message_arrives_once_and_none_early(
     notes = Notes(shop)
     notes.key = NOTES_KEY
     notes.forget()
-    messages = read_messages(folder)
+    messages = recording.read_messages(folder)
     numbers = {number for message in messages for number in message.numbers}
     undeliverable = {n for each in messages if "undeliverable" in each.queue for n in each.numbers}
     with Connection(recorded_on["broker_url"]) as connection:
-        declare_recorded(connection, read_definitions(folder)[0])
+        recording.declare_recorded(connection, recording.read_definitions(folder)[0])
         for queue in shop.amqp.queues.values():
             queue(connection.default_channel).declare()
             pattern = Topology(PREFIX, custom(LEVELS)).keys.destination_pattern(queue.name)
@@ -81,7 +75,7 @@ def test_every_recorded_message_arrives_once_and_none_early(
         due: dict[int, int] = {}
         for message in messages:
             content = message.due_from_now()
-            publish_raw(connection, message.exchange, message.routing_key, content)
+            recording.publish_raw(connection, message.exchange, message.routing_key, content)
             headers = content.message().properties["application_headers"]
             for number in message.numbers:
                 due[number] = headers.get(header_names.DUE, 0)
@@ -104,7 +98,7 @@ def test_every_recorded_message_arrives_once_and_none_early(
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: folder.name)
 def test_what_each_version_has_declared_is_declared_by_this_one(folder: Path) -> None:
     """RabbitMQ refuses any difference, and every worker would end."""
-    for recorded in read_definitions(folder):
+    for recorded in recording.read_definitions(folder):
         topology = Topology(PREFIX, custom(LEVELS), **recorded["topology"])
         identity = topology.identity
         exchanges = (*topology.exchanges, identity.guard, identity.marker)
@@ -130,7 +124,7 @@ def test_this_version_starts_on_what_each_version_has_declared(
     recorded_on: dict[str, Any], folder: Path
 ) -> None:
     with Connection(recorded_on["broker_url"]) as connection:
-        declare_recorded(connection, read_definitions(folder)[0])
+        recording.declare_recorded(connection, recording.read_definitions(folder)[0])
         with suppress(ChannelError):
             told = run_celery(recorded_on, "rabbitdelay declare --dry-run --json")
         assert told.returncode == 0, told.stdout + told.stderr

@@ -21,22 +21,9 @@ from tests.chaos.scenarios.registry_away import RegistryAway
 SCENARIOS: Final[dict[str, type[Scenario]]] = {
     each.name: each
     for each in (
-        FullDestination,
-        NodeCrash,
-        HostAway,
-        QuorumLost,
-        Policies,
-        GuardedPolicies,
-        Freeze,
-        RollingRestart,
-        Alarm,
-        ProcessesKilled,
-        RedisAway,
-        RegistryAway,
-        Partition,
-        ClocksOff,
-        Connections,
-        Tls,
+        *(FullDestination, NodeCrash, HostAway, QuorumLost, Policies, GuardedPolicies),
+        *(Freeze, RollingRestart, Alarm, ProcessesKilled, RedisAway, RegistryAway),
+        *(Partition, ClocksOff, Connections, Tls),
     )
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -118,9 +119,8 @@ class ClocksOff(Scenario):
     @classmethod
     def cases(cls) -> list[Scenario]:
         """Return everybody's clock, ahead and behind."""
-        whose = ("producer", "worker", "broker", "one-node")
+        pairs = product(("producer", "worker", "broker", "one-node"), ("ahead", "behind"))
         return [
             cls(whose=each, off=off, seconds=MINUTE if (each, off) in LATE else HOUR)
-            for each in whose
-            for off in ("ahead", "behind")
+            for each, off in pairs
         ]

@@ -61,10 +61,6 @@ class Partition(Streaming):
     @classmethod
     def cases(cls) -> list[Scenario]:
         """Return each shape, the longer time, and five nodes in halves and in a ring."""
-        shapes = [cls(shape=shape) for shape in ("halves", "node", "ring")]
-        return [
-            *shapes,
-            replace(shapes[0], seconds=30),
-            replace(shapes[0], size=5),
-            replace(shapes[2], size=5),
-        ]
+        halves, node, ring = (cls(shape=shape) for shape in ("halves", "node", "ring"))
+        longer, larger = replace(halves, seconds=30), replace(halves, size=5)
+        return [halves, node, ring, longer, larger, replace(ring, size=5)]

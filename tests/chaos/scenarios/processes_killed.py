@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from tests.chaos.application import TaskQueue
 from tests.chaos.producing import Stream, Way
 from tests.chaos.scenario import SOUND, Scenario, choice
 from tests.chaos.stage import Stage
@@ -34,21 +32,14 @@ class ProcessesKilled(Scenario):
         *("worker", "distribution", "producer", "send-many", "envelopes"), help="who is killed"
     )
 
-    def queues(self) -> Sequence[TaskQueue]:
-        return [TaskQueue(SOUND)]
-
     def play(self, stage: Stage) -> None:
         seconds = self.minutes * 60
         worker = stage.worker(SOUND)
         stage.worker(SOUND)
         in_envelopes = self.victim in ("distribution", "envelopes")
         way: Way = "rows" if in_envelopes or self.victim == "send-many" else "task"
-        victim = stage.send(
-            Stream(
-                *("tasks", SOUND, self.tasks, seconds, DELAYS, way),
-                envelopes=in_envelopes,
-            )
-        )
+        stream = Stream("tasks", SOUND, self.tasks, seconds, DELAYS, way, envelopes=in_envelopes)
+        victim = stage.send(stream)
         if self.victim in ("worker", "distribution"):
             for _ in range(KILLS):
                 stage.pause(seconds / (KILLS + 1))

@@ -1,0 +1,38 @@
+"""Neither a worker nor a RabbitMQ node that dies without warning takes a delayed task with it."""
+
+from __future__ import annotations
+
+import pytest
+from pytest_celery import CeleryTestSetup
+
+from tests.acceptance.journal import (
+    Journal,
+    assert_each_ran_once,
+    assert_none_was_early,
+    assert_nothing_is_left_to_run,
+)
+
+
+@pytest.mark.parametrize(
+    ("victim", "tasks", "delay"),
+    [
+        # The delay is long enough for the tasks to be published, and the victim to be killed and
+        # started again, before any is due.
+        pytest.param("broker", 1000, 25, marks=pytest.mark.kills_the_broker),
+        ("worker", 200, 10),
+    ],
+)
+def test_all_tasks_run_after_one_was_killed_while_they_waited(
+    celery_setup: CeleryTestSetup, journal: Journal, victim: str, tasks: int, delay: int
+) -> None:
+    publications = [journal.publish(delay) for _ in range(tasks)]
+
+    node = getattr(celery_setup, victim)
+    node.kill()
+    assert journal.starts() == []
+    node.restart()
+
+    starts = journal.wait_until_all_started(publications, timeout=120)
+    assert_none_was_early(starts, publications)
+    assert_nothing_is_left_to_run(celery_setup)
+    assert_each_ran_once(journal.starts(), publications)

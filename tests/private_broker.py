@@ -1,0 +1,20 @@
+"""The RabbitMQ of a program at the terminal, such as a benchmark."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from celery_rabbitdelay.testing import RabbitMQServer
+
+#: Lines for ``rabbitmq.conf``: hundreds of queues need not tell of each election.
+QUIET: Final = ("log.queue.level = error", "log.ra.level = error")
+
+
+def private_broker() -> RabbitMQServer:
+    """A RabbitMQ of our own, not started: that of ``RABBITDELAY_BROKER_ROOT``, if there is one."""
+    root = os.environ.get("RABBITDELAY_BROKER_ROOT")
+    # It wins over every broker that an application names.
+    os.environ.pop("CELERY_BROKER_URL", None)
+    return RabbitMQServer(Path(root) if root else None, settings=QUIET)

@@ -1,0 +1,36 @@
+"""A fake clock: no real one can be told to stand still, or how late it is."""
+
+from __future__ import annotations
+
+NS_PER_S = 1_000_000_000
+
+
+class Clock:
+    """Stands in for the module ``time``, or for one of its functions, in seconds.
+
+    Args:
+        now: The seconds at which it begins: 0, as the clock of a machine that has just booted.
+
+    Attributes:
+        now_ns: The same in nanoseconds.
+    """
+
+    def __init__(self, now: float = 0) -> None:
+        self.now = now
+
+    @property
+    def now(self) -> float:
+        """The time in seconds, which a test sets."""
+        return self.now_ns / NS_PER_S
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self.now_ns = round(seconds * NS_PER_S)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return self.now_ns
+
+    __call__ = monotonic
