@@ -333,15 +333,15 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
     Raises:
         InvalidSetting: No such URL or option, or the package ``redis`` is missing.
     """
+    invalid_url = partial(InvalidSetting, SETTING, without_password(url))
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
-        takes = f"takes a URL that begins with one of {', '.join(SCHEMES)}"
-        raise InvalidSetting(SETTING, without_password(url), takes)
+        raise invalid_url(f"takes a URL that begins with one of {', '.join(SCHEMES)}")
     try:
         import redis  # an extra
     except ImportError as missing:
         takes = "takes the package redis: pip install 'celery-rabbitdelay[registry]'"
-        raise InvalidSetting(SETTING, without_password(url), takes) from missing
+        raise invalid_url(takes) from missing
     from redis.backoff import NoBackoff
     from redis.exceptions import RedisClusterException
     from redis.retry import Retry
@@ -363,8 +363,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
         **options,
     }
     if scheme.startswith("sentinel") and not given.get("master_name"):
-        takes = "takes rabbitdelay_registry_options = {'master_name': ...} beside it"
-        raise InvalidSetting(SETTING, without_password(url), takes)
+        raise invalid_url("takes rabbitdelay_registry_options = {'master_name': ...} beside it")
     errors = (redis.RedisError, RedisClusterException, OSError)
     try:
         with suppress(ValueError):
@@ -372,8 +371,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
     # Without the cause: what urllib says of a port or a host may quote the password.
-    takes = "takes a URL of Redis: its host, port, database or a parameter is invalid"
-    raise InvalidSetting(SETTING, without_password(url), takes)
+    raise invalid_url("takes a URL of Redis: its host, port, database or a parameter is invalid")
 
 
 def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any]:

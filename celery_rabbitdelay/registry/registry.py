@@ -147,17 +147,18 @@ class Registry:
 
     def look(self, arrivals: Sequence[Arrival]) -> list[Decision]:
         """Return what the records and jobs of tasks say, and note nothing: they go on waiting."""
-        return self._decide(arrivals, notes=False)
+        return self.decide(arrivals, notes=False)
 
-    def decide(self, arrivals: Sequence[Arrival]) -> list[Decision]:
+    def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
         """Decide what becomes of tasks that have arrived, by the rule in ``arrive.lua``.
 
         One round trip to each server, and another one before it if one of them has a key, or a job
         that is not known to be committed or aborted. A call whose answer is lost can be repeated.
-        """
-        return self._decide(arrivals, notes=True)
 
-    def _decide(self, arrivals: Sequence[Arrival], notes: bool) -> list[Decision]:
+        Args:
+            arrivals: The tasks.
+            notes: Whether to note what is decided; otherwise, keys are not asked either.
+        """
         latest = _now_ms() + MAX_LIFE_MS
         words = self._said_of_jobs(arrivals)
         if notes:
