@@ -5,9 +5,9 @@ the capacity, and distribution is the consumer that publishes to the final excha
 kombu connections and know nothing of Celery, whose workers serve them.
 
 Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``allowed``, ``bounds``
-(what one message may cost), ``envelope``, ``forwarding`` (the messages to publish) and
-``undeliverable``; then ``consumer`` (receive, publish, acknowledge) with ``deliveries`` (how much
-is taken at a time), ``attempts`` (what becomes of a message that is not taken), ``destinations``
-(which ones do not answer) and ``redelivery`` (what goes back into the levels); then ``service``
-(the thread that reconnects).
+(what one message may cost), ``envelope``, ``forwarding`` (the messages to publish, and what goes
+back into the levels) and ``undeliverable``; then ``consumer`` (receive, publish, acknowledge) with
+``deliveries`` (how much is taken at a time), ``attempts`` (what becomes of a message that is not
+taken) and ``destinations`` (which ones do not answer); then ``service`` (the thread that
+reconnects).
 """

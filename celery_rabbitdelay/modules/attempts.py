@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, cast
 
@@ -15,15 +15,10 @@ from amqp.exceptions import NotFound
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.headers import DelayHeaders, unopened
+from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.bounds import LaterVersionWarning, WarningLimit
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
-from celery_rabbitdelay.modules.forwarding import (
-    Outgoing,
-    encoded,
-    to_undeliverable,
-    without_headers,
-)
-from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
@@ -32,6 +27,7 @@ from celery_rabbitdelay.publishing.wire import Content
 RATE_SPAN: Final = 10.0
 
 
+@dataclass(eq=False)
 class ModuleStatistics:
     """Counts what a module does.
 
@@ -45,14 +41,15 @@ class ModuleStatistics:
         backlog: How many messages were ready in its queue when it was last asked.
     """
 
-    def __init__(self) -> None:
-        self.received = 0
-        self.finished = 0
-        self.published = 0
-        self.redelivered = 0
-        self.undeliverable = 0
-        self.backlog = 0
-        self._samples: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
+    received: int = 0
+    finished: int = 0
+    published: int = 0
+    redelivered: int = 0
+    undeliverable: int = 0
+    backlog: int = 0
+    _samples: deque[tuple[float, int, int]] = field(
+        default_factory=lambda: deque([(time.monotonic(), 0, 0)]), repr=False
+    )
 
     def sample(self, backlog: int) -> None:
         """Note how many messages are ready, and all counts; called every few seconds."""
@@ -131,6 +128,7 @@ class _Origin(NamedTuple):
     destination: str | None
 
 
+@dataclass(eq=False, repr=False)
 class Forwarder:
     """Turns messages into publications, and replaces each publication that fails by another one.
 
@@ -144,7 +142,7 @@ class Forwarder:
                                        message is rejected, so that the broker puts it there
     ================================== ====================================================
 
-    Args:
+    Attributes:
         name: The module's name, for the log.
         redelivery: Decides when a message is tried again.
         undeliverable: The name of the exchange of undeliverable messages.
@@ -153,33 +151,24 @@ class Forwarder:
         timeout: Seconds without a confirm until an attempt has failed.
         frame_max: The bytes of a frame of the connection.
         silent: Destinations that did not answer on former connections; see :class:`.AnswerTimes`.
-
-    Attributes:
         bytes_in_flight: The bytes of the bodies that are published and not settled.
     """
 
-    def __init__(
-        self,
-        name: str,
-        redelivery: Redelivery,
-        undeliverable: str,
-        missing: MissingExchanges,
-        statistics: ModuleStatistics,
-        timeout: float,
-        frame_max: int,
-        silent: set[str | None],
-    ) -> None:
-        self.bytes_in_flight = 0
-        self._name = name
-        self._redelivery = redelivery
-        self._undeliverable = undeliverable
-        self._missing = missing
-        self._statistics = statistics
-        self._timeout = timeout
-        self._frame_max = frame_max
-        self._unanswered = AnswerTimes(silent=silent)
+    name: str
+    redelivery: forwarding.Redelivery
+    undeliverable: str
+    missing: MissingExchanges
+    statistics: ModuleStatistics
+    timeout: float
+    frame_max: int
+    silent: set[str | None]
+    bytes_in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin to note answers, and to count warnings."""
+        self.answer_times = AnswerTimes(silent=self.silent)
         self._not_taken, self._given_up = (
-            WarningLimit(logger, f"{name}: {what}", time.monotonic)
+            WarningLimit(logger, f"{self.name}: {what}", time.monotonic)
             for what in ("messages that a destination does not take", "undeliverable messages")
         )
         self._later_version = LaterVersionWarning(logger)
@@ -188,11 +177,7 @@ class Forwarder:
         """Note that all other messages wait for a message's destination."""
         destination = self._destination(outgoing)
         if destination is not None:
-            self._unanswered.note_slow(destination)
-
-    def stuck(self, broker_silent_for: float) -> list[str]:
-        """Return the destinations because of which the broker reads nothing from the connection."""
-        return self._unanswered.give_up_if_stuck(broker_silent_for)
+            self.answer_times.note_slow(destination)
 
     def log_counts(self) -> None:
         """Log how many warnings were left out; called every few seconds."""
@@ -213,12 +198,12 @@ class Forwarder:
             None if the message has to wait until its destination has answered others.
         """
         destination = self._destination(outgoing)
-        if destination is not None and self._unanswered.is_full(destination, broker_silent_for):
+        if destination is not None and self.answer_times.is_full(destination, broker_silent_for):
             return None
         # Counted first: while the broker is asked for the exchange, other messages are settled.
         received.pending += 1
         try:
-            content = encoded(outgoing, self._frame_max)
+            content = forwarding.encoded(outgoing, self.frame_max)
             obstacle = outgoing.obstacle or self._obstacle(outgoing, destination, broker_silent_for)
         except exceptions.UnprocessableMessage as invalid:
             return self.give_up(received, outgoing, invalid.reason)
@@ -239,24 +224,24 @@ class Forwarder:
         received.pending -= 1
         self.bytes_in_flight -= len(publication.content.body)
         if isinstance(error, exceptions.ConfirmTimeout):
-            self._unanswered.timed_out(publication, destination)
+            self.answer_times.timed_out(publication, destination)
         else:
-            self._unanswered.answered(publication, destination)
+            self.answer_times.answered(publication, destination)
         if error is None:
-            self._statistics.published += 1
-            self._statistics.undeliverable += outgoing.exchange == self._undeliverable
+            self.statistics.published += 1
+            self.statistics.undeliverable += outgoing.exchange == self.undeliverable
             return None
         if destination is None and isinstance(
             error, exceptions.MessageNacked | exceptions.ConfirmTimeout
         ):
             return self._publication(received, outgoing, None, publication.content)
-        if outgoing.exchange == self._undeliverable:
+        if outgoing.exchange == self.undeliverable:
             if not isinstance(error, exceptions.MessageRefused):
                 raise error
             return self._refused_by_undeliverable(received, outgoing, error)
         if isinstance(error.__cause__, NotFound):
             # Those behind it are put into the levels without closing the channel.
-            self._missing.add(outgoing.address[0])
+            self.missing.add(outgoing.address[0])
         reason = _reason(error, outgoing)
         if destination is None or isinstance(error, exceptions.MessageRefused):
             return self.give_up(received, outgoing, reason)
@@ -278,17 +263,19 @@ class Forwarder:
             undeliverable: The message for ``undeliverable``, if it has been made already.
         """
         if self._given_up.allows(reason):
-            logger.warning("%s: a message is undeliverable: %s", self._name, reason)
+            logger.warning("%s: a message is undeliverable: %s", self.name, reason)
         redriven = received.headers.redriven
-        refused = undeliverable or to_undeliverable(self._undeliverable, outgoing, reason, redriven)
+        refused = undeliverable or forwarding.to_undeliverable(
+            self.undeliverable, outgoing, reason, redriven
+        )
         if outgoing.is_vouched:
             # The module has made it of one that it has let in, so that it may be redriven.
-            refused = refused._replace(message=self._redelivery.sign(refused.message))
+            refused = refused._replace(message=self.redelivery.sign(refused.message))
         try:
-            content = encoded(refused, self._frame_max)
+            content = forwarding.encoded(refused, self.frame_max)
         except exceptions.UnprocessableMessage:
-            refused = without_headers(self._undeliverable, refused)
-            content = encoded(refused, self._frame_max)
+            refused = forwarding.without_headers(self.undeliverable, refused)
+            content = forwarding.encoded(refused, self.frame_max)
         return self._publication(received, refused, None, content)
 
     def until_upgraded(self, received: Received, outgoing: Outgoing, reason: str) -> Publication:
@@ -299,8 +286,8 @@ class Forwarder:
             outgoing: The same.
             reason: Why this version cannot read it.
         """
-        later = self._redelivery.until_upgraded(received.message, reason)
-        warn = partial(self._later_version.warn, f"A message in {self._name}", reason)
+        later = self.redelivery.until_upgraded(received.message, reason)
+        warn = partial(self._later_version.warn, f"A message in {self.name}", reason)
         return self._put_back(received, outgoing, later, reason, warn)
 
     def _refused_by_undeliverable(
@@ -315,16 +302,16 @@ class Forwarder:
         said = outgoing.message.headers
         if said != DelayHeaders(reason=said.reason, redriven=said.redriven):
             reason = f"{said.reason}; its headers are left out: {_reason(error, outgoing)}"
-            bare = without_headers(
-                self._undeliverable,
+            bare = forwarding.without_headers(
+                self.undeliverable,
                 outgoing._replace(message=outgoing.message.saying(reason=reason)),
             )
-            return self._publication(received, bare, None, encoded(bare, self._frame_max))
+            return self._publication(received, bare, None, forwarding.encoded(bare, self.frame_max))
         logger.error(
             "%s: a message is rejected, so that the broker puts it into %s, which does not take it "
             "from here: %s",
-            self._name,
-            self._undeliverable,
+            self.name,
+            self.undeliverable,
             error.reason,
         )
         received.rejected, received.outgoing, received.held = True, iter(()), None
@@ -334,17 +321,17 @@ class Forwarder:
         self, outgoing: Outgoing, destination: str | None, broker_silent_for: float
     ) -> str | None:
         """Return why a message should not be published at the moment; None if it should be."""
-        missing = self._missing.why_missing(outgoing.address[0], destination is not None)
+        missing = self.missing.why_missing(outgoing.address[0], destination is not None)
         if missing is not None:
             return missing
         if destination is None:
             return None
-        silent = self._unanswered.is_silent(destination, broker_silent_for)
+        silent = self.answer_times.is_silent(destination, broker_silent_for)
         return f"{destination} does not answer, or too slowly" if silent else None
 
     def _destination(self, outgoing: Outgoing) -> str | None:
         """Return the queue or exchange that may not take a message; see :class:`_Origin`."""
-        if outgoing.reroute is not None or outgoing.exchange == self._undeliverable:
+        if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
             return None
         if outgoing.exchange:
             return f"the exchange {outgoing.exchange!r}"
@@ -356,18 +343,18 @@ class Forwarder:
         address = outgoing.address
         origin = _Origin(received, outgoing, destination)
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
-        publication.deadline = time.monotonic() + self._timeout
+        publication.deadline = time.monotonic() + self.timeout
         publication.single_attempt = destination is not None
         received.pending += 1
         self.bytes_in_flight += len(content.body)
-        self._unanswered.sent(publication, destination)
+        self.answer_times.sent(publication, destination)
         return publication
 
     def _try_later(
         self, received: Received, outgoing: Outgoing, destination: str | None, reason: str
     ) -> Publication:
         """Return the publication that puts a message into the levels, to try it again."""
-        later = self._redelivery.after_failure(outgoing, received.headers, reason)
+        later = self.redelivery.after_failure(outgoing, received.headers, reason)
         warn = partial(self._warn, destination, reason)
         return self._put_back(received, outgoing, later, reason, warn)
 
@@ -383,10 +370,10 @@ class Forwarder:
         if later.reroute is None:
             return self.give_up(received, outgoing, reason, later)
         try:
-            content = encoded(later, self._frame_max)
+            content = forwarding.encoded(later, self.frame_max)
         except exceptions.UnprocessableMessage as too_long:
             return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
-        self._statistics.redelivered += 1
+        self.statistics.redelivered += 1
         warn()
         return self._publication(received, later, None, content)
 
@@ -394,7 +381,7 @@ class Forwarder:
         if self._not_taken.allows(destination):
             logger.warning(
                 "%s: %s does not take a message, which waits in the levels and is tried again: %s",
-                self._name,
+                self.name,
                 destination,
                 reason,
             )

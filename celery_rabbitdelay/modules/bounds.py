@@ -7,10 +7,11 @@ message beyond a bound is refused at once, with a reason, and lies in ``undelive
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
 
 import amqp
 
@@ -31,24 +32,22 @@ WARN_EVERY: Final = 60.0
 WARN_OF_LATER_EVERY: Final = 3600.0
 
 
+@dataclass(eq=False, repr=False)
 class WarningLimit:
     """Lets the first few warnings of a minute through, each once, and logs a count of the others.
 
-    Args:
+    Attributes:
         logger: Where the count goes.
         what: What the warnings are about, in the plural.
         clock: Returns seconds, as :func:`time.monotonic`.
     """
 
-    def __init__(
-        self, logger: logging.Logger, what: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._logger = logger
-        self._what = what
-        self._clock = clock
-        self._since = 0.0
-        self._logged: set[str | None] = set()
-        self._left_out = 0
+    logger: logging.Logger
+    what: str
+    clock: Callable[[], float] = time.monotonic
+    _since: float = 0.0
+    _logged: set[str | None] = field(default_factory=set)
+    _left_out: int = 0
 
     def allows(self, key: str | None) -> bool:
         """Return whether to log a warning; count it if not.
@@ -61,57 +60,87 @@ class WarningLimit:
             self._left_out += 1
             return False
         if not self._logged:
-            self._since = self._clock()
+            self._since = self.clock()
         self._logged.add(key)
         return True
 
     def log_count(self) -> None:
         """Log how many warnings were left out, once the minute is over; called now and then."""
-        if not self._logged or self._clock() - self._since < WARN_EVERY:
+        if not self._logged or self.clock() - self._since < WARN_EVERY:
             return
         if self._left_out:
-            self._logger.warning(
+            self.logger.warning(
                 "%s: %s more within %.0f s, without a warning each",
-                self._what,
+                self.what,
                 f"{self._left_out:,}",
-                self._clock() - self._since,
+                self.clock() - self._since,
             )
         self._logged.clear()
         self._left_out = 0
 
 
-class LaterVersionWarning:
-    """Warns about messages of a later version: once an hour, and not for each message.
+@dataclass(eq=False, repr=False)
+class RareWarning:
+    """Logs a warning once in a while; in between, one line for debugging.
 
-    Args:
+    Attributes:
+        every: Seconds until it is logged again.
+        text: The warning.
+        short: The line.
         logger: Where to.
         clock: Returns seconds, as :func:`time.monotonic`.
     """
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._logger = logger
-        self._clock = clock
-        self._warned_at: float | None = None
+    every: ClassVar[float]
+    text: ClassVar[str]
+    short: ClassVar[str]
+    logger: logging.Logger
+    clock: Callable[[], float] = time.monotonic
+    _warned_at: float = -math.inf
 
-    def warn(self, what: str, why: str) -> None:
-        """Log that a message goes back into the levels, unless that was logged within the hour.
+    def reset(self) -> None:
+        """Warn again the next time."""
+        self._warned_at = -math.inf
+
+    def warn(self, *about: object) -> None:
+        """Log the warning, unless that was done lately.
 
         Args:
-            what: The message, and who has received it.
-            why: What :func:`.later_version` has returned.
+            *about: What stands in the texts.
         """
-        now = self._clock()
-        if self._warned_at is not None and now - self._warned_at < WARN_OF_LATER_EVERY:
-            self._logger.debug("%s goes back into the delay levels: %s.", what, why)
+        now = self.clock()
+        if now - self._warned_at < self.every:
+            self.logger.debug(self.short, *about)
             return
         self._warned_at = now
-        self._logger.warning(
-            "%s goes back into the delay levels, unopened: %s. A worker of the later version takes "
-            "it from there; without one, it is undeliverable after rabbitdelay_retry_for. Upgrade "
-            "celery_rabbitdelay on all workers. Others go back without a word for an hour.",
-            what,
-            why,
-        )
+        self.logger.warning(self.text, *about)
+
+
+class LaterVersionWarning(RareWarning):
+    """A message of a later version: what it is and who has received it; and why it is of one."""
+
+    every = WARN_OF_LATER_EVERY
+    short = "%s goes back into the delay levels: %s."
+    text = (
+        "%s goes back into the delay levels, unopened: %s. A worker of the later version takes it "
+        "from there; without one, it is undeliverable after rabbitdelay_retry_for. Upgrade "
+        "celery_rabbitdelay on all workers. Others go back without a word for an hour."
+    )
+
+
+class EarlyWarning(RareWarning):
+    """A message that is early: what it is, and by how many seconds. Reset on each connection."""
+
+    every = math.inf
+    short = "%s is %.1f s early and goes back."
+    text = (
+        "%s left the delay levels %.1f s before it is due, by the clock of this machine, and goes "
+        "back into them for the rest. Others that are early will do so without a word on this "
+        "connection. The likely causes: a policy whose message-ttl is shorter than the TTL of a "
+        "level's queue (see `rabbitmqctl list_policies`; with it, a task goes around the levels "
+        "until it is due), or clocks of producers, brokers and workers that differ (see `date -u` "
+        "on each)."
+    )
 
 
 #: Bytes of received messages that a module holds, and bytes that it has in flight, unless a single

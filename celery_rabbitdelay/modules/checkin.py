@@ -16,20 +16,11 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import (
-    OWN_CONTENT_TYPES,
-    DelayHeaders,
-    client_delay_ms,
-    client_exchange,
-    later_version,
-    of_client,
-    refuse_sender_selected,
-    shortened,
-)
+from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_destination
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -59,7 +50,7 @@ class CheckIn:
         info: Any = message.delivery_info
         headers = headers_of(message)
         if headers and info["exchange"] != self.topology.module_queues.meditated.name:
-            kept = of_client(headers)
+            kept = header_names.of_client(headers)
             if header_names.EXCHANGE in kept:
                 # If check-in refuses it, this marks it as a client's; see ``never_accepted``.
                 kept.setdefault(header_names.X_DELAY, 0)
@@ -74,7 +65,7 @@ class CheckIn:
         info: Any = message.delivery_info
         headers = headers_of(message)
         check_depth(headers)
-        refuse_sender_selected(headers)
+        header_names.refuse_sender_selected(headers)
         if info["exchange"] == self.topology.module_queues.meditated.name:
             yield self._after_meditation(message, headers, info["routing_key"])
         else:
@@ -105,14 +96,14 @@ class CheckIn:
         self, message: amqp.Message, given: dict[str, Any], routing_key: str
     ) -> Outgoing:
         content_type = message.properties.get("content_type")
-        if str(content_type).startswith(OWN_CONTENT_TYPES):
+        if str(content_type).startswith(header_names.OWN_CONTENT_TYPES):
             raise UnprocessableMessage("it is an envelope, which clients may not check in")
-        why = later_version(given, content_type)
+        why = header_names.later_version(given, content_type)
         if why is not None:
             raise UnprocessableMessage(why)
-        exchange = client_exchange(given)
+        exchange = header_names.client_exchange(given)
         self._check_destination(exchange, routing_key)
-        delay_ms = client_delay_ms(given)
+        delay_ms = header_names.client_delay_ms(given)
         given.pop(header_names.X_DELAY, None)
         sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(given)))
         if not delay_ms:
@@ -152,11 +143,5 @@ def for_distribution(
         exchange: The exchange that it goes to then.
         routing_key: Its routing key.
     """
-    expiration = message.properties.get("expiration")
-    return (
-        message.saying(
-            due_ms=due_ms, exchange=exchange, routing_key=routing_key, expiration=expiration
-        )
-        .having(expiration=None)
-        .with_low_priority()
-    )
+    outgoing = Outgoing(exchange, routing_key, message.saying(due_ms=due_ms))
+    return with_destination(outgoing).with_low_priority()

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final
@@ -22,8 +23,7 @@ from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Rec
 from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES, WarningLimit
 from celery_rabbitdelay.modules.deliveries import Deliveries
 from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
-from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.incoming import seen_of
 from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
@@ -63,10 +63,6 @@ READ_TIMEOUT: Final = 0.2
 SAMPLE_EVERY: Final = 2.0
 
 
-def admit_any(message: amqp.Message) -> None:
-    """Leave a message as it is: its sender may say anything."""
-
-
 @dataclass(frozen=True)
 class Module:
     """A module, as a worker serves it.
@@ -85,7 +81,7 @@ class Module:
         signing_keys: What signs the messages that wait to be tried again; None: nothing does.
         max_bytes: The largest message that is read. The broker dead-letters a larger one to
             ``undeliverable``; it never takes memory here.
-        admit: Removes from a received message what its sender may not say.
+        admit: Removes from a received message what its sender may not say; None: it may say all.
     """
 
     name: str
@@ -98,7 +94,7 @@ class Module:
     retry_for: float
     signing_keys: SigningKeys | None = None
     max_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    admit: Callable[[amqp.Message], None] = admit_any
+    admit: Callable[[amqp.Message], None] | None = None
 
 
 class ConnectionStuck(Exception):
@@ -172,7 +168,7 @@ class ModuleConsumer:
             module.name,
             Redelivery(module.topology, module.retry_for, signing_keys=module.signing_keys),
             undeliverable,
-            MissingExchanges(self._exists, {"", undeliverable}),
+            MissingExchanges(self._exists, frozenset(("", undeliverable))),
             statistics,
             module.timeout,
             self._wire.frame_max,
@@ -194,10 +190,9 @@ class ModuleConsumer:
             Whether everything that was begun is finished.
         """
         with unwrap_callers_errors():
-            return self._serve()
+            return self._serve(self._deliveries)
 
-    def _serve(self) -> bool:
-        deliveries = self._deliveries
+    def _serve(self, deliveries: Deliveries) -> bool:
         deliveries.take(1)
         careful = True
         while True:
@@ -206,7 +201,8 @@ class ModuleConsumer:
                 return False
             if stopping and deliveries.consuming:
                 deliveries.stop()
-                self._requeue_waiting()
+                deliveries.give_back(received.message for received in self._waiting)
+                self._waiting.clear()
             if stopping and not deliveries.unfinished:
                 deliveries.write()
                 return True
@@ -242,7 +238,7 @@ class ModuleConsumer:
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
-            stuck = self._attempts.stuck(self._loop.silent_for)
+            stuck = self._attempts.answer_times.give_up_if_stuck(self._loop.silent_for)
             if stuck:
                 raise ConnectionStuck(stuck)
         else:
@@ -277,14 +273,9 @@ class ModuleConsumer:
         self._deliveries.take(self._module.prefetch * growth)
         self._loop.window = self._module.max_unconfirmed * growth
 
-    def _answers(self) -> Any:
+    def _answers(self) -> AbstractContextManager[None]:
         """Bound the wait for an answer, so that a silent broker does not hold the thread."""
         return self._wire.answers_within(self._module.timeout)
-
-    def _requeue_waiting(self) -> None:
-        """Requeue received messages that were not begun."""
-        self._deliveries.give_back(received.message for received in self._waiting)
-        self._waiting.clear()
 
     def _on_message(self, message: amqp.Message) -> None:
         self._statistics.received += 1
@@ -293,7 +284,8 @@ class ModuleConsumer:
         if seen.skipped_bytes is not None:
             self._reject_unread(message, seen.skipped_bytes)
             return
-        self._module.admit(message)
+        if self._module.admit is not None:
+            self._module.admit(message)
         if seen.marks:
             message.properties["application_headers"].update(seen.marks)
         self._waiting.append(Received(message, self._receive(message)))

@@ -31,7 +31,6 @@ class Deliveries:
         queue: The name of the queue.
         timeout: Seconds to wait for an answer of the broker.
         on_message: Called with each message that is taken.
-        held: The budget of bytes.
 
     Attributes:
         unfinished: How many messages were taken and are not settled.
@@ -45,7 +44,6 @@ class Deliveries:
         queue: str,
         timeout: float,
         on_message: Callable[[amqp.Message], None],
-        held: HeldBytes | None = None,
     ) -> None:
         self.unfinished = 0
         self.consuming = False
@@ -56,7 +54,7 @@ class Deliveries:
         self._queue = queue
         self._timeout = timeout
         self._on_message = on_message
-        self._held = HeldBytes() if held is None else held
+        self._held = HeldBytes()
         #: What a message costs that is taken and not settled, by its delivery tag.
         self._costs: dict[int, int] = {}
         #: The prefetch count that is wanted, and the one that is set, which fits the budget.
@@ -64,9 +62,10 @@ class Deliveries:
         self._tag: str | None = None
         self._former_tag: str | None = None
         self._is_raising = False
-        self._acked: list[int] = []
-        self._rejected: list[int] = []
-        self._given_back: list[int] = []
+        #: The delivery tags that are settled with the next :meth:`write`, by what settles them.
+        self._settled: dict[Callable[[int, Iterable[int]], bytes], list[int]] = {
+            frames_of: [] for frames_of in (ack_frames, reject_frames, requeue_frames)
+        }
 
     def take(self, prefetch: int) -> None:
         """Take at most this many messages ahead, from now on."""
@@ -98,24 +97,17 @@ class Deliveries:
             message: The message.
             rejected: Whether the broker is to dead-letter it; otherwise it is acknowledged.
         """
-        tag = cast(int, message.delivery_tag)
-        self._release(tag)
-        (self._rejected if rejected else self._acked).append(tag)
+        self._settle(message, reject_frames if rejected else ack_frames)
 
     def give_back(self, messages: Iterable[amqp.Message]) -> None:
         """Give messages back to the queue with the next :meth:`write`."""
         for message in messages:
-            self._release(cast(int, message.delivery_tag))
-            self._given_back.append(cast(int, message.delivery_tag))
+            self._settle(message, requeue_frames)
 
     def write(self) -> None:
         """Write what was settled."""
         number, frames = self.channel.channel_id, b""
-        for tags, frames_of in (
-            (self._acked, ack_frames),
-            (self._rejected, reject_frames),
-            (self._given_back, requeue_frames),
-        ):
+        for frames_of, tags in self._settled.items():
             if tags:
                 frames += frames_of(number, tags)
                 tags.clear()
@@ -158,13 +150,17 @@ class Deliveries:
                 # are given back, so that the broker does not deliver them here again.
                 self.channel.basic_cancel(self._tag, nowait=True)
                 self._former_tag, self._tag = self._tag, None
-            self._given_back.append(tag)
+            self._settled[requeue_frames].append(tag)
             return
         self._costs[tag] = cost
         self._held.held += cost
         self.unfinished += 1
         self._on_message(message)
 
-    def _release(self, tag: int) -> None:
+    def _settle(
+        self, message: amqp.Message, frames_of: Callable[[int, Iterable[int]], bytes]
+    ) -> None:
+        tag = cast(int, message.delivery_tag)
         self._held.held -= self._costs.pop(tag)
         self.unfinished -= 1
+        self._settled[frames_of].append(tag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from celery_rabbitdelay.levels.headers import shortened
@@ -42,46 +43,42 @@ MAX_MISSING: Final = 20
 MAX_REMEMBERED: Final = 1000
 
 
+@dataclass(eq=False, repr=False)
 class AnswerTimes:
     """The messages in flight, and which destinations do not answer.
 
     RabbitMQ confirms a message for a quorum queue once a majority of its replicas has it. If a
     queue has no majority, there is neither an ack nor a nack until it has one again.
 
-    Args:
+    Attributes:
         clock: Returns seconds, as :func:`time.monotonic`.
-        silent: Destinations that have not answered on former connections. The set is updated.
+        silent: Destinations that have not answered until time was up, also on former connections:
+            they get one message at a time. The set is updated.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        silent: set[str | None] | None = None,
-    ) -> None:
-        self._clock = clock
-        #: For destinations that had as many messages as they may have: when, and how many.
-        self._limits: dict[str | None, tuple[float, int]] = {}
-        #: When each message was sent, by its destination and the message, the oldest first.
-        self._sent: dict[str | None, dict[Hashable, float]] = {}
-        #: Destinations that have not answered until time was up; they get one message at a time.
-        self._silent: set[str | None] = set() if silent is None else silent
-        #: Until when destinations are slow.
-        self._slow_until: dict[str, float] = {}
-        #: The latest time of sending of all messages that were answered.
-        self._answered_until = 0.0
+    clock: Callable[[], float] = time.monotonic
+    silent: set[str | None] = field(default_factory=set)
+    #: For destinations that had as many messages as they may have: when, and how many.
+    _limits: dict[str | None, tuple[float, int]] = field(default_factory=dict)
+    #: When each message was sent, by its destination and the message, the oldest first.
+    _sent: dict[str | None, dict[Hashable, float]] = field(default_factory=dict)
+    #: Until when destinations are slow.
+    _slow_until: dict[str, float] = field(default_factory=dict)
+    #: The latest time of sending of all messages that were answered.
+    _answered_until: float = 0.0
 
     def sent(self, message: Hashable, destination: str | None) -> None:
         """Note that a message is sent to a destination; None if it goes into the levels."""
-        self._sent.setdefault(destination, {})[message] = self._clock()
+        self._sent.setdefault(destination, {})[message] = self.clock()
 
     def answered(self, message: Hashable, destination: str | None) -> None:
         """Note that the broker has acked, nacked or returned a message."""
         sent_at = self._remove(message, destination)
         self._answered_until = max(self._answered_until, sent_at)
-        self._silent.discard(destination)
+        self.silent.discard(destination)
         if destination in self._limits:
             full_at, limit = self._limits[destination]
-            if self._clock() - sent_at < PROMPT:
+            if self.clock() - sent_at < PROMPT:
                 self._limits[destination] = full_at, min(limit + 1, MAX_PROMPT)
             else:
                 del self._limits[destination]
@@ -105,21 +102,21 @@ class AnswerTimes:
         oldest = next(iter(self._sent.get(destination, {}).values()), None)
         if oldest is None:
             return False
-        if destination in self._silent or self._is_slow(destination):
+        if destination in self.silent or self._is_slow(destination):
             return True
-        if self._clock() - oldest < SILENCE:
+        if self.clock() - oldest < SILENCE:
             return False
         return broker_silent_for >= SILENCE or self._answered_until - oldest >= SILENCE
 
     def note_slow(self, destination: str) -> None:
         """Note that others wait for a destination, which has as many messages as it may have."""
-        now = self._clock()
+        now = self.clock()
         if len(self._slow_until) >= MAX_REMEMBERED:
             _keep(self._slow_until, lambda until: now < until)
         self._slow_until[destination] = now + SLOW_FOR
 
     def _is_slow(self, destination: str) -> bool:
-        if self._clock() >= self._slow_until.get(destination, 0.0):
+        if self.clock() >= self._slow_until.get(destination, 0.0):
             self._slow_until.pop(destination, None)
             return False
         return len(self._sent.get(destination, {})) >= MAX_UNANSWERED
@@ -132,7 +129,7 @@ class AnswerTimes:
         in_flight = self._sent.get(destination)
         if in_flight is None or len(in_flight) < MAX_UNANSWERED:
             return False
-        now = self._clock()
+        now = self.clock()
         full_at, limit = self._limits.get(destination, (now, MAX_UNANSWERED))
         if now - full_at >= PROMPT:
             limit = MAX_UNANSWERED
@@ -161,10 +158,10 @@ class AnswerTimes:
         return stuck
 
     def _note_silent(self, destination: str | None) -> None:
-        if destination not in self._silent and len(self._silent) >= MAX_REMEMBERED:
+        if destination not in self.silent and len(self.silent) >= MAX_REMEMBERED:
             # Any other: if it is still silent, that is noted again after its next message.
-            self._silent.pop()
-        self._silent.add(destination)
+            self.silent.pop()
+        self.silent.add(destination)
 
     def _remove(self, message: Hashable, destination: str | None) -> float:
         """Return when the message was sent."""
@@ -175,29 +172,24 @@ class AnswerTimes:
         return at
 
 
+@dataclass(eq=False, repr=False)
 class MissingExchanges:
     """Which exchanges exist, as far as the broker was asked.
 
     Publishing to an exchange that does not exist closes the channel, with all that is in flight.
 
-    Args:
+    Attributes:
         ask: Asks the broker whether an exchange exists.
-        known: Exchanges that exist, and are never asked for.
+        always: Exchanges that exist, and are never asked for.
         clock: Returns seconds, as :func:`time.monotonic`.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[str], bool],
-        known: Collection[str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._ask = ask
-        self._always = frozenset(known)
-        self._known: set[str] = set()
-        self._clock = clock
-        #: Until when exchanges count as missing, the earliest first.
-        self._missing: dict[str, float] = {}
+    ask: Callable[[str], bool]
+    always: Collection[str]
+    clock: Callable[[], float] = time.monotonic
+    _known: set[str] = field(default_factory=set)
+    #: Until when exchanges count as missing, the earliest first.
+    _missing: dict[str, float] = field(default_factory=dict)
 
     def why_missing(self, exchange: str, is_limited: bool = True) -> str | None:
         """Return why not to publish to an exchange; None if it exists.
@@ -209,7 +201,7 @@ class MissingExchanges:
             exchange: Its name.
             is_limited: Whether a stranger may have chosen the name.
         """
-        if exchange in self._always or exchange in self._known:
+        if exchange in self.always or exchange in self._known:
             return None
         self._forget()
         if exchange in self._missing:
@@ -219,7 +211,7 @@ class MissingExchanges:
                 f"the broker was not asked for the exchange {shortened(exchange)}: in one second, "
                 f"it was asked for {len(self._missing)} others that do not exist"
             )
-        if not self._ask(exchange):
+        if not self.ask(exchange):
             self._note(exchange)
             return no_exchange(exchange)
         if len(self._known) >= MAX_REMEMBERED:
@@ -236,11 +228,11 @@ class MissingExchanges:
 
     def _note(self, exchange: str) -> None:
         self._missing.pop(exchange, None)
-        self._missing[exchange] = self._clock() + ASK_AGAIN
+        self._missing[exchange] = self.clock() + ASK_AGAIN
 
     def _forget(self) -> None:
         """Forget the exchanges that may be asked for again."""
-        now = self._clock()
+        now = self.clock()
         while self._missing and now >= next(iter(self._missing.values())):
             del self._missing[next(iter(self._missing))]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,17 +12,7 @@ import amqp
 from celery_rabbitdelay.exceptions import InvalidEnvelope, RegistryUnavailable, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import (
-    COMMITTED,
-    ENVELOPE,
-    JOB,
-    JOB_ID,
-    DelayHeaders,
-    parse,
-    refuse_later_version,
-    refuse_sender_selected,
-    shortened,
-)
+from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
@@ -95,28 +85,28 @@ class Distribution:
                 invalid, or it is an envelope that cannot be read. Nothing was published for it.
         """
         given = headers_of(message)
-        refuse_sender_selected(given)
-        refuse_later_version(given, message.properties.get("content_type"))
+        header_names.refuse_sender_selected(given)
+        header_names.refuse_later_version(given, message.properties.get("content_type"))
         check_depth(given)
-        headers = _valid(given)
+        headers, problems = header_names.parse(given)
+        if problems:
+            raise UnprocessableMessage("; ".join(problems.values()))
         self.bounds.check_due(headers.due_ms, time.time_ns() // NS_PER_MS)
         received = WaitingMessage.of(message, headers)
-        key = _routing_key(message)
+        key: str = (message.delivery_info or {}).get("routing_key", "")
         unrouted = self._queue_in_key(key)
         if unrouted is not None and self.topology.keys.has_no_digits(key):
             queue = unrouted or str(headers.queue)
             yield self._returned(received, queue)._replace(is_vouched=False)
             return
         is_vouched = self._is_vouched(received)
-        is_envelope = message.properties.get("content_type") == ENVELOPE
+        is_envelope = message.properties.get("content_type") == header_names.ENVELOPE
         if unrouted is not None:
             self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
-        if COMMITTED in headers.registry:
+        if header_names.COMMITTED in headers.registry:
             yield from self._confirmed(received)
             return
-        one = None
-        if not is_envelope:
-            one = self._outgoing(received, unrouted, is_vouched)
+        one = None if is_envelope else self._outgoing(received, unrouted, is_vouched)
         single = self.put_back(received) or one
         found = self._unpacked(received) if single is None else iter([single])
         for outgoing in found:
@@ -124,7 +114,7 @@ class Distribution:
 
     def _confirmed(self, message: WaitingMessage) -> Iterator[Outgoing]:
         """Tell the registry that a job was committed; while Redis is away, the note waits again."""
-        job, job_id = map(message.headers.registry.get, (JOB, JOB_ID))
+        job, job_id = map(message.headers.registry.get, (header_names.JOB, header_names.JOB_ID))
         is_note = job is not None and message.properties.get("message_id") == job_id
         if self.confirm is None or not is_note:
             what = "there is no registry" if self.confirm is None else "it names no job"
@@ -278,14 +268,14 @@ class Distribution:
         try:
             envelope = OpenedEnvelope(message.body, self.bounds.max_message_bytes)
             is_shared_checked = False
-            for item in envelope.items:
+            for item in envelope:
                 # Whether it has something of its own that decides whether it is published.
                 is_own = not DECISIVE.isdisjoint(item.headers) or "content_type" in item.properties
                 if is_own or not is_shared_checked:
                     self._check(message.headers, envelope, item)
                     is_shared_checked |= not is_own
                 if self.look is not None:
-                    inner, _ = parse({**envelope.headers, **item.headers})
+                    inner, _ = header_names.parse({**envelope.headers, **item.headers})
                     due_ms = message.headers.due_ms or 0
                     arrivals.append(Arrival.of(inner, due_ms, "", redelivered=True))
         except InvalidEnvelope as invalid:
@@ -300,9 +290,9 @@ class Distribution:
         """Refuse a message of an envelope that distribution may not publish, or not read."""
         given = {**envelope.headers, **item.headers}
         content_type = {**envelope.properties, **item.properties}.get("content_type")
-        refuse_later_version(given, content_type)
-        refuse_sender_selected(given)
-        inner, problems = parse(given)
+        header_names.refuse_later_version(given, content_type)
+        header_names.refuse_sender_selected(given)
+        inner, problems = header_names.parse(given)
         for name in DECISIVE & problems.keys():
             raise UnprocessableMessage(problems[name])
         self.reach.names(*_destination(_under(outer, inner)))
@@ -310,8 +300,8 @@ class Distribution:
     def _messages(self, outer: DelayHeaders, envelope: OpenedEnvelope) -> Iterator[Outgoing]:
         """Return the messages of an envelope that was checked."""
         undeliverable = self.topology.module_queues.undeliverable.exchange.name
-        for item in envelope.items:
-            inner, problems = parse({**envelope.headers, **item.headers})
+        for item in envelope:
+            inner, problems = header_names.parse({**envelope.headers, **item.headers})
             headers = _under(outer, inner)
             exchange, routing_key = _destination(headers)
             left = DelayHeaders(outer.due_ms, registry=inner.registry, others=inner.others)
@@ -323,14 +313,6 @@ class Distribution:
                 continue
             restored = _with_restored_properties(message, headers)
             yield self._reached(Outgoing(exchange, routing_key, restored))
-
-
-def _valid(given: Mapping[str, Any]) -> DelayHeaders:
-    """Return what the headers of a message say, all of which have to be valid."""
-    headers, problems = parse(given)
-    if problems:
-        raise UnprocessableMessage("; ".join(problems.values()))
-    return headers
 
 
 def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
@@ -350,12 +332,6 @@ def _named_by(headers: DelayHeaders) -> Any:
         return headers.queue
     exchange, routing_key = headers.exchange, headers.routing_key
     return routing_key if exchange == "" else (exchange, routing_key)
-
-
-def _routing_key(message: amqp.Message) -> str:
-    info: Any = message.delivery_info
-    key: str = (info or {}).get("routing_key", "")
-    return key
 
 
 def _with_restored_properties(message: WaitingMessage, headers: DelayHeaders) -> WaitingMessage:

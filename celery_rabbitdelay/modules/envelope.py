@@ -133,11 +133,14 @@ class Envelope(NamedTuple):
             InvalidEnvelope: It cannot be read, or exceeds a limit.
         """
         opened = OpenedEnvelope(body)
-        return cls(tuple(opened.items), opened.headers, opened.properties)
+        return cls(tuple(opened), opened.headers, opened.properties)
 
 
 class OpenedEnvelope:
     """An envelope that is read as far as somebody asks.
+
+    Each iteration reads the messages anew, and raises :class:`.InvalidEnvelope` at what cannot be
+    read, or exceeds a limit.
 
     Args:
         body: The body of the message.
@@ -146,8 +149,6 @@ class OpenedEnvelope:
     Attributes:
         headers: The headers that all messages have.
         properties: The AMQP message properties that all messages have.
-        items: The messages. Each iteration reads them anew, and raises :class:`.InvalidEnvelope` at
-            what cannot be read, or exceeds a limit.
 
     Raises:
         InvalidEnvelope: What all messages share cannot be read, or exceeds a limit.
@@ -159,26 +160,9 @@ class OpenedEnvelope:
             raise InvalidEnvelope("it is empty")
         read = _from_json(shared)
         self.headers, self.properties = _parts(read)
-        self.items = _Items(body, _parts(read.get("copies", {})), max_body_bytes)
-
-
-class _Items:
-    """The messages of an envelope, read anew by each iteration.
-
-    Args:
-        body: The body of the message.
-        copies: Maps names of headers, and of properties, to the header whose value they repeat.
-        max_body_bytes: The largest body of one of them.
-    """
-
-    def __init__(
-        self,
-        body: bytes,
-        copies: tuple[Mapping[str, Any], Mapping[str, Any]],
-        max_body_bytes: int,
-    ) -> None:
+        # Names of headers, and of properties, and the header whose value each of them repeats.
+        self._copied_headers, self._copied_properties = _parts(read.get("copies", {}))
         self._body = body
-        self._copied_headers, self._copied_properties = copies
         self._max_body_bytes = max_body_bytes
 
     def __iter__(self) -> Iterator[Item]:

@@ -1,16 +1,38 @@
-"""The messages that a module publishes for one that it has received. Pure."""
+"""The messages that a module publishes for one that it has received. Pure.
+
+A message goes back into the levels because its destination does not take it, or because it is
+early. The pauses before another attempt grow from a second to ten minutes, so that a destination in
+trouble costs little, however long that lasts and however many messages are due for it. No message
+waits in a module for it. A message that only a worker of a later version can read goes back in the
+same way.
+
+The levels release a message early if a policy gives their queues a shorter ``message-ttl`` than
+their own, because RabbitMQ applies the lower one (https://www.rabbitmq.com/docs/ttl). If the clocks
+of producer and worker differ, a message only looks early. These cases look the same, so it
+goes back in both: a task never starts early, and wrong clocks delay it by their difference, once.
+"""
 
 from __future__ import annotations
 
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
+import amqp
+
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.headers import DelayHeaders, is_expiration, shortened
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.bounds import EarlyWarning
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage
 from celery_rabbitdelay.publishing.publication import Address
+from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
 
 #: Bytes of a frame reserved for headers that the broker adds, such as ``x-death``.
@@ -136,3 +158,206 @@ def without_headers(undeliverable: str, outgoing: Outgoing) -> Outgoing:
     said = outgoing.message.headers
     kept = DelayHeaders(reason=said.reason, redriven=said.redriven)
     return Outgoing(undeliverable, "", WaitingMessage(outgoing.message.body, {}, kept))
+
+
+#: The longest time, in milliseconds, for which a message is put back at once. A clock that is years
+#: behind, on a machine that has just booted for example, then costs a day and not those years.
+MAX_PAUSE_MS: Final = 86_400_000
+
+
+@dataclass(frozen=True)
+class EarlyMessages:
+    """Puts messages back that reach distribution before they are due.
+
+    Attributes:
+        topology: The levels.
+        tolerated_ms: How many milliseconds early a message may be: the setting
+            ``rabbitdelay_early_tolerance``.
+        now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
+        on_early: Called for each message that goes back.
+        warning: Says in the log that messages are early.
+    """
+
+    topology: Topology
+    tolerated_ms: int
+    now_ms: Callable[[], int] = lambda: time.time_ns() // NS_PER_MS
+    on_early: Callable[[], None] | None = None
+    warning: EarlyWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
+
+    def put_back(self, message: WaitingMessage) -> Outgoing | None:
+        """Return the message as it goes back into the levels; None if it is not early.
+
+        An envelope goes back as a whole. Body, headers and properties stay, and distribution gets
+        the message again, when it is due.
+        """
+        now_ms, earlier = self.now_ms(), message.headers.early
+        by_ms = early_ms(message.headers.due_ms, now_ms, self.tolerated_ms)
+        if by_ms is None:
+            return None
+        if not earlier.expects(now_ms, self.tolerated_ms):
+            self.warning.warn(f"Distribution: message {message.task_id}", by_ms / _MS_PER_S)
+            if self.on_early is not None:
+                self.on_early()
+        pause = pause_ms(by_ms, self.topology)
+        until_ms = now_ms + pause if pause < by_ms else 0
+        again = earlier._replace(times=earlier.times + 1, until_ms=until_ms)
+        return into_levels(self.topology, message.saying(early=again), Due.after(pause / 1000))
+
+
+def early_ms(due_ms: int | None, now_ms: int, tolerated_ms: int) -> int | None:
+    """Return how many milliseconds early a message is; None if it is not, or is by too little.
+
+    Args:
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC; None if nothing says it.
+        now_ms: The time in milliseconds since 1970-01-01 UTC.
+        tolerated_ms: How many milliseconds early it may be.
+    """
+    if due_ms is None:
+        return None
+    return due_ms - now_ms if due_ms - now_ms > tolerated_ms else None
+
+
+def pause_ms(by_ms: int, topology: Topology) -> int:
+    """Return for how many milliseconds to put a message back that is early by ``by_ms``.
+
+    That is the rest, or if it is longer, :data:`MAX_PAUSE_MS` or the capacity of the levels: then
+    the message arrives early once more.
+    """
+    return min(by_ms, MAX_PAUSE_MS, topology.layout.capacity_ms)
+
+
+#: Seconds before the second attempt; each further pause is twice as long as the one before it.
+FIRST_PAUSE: Final = 1.0
+
+#: The longest pause, in seconds.
+LONGEST_PAUSE: Final = 600.0
+
+#: Each pause is multiplied by a random number in this range, so that messages which were refused
+#: together do not come back together.
+JITTER: Final = (0.75, 1.25)
+
+_MS_PER_S: Final = 1000
+
+
+@dataclass(frozen=True)
+class Redelivery:
+    """Decides when a message is tried again, and when it is given up.
+
+    Attributes:
+        topology: The levels that it waits in.
+        seconds: How long a message is tried again; 0 for not at all.
+        jitter: Returns a random number between two others.
+        now_ns: The time, in nanoseconds since 1970.
+        signing_keys: What signs the message that waits; None: nothing does.
+    """
+
+    topology: Topology
+    seconds: float
+    jitter: Callable[[float, float], float] = random.uniform
+    now_ns: Callable[[], int] = time.time_ns
+    signing_keys: SigningKeys | None = None
+
+    def after_failure(self, outgoing: Outgoing, received: DelayHeaders, reason: str) -> Outgoing:
+        """Return what to publish for a message that its destination has not taken.
+
+        Args:
+            outgoing: The message, with its destination.
+            received: What the headers say of the message that the module has received for it.
+            reason: Why the destination has not taken it.
+
+        Returns:
+            The message for the levels; for ``undeliverable`` if it has been tried for too long.
+        """
+        now_ms = self.now_ns() // NS_PER_MS
+        failures, given_up = self._failed(received.failures, reason, now_ms)
+        if given_up is not None:
+            undeliverable = self.topology.module_queues.undeliverable.exchange.name
+            return to_undeliverable(undeliverable, outgoing, given_up, received.redriven)
+        message = with_destination(outgoing).saying(
+            failures=failures, reason=reason, redriven=received.redriven
+        )
+        # Only distribution gives a priority back, and one of classic levels need not go there.
+        if outgoing.obstacle is None or self.topology.queue_type == "quorum":
+            message = message.with_low_priority()
+        if outgoing.is_vouched:
+            message = self.sign(message)
+        destination = outgoing.routing_key if outgoing.obstacle else DISTRIBUTION
+        due = Due.after(self._pause(failures.attempts))
+        return into_levels(self.topology, message, due, destination)
+
+    def sign(self, message: WaitingMessage) -> WaitingMessage:
+        """Sign a message that the module has made, if there is a key."""
+        return message if self.signing_keys is None else self.signing_keys.sign(message)
+
+    def until_upgraded(
+        self, message: amqp.Message, reason: str, destination: str = DISTRIBUTION
+    ) -> Outgoing:
+        """Return what to publish for a message that only a later version can read.
+
+        Its body, its properties and all its headers stay; those that count the attempts are added.
+        Quorum queues in the levels take no priority above :data:`.MAX_PRIORITY`. The header that
+        keeps a higher one is added if the message is not signed: a signature covers that header,
+        and whoever cannot read a message does not sign it.
+        If it is not due yet, which every version reads from the same header, it waits until then,
+        and that is no attempt.
+
+        Args:
+            message: The message, as it was received.
+            reason: Why this version cannot read it.
+            destination: The queue that it came from, or :data:`.DISTRIBUTION`.
+
+        Returns:
+            The message for the levels; for ``undeliverable`` if it has been tried for too long.
+        """
+        left = WaitingMessage.unopened(message).having(expiration=None)
+        waiting = left
+        if self.topology.queue_type == "quorum":
+            waiting = left.with_low_priority()
+            if left.headers.signature is not None or left.headers.priority is not None:
+                waiting = waiting._replace(headers=left.headers)
+        now_ms = self.now_ns() // NS_PER_MS
+        by_ms = early_ms(left.headers.due_ms, now_ms, 0)
+        if by_ms is not None:
+            due = Due.after(pause_ms(by_ms, self.topology) / _MS_PER_S)
+            return into_levels(self.topology, waiting, due, destination)
+        failures, given_up = self._failed(left.headers.failures, reason, now_ms)
+        if given_up is not None:
+            undeliverable = self.topology.module_queues.undeliverable.exchange.name
+            key = (message.delivery_info or {}).get("routing_key", "")
+            return Outgoing(undeliverable, key, left.saying(failures=failures, reason=given_up))
+        waiting = waiting.saying(failures=failures, reason=reason)
+        due = Due.after(self._pause(failures.attempts))
+        return into_levels(self.topology, waiting, due, destination)
+
+    def _failed(
+        self, former: Failures | None, reason: str, now_ms: int
+    ) -> tuple[Failures, str | None]:
+        """Return the failed attempts with one more; and if they last too long, all reasons.
+
+        Args:
+            former: Those before it.
+            reason: Why it has failed.
+            now_ms: The time, in milliseconds since 1970-01-01 UTC.
+        """
+        failures = Failures(1, now_ms, reason)
+        if former is not None:
+            since_ms = min(former.since_ms, now_ms)
+            failures = Failures(former.attempts + 1, since_ms, former.first_reason)
+        is_over = now_ms - failures.since_ms >= self.seconds * _MS_PER_S
+        return failures, _explained(failures, reason) if is_over else None
+
+    def _pause(self, attempts: int) -> float:
+        """The seconds until the next attempt."""
+        doublings = min(attempts - 1, 20)
+        pause: float = min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE) * self.jitter(*JITTER)
+        # Above the capacity, it would wait in meditation, which needs check-in.
+        return min(pause, self.topology.layout.capacity_ms / _MS_PER_S)
+
+
+def _explained(failures: Failures, reason: str) -> str:
+    """Return a text with the first and the last reason."""
+    if failures.attempts == 1:
+        return reason
+    since = datetime.fromtimestamp(failures.since_ms / _MS_PER_S, UTC)
+    first = "" if failures.first_reason == reason else f"; the first time: {failures.first_reason}"
+    return f"{reason} ({failures.attempts} attempts since {since:%Y-%m-%d %H:%M:%S} UTC{first})"

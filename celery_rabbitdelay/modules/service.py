@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Final
 
@@ -30,37 +31,34 @@ RECONNECT_PAUSES: Final = (0.5, 10.0)
 EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
+@dataclass(eq=False, repr=False)
 class ModuleService:
     """Serves one module, on connections of its own, until it is stopped.
 
-    Args:
+    Attributes:
         module: The module.
         connection: Template; each attempt to connect clones it.
         declare: Called with each new connection, to declare what the module needs.
         on_lost: Called when an open connection is lost, or the module fails on it.
+        statistics: What it has done.
+        stopping: Set once no more messages are to be taken.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        connection: Connection,
-        declare: Callable[[Connection], None],
-        on_lost: Callable[[], None],
-    ) -> None:
-        self.module = module
-        self.statistics = ModuleStatistics()
-        self.stopping = Event()
-        self.connection = connection
-        self.declare = declare
-        self.on_lost = on_lost
-        #: Destinations that have not answered, on any connection.
-        self._silent: set[str | None] = set()
-        #: Whether messages may be redelivered because one of them has crashed a worker.
-        self._careful = True
-        self._thread = Thread(target=self._run, name=f"rabbitdelay-{module.name}", daemon=True)
+    module: Module
+    connection: Connection
+    declare: Callable[[Connection], None]
+    on_lost: Callable[[], None]
+    statistics: ModuleStatistics = field(default_factory=ModuleStatistics)
+    stopping: Event = field(default_factory=Event)
+    #: Destinations that have not answered, on any connection.
+    _silent: set[str | None] = field(default_factory=set)
+    #: Whether messages may be redelivered because one of them has crashed a worker.
+    _careful: bool = True
 
     def start(self) -> None:
         """Start the thread."""
+        name = f"rabbitdelay-{self.module.name}"
+        self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

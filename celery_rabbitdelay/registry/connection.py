@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from importlib.resources import files
 from json import JSONEncoder, loads
-from threading import Lock
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -137,42 +137,46 @@ class ScriptCall(NamedTuple):
         """The arguments as Redis takes them; redis-py takes a microsecond for each of them."""
         return (self.keep_ms, _json(self.arguments), *self.shared)
 
+    @property
+    def by_text(self) -> Sequence[str | int]:
+        """The command that runs the script, whether the server knows it or not."""
+        return ("EVAL", _text(self.script), len(self.keys), *self.keys, *self.packed)
 
+
+@dataclass(eq=False, repr=False)
 class Store:
     """Runs scripts and commands in Redis.
 
-    Args:
-        client: A client of redis-py.
-        is_cluster: Whether it is one of Redis Cluster.
-        errors: The errors of redis-py.
-        copies: How many servers must have a decision before it counts: see :meth:`call_durably`.
-        timeout: Seconds for each answer.
-
     Attributes:
-        is_cluster: Whether only keys with the same hash tag are on the same server.
+        connect: Returns the client of redis-py, when it is first used.
+        scheme: The scheme of the URL.
+        errors: The errors of redis-py; the first one is the base of what Redis itself answers.
+        copies: How many servers must have a decision before it counts: see :meth:`call_durably`.
         timeout: Seconds for each answer.
         on_call: Called after each round trip, if it is set, with the seconds that it took and with
             whether it succeeded.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        is_cluster: bool,
-        errors: tuple[type[Exception], ...],
-        copies: int = 0,
-        timeout: float = 0.0,
-    ) -> None:
-        self.is_cluster = is_cluster
-        self._copies = copies
-        self.timeout = timeout
-        self._timeout_ms = int(timeout * 1000 * WAIT_SHARE)
-        self._client = client
-        self._errors = errors
-        self._refusals = errors[:1]
-        self._scripts: dict[str, Any] = {}
-        self._is_plain = False
-        self.on_call: Callable[[float, bool], None] | None = None
+    connect: Callable[[], Any]
+    scheme: str
+    errors: tuple[type[Exception], ...]
+    copies: int = 0
+    timeout: float = 0.0
+    on_call: Callable[[float, bool], None] | None = None
+
+    @cached_property
+    def is_cluster(self) -> bool:
+        """Whether only keys with the same hash tag are on the same server."""
+        return self.scheme.endswith("+cluster")
+
+    @cached_property
+    def _client(self) -> Any:
+        return self.connect()
+
+    @cached_property
+    def _script(self) -> Callable[[str], Any]:
+        """Returns the script of a name."""
+        return cache(lambda name: self._client.register_script(_text(name)))
 
     def call_each(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts in one round trip to each server; return what each of them says.
@@ -182,14 +186,19 @@ class Store:
         """
         if not calls:
             return []
-        if self.is_cluster:
-            answers = self._pipelined(lambda pipeline: _run_by_text(pipeline, calls))
-        elif len(calls) == 1:
+        if len(calls) == 1 and not self.is_cluster:
             [call] = calls
             answers = [self._try(lambda: self._script(call.script)(call.keys, call.packed))]
         else:
-            answers = self._pipelined(lambda pipeline: self._run_by_hash(pipeline, calls))
+            answers = self.commands(partial(self._add, calls))
         return [loads(answer) for answer in answers]
+
+    def _add(self, calls: Sequence[ScriptCall], pipeline: Any) -> None:
+        for call in calls:
+            if self.is_cluster:  # whose pipelines take no EVALSHA
+                pipeline.execute_command(*call.by_text)
+            else:
+                self._script(call.script)(call.keys, call.packed, client=pipeline)
 
     def call_durably(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts as :meth:`call_each`; return once what they wrote has its copies.
@@ -201,7 +210,7 @@ class Store:
             RegistryUnavailable: As there; or there are fewer copies, and ``may_have_arrived`` is
                 True: a fail-over may lose what the scripts wrote.
         """
-        if not self._copies:
+        if not self.copies:
             return self.call_each(calls)
         return [self._try(partial(self._with_copies, call)) for call in calls]
 
@@ -211,15 +220,14 @@ class Store:
             client = client.get_redis_connection(client.get_node_from_key(call.keys[0]))
         # WAIT counts what its own connection has written.
         with client.client() as connection:
-            text = _text(call.script)
-            answer = connection.eval(text, len(call.keys), *call.keys, *call.packed)
-            found = 0
-            with suppress(*self._refusals):  # it has no such file, or does not know the command
-                found = connection.execute_command("WAITAOF", 1, 0, self._timeout_ms)[0]
-            if found < self._copies:
-                found += connection.execute_command("WAIT", self._copies - found, self._timeout_ms)
-        if found < self._copies:
-            reason = f"{found} of {self._copies} copies have it: a fail-over may lose what was done"
+            answer = connection.execute_command(*call.by_text)
+            found, wait_ms = 0, int(self.timeout * 1000 * WAIT_SHARE)
+            with suppress(self.errors[0]):  # it has no such file, or does not know the command
+                found = connection.execute_command("WAITAOF", 1, 0, wait_ms)[0]
+            if found < self.copies:
+                found += connection.execute_command("WAIT", self.copies - found, wait_ms)
+        if found < self.copies:
+            reason = f"{found} of {self.copies} copies have it: a fail-over may lose what was done"
             raise RegistryUnavailable(reason, may_have_arrived=True)
         return loads(answer)
 
@@ -229,46 +237,7 @@ class Store:
         Args:
             add: Adds the commands to a pipeline of redis-py.
         """
-        return self._pipelined(add)
 
-    def asker(self) -> Asker | None:
-        """Connect, for the caller alone, to ask whether keys are there.
-
-        None if the connection is encrypted, or the server may become another one: a cluster's, or
-        one behind Sentinel.
-        """
-        if not self._is_plain:
-            return None
-
-        def connect() -> Any:
-            connection = self._client.connection_pool.make_connection()
-            connection.connect()
-            return connection
-
-        return Asker(self._try(connect), self)
-
-    def hashes(self, keys: Sequence[str], *fields: str) -> list[list[str | None] | str]:
-        """Return fields of hashes, in one round trip to each server.
-
-        Returns:
-            For each key the values; or if it holds no hash, a text that says so.
-        """
-
-        def run() -> list[Any]:
-            with self._client.pipeline(transaction=False) as pipeline:
-                if self.is_cluster:
-                    pipeline.encoder = self._client.encoder
-                for key in keys:
-                    pipeline.hmget(key, *fields)
-                return [_or_text(each) for each in pipeline.execute(raise_on_error=False)]
-
-        return self._try(run)
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._client.close()
-
-    def _pipelined(self, add: Callable[[Any], object]) -> list[Any]:
         def run() -> list[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
                 if self.is_cluster:
@@ -280,6 +249,27 @@ class Store:
 
         return self._try(run)
 
+    def asker(self) -> Asker | None:
+        """Connect, for the caller alone, to ask whether keys are there.
+
+        None if the connection is encrypted, or the server may become another one: a cluster's, or
+        one behind Sentinel.
+        """
+        if self.scheme not in ("redis", "unix", "redis+socket"):
+            return None
+
+        def connect() -> Any:
+            connection = self._client.connection_pool.make_connection()
+            connection.connect()
+            return connection
+
+        return Asker(self._try(connect), self)
+
+    def close(self) -> None:
+        """Close all connections."""
+        if "_client" in vars(self):
+            self._client.close()
+
     def _try(self, run: Callable[[], ResultT]) -> ResultT:
         began = time.monotonic()
         unavailable: RegistryUnavailable | None = None
@@ -287,7 +277,7 @@ class Store:
         try:
             result = run()
             has_succeeded = True
-        except self._errors as error:
+        except self.errors as error:
             unavailable = _unavailable(error)
         finally:
             if self.on_call is not None:
@@ -295,15 +285,6 @@ class Store:
         if unavailable is not None:
             raise unavailable  # not above, where Python would keep the error that it hides
         return result
-
-    def _run_by_hash(self, pipeline: Any, calls: Sequence[ScriptCall]) -> None:
-        for call in calls:
-            self._script(call.script)(call.keys, call.packed, client=pipeline)
-
-    def _script(self, name: str) -> Any:
-        if name not in self._scripts:
-            self._scripts[name] = self._client.register_script(_text(name))
-        return self._scripts[name]
 
 
 class Asker:
@@ -352,15 +333,15 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
     Raises:
         InvalidSetting: No such URL or option, or the package ``redis`` is missing.
     """
+    invalid_url = partial(InvalidSetting, SETTING, without_password(url))
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
-        takes = f"takes a URL that begins with one of {', '.join(SCHEMES)}"
-        raise InvalidSetting(SETTING, without_password(url), takes)
+        raise invalid_url(f"takes a URL that begins with one of {', '.join(SCHEMES)}")
     try:
         import redis  # an extra
     except ImportError as missing:
         takes = "takes the package redis: pip install 'celery-rabbitdelay[registry]'"
-        raise InvalidSetting(SETTING, without_password(url), takes) from missing
+        raise invalid_url(takes) from missing
     from redis.backoff import NoBackoff
     from redis.exceptions import RedisClusterException
     from redis.retry import Retry
@@ -382,65 +363,40 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
         **options,
     }
     if scheme.startswith("sentinel") and not given.get("master_name"):
-        takes = "takes rabbitdelay_registry_options = {'master_name': ...} beside it"
-        raise InvalidSetting(SETTING, without_password(url), takes)
+        raise invalid_url("takes rabbitdelay_registry_options = {'master_name': ...} beside it")
     errors = (redis.ResponseError, redis.RedisError, RedisClusterException, OSError)
     try:
         with suppress(ValueError):
-            store = Store(
-                _client(scheme, url, given), scheme.endswith("+cluster"), errors, copies, timeout
-            )
-            store._is_plain = scheme in ("redis", "unix", "redis+socket")
-            return store
+            return Store(_client_of(scheme, url, given), scheme, errors, copies, timeout)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
     # Without the cause: what urllib says of a port or a host may quote the password.
-    takes = "takes a URL of Redis: its host, port, database or a parameter is invalid"
-    raise InvalidSetting(SETTING, without_password(url), takes)
+    raise invalid_url("takes a URL of Redis: its host, port, database or a parameter is invalid")
 
 
-def _client(scheme: str, url: str, given: dict[str, Any]) -> Any:
+def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any]:
+    """Return what returns a client.
+
+    Raises:
+        TypeError: It could not connect with its options.
+        ValueError: The URL is invalid.
+    """
     from redis import Redis  # an extra
+    from redis.cluster import RedisCluster
+    from redis.connection import parse_url
 
-    if scheme.startswith("sentinel"):
-        return _checked(_behind_sentinel(url, given))
     if scheme.endswith("+cluster"):
-        return _of_cluster(url.replace("+cluster", "", 1), given)
+        url = url.replace("+cluster", "", 1)
+        parse_url(url)  # type: ignore[no-untyped-call]
+        # Not made here: it asks for the servers of the cluster at once.
+        return partial(RedisCluster.from_url, url, **given)
     if scheme == "redis+socket":
         # Celery spells the database as kombu does.
         url = url.replace("redis+socket", "unix", 1).replace("virtual_host=", "db=")
-    return _checked(Redis.from_url(url, **given))
-
-
-def _checked(client: Any) -> Any:
-    """Raise :class:`TypeError` if a client cannot connect with its options, but do not connect."""
-    client.connection_pool.make_connection()
-    return client
-
-
-def _of_cluster(url: str, given: Mapping[str, Any]) -> Any:
-    from redis.cluster import RedisCluster  # an extra
-    from redis.connection import parse_url
-
-    parse_url(url)  # type: ignore[no-untyped-call]  # raises ValueError
-    return _Lazily(lambda: RedisCluster.from_url(url, **given))
-
-
-class _Lazily:
-    """Connects when it is first used: the client of a cluster asks for its servers at once."""
-
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        self._connect = connect
-        self._client: Any = None
-        self._lock = Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        with self._lock:
-            if self._client is None:
-                if name == "close":
-                    return lambda: None
-                self._client = self._connect()
-            return getattr(self._client, name)
+    is_behind_sentinel = scheme.startswith("sentinel")
+    client = _behind_sentinel(url, given) if is_behind_sentinel else Redis.from_url(url, **given)
+    client.connection_pool.make_connection()  # which does not connect yet
+    return lambda: client
 
 
 def _behind_sentinel(url: str, given: dict[str, Any]) -> Any:
@@ -496,19 +452,3 @@ def _text(name: str) -> str:
     shared, own = (folder.joinpath(f"{each}.lua").read_text() for each in (SHARED, name))
     text = f"{shared}\n{own}"
     return text if name in GROWING else f"{ALLOW_OOM}\n{text}"
-
-
-def _or_text(response: Any) -> Any:
-    """Return a response, or what Redis says of a key that holds another type."""
-    if isinstance(response, Exception):
-        if not str(response).startswith("WRONGTYPE"):
-            raise response
-        return str(response)
-    return response
-
-
-def _run_by_text(pipeline: Any, calls: Sequence[ScriptCall]) -> None:
-    # The pipelines of a cluster take no EVALSHA.
-    for call in calls:
-        count, text = len(call.keys), _text(call.script)
-        pipeline.execute_command("EVAL", text, count, *call.keys, *call.packed)

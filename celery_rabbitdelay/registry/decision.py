@@ -18,6 +18,7 @@ from celery_rabbitdelay.levels.headers import (
     ORDER,
     DelayHeaders,
     is_digits,
+    is_int,
     is_life,
 )
 
@@ -200,12 +201,8 @@ def attempt_of(retries: object, nesting: object) -> str:
         retries: How often the task was retried: Celery's header ``retries``.
         nesting: How often it was replaced: Celery's header ``replaced_task_nesting``.
     """
-    return f"{_number(retries)}.{_number(nesting)}"
-
-
-def _number(value: object) -> int:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_number and 0 <= value <= MAX_EXACT else 0  # type: ignore[operator,return-value]
+    counts = (each if is_int(each, 0, MAX_EXACT) else 0 for each in (retries, nesting))
+    return ".".join(map(str, counts))
 
 
 def _text(value: object) -> str:

@@ -151,11 +151,7 @@ class Index:
         key = self.names.complete_since()
         now = milliseconds_of(datetime.now(UTC))
 
-        def ask(pipeline: Any) -> None:
-            pipeline.set(key, now, nx=True)
-            pipeline.get(key)
-
-        _, since = self.store.commands(ask)
+        _, since = self.store.commands(lambda pipe: (pipe.set(key, now, nx=True), pipe.get(key)))
         return instant_of(int(since))
 
     def pending(self, wanted: Filter) -> Iterator[Pending]:
@@ -170,16 +166,9 @@ class Index:
 
     def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
         """Return those of some tasks that are tracked and wait."""
-
-        def ask(pipeline: Any) -> None:
-            for task_id in task_ids:
-                fields = ("name", "key", "job", "due", "not_before")
-                pipeline.hmget(self.names.task(task_id), *fields)
-
         found = []
-        for task_id, (name, key, job, due, later) in zip(
-            task_ids, self.store.commands(ask), strict=True
-        ):
+        records = self._fields(task_ids, "name", "key", "job", "due", "not_before")
+        for task_id, (name, key, job, due, later) in zip(task_ids, records, strict=True):
             if name is not None:
                 due_ms = max(int(due), int(later or 0))
                 found.append(Pending(task_id, name, instant_of(due_ms), key or None, job or None))
@@ -190,24 +179,17 @@ class Index:
 
         None for those that do not wait any more or are not tracked, empty if it is not known.
         """
-
-        def ask(pipeline: Any) -> None:
-            for task_id in task_ids:
-                pipeline.get(self.names.message(task_id))
-
-        return self.store.commands(ask)
+        names = [self.names.message(task_id) for task_id in task_ids]
+        return self.store.commands(lambda pipe: [pipe.get(name) for name in names])
 
     def count(self, wanted: Filter) -> int:
         """Return how many tasks wait."""
         if wanted.needs_records:
             return sum(1 for _ in self.pending(wanted))
         scores = wanted.scores(self._least_ms())
-
-        def ask(pipeline: Any) -> None:
-            for name in self.names.all_due(wanted.task, wanted.job):
-                pipeline.zcount(name, *scores)
-
-        return sum(self.store.commands(ask))
+        names = self.names.all_due(wanted.task, wanted.job)
+        counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
+        return sum(counts)
 
     def forecast(self, wanted: Filter, start_ms: int, step_ms: int) -> Iterator[tuple[int, int]]:
         """Yield for each step in which tasks are due its start in milliseconds, and how many.
@@ -277,14 +259,15 @@ class Index:
     def _records(self, page: list[tuple[int, str]], wanted: Filter) -> Iterator[Pending]:
         if not page:
             return
-
-        def ask(pipeline: Any) -> None:
-            for _, task_id in page:
-                pipeline.hmget(self.names.task(task_id), "name", "key", "job")
-
-        for (due_ms, task_id), (name, key, job) in zip(page, self.store.commands(ask), strict=True):
+        records = self._fields([task_id for _, task_id in page], "name", "key", "job")
+        for (due_ms, task_id), (name, key, job) in zip(page, records, strict=True):
             if name is None:
                 continue  # it has arrived meanwhile
             if wanted.key not in (None, key) or wanted.job not in (None, job):
                 continue
             yield Pending(task_id, name, instant_of(due_ms), key or None, job or None)
+
+    def _fields(self, task_ids: Sequence[str], *fields: str) -> list[list[Any]]:
+        """Return fields of the records of tasks."""
+        names = [self.names.task(task_id) for task_id in task_ids]
+        return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
@@ -29,8 +29,6 @@ UNKNOWN_MS: Final = 315_360_000_000
 #: The latest instant until which a record lives, from now on, in milliseconds: a hundred years. Any
 #: sender may have written the due time of an arrival.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
-
-RUNS: Final = Decision(Verdict.RUN)
 
 #: What a script answers about a record that it cannot read begins with this.
 _UNREADABLE: Final = "!"
@@ -81,16 +79,8 @@ class Earlier(NamedTuple):
     message: str
 
 
-class _Batch(NamedTuple):
-    """The calls of a script about many names.
-
-    Attributes:
-        groups: For each call, the positions of the names that it is about.
-        calls: The calls.
-    """
-
-    groups: list[list[int]]
-    calls: list[ScriptCall]
+#: The calls of a script about many names; for each, the positions of the names that it is about.
+_Batch: TypeAlias = list[tuple[list[int], ScriptCall]]
 
 
 class Registry:
@@ -142,17 +132,16 @@ class Registry:
         """
         named = [(task_id, self.names.task(task_id), "task") for task_id, _ in tasks if task_id]
         named += [(key, self.names.key(key), "key") for _, key in tasks if key]
+        named = named or [("", self.names.task(""), "")]
+        calls = []
+        for group in self._grouped([name for name, _, _ in named]):
+            _, keys, kinds = zip(*(named[number] for number in group), strict=True)
+            calls.append(ScriptCall("ask", keys, [(kind,) for kind in kinds]))
         found: dict[str, str] = {}
         now = 0
-        calls = []
-        for group in self._grouped([name for name, _, _ in named] or [""]):
-            asked = [named[number][1:] for number in group if named]
-            keys = [key for key, _ in asked] or [self.names.task("")]
-            calls.append((keys, ScriptCall("ask", keys, [(kind,) for _, kind in asked] or [("",)])))
-        answers = self.store.call_each([call for _, call in calls])
-        for (keys, _), (*answer, time_us) in zip(calls, answers, strict=True):
+        for call, (*answer, time_us) in zip(calls, self.store.call_each(calls), strict=True):
             now = max(now, int(time_us))
-            found.update(zip(keys, answer, strict=True))
+            found.update(zip(call.keys, answer, strict=True))
         tickets = []
         for task_id, key in tasks:
             life = found[self.names.task(task_id)] if task_id else ""
@@ -167,19 +156,18 @@ class Registry:
 
     def look(self, arrivals: Sequence[Arrival]) -> list[Decision]:
         """Return what the records and jobs of tasks say, and note nothing: they go on waiting."""
-        return self._decide(arrivals, notes=False)
+        return self.decide(arrivals, notes=False)
 
-    def decide(self, arrivals: Sequence[Arrival]) -> list[Decision]:
+    def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
         """Decide what becomes of tasks that have arrived, by the rule in ``arrive.lua``.
 
         One round trip to each server, and another one before it if one of them has a key, or a job
         that is not known to be committed or aborted. A call whose answer is lost can be repeated.
-        """
-        return self._decide(arrivals, notes=True)
 
-    def _decide(self, arrivals: Sequence[Arrival], notes: bool) -> list[Decision]:
-        if not any(each.has_options for each in arrivals):
-            return self._decide_plain(arrivals)
+        Args:
+            arrivals: The tasks.
+            notes: Whether to note what is decided; otherwise, keys are not asked either.
+        """
         latest = _now_ms() + MAX_LIFE_MS
         words = self._said_of_jobs(arrivals)
         if notes:
@@ -198,32 +186,6 @@ class Registry:
             self._decision(words[number] if _is_unreadable(words.get(number)) else answer, each)
             for number, (answer, each) in enumerate(zip(answers, arrivals, strict=True))
         ]
-
-    def _decide_plain(self, arrivals: Sequence[Arrival]) -> list[Decision]:
-        """Decide about tasks without an option of the registry, which leave nothing: see the rule.
-
-        A task that was cancelled does not run, and one that was postponed does later.
-        """
-        records = [self.names.task(each.task_id) for each in arrivals]
-        decisions = []
-        for each, found in zip(
-            arrivals, self.store.hashes(records, "cancelled", "not_before"), strict=True
-        ):
-            if isinstance(found, str):
-                decisions.append(Decision(Verdict.UNREADABLE, why=found))
-                continue
-            cancelled, not_before = found
-            if cancelled is not None:
-                decisions.append(Decision(Verdict.CANCELLED))
-            elif not_before is None:
-                decisions.append(RUNS)
-            elif not not_before.isdigit():
-                decisions.append(Decision(Verdict.UNREADABLE, why=f"not_before is {not_before!r}"))
-            elif int(not_before) > each.due_ms:
-                decisions.append(Decision(Verdict.LATER, int(not_before), is_new_due=True))
-            else:
-                decisions.append(RUNS)
-        return decisions
 
     def _decision(self, word: str, arrival: Arrival) -> Decision:
         if word.isdigit():
@@ -340,10 +302,7 @@ class Registry:
         return [task_id] if order else []
 
     def _newest(self, key: str) -> tuple[str, str]:
-        def ask(pipeline: Any) -> None:
-            pipeline.get(self.names.key(key))
-
-        (found,) = self.store.commands(ask)
+        (found,) = self.store.commands(lambda pipeline: pipeline.get(self.names.key(key)))
         order, _, task_id = (found or "").partition(" ")
         return order, task_id
 
@@ -387,24 +346,23 @@ class Registry:
             fields: The arguments for each.
             *shared: Further arguments for all.
         """
-        groups = self._grouped(names)
-        calls = []
-        for group in groups:
+        batch = []
+        for group in self._grouped(names):
             keys = [key_of(names[number]) for number in group]
             own = [fields[number] for number in group]
-            calls.append(ScriptCall(script, keys, own, self._keep_ms, shared))
-        return _Batch(groups, calls)
+            batch.append((group, ScriptCall(script, keys, own, self._keep_ms, shared)))
+        return batch
 
     def _run(
         self, *batches: _Batch, call: Callable[[list[ScriptCall]], list[Any]] | None = None
     ) -> list[list[Any]]:
         """Run scripts in one round trip; return what each of them says of each name."""
         run = call or self.store.call_each
-        answers = iter(run([call for batch in batches for call in batch.calls]))
+        answers = iter(run([each for batch in batches for _, each in batch]))
         said = []
-        for groups, _ in batches:
+        for batch in batches:
             found: dict[int, Any] = {}
-            for group in groups:
+            for group, _ in batch:
                 found.update(zip(group, next(answers), strict=True))
             said.append([found[number] for number in range(len(found))])
         return said

@@ -1,9 +1,9 @@
 """What runs inside ``celery worker`` processes.
 
 Read ``bootsteps`` (how a worker becomes ready, and starts the modules), ``restore`` (a task arrives
-and looks as if it had had no delay), ``early_tasks`` (a task arrives before it is due),
-``decisions`` and ``plain_arrivals`` (the registry says whether a task runs), ``put_back`` (a task
-goes back into the levels), ``status`` (control commands), and ``metrics`` (what a worker measures
-and serves). ``decisions`` and ``put_back`` work in a ``batch_thread``, beside the worker's event
-loop. ``celery_internals`` has all uses of the worker's private parts.
+and looks as if it had had no delay), ``early_tasks`` (a task goes back into the levels),
+``decisions`` and ``plain_arrivals`` (the registry says whether a task runs), ``status`` (control
+commands), and ``metrics`` (what a worker measures and serves). ``decisions`` and ``early_tasks``
+work in a ``batch_thread``, beside the worker's event loop. ``celery_internals`` has all uses of the
+worker's private parts.
 """

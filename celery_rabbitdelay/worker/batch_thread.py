@@ -21,72 +21,6 @@ logger = get_logger(__name__)
 #: Something that only the worker's event loop may run.
 Action: TypeAlias = Callable[[], None]
 
-
-class LoopActions:
-    """Hands actions from a thread to the worker's event loop, which a pipe wakes.
-
-    Args:
-        consumer: The worker's consumer, on one connection.
-    """
-
-    def __init__(self, consumer: Any) -> None:
-        self._consumer = consumer
-        self._acknowledgements: deque[Action] = deque()
-        self._others: deque[Action] = deque()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_reader, False)
-        os.set_blocking(self._wake_writer, False)
-        self._ends = Lock()
-        self._first_has_ended = False
-
-    def register(self, hub: Any) -> None:
-        """Let the worker's event loop run the actions."""
-        watch(hub, self._wake_reader, self._run_in_loop)
-
-    def add(self, action: Action, is_acknowledgement: bool = False) -> None:
-        """Have an action run soon; called by the thread."""
-        actions = self._acknowledgements if is_acknowledgement else self._others
-        actions.append(action)
-        if not has_event_loop(self._consumer):
-            # gevent and eventlet: this thread is a greenlet, which may run them.
-            _do_all(actions)
-        else:
-            with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
-                os.write(self._wake_writer, b"\0")
-
-    def stop(self) -> None:
-        """Run the acknowledgements only, and no action after them; called by the worker.
-
-        What the other actions are about is delivered again by the broker.
-        """
-        _do_all(self._acknowledgements)
-        stop_watching(self._consumer, self._wake_reader)
-        self.end()
-
-    def end(self) -> None:
-        """Close the pipe once thread and worker have both called this."""
-        with self._ends:
-            if self._first_has_ended:
-                os.close(self._wake_reader)
-                os.close(self._wake_writer)
-            self._first_has_ended = True
-
-    def _run_in_loop(self) -> None:
-        with suppress(BlockingIOError):
-            os.read(self._wake_reader, 4096)
-        _do_all(self._acknowledgements)
-        _do_all(self._others)
-
-
-def _do_all(actions: deque[Action]) -> None:
-    while actions:
-        action = actions.popleft()
-        try:
-            action()
-        except Exception:  # the caller goes on with its other actions
-            logger.exception("An action for a delayed task failed; RabbitMQ will redeliver it")
-
-
 #: Items of one batch, at most.
 MAX_BATCH: Final = 200
 
@@ -99,24 +33,30 @@ ItemT = TypeVar("ItemT")
 class BatchThread(ABC, Generic[ItemT]):
     """Keeps what has to wait for a server away from the worker's event loop.
 
-    What arrives while one batch is worked on makes up the next one. With gevent and eventlet, the
-    thread is a greenlet.
+    What arrives while one batch is worked on makes up the next one. What only the event loop may do
+    is handed back to it, which a pipe wakes. With gevent and eventlet, the thread is a greenlet.
 
     Args:
         consumer: The worker's consumer, on one connection.
 
     Attributes:
         name: The name of the thread.
-        actions: Hands actions back to the event loop.
     """
 
     name: ClassVar[str]
 
     def __init__(self, consumer: Any) -> None:
-        self.actions = LoopActions(consumer)
+        self._consumer = consumer
         self._given: SimpleQueue[ItemT | None] = SimpleQueue()
         self._stopping = Event()
         self._thread = Thread(target=self._run, name=self.name, daemon=True)
+        self._acknowledgements: deque[Action] = deque()
+        self._actions: deque[Action] = deque()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        self._ends = Lock()
+        self._first_has_ended = False
 
     def start(self) -> None:
         """Start the thread."""
@@ -124,18 +64,34 @@ class BatchThread(ABC, Generic[ItemT]):
 
     def register(self, hub: Any) -> None:
         """Let the worker's event loop run the actions, which must run in it."""
-        self.actions.register(hub)
+        watch(hub, self._wake_reader, self._run_actions)
 
     def give(self, item: ItemT) -> None:
         """Give the thread an item to work on."""
         self._given.put(item)
 
     def stop(self) -> None:
-        """End the thread; the broker delivers again what was not worked on."""
+        """End the thread, and run acknowledgements only; called by the worker.
+
+        The broker delivers again what was not worked on, and what the other actions are about.
+        """
         self._stopping.set()
         self._given.put(None)
         self._thread.join(STOP_TIMEOUT)
-        self.actions.stop()
+        _do_all(self._acknowledgements)
+        stop_watching(self._consumer, self._wake_reader)
+        self._end()
+
+    def act(self, action: Action, is_acknowledgement: bool = False) -> None:
+        """Have the event loop run an action soon; called in the thread."""
+        actions = self._acknowledgements if is_acknowledgement else self._actions
+        actions.append(action)
+        if not has_event_loop(self._consumer):
+            # gevent and eventlet: this thread is a greenlet, which may run them.
+            _do_all(actions)
+        else:
+            with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
+                os.write(self._wake_writer, b"\0")
 
     def begin(self) -> None:
         """Do what comes before the first batch; called in the thread."""
@@ -161,7 +117,21 @@ class BatchThread(ABC, Generic[ItemT]):
             batch = self._next_batch()
             if not self._stopping.is_set():
                 self.work(batch)
-        self.actions.end()
+        self._end()
+
+    def _end(self) -> None:
+        """Close the pipe once thread and worker have both called this."""
+        with self._ends:
+            if self._first_has_ended:
+                os.close(self._wake_reader)
+                os.close(self._wake_writer)
+            self._first_has_ended = True
+
+    def _run_actions(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wake_reader, 4096)
+        _do_all(self._acknowledgements)
+        _do_all(self._actions)
 
     def _next_batch(self) -> list[ItemT]:
         batch: list[ItemT] = []
@@ -184,3 +154,12 @@ class BatchThread(ABC, Generic[ItemT]):
         while len(batch) < MAX_BATCH and not self._given.empty():
             if (item := self._given.get()) is not None:
                 batch.append(item)
+
+
+def _do_all(actions: deque[Action]) -> None:
+    while actions:
+        action = actions.popleft()
+        try:
+            action()
+        except Exception:  # the caller goes on with its other actions
+            logger.exception("An action for a delayed task failed; RabbitMQ will redeliver it")

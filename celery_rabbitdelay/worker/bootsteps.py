@@ -23,9 +23,9 @@ from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.consumer import Module, admit_any
+from celery_rabbitdelay.modules.consumer import Module
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.redelivery import EarlyMessages
+from celery_rabbitdelay.modules.forwarding import EarlyMessages
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
@@ -36,7 +36,6 @@ from celery_rabbitdelay.publishing.declaration import (
 from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
-from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, leave_out_delayed_delivery
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
@@ -222,14 +221,14 @@ class RestoreTasks(RabbitMQStep):
         # Without takeover too: a task may leave the levels before it is due.
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
-        strategies.early_tasks.thread.start()
+        strategies.early_tasks.start()
         if consumer.app.rabbitdelay.has_registry:
             strategies.decisions = Decisions(consumer, strategies.early_tasks)
             strategies.decisions.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Let the event loop run what the threads need from the worker's own thread."""
-        for thread in self._threads(consumer.strategies):
+        for thread in consumer.strategies.threads:
             thread.register(hub)
 
     def stop(self, consumer: Any) -> None:
@@ -237,20 +236,10 @@ class RestoreTasks(RabbitMQStep):
         strategies = consumer.strategies
         if not isinstance(strategies, RestoringStrategies):
             return
-        threads = self._threads(strategies)
+        threads = strategies.threads
         strategies.decisions = strategies.early_tasks = None
         for thread in threads:
             thread.stop()
-
-    @staticmethod
-    def _threads(strategies: RestoringStrategies) -> list[BatchThread[Any]]:
-        """Return the threads; decisions first, which hand tasks to the other."""
-        threads: list[BatchThread[Any]] = []
-        if strategies.decisions is not None:
-            threads.append(strategies.decisions)
-        if strategies.early_tasks is not None:
-            threads.append(strategies.early_tasks.thread)
-        return threads
 
 
 #: The prefetch count of each module; distribution's is lower, as a message may be an envelope.
@@ -335,7 +324,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
             settings.bounds,
             confirm,
         )
-        receive, admit = distribution.receive, admit_any
+        receive, admit = distribution.receive, None
 
         def on_lost() -> None:
             declaration.connection_lost()

@@ -16,17 +16,9 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.headers import ONCE, DelayHeaders
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
+from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.worker.celery_internals import (
-    Delivery,
-    call_after,
-    discard_as_revoked,
-    has_event_loop,
-    id_of,
-    name_of_queue,
-    prefetch_count,
-    run_strategy,
-)
+from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
 from celery_rabbitdelay.worker.metrics import lateness
 from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
@@ -55,8 +47,6 @@ FORGOTTEN: Final = (
     "it is older than the registry's memory (rabbitdelay_registry_keep): whether it was cancelled, "
     "or has run, is not known any more"
 )
-
-RUNS: Final = Decision(Verdict.RUN)
 
 #: The signals about tasks that do not run.
 DISCARDED: Final = {
@@ -110,7 +100,6 @@ class Decisions(BatchThread[_Due]):
 
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
         super().__init__(consumer)
-        self._consumer = consumer
         self._early_tasks = early_tasks
         delays = consumer.app.rabbitdelay
         self._registry = delays.registry
@@ -118,11 +107,10 @@ class Decisions(BatchThread[_Due]):
         self._breaker = Breaker()
         self._down_since: float | None = None
         self._warned_at = -WARN_EVERY
-        names = self._registry.names
         self._plain: PlainArrivals[_Due] = PlainArrivals(
             consumer,
-            lambda due: names.task(due.arrival.task_id),
-            lambda due: self._carry_out_all([due], [RUNS]),
+            lambda due: self._registry.names.task(due.arrival.task_id),
+            lambda due: self._carry_out_all([due], [Decision(Verdict.RUN)]),
             self.give,
             self.gather_for,
             self._registry.store.timeout,
@@ -141,11 +129,15 @@ class Decisions(BatchThread[_Due]):
             waited: What its headers have said.
         """
         message, body = delivery.message, delivery.body
-        queue = name_of_queue(self._consumer, message) or ""
+        queue = celery_internals.name_of_queue(self._consumer, message) or ""
         redelivered = bool(message.delivery_info.get("redelivered"))
         said = waited
         if isinstance(body, Mapping):  # Celery's message protocol 1
-            others = {**waited.others, "id": id_of(message), "retries": body.get("retries")}
+            others = {
+                **waited.others,
+                "id": celery_internals.id_of(message),
+                "retries": body.get("retries"),
+            }
             said = waited._replace(others=others)
         arrival = Arrival.of(said, waited.due_ms or 0, queue, redelivered).marked()
         due = _Due(delivery, waited, arrival, queue)
@@ -169,10 +161,10 @@ class Decisions(BatchThread[_Due]):
 
     def _open_plain(self) -> None:
         """Connect for the event loop, unless it is connected; called in the thread."""
-        if not self._plain.is_open and has_event_loop(self._consumer):
+        if not self._plain.is_open and celery_internals.has_event_loop(self._consumer):
             asker = self._registry.store.asker()
             if asker is not None:
-                self.actions.add(partial(self._plain.open, asker))
+                self.act(partial(self._plain.open, asker))
 
     def work(self, batch: list[_Due]) -> None:
         """Ask about tasks, and let the event loop do what the registry says."""
@@ -180,21 +172,21 @@ class Decisions(BatchThread[_Due]):
             decisions = self._decide(batch)
         except Exception:  # the thread has to live on
             logger.exception("The registry is asked again about %d tasks", len(batch))
-            self.actions.add(partial(self._ask_again, batch))
+            self.act(partial(self._ask_again, batch))
         else:
-            self.actions.add(partial(self._carry_out_all, batch, decisions))
+            self.act(partial(self._carry_out_all, batch, decisions))
 
     def gather_for(self, first: int) -> float:
         """Return for how long to wait for more tasks, so that they share a round trip.
 
         Not if the prefetch count lets hardly any more of them come.
         """
-        prefetched = prefetch_count(self._consumer)
+        prefetched = celery_internals.prefetch_count(self._consumer)
         return GATHER if prefetched == 0 or prefetched >= first * MIN_GATHERED else 0.0
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            call_after(self._consumer, ASK_AGAIN, partial(self.give, due))
+            celery_internals.call_after(self._consumer, ASK_AGAIN, partial(self.give, due))
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
         arrivals = [each.arrival for each in batch]
@@ -250,7 +242,7 @@ class Decisions(BatchThread[_Due]):
         match decision.verdict:
             case Verdict.RUN:
                 self._signal(signals.released, due)
-                run_strategy(self._consumer, due.delivery)
+                celery_internals.run_strategy(self._consumer, due.delivery)
             case Verdict.DUPLICATE | Verdict.REPLACED:
                 # Another message of the task runs, or has run: its result is the task's.
                 logger.info("Task %s does not run twice.", due.arrival.task_id)
@@ -268,8 +260,8 @@ class Decisions(BatchThread[_Due]):
                 )
                 self._put_back(due, self._later())
             case _:
-                run = partial(run_strategy, self._consumer, due.delivery)
-                discard_as_revoked(self._consumer, due.arrival.task_id, run)
+                run = partial(celery_internals.run_strategy, self._consumer, due.delivery)
+                celery_internals.discard_as_revoked(self._consumer, due.arrival.task_id, run)
                 self._signal(DISCARDED[decision.verdict], due)
 
     def _count(self, due: _Due, verdict: Verdict) -> None:

@@ -1,16 +1,18 @@
-"""Early tasks: a task that arrives at a worker before it is due goes into the levels.
+"""Early tasks: a task that arrives at a worker before it may run goes into the levels.
 
-There are two kinds. A producer that does not know the levels (plain Celery, another language, an
+There are three kinds. A producer that does not know the levels (plain Celery, another language, an
 older version) sends a task at once, with an ``eta`` in the future; Celery would hold it in the
-worker until then. And a task may leave the levels before it is due; see ``modules/redelivery.py``.
-Celery would start it at once.
+worker until then. A task may leave the levels before it is due; see ``modules/forwarding.py``.
+Celery would start it at once. And the registry may say that a task waits on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -18,41 +20,90 @@ import kombu
 from celery.utils.log import get_logger
 from kombu import Message
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of
+from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
-from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.modules.bounds import LaterVersionWarning
-from celery_rabbitdelay.modules.redelivery import EarlyWarning, early_ms
+from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader
+from celery_rabbitdelay.modules import forwarding
+from celery_rabbitdelay.modules.bounds import EarlyWarning, LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.publishing.message import WaitingMessage, kept_properties
+from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.worker import celery_internals
-from celery_rabbitdelay.worker.batch_thread import Action
+from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
-from celery_rabbitdelay.worker.put_back import Early, PutBackThread
 
 logger = get_logger(__name__)
+
+#: Seconds between two attempts to publish a message after a temporary error.
+RETRY_INTERVAL: Final = 1.0
 
 #: Seconds until the levels are tried again that have not taken a task of a later version.
 TRY_AGAIN: Final = 5.0
 
 
-class EarlyTasks:
-    """Tells which tasks are early, and has them put back into the levels.
+@dataclass(slots=True)
+class Early:
+    """A message that arrived before it may run.
+
+    Attributes:
+        message: The message.
+        destination: The queue that it was consumed from, its exchange and its routing key.
+        due: Until when it is to wait.
+        due_ms: Its due time, from its header, in milliseconds since 1970-01-01 UTC.
+        waited: What its headers have said; None if it has an ``eta`` and was never in the levels.
+        ack: Acknowledges it: the function that Celery passes to a strategy.
+        hold: Called if the levels do not take it: passes the task to Celery, which holds it.
+        forgotten: Why it is for ``undeliverable``; empty if it waits.
+        later_version: Why only a later version of this package can read it; empty if this one can.
+        again_at: When to try again, on the clock of :func:`time.monotonic`; 0 before the first
+            failure.
+        unpublishable: Why a task of a later version can never be put into the levels, so that it is
+            for ``undeliverable``; empty if it can.
+        has_place: Whether the prefetch count was raised for it, because it stays unacknowledged.
+    """
+
+    message: Message
+    destination: Destination
+    due: Due
+    due_ms: int
+    waited: DelayHeaders | None
+    ack: Callable[..., Any]
+    hold: Action
+    later_version: str = ""
+    forgotten: str = ""
+    again_at: float = 0.0
+    unpublishable: str = ""
+    has_place: bool = False
+
+
+class EarlyTasks(BatchThread[Early]):
+    """Tells which tasks are early, and puts them back into the levels, in a thread.
+
+    The thread publishes on a connection of its own, so neither the worker's tasks nor its heartbeat
+    wait for a confirm. A message is acknowledged once the broker has confirmed the message that
+    replaces it. If the worker dies before that, the broker delivers the original again.
 
     Args:
         consumer: The worker's consumer, on one connection.
-
-    Attributes:
-        thread: Puts them back.
     """
 
+    name = "rabbitdelay-put-back"
+
     def __init__(self, consumer: Any) -> None:
-        self._consumer = consumer
+        super().__init__(consumer)
         self._delays = consumer.app.rabbitdelay
-        self._tick_ms: int = self._delays.topology.layout.tick_ms
-        self._tolerated_ms = milliseconds(self._delays.settings.early_tolerance)
+        settings = self._delays.settings
+        self._topology = settings.topology
+        self._tolerated_ms = milliseconds(settings.early_tolerance)
+        self._redelivery = forwarding.Redelivery(self._topology, settings.retry_for)
         self._warning = EarlyWarning(logger)
         self._later_version = LaterVersionWarning(logger)
-        self.thread = PutBackThread(consumer)
+        self._has_warned_of_later_version = False
+        self._failed: deque[Early] = deque()
 
     def try_enqueue(
         self, delivery: Delivery, waited: DelayHeaders | None, takes_eta: bool, ask: Action | None
@@ -96,10 +147,9 @@ class EarlyTasks:
         if waited is not None:
             earlier = waited.early
             if not earlier.expects(due.at_ms - due.delay_ms, self._tolerated_ms):
-                self._warning.warn(f"Task {message.headers.get('id')}", due.delay_ms)
+                self._warning.warn(f"Task {message.headers.get('id')}", due.delay_ms / 1000)
             waited = waited._replace(early=earlier._replace(times=earlier.times + 1))
-        acknowledge = partial(acknowledge_message, self._consumer, delivery.ack)
-        self.thread.give(Early(message, destination, due, due.at_ms, waited, acknowledge, hold))
+        self.give(Early(message, destination, due, due.at_ms, waited, delivery.ack, hold))
         return True
 
     def _ask_at(self, due: Due, ask: Action) -> None:
@@ -136,10 +186,8 @@ class EarlyTasks:
             return False
         rest_ms = max(until_ms - time.time_ns() // NS_PER_MS, 0)
         due = Due(until_ms * NS_PER_MS, rest_ms, is_instant=True)
-        acknowledge = partial(acknowledge_message, self._consumer, delivery.ack)
-        early = Early(delivery.message, destination, due, due_ms, waited, acknowledge, otherwise)
-        early.forgotten = forgotten
-        self.thread.give(early)
+        early = Early(delivery.message, destination, due, due_ms, waited, delivery.ack, otherwise)
+        self.give(replace(early, forgotten=forgotten))
         return True
 
     def leave_to_later_version(self, message: Message, ack: Callable[..., Any], why: str) -> None:
@@ -158,21 +206,20 @@ class EarlyTasks:
             return
         queue = self._consumer.app.amqp.queues.get(name) or kombu.Queue(name, no_declare=True)
         self._later_version.warn(f"Task {message.headers.get('id')}", why)
-        acknowledge = partial(acknowledge_message, self._consumer, ack)
 
         def again() -> None:
-            celery_internals.call_after(self._consumer, TRY_AGAIN, partial(self.thread.give, early))
+            celery_internals.call_after(self._consumer, TRY_AGAIN, partial(self.give, early))
 
         destination, now = Destination(queue, "", queue.name), Due.after(0)
-        early = Early(message, destination, now, now.at_ms, None, acknowledge, again, why)
-        self.thread.give(early)
+        early = Early(message, destination, now, now.at_ms, None, ack, again, why)
+        self.give(early)
 
     def _due_after_levels(self, waited: DelayHeaders | None) -> Due | None:
         """Return when a task is due that has left the levels too early; None if it has not."""
         if waited is None:
             return None
         now_ms = time.time_ns() // NS_PER_MS
-        by_ms = early_ms(waited.due_ms, now_ms, self._tolerated_ms)
+        by_ms = forwarding.early_ms(waited.due_ms, now_ms, self._tolerated_ms)
         if by_ms is None:
             return None
         return Due((now_ms + by_ms) * NS_PER_MS, by_ms, is_instant=True)
@@ -189,7 +236,7 @@ class EarlyTasks:
         if instant is None:
             return None
         due = Due.at(instant)
-        return due if due.delay_ms > self._tick_ms else None
+        return due if due.delay_ms > self._topology.layout.tick_ms else None
 
     def _destination(self, message: Message, waited: DelayHeaders | None) -> Destination | None:
         """Return where the message came from; None if it cannot return there from the levels."""
@@ -205,8 +252,216 @@ class EarlyTasks:
             return None
         return Destination(queue, info["exchange"], info["routing_key"])
 
+    def own_work_in(self) -> float | None:
+        """Return the seconds until a failed message is tried again; None if none has failed."""
+        return self._failed[0].again_at - time.monotonic() if self._failed else None
+
+    def work(self, batch: list[Early]) -> None:
+        """Publish messages, and those that are to be tried again by now."""
+        now = time.monotonic()
+        while self._failed and self._failed[0].again_at <= now:
+            batch.append(self._failed.popleft())
+        try:
+            with self._delays.publisher() as publisher:
+                producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
+                for queue, publications in self._by_queue(producer, batch):
+                    self._publish(producer, queue, publications)
+        except exceptions.NoPublisherFree as error:
+            for early in batch:
+                self._settled(early, error)
+
+    def _by_queue(
+        self, producer: DelayedProducer, batch: list[Early]
+    ) -> Iterable[tuple[kombu.Queue | None, list[Publication]]]:
+        """Return what replaces the messages, grouped by the queue that has to exist."""
+        groups: dict[str | None, tuple[kombu.Queue | None, list[Publication]]] = {}
+        for early in batch:
+            try:
+                queue, publication = self._publication(producer, early)
+            except Exception as error:  # noqa: BLE001 - the others are published
+                self._settled(early, error)
+                continue
+            group = groups.setdefault(None if queue is None else queue.name, (queue, []))
+            group[1].append(publication)
+        return groups.values()
+
+    def _publication(
+        self, producer: DelayedProducer, early: Early
+    ) -> tuple[kombu.Queue | None, Publication]:
+        """Return what replaces a message, and the queue that has to exist."""
+        if early.unpublishable or early.forgotten:
+            origin, received = early.destination, celery_internals.as_received(early.message)
+            unopened = WaitingMessage.unopened(received)
+            outgoing = forwarding.Outgoing(origin.exchange, origin.routing_key, unopened)
+            reason = early.forgotten or f"{early.later_version}; {early.unpublishable}"
+            undeliverable = self._topology.module_queues.undeliverable.exchange.name
+            left = forwarding.to_undeliverable(undeliverable, outgoing, reason)
+            if early.unpublishable:
+                left = forwarding.without_headers(undeliverable, left)
+            return None, Publication.of(left.message.amqp(), lambda: left.address, early)
+        if early.later_version:
+            queue = early.destination.queue
+            assert queue is not None
+            later = self._redelivery.until_upgraded(
+                celery_internals.as_received(early.message), early.later_version, queue.name
+            )
+            if later.reroute is None:
+                logger.warning("A task is undeliverable: %s", early.later_version)
+            address = later.reroute or (lambda: (later.exchange, later.routing_key))
+            return queue, Publication.of(later.message.amqp(), address, early)
+        due = early.due if early.waited is None else self._pause(early.due)
+        delayed = self._delayed(producer, early, due)
+        address = partial(producer.address, delayed, due)
+        return delayed.queue, Publication.of(delayed.message.amqp(), address, early)
+
+    def _publish(
+        self, producer: DelayedProducer, queue: kombu.Queue | None, publications: list[Publication]
+    ) -> None:
+        unsettled = set(publications)
+
+        def done(publication: Publication) -> None:
+            unsettled.discard(publication)
+            self._settled(publication.subject, publication.error)
+
+        # Without resends, so as not to block the others: a message that is tried again gets a new
+        # route.
+        policy = PublishPolicy(producer.timeout, resends=0)
+        declarations = producer.declarations(queue, ())
+        try:
+            producer.publisher.publish_all(publications, policy, done=done, **declarations)
+        except Exception as error:  # noqa: BLE001 - the thread has to live on
+            for publication in unsettled:
+                self._settled(publication.subject, error)
+
+    def _settled(self, early: Early, error: Exception | None) -> None:
+        """Acknowledge a message, or try it again; if that is no use, the worker holds it."""
+        if error is None:
+            acknowledge = partial(acknowledge_message, self._consumer, early.ack)
+            self.act(partial(self._finish, early, acknowledge), is_acknowledgement=True)
+            return
+        if early.later_version:
+            self._try_later_version_again(early, error)
+            return
+        is_over = early.due.remaining_ms() <= 0 and not early.forgotten
+        if not isinstance(error, TEMPORARY_ERRORS) or is_over:
+            self._give_up(early, error)
+            return
+        if not early.again_at:
+            logger.warning("A task that is not due could not be put into the levels: %s", error)
+        self._give_it_a_place(early)
+        early.again_at = time.monotonic() + RETRY_INTERVAL
+        self._failed.append(early)
+
+    def _try_later_version_again(self, early: Early, error: Exception) -> None:
+        """Put a task that only a later version can read into ``undeliverable``, or try it again.
+
+        Its headers may leave no room in a frame for those that count the attempts, and the broker
+        may refuse it: then it will never wait in the levels.
+        """
+        if _is_permanent(error) and not early.unpublishable:
+            logger.warning("A task of a later version is undeliverable: %s", error)
+            early.unpublishable = getattr(error, "reason", str(error))
+            early.again_at = time.monotonic()
+            self._failed.appendleft(early)
+            return
+        log = logger.debug if self._has_warned_of_later_version else logger.warning
+        self._has_warned_of_later_version = True
+        log(
+            "A task of a later version could not be put into the levels; the worker holds it and "
+            "tries again, without a further warning on this connection: %s",
+            error,
+        )
+        self._give_it_a_place(early)
+        self.act(early.hold)
+
+    def _give_up(self, early: Early, error: Exception) -> None:
+        logger.warning(
+            "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: %s",
+            early.message.headers.get("id"),
+            early.due.remaining_ms() / 1000,
+            error,
+        )
+        self.act(partial(self._finish, early, early.hold))
+
+    def _give_it_a_place(self, early: Early) -> None:
+        """Raise the prefetch count, as Celery does for a task that it holds.
+
+        The message stays unacknowledged, and others would wait for it.
+        """
+        if not early.has_place:
+            early.has_place = True
+            self.act(partial(celery_internals.raise_prefetch, self._consumer))
+
+    def _finish(self, early: Early, action: Action) -> None:
+        """Lower the prefetch count if it was raised for a message, and acknowledge or hold it."""
+        if early.has_place:
+            early.has_place = False
+            celery_internals.lower_prefetch(self._consumer)
+        action()
+
+    def _delayed(self, producer: DelayedProducer, early: Early, due: Due) -> Delayed:
+        """Return what replaces a message, and waits until ``due``."""
+        message = early.message
+        users: dict[str, Any] = dict(message.headers)
+        if "eta" in users:
+            users["eta"] = None
+        properties = kept_properties(message.properties)
+        destination = early.destination
+        headers, _ = header_names.parse(message.headers)
+        again = EarlyHeader() if early.waited is None else EarlyHeader(early.waited.early.times)
+        if due.at_ms != early.due_ms:
+            again = again._replace(until_ms=due.at_ms)
+        if self._needs_distribution(early, properties["priority"] or 0):
+            # Distribution publishes by exchange and key: to this queue, and to no other.
+            assert destination.queue is not None
+            again = again._replace(
+                exchange=destination.exchange, routing_key=destination.routing_key
+            )
+            destination = Destination(None, "", destination.queue.name)
+        registry = dict(headers.registry)
+        if header_names.ONCE in registry and message.delivery_info.get("redelivered"):
+            registry[header_names.REDELIVERED] = True
+        producer.says = {"due_ms": early.due_ms, "early": again, "registry": registry}
+        return producer.delayed_message(
+            message.body,
+            destination,
+            due,
+            headers=users,
+            # kombu has decompressed the body.
+            compression=users.pop("compression", None),
+            content_type=message.content_type,
+            content_encoding=message.content_encoding,
+            **properties,
+        )
+
+    def _pause(self, due: Due) -> Due:
+        """Return until when to put a task back: until it is due, or less; see :func:`.pause_ms`."""
+        rest_ms = due.remaining_ms()
+        pause = forwarding.pause_ms(rest_ms, self._topology)
+        return due._replace(at_ns=due.at_ns - (rest_ms - pause) * NS_PER_MS, delay_ms=pause)
+
+    def _needs_distribution(self, early: Early, priority: int) -> bool:
+        """Return whether a task has to pass through distribution, which no other queue notices.
+
+        A task that has done so already does it again: nobody may have bound its queue to the
+        levels.
+        """
+        is_too_high = self._topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
+        return is_too_high or (early.waited is not None and early.waited.queue is None)
+
 
 def acknowledge_message(consumer: Any, ack: Callable[..., Any]) -> None:
     """Acknowledge a message with the function that Celery passes to a strategy."""
     ack(logger, consumer.connection_errors)
     celery_internals.write_pending_acknowledgements(consumer)
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Return whether a message can never be published: AMQP or RabbitMQ does not take it.
+
+    Not if the user lacks a permission, which an operator can give.
+    """
+    if isinstance(error, exceptions.PermissionMissing):
+        return False
+    # Of the class itself are those that AMQP cannot write.
+    return isinstance(error, exceptions.MessageRefused) or type(error) is exceptions.PublishError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from celery_rabbitdelay.registry.connection import Asker
@@ -15,13 +16,14 @@ MAX_ASKED: Final = 200
 DueT = TypeVar("DueT")
 
 
+@dataclass(eq=False, repr=False)
 class PlainArrivals(Generic[DueT]):
     """Asks about tasks without an option of the registry; of nearly all of them nothing is noted.
 
     In the event loop, a question takes a third of the processor time that it takes in a thread. If
     something is noted, or Redis does not answer, the thread decides.
 
-    Args:
+    Attributes:
         consumer: The worker's consumer, on one connection.
         key_of: Returns the key of a task's record.
         run: Lets a task run.
@@ -30,26 +32,17 @@ class PlainArrivals(Generic[DueT]):
         timeout: Seconds in which Redis has to answer.
     """
 
-    def __init__(
-        self,
-        consumer: Any,
-        key_of: Callable[[DueT], str],
-        run: Callable[[DueT], None],
-        decide: Callable[[DueT], None],
-        gather_for: Callable[[int], float],
-        timeout: float,
-    ) -> None:
-        self._consumer = consumer
-        self._key_of = key_of
-        self._run = run
-        self._decide = decide
-        self._gather_for = gather_for
-        self._timeout = timeout
-        self._asker: Asker | None = None
-        self._asked: list[DueT] = []
-        self._asked_at = 0.0
-        self._waiting: list[DueT] = []
-        self._gathers = False
+    consumer: Any
+    key_of: Callable[[DueT], str]
+    run: Callable[[DueT], None]
+    decide: Callable[[DueT], None]
+    gather_for: Callable[[int], float]
+    timeout: float
+    _asker: Asker | None = None
+    _asked: list[DueT] = field(default_factory=list)
+    _asked_at: float = 0.0
+    _waiting: list[DueT] = field(default_factory=list)
+    _gathers: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -62,18 +55,18 @@ class PlainArrivals(Generic[DueT]):
             asker.close()
             return
         self._asker = asker
-        watch(self._consumer.hub, asker.file_descriptor, self._answered)
-        call_after(self._consumer, self._timeout, self._watch_time)
+        watch(self.consumer.hub, asker.file_descriptor, self._answered)
+        call_after(self.consumer, self.timeout, self._watch_time)
 
     def give(self, due: DueT) -> None:
         """Ask about a task, as soon as the question before is answered."""
         self._waiting.append(due)
         if self._asked or self._gathers:
             return
-        pause = self._gather_for(len(self._waiting))
+        pause = self.gather_for(len(self._waiting))
         if pause:
             self._gathers = True
-            call_after(self._consumer, pause, self._ask)
+            call_after(self.consumer, pause, self._ask)
         else:
             self._ask()
 
@@ -81,13 +74,13 @@ class PlainArrivals(Generic[DueT]):
         """Close the connection, and let the thread decide about the tasks that wait."""
         if self._asker is None:
             return
-        stop_watching(self._consumer, self._asker.file_descriptor)
+        stop_watching(self.consumer, self._asker.file_descriptor)
         self._asker.close()
         self._asker = None
         left = [*self._asked, *self._waiting]
         self._asked, self._waiting = [], []
         for due in left:
-            self._decide(due)
+            self.decide(due)
 
     def _ask(self) -> None:
         self._gathers = False
@@ -96,7 +89,7 @@ class PlainArrivals(Generic[DueT]):
             return
         self._asked_at = time.monotonic()
         try:
-            self._asker.ask([self._key_of(due) for due in self._asked])
+            self._asker.ask([self.key_of(due) for due in self._asked])
         except Exception:  # noqa: BLE001 - the thread finds out, and says so
             self.close()
 
@@ -111,10 +104,10 @@ class PlainArrivals(Generic[DueT]):
         asked, self._asked = self._asked, []
         self._ask()
         for due in asked:
-            (self._decide if is_noted else self._run)(due)
+            (self.decide if is_noted else self.run)(due)
 
     def _watch_time(self) -> None:
-        if self._asked and time.monotonic() - self._asked_at >= self._timeout:
+        if self._asked and time.monotonic() - self._asked_at >= self.timeout:
             self.close()
         elif self._asker is not None:
-            call_after(self._consumer, self._timeout, self._watch_time)
+            call_after(self.consumer, self.timeout, self._watch_time)

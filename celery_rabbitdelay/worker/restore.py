@@ -142,6 +142,11 @@ class RestoringStrategies(dict[str, Strategy]):
 
         super().__setitem__(task_name, restoring)
 
+    @property
+    def threads(self) -> list[Decisions | EarlyTasks]:
+        """The threads of a connection; decisions first, which hand tasks to the other."""
+        return [each for each in (self.decisions, self.early_tasks) if each is not None]
+
     def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
         """Restore a message; return whether it is not passed to Celery, or not now."""
         message = delivery.message

@@ -34,16 +34,13 @@ MAX_SHOWN: Final = 100
 #: The priority that Celery shows for tasks that a worker holds for their eta.
 PRIORITY: Final = 6
 
-_celerys_own: Final[Any] = control
-_celerys_conf: Final = _celerys_own.conf
-_celerys_scheduled: Final = _celerys_own.scheduled
-_celerys_query_task: Final = _celerys_own.query_task
+_celerys: Final[Any] = control
 
 
 @inspect_command(name="scheduled", alias="dump_schedule")
 def scheduled(state: Any, **options: Any) -> list[Mapping[str, Any]]:
     """List of currently scheduled ETA/countdown tasks, and of tracked tasks that wait next."""
-    held: list[Mapping[str, Any]] = _celerys_scheduled(state, **options)
+    held: list[Mapping[str, Any]] = _celerys.scheduled(state, **options)
     waiting = _waiting(state, "scheduled", lambda index: islice(index.pending(Filter()), MAX_SHOWN))
     return [*held, *map(_shown, waiting)]
 
@@ -51,7 +48,7 @@ def scheduled(state: Any, **options: Any) -> list[Mapping[str, Any]]:
 @inspect_command(name="query_task", variadic="ids", signature="[id1 [id2 [... [idN]]]]")
 def query_task(state: Any, ids: Any, **options: Any) -> dict[str, Any]:
     """Query for task information by id, also of tracked tasks that wait."""
-    found: dict[str, Any] = _celerys_query_task(state, ids, **options)
+    found: dict[str, Any] = _celerys.query_task(state, ids, **options)
     missing = [task_id for task_id in maybe_list(ids) or () if task_id not in found]
     waiting = _waiting(state, "query_task", lambda index: index.tasks(missing)) if missing else []
     shown = {each.task_id: ("scheduled", _shown(each)["request"]) for each in waiting}
@@ -66,7 +63,7 @@ def query_task(state: Any, ids: Any, **options: Any) -> dict[str, Any]:
 )
 def conf(state: Any, with_defaults: bool = False, **options: Any) -> dict[str, Any]:
     """List configuration, without passwords."""
-    shown: dict[str, Any] = _celerys_conf(state, with_defaults, **options)
+    shown: dict[str, Any] = _celerys.conf(state, with_defaults, **options)
     # Each is for itself: Celery has hidden the texts under names such as "password".
     return {name: without_passwords_in(value) for name, value in shown.items()}
 

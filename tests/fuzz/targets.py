@@ -26,8 +26,13 @@ from celery_rabbitdelay.modules.envelope import (
     compressed,
     length_prefixed,
 )
-from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
-from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
+from celery_rabbitdelay.modules.forwarding import (
+    EarlyMessages,
+    Outgoing,
+    Redelivery,
+    encoded,
+    to_undeliverable,
+)
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of
@@ -154,7 +159,7 @@ def envelope(given: bytes) -> None:
     """The body of an envelope; also one that is compressed well, around whatever is given."""
     for body in (given, compressed(given, 1)):
         try:
-            for item in OpenedEnvelope(body, 2**16).items:
+            for item in OpenedEnvelope(body, 2**16):
                 assert len(item.body) <= 2**16
                 assert _depth(item.headers) <= MAX_DEPTH
         except InvalidEnvelope:

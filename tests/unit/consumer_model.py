@@ -21,8 +21,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import attempts as attempts_module
 from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
-from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from tests.unit.clock import Clock

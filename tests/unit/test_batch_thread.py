@@ -96,7 +96,7 @@ def test_nothing_is_worked_on_after_the_end() -> None:
     thread.give(1)
     next_batch(thread)
     ended: list[Any] = []
-    thread.actions.end = lambda: ended.append("thread")  # type: ignore[method-assign]
+    thread._end = lambda: ended.append("thread")  # type: ignore[method-assign]
     thread.give(2)
     thread._stopping.set()
     thread.go_on.set()

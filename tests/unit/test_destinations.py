@@ -268,6 +268,6 @@ def test_what_is_known_of_destinations_does_not_grow_with_their_number(
         for message in range(ROOM):
             unanswered.timed_out(message, name)
         clock.now += 0.01
-    assert len(unanswered._silent) <= 1000
+    assert len(unanswered.silent) <= 1000
     assert len(unanswered._limits) <= 1000
     assert len(unanswered._slow_until) <= 1000

@@ -119,11 +119,11 @@ def test_a_destination_that_holds_up_others_gets_what_it_answers(consumer: Consu
 def test_the_broker_is_stuck_if_it_answers_nothing_and_owes_too_much(consumer: Consumer) -> None:
     prompt, *_ = fill(consumer)
     consumer.confirm(prompt)
-    assert consumer.attempts.stuck(3.0) == []
+    assert consumer.attempts.answer_times.give_up_if_stuck(3.0) == []
     for _ in range(2):
         assert not consumer.has_to_wait(consumer_model.for_queue())
-    assert consumer.attempts.stuck(2.9) == []
-    assert consumer.attempts.stuck(3.0) == ["the queue 'letters'"]
+    assert consumer.attempts.answer_times.give_up_if_stuck(2.9) == []
+    assert consumer.attempts.answer_times.give_up_if_stuck(3.0) == ["the queue 'letters'"]
 
 
 def test_trouble_is_logged_at_times(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,9 +16,8 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope, Item, _Items
-from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.redelivery import EarlyMessages
+from celery_rabbitdelay.modules.envelope import Envelope, Item, OpenedEnvelope
+from celery_rabbitdelay.modules.forwarding import EarlyMessages, Outgoing
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from tests.unit.clock import Clock
@@ -221,14 +220,14 @@ def test_envelopes_are_read_twice(
     monkeypatch: pytest.MonkeyPatch, registry: Registry | None
 ) -> None:
     read = 0
-    items_of = _Items.__iter__
+    items_of = OpenedEnvelope.__iter__
 
-    def counted(items: _Items) -> Iterator[Item]:
+    def counted(opened: OpenedEnvelope) -> Iterator[Item]:
         nonlocal read
         read += 1
-        return items_of(items)
+        return items_of(opened)
 
-    monkeypatch.setattr(_Items, "__iter__", counted)
+    monkeypatch.setattr(OpenedEnvelope, "__iter__", counted)
     look = None if registry is None else registry.look
     assert ids(list(Distribution(TOPOLOGY, look=look).receive(tasks(3)))) == ["0", "1", "2"]
     assert read == 2

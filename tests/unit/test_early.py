@@ -16,7 +16,8 @@ from celery_rabbitdelay.kombu import Topology, clock, custom
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, EarlyHeader
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules import redelivery
+from celery_rabbitdelay.modules import forwarding
+from celery_rabbitdelay.modules.bounds import EarlyWarning
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta
 from celery_rabbitdelay.worker.restore import restore
@@ -36,8 +37,8 @@ def due_in(delay_ms: int, **headers: Any) -> amqp.Message:
 
 def early_messages(
     topology: Topology = TOPOLOGY, tolerated_ms: int = 1000
-) -> redelivery.EarlyMessages:
-    return redelivery.EarlyMessages(topology, tolerated_ms, lambda: NOW)
+) -> forwarding.EarlyMessages:
+    return forwarding.EarlyMessages(topology, tolerated_ms, lambda: NOW)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def early_messages(
     ],
 )
 def test_a_message_is_early_by_more_than_what_is_tolerated(due_ms: Any, expected: Any) -> None:
-    assert redelivery.early_ms(due_ms, NOW, 1000) == expected
+    assert forwarding.early_ms(due_ms, NOW, 1000) == expected
 
 
 def test_a_message_that_is_due_goes_on() -> None:
@@ -100,7 +101,7 @@ def test_a_clock_that_is_years_behind_costs_a_day() -> None:
     assert outgoing is not None
     assert outgoing.exchange == "rabbitdelay.days.x1"
     assert outgoing.message.headers.to_headers()[header_names.DUE] == NOW + fifty_years
-    assert redelivery.pause_ms(fifty_years, TOPOLOGY) == redelivery.MAX_PAUSE_MS == A_DAY
+    assert forwarding.pause_ms(fifty_years, TOPOLOGY) == forwarding.MAX_PAUSE_MS == A_DAY
 
 
 def test_nothing_that_goes_back_exceeds_the_capacity() -> None:
@@ -108,7 +109,7 @@ def test_nothing_that_goes_back_exceeds_the_capacity() -> None:
     outgoing = early_messages(seconds).put_back(waiting(due_in(60_000)))
     assert outgoing is not None
     assert outgoing.exchange == "rabbitdelay.seconds.x1"
-    assert redelivery.pause_ms(60_000, seconds) == seconds.layout.capacity_ms == 5000
+    assert forwarding.pause_ms(60_000, seconds) == seconds.layout.capacity_ms == 5000
 
 
 @given(
@@ -126,10 +127,10 @@ def test_wrong_clocks_delay_by_their_difference(
     now, passes = NOW + late_ms, 0
     while True:
         behind = data.draw(st.sampled_from(offsets))
-        by_ms = redelivery.early_ms(NOW, now - behind, 1000)
+        by_ms = forwarding.early_ms(NOW, now - behind, 1000)
         if by_ms is None:
             break
-        pause = redelivery.pause_ms(by_ms, TOPOLOGY)
+        pause = forwarding.pause_ms(by_ms, TOPOLOGY)
         now += -(-pause // tick_ms) * tick_ms
         passes += 1
         assert now <= NOW + max(latest, late_ms)
@@ -142,7 +143,7 @@ def test_wrong_clocks_delay_by_their_difference(
 def test_from_levels_that_are_too_short_it_comes_again(delay_ms: int, ttl_ms: int) -> None:
     now, passes = NOW, 0
     while True:
-        by_ms = redelivery.early_ms(NOW + delay_ms, now, 1000)
+        by_ms = forwarding.early_ms(NOW + delay_ms, now, 1000)
         if by_ms is None:
             break
         stops = TOPOLOGY.route(by_ms / 1000, "q").stops
@@ -224,15 +225,15 @@ def test_a_message_that_was_not_in_the_levels_is_not_early(headers: dict[str, An
 
 def test_one_warning_names_policies_and_clocks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    warning = redelivery.EarlyWarning(logging.getLogger("test"))
+    warning = EarlyWarning(logging.getLogger("test"))
     for number in range(2):
-        warning.warn(f"Task {number}", 3_600_000)
+        warning.warn(f"Task {number}", 3600.0)
     text, further = caplog.messages
     assert further == "Task 1 is 3600.0 s early and goes back."
     for each in ("Task 0", "3600.0 s", "message-ttl", "list_policies", "clocks"):
         assert each in text
     warning.reset()
-    warning.warn("Task 2", 2000)
+    warning.warn("Task 2", 2.0)
     levels = [record.levelname for record in caplog.records]
     assert levels == ["WARNING", "DEBUG", "WARNING"]
 
@@ -241,7 +242,7 @@ def test_only_what_waited_for_less_than_it_was_put_back_for_is_counted_and_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     counted: list[None] = []
-    early = redelivery.EarlyMessages(TOPOLOGY, 1000, lambda: NOW, lambda: counted.append(None))
+    early = forwarding.EarlyMessages(TOPOLOGY, 1000, lambda: NOW, lambda: counted.append(None))
     for until_ms, count in ((NOW + 1000, 0), (NOW + 1001, 1)):
         put_back = header_names.EarlyHeader(1, until_ms).header()
         assert early.put_back(waiting(due_in(A_DAY, **put_back))) is not None

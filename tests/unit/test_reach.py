@@ -21,7 +21,7 @@ from celery_rabbitdelay.modules.allowed import AllowedDestinations, Distribution
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
+from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
 from tests.unit.strategies import destinations
 
 TOPOLOGY = Topology()

@@ -13,8 +13,7 @@ from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import delay, headers
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery
 from tests.unit.clock import Clock
 from tests.unit.waiting import said, waiting
 

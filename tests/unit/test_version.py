@@ -19,7 +19,7 @@ from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.bounds import LaterVersionWarning
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.redelivery import Redelivery
+from celery_rabbitdelay.modules.forwarding import Redelivery
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving

@@ -16,8 +16,12 @@ from celery_rabbitdelay.levels.headers import Failures
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
-from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
+from celery_rabbitdelay.modules.forwarding import (
+    EarlyMessages,
+    Outgoing,
+    Redelivery,
+    to_undeliverable,
+)
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from tests.unit.waiting import waiting

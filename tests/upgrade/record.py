@@ -25,8 +25,12 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
-from celery_rabbitdelay.modules.redelivery import EarlyMessages, Redelivery
+from celery_rabbitdelay.modules.forwarding import (
+    EarlyMessages,
+    Outgoing,
+    Redelivery,
+    to_undeliverable,
+)
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content

@@ -12,16 +12,20 @@ from kombu.common import QoS
 
 from celery_rabbitdelay import Celery, ConfirmTimeout
 from celery_rabbitdelay.kombu import Destination, Due
-from celery_rabbitdelay.worker.put_back import Early, PutBackThread
+from celery_rabbitdelay.worker.early_tasks import Early, EarlyTasks
 
 
 def test_one_that_waits_takes_no_place_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     app: Any = Celery("later", broker="amqp://", set_as_current=False)
     # Without an event loop, the thread runs its actions itself.
     consumer: Any = SimpleNamespace(
-        app=app, hub=None, qos=QoS(lambda prefetch_count: None, 4), perform_pending_operations=int
+        app=app,
+        hub=None,
+        connection_errors=(),
+        qos=QoS(lambda prefetch_count: None, 4),
+        perform_pending_operations=int,
     )
-    thread, held, acknowledged = PutBackThread(consumer), [], []
+    thread, held, acknowledged = EarlyTasks(consumer), [], []
     now, destination = Due.after(0), Destination(Queue("q"), "", "q")
 
     def early(number: int) -> Early:
@@ -31,7 +35,7 @@ def test_one_that_waits_takes_no_place_and_is_logged_once(caplog: pytest.LogCapt
             now,
             now.at_ms,
             None,
-            lambda: acknowledged.append(number),
+            lambda *errors: acknowledged.append(number),
             lambda: held.append(number),
             "it is of a later version",
         )
