@@ -87,7 +87,9 @@ class World(NamedTuple):
             later = message._replace(due=int(verdict), is_old=False)
             return world._replace(waiting=added(world.waiting, later))
         if verdict == "cancelled":
-            assert self.stopped is not None and message.life <= self.stopped, "without a cancel"
+            assert message.life <= (-1 if self.stopped is None else self.stopped), (
+                "without a cancel"
+            )
         if verdict in ("cancelled", "superseded", "expired", "forgotten"):
             return world._replace(excused=self.excused | {message.full})
         if verdict == word == "replaced" and self.holder != message.full:

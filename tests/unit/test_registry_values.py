@@ -47,7 +47,10 @@ def test_an_arrival_says_where_and_at_which_attempt() -> None:
     of = {**headers, "retries": 3, "replaced_task_nesting": 1}
     assert Arrival.of(said(of), 5, "pay", True).attempt == "3.1"
     assert Arrival.of(said({**headers, "retries": "3"}), 5, "pay", True).attempt == "0.0"
-    assert Arrival.of(said({**headers, ONCE: "mark"}), 5, "", True)[-3:] == ("-", "mark", True)
+    named = Arrival.of(said({**headers, ONCE: "name"}), 5, "", True)
+    assert (named.once, named.mark, named.redelivered) == ("-", "name", True)
+    marked = named.marked()
+    assert (marked.mark.startswith("name."), marked.marked()) == (True, marked)
 
 
 @given(st.integers(-1, 2**53 - 1), st.integers(0, 2**53 - 1))
