@@ -690,7 +690,7 @@ class NotTracked(RabbitDelayError, ValueError):
 
     text: ClassVar = (
         "task {self.task_id} cannot run earlier: its message waits in the broker and is not "
-        "tracked. Send it with track=True, or cancel it and send it anew"
+        "tracked. Send it with track=True, or cancel it and send it under another id"
     )
 
 

@@ -73,8 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests against the chosen versions and print a table of what came out."""
     chosen = _chosen_brokers(arguments)
     try:
-        _require_root()
-        _require_debootstrap()
         outcomes = [_run(broker) for broker in chosen]
     except NotPossibleHere as reason:
         print(f"tests.brokers: {reason}", file=sys.stderr)
@@ -131,6 +129,8 @@ def system_with(broker: Broker) -> Path:
     folder = cache_folder() / broker.suite
     with _only_one(folder.with_suffix(".lock")):
         if not folder.is_dir():
+            _require_root()
+            _require_debootstrap()
             _make_system(broker.suite, folder)
     return folder
 

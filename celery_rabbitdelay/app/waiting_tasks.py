@@ -137,9 +137,14 @@ class WaitingTasks(ABC):
         if not ids:
             return Outcome.UNKNOWN
         outcomes = self.registry.cancel(ids)
-        for task_id, outcome in zip(ids, outcomes, strict=True):
-            if outcome is Outcome.DONE:
-                self.app.backend.mark_as_revoked(task_id, REASON, store_result=True)
+        found = list(zip(ids, outcomes, strict=True))
+        try:
+            for task_id, outcome in found:
+                if outcome is Outcome.DONE:
+                    self.app.backend.mark_as_revoked(task_id, REASON, store_result=True)
+        except Exception as error:  # noqa: BLE001 - the tasks are cancelled, whatever a backend says
+            logger.warning("Results become REVOKED only when their tasks are due: %s", error)
+        for task_id, outcome in found:
             if outcome in (Outcome.DONE, Outcome.UNKNOWN):
                 signals.send(signals.cancelled, self.app, task_id, None)
         revoke_by_celery(self.app, ids)

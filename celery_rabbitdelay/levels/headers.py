@@ -207,6 +207,13 @@ class EarlyHeader(NamedTuple):
         """Return whether the message is early because it could not wait for longer at once."""
         return 0 < self.until_ms <= now_ms + tolerated_ms
 
+    def tolerance_ms(self, tolerated_ms: int) -> int:
+        """Return how many milliseconds early the message may be: none if more of its delay is left.
+
+        The tolerance is for clocks that differ; see the setting ``rabbitdelay_early_tolerance``.
+        """
+        return 0 if self.until_ms else tolerated_ms
+
     def header(self) -> dict[str, dict[str, Any]]:
         """Return the header."""
         table = {

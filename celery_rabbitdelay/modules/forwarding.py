@@ -191,7 +191,8 @@ class EarlyMessages:
         the message again, when it is due.
         """
         now_ms, earlier = self.now_ms(), message.headers.early
-        by_ms = early_ms(message.headers.due_ms, now_ms, self.tolerated_ms)
+        tolerated_ms = earlier.tolerance_ms(self.tolerated_ms)
+        by_ms = early_ms(message.headers.due_ms, now_ms, tolerated_ms)
         if by_ms is None:
             return None
         if not earlier.expects(now_ms, self.tolerated_ms):

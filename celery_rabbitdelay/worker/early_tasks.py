@@ -219,7 +219,8 @@ class EarlyTasks(BatchThread[Early]):
         if waited is None:
             return None
         now_ms = time.time_ns() // NS_PER_MS
-        by_ms = forwarding.early_ms(waited.due_ms, now_ms, self._tolerated_ms)
+        tolerated_ms = waited.early.tolerance_ms(self._tolerated_ms)
+        by_ms = forwarding.early_ms(waited.due_ms, now_ms, tolerated_ms)
         if by_ms is None:
             return None
         return Due((now_ms + by_ms) * NS_PER_MS, by_ms, is_instant=True)

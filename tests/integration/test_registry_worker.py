@@ -12,16 +12,17 @@ from uuid import UUID, uuid4
 import pytest
 from celery import chain, chord, group
 from celery.exceptions import TaskRevokedError
-from kombu import Connection
+from kombu import Connection, Queue
 
 from celery_rabbitdelay import JobClosed, Outcome, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
-from tests.integration.arrivals import take
+from tests.integration.arrivals import wait_until_waiting
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
-from tests.integration.worker import Worker
+from tests.integration.worker import Worker, run_celery
 from tests.redis_servers import ConfiguredRedis, SentinelSetup
 
 #: Seconds; long enough for a test to do something before a task is due.
@@ -126,14 +127,20 @@ def test_a_commit_that_redis_loses_is_made_again(
     assert sorted(noted()) == [0, 1, 2]
 
 
-def test_a_task_that_is_older_than_the_registrys_memory_is_undeliverable(
-    serve: Any, noted: Notes, connection: Connection
+def test_a_task_that_is_older_than_the_registrys_memory_is_undeliverable_until_it_is_redriven(
+    configuration: dict[str, Any], serve: Any, noted: Notes, connection: Connection
 ) -> None:
-    noted.shop = shop = serve(rabbitdelay_registry_keep=1.0, rabbitdelay_retry_for=0)
+    settings = {"rabbitdelay_registry_keep": 60.0, "rabbitdelay_retry_for": 0}
+    noted.shop = shop = serve(**settings)
     noted.send("old", eta=datetime.now(UTC) - timedelta(hours=2), once=True)
-    (arrival,) = take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], 1)
-    assert "older than the registry's memory" in arrival.message.headers[headers.REASON]
+    wait_until_waiting(connection, shop.rabbitdelay.topology.module_queues.undeliverable.name, 1)
     assert noted.until(0.1) == []
+    configured = {**configuration, **settings}
+    listed = run_celery(configured, "rabbitdelay undeliverable list").stdout
+    assert "older than the registry's memory" in listed
+    redriven = run_celery(configured, "rabbitdelay undeliverable redrive")
+    assert redriven.returncode == 0, redriven.stderr
+    wait_for(lambda: noted() == ["old"], "the task", PATIENCE)
 
 
 @pytest.mark.timeout(300)
@@ -159,11 +166,13 @@ def test_what_celery_sends_for_a_task_goes_out_while_redis_is_away(
     wait_for(lambda: sorted(noted()) == ["callback", "step"], "the callback", PATIENCE)
 
 
-def test_a_cancel_while_a_task_runs_stops_its_retry(shop: Any, worker: Worker) -> None:
+def test_a_cancel_while_a_task_runs_stops_its_retry(serve: Any) -> None:
+    # Celery's own revoke would stop the retry as well, until its worker ends.
+    shop = serve(worker_enable_remote_control=False, rabbitdelay_modules=[])
     key = uuid4().hex
     result = shop.tasks["retry-when"].apply_async((key,), delay=0.2, track=True)
     first_word(shop, key)
-    assert shop.rabbitdelay.registry.cancel([result.id]) == [Outcome.RELEASED]
+    assert shop.rabbitdelay.cancel(result) is Outcome.RELEASED
     shop.backend.client.set(key, "go on")
     with pytest.raises(TaskRevokedError):
         result.get(timeout=PATIENCE)
@@ -309,3 +318,164 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
         assert Counter(noted()) == Counter(expected)
         assert "The registry answers again" in shop.worker.log
         shop.worker.stop()
+
+
+@pytest.mark.timeout(300)
+def test_a_moved_task_runs_once_if_an_answer_of_redis_is_lost(
+    shop: Any, worker: Worker, noted: Notes, redis: RedisServer
+) -> None:
+    result = noted.send("moved", delay=8, track=True)
+    assert shop.rabbitdelay.postpone(result, delay=2) is Outcome.DONE
+    redis.suspend()  # it does what it was asked for when it goes on, and nobody listens any more
+    wait_for(lambda: "go back into the levels" in worker.log, "the worker's warning", PATIENCE)
+    redis.resume()
+    result.get(timeout=PATIENCE)
+    assert noted.until(8) == ["moved"]
+
+
+def test_decisions_hold_for_tasks_that_arrive_days_late(
+    configuration: dict[str, Any], shop: Any, noted: Notes
+) -> None:
+    late = {"eta": datetime.now(UTC) - timedelta(days=2), "track": True}
+    rabbitdelay = shop.rabbitdelay
+    cancelled = noted.send("cancelled", **late)
+    assert rabbitdelay.cancel(cancelled) is Outcome.DONE
+    superseded = noted.send("superseded", **late, key="order")
+    noted.send("newer", **late, key="order")
+    rabbitdelay.open_job("import", expires=60)
+    aborted = noted.send("aborted", **late, job="import")
+    rabbitdelay.abort_job("import")
+    replaced = uuid4().hex
+    for _ in range(2):
+        noted.send("two messages", **late, task_id=replaced)
+    with Worker(configuration):
+        for result in (cancelled, superseded, aborted):
+            with pytest.raises(TaskRevokedError):
+                result.get(timeout=PATIENCE)
+        assert sorted(noted.until(0.1)) == ["newer", "two messages"]
+
+
+def test_a_task_that_is_moved_to_earlier_is_superseded_at_the_worker(
+    shop: Any, worker: Worker, noted: Notes
+) -> None:
+    older = noted.send("older", delay=5, key="order", track=True)
+    assert shop.rabbitdelay.postpone(older, delay=2) is Outcome.DONE
+    noted.send("newer", delay=1, key="order")
+    assert noted.until(5) == ["newer"]
+
+
+@pytest.mark.timeout(300)
+def test_a_job_that_is_open_for_longer_than_decisions_are_kept_runs_as_a_whole(
+    serve: Any, noted: Notes
+) -> None:
+    keep = 8.0
+    noted.shop = shop = serve(rabbitdelay_registry_keep=keep, rabbitdelay_retry_for=0)
+    shop.rabbitdelay.open_job("import", expires=120)
+    due = time.time() + 0.2
+    noted.send("not tracked", delay=0.2, job="import")
+    noted.send("older", delay=0.2, job="import", key="order")
+    noted.send("newer", delay=0.2, job="import", key="order")
+    wait_for(lambda: time.time() > due + 2 * keep, "decisions to be forgotten", PATIENCE)
+    shop.rabbitdelay.commit_job("import")
+    wait_for(lambda: len(noted()) == 2, "both tasks", PATIENCE)
+    assert sorted(noted.until(6)) == ["newer", "not tracked"]
+
+
+@pytest.mark.timeout(300)
+def test_the_second_message_of_a_task_does_not_run_because_it_is_redelivered(
+    serve: Any, noted: Notes, redis: RedisServer, connection: Connection
+) -> None:
+    noted.shop = shop = serve(rabbitdelay_registry_options={"socket_timeout": 30})
+    task_id = uuid4().hex
+    redis.suspend()
+    for _ in range(2):
+        noted.send("once", delay=0.3, once=True, task_id=task_id)
+    queues = [*shop.rabbitdelay.topology.queues, Queue(shop.conf.task_default_queue)]
+
+    def are_fetched() -> bool:
+        return not any(each and each.messages for each in queue_counts(connection, queues).values())
+
+    wait_for(are_fetched, "both at the worker", PATIENCE)
+    shop.worker.kill()
+    redis.resume()
+    shop.worker.start()
+    assert noted.until(1) == ["once"]
+
+
+def test_a_value_that_cannot_be_read_holds_up_no_task_without_options(
+    shop: Any, worker: Worker, noted: Notes
+) -> None:
+    registry = shop.rabbitdelay.registry
+    bad = noted.send("bad", delay=1)
+    record = registry.names.task(bad.id)
+    registry.store.commands(lambda pipeline: pipeline.hset(record, "not_before", "soon"))
+    for number in range(8):
+        noted.send(number, delay=1)
+    wait_for(lambda: sorted(noted()) == [*range(8)], "the others", PATIENCE)
+    registry.store.commands(lambda pipeline: pipeline.delete(record))
+    wait_for(lambda: "bad" in noted(), "the task", PATIENCE)
+
+
+@pytest.mark.parametrize("wrong", ["another type", "another state"])
+def test_a_job_that_cannot_be_read_holds_up_no_other_task(
+    shop: Any, worker: Worker, noted: Notes, wrong: str
+) -> None:
+    registry = shop.rabbitdelay.registry
+    shop.rabbitdelay.open_job("import", expires=60)
+    noted.send("bad", delay=1, job="import")
+    record = registry.names.job("import")
+
+    def spoil(pipeline: Any) -> None:
+        if wrong == "another state":
+            pipeline.hset(record, "state", "garbage")
+        else:
+            pipeline.delete(record)
+            pipeline.set(record, "garbage")
+
+    registry.store.commands(spoil)
+    for number in range(5):
+        noted.send(number, delay=1, track=True)
+    wait_for(lambda: sorted(noted()) == [*range(5)], "the others", PATIENCE)
+    assert "cannot be read" in worker.log
+    assert "go back into the levels" not in worker.log
+    with pytest.raises(RegistryUnavailable, match="cannot be read"):
+        shop.rabbitdelay.commit_job("import")
+
+
+def test_a_cancel_reaches_all_tasks_whose_records_can_be_read(shop: Any, noted: Notes) -> None:
+    registry = shop.rabbitdelay.registry
+    bad, good = (noted.send(number, delay=60, track=True) for number in range(2))
+    record = registry.names.task(bad.id)
+    registry.store.commands(lambda pipeline: pipeline.delete(record))
+    registry.store.commands(lambda pipeline: pipeline.set(record, "garbage"))
+    with pytest.raises(RegistryUnavailable, match=bad.id):
+        shop.rabbitdelay.cancel([bad, good])
+    assert shop.rabbitdelay.cancel(good) is Outcome.CANCELLED
+
+
+def test_a_cancel_counts_while_the_result_backend_is_away(
+    configuration: dict[str, Any], shop: Any, noted: Notes
+) -> None:
+    results = [noted.send(number, delay=60, track=True) for number in range(2)]
+    options = {"retry_policy": {"max_retries": 0}}
+    away = {
+        "result_backend": f"redis://127.0.0.1:{free_port()}/0",
+        "result_backend_transport_options": options,
+        "redis_retry_on_timeout": False,
+    }
+    app: Any = make_app({**configuration, **away})
+    assert app.rabbitdelay.cancel([each.id for each in results]) is Outcome.DONE
+    assert shop.rabbitdelay.cancel(results) is Outcome.CANCELLED
+    app.close()
+
+
+def test_a_decision_that_has_too_few_copies_raises(
+    configuration: dict[str, Any], shop: Any, noted: Notes
+) -> None:
+    result = noted.send("cancelled", delay=60, track=True)
+    app: Any = make_app({**configuration, "rabbitdelay_registry_durability": 1})
+    with pytest.raises(RegistryUnavailable, match="0 of 1 copies") as raised:
+        app.rabbitdelay.cancel(result.id)
+    assert raised.value.may_have_arrived
+    assert shop.rabbitdelay.cancel(result) is Outcome.CANCELLED
+    app.close()

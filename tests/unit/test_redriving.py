@@ -101,7 +101,8 @@ def test_a_task_goes_straight_to_its_queue_with_its_own_headers() -> None:
     }
     outgoing = redrive(straight(**own, **left), properties={"priority": 3, "reply_to": "r"})
     assert (outgoing.exchange, outgoing.routing_key) == ("p.delivery", "0.0.reports")
-    assert told(outgoing) == straight(**own, **{headers.REDRIVEN: 1})
+    early = {headers.EARLY: {"times": 0, "until": NOW}}
+    assert told(outgoing) == straight(**own, **{headers.REDRIVEN: 1}, **early)
     properties = outgoing.message.amqp().properties
     assert (properties["priority"], properties["reply_to"]) == (3, "r")
     assert (properties["delivery_mode"], outgoing.message.body) == (2, b"body")

@@ -219,6 +219,9 @@ class Redriving:
             own = own._replace(**destination._asdict())
             if destination.queue is None:
                 own = own._replace(early=self._early(said))
+        if said.registry and due_ms != due.at_ms:
+            # It may be older than the registry's memory; somebody has decided that it may run.
+            own = own._replace(early=own.early._replace(until_ms=due.at_ms))
         redriven = received._replace(headers=own).having(expiration=None)
         if self.topology.queue_type == "quorum" and own.priority is None:
             redriven = redriven.with_low_priority()
