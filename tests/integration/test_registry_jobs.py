@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,7 +213,7 @@ def test_the_tasks_of_a_former_job_do_not_take_the_fate_of_a_new_one_of_that_nam
 
 
 def test_a_process_that_opens_a_job_again_after_a_lost_answer_knows_its_own(
-    registry: Registry, others: Jobs, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, others: Jobs, redis_setup: RedisSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call_each = type(registry.store).call_each
 
@@ -228,6 +230,48 @@ def test_a_process_that_opens_a_job_again_after_a_lost_answer_knows_its_own(
     assert raised.value.state == "open"
     registry.jobs.open(JOB, MINUTE_MS)
     assert registry.jobs.state(JOB) is JobState.OPEN
+    # It is so long ago that the job has expired, and its name is free again.
+    monkeypatch.setattr(type(registry.store), "call_each", lose)
+    with pytest.raises(RegistryUnavailable):
+        registry.jobs.open("another", 1)
+    monkeypatch.setattr(type(registry.store), "call_each", call_each)
+    wait_for(lambda: others.state("another") is JobState.ABORTED, "an expired job")
+    redis_setup.client.hset(registry.names.job("another"), "free", 0)
+    registry.jobs.open("another", MINUTE_MS)
+    assert others.state("another") is JobState.OPEN
+
+
+def test_of_several_threads_that_open_a_job_one_does(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, together = registry.jobs._call, Barrier(4, timeout=60)
+
+    def call_together(*arguments: Any) -> Any:
+        together.wait()
+        return call(*arguments)
+
+    def open_job(_: int) -> str:
+        try:
+            registry.jobs.open(JOB, MINUTE_MS)
+        except JobClosed as closed:
+            return closed.state
+        return "opened"
+
+    monkeypatch.setattr(registry.jobs, "_call", call_together)
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(open_job, range(4))) == ["open"] * 3 + ["opened"]
+
+
+def test_a_job_that_is_open_for_longer_than_decisions_are_kept_runs_its_tasks(
+    registry: Registry,
+) -> None:
+    _, job_id = opened(registry, JOB)
+    # It is not tracked, so nothing is known of it but its job.
+    late = arrival(sent(after_ms=-2 * KEEP_MS, job=JOB), job_id=job_id)
+    assert verdict(registry, late) is Verdict.LATER
+    registry.jobs.end(JOB, JobState.COMMITTED)
+    assert verdict(registry, late) is Verdict.FORGOTTEN
+    assert verdict(registry, late._replace(put_back_ms=now_ms())) is Verdict.RUN
 
 
 def test_only_so_many_ended_jobs_are_remembered(

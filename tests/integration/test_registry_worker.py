@@ -365,23 +365,6 @@ def test_a_task_that_is_moved_to_earlier_is_superseded_at_the_worker(
 
 
 @pytest.mark.timeout(300)
-def test_a_job_that_is_open_for_longer_than_decisions_are_kept_runs_as_a_whole(
-    serve: Any, noted: Notes
-) -> None:
-    keep = 8.0
-    noted.shop = shop = serve(rabbitdelay_registry_keep=keep, rabbitdelay_retry_for=0)
-    shop.rabbitdelay.open_job("import", expires=120)
-    due = time.time() + 0.2
-    noted.send("not tracked", delay=0.2, job="import")
-    noted.send("older", delay=0.2, job="import", key="order")
-    noted.send("newer", delay=0.2, job="import", key="order")
-    wait_for(lambda: time.time() > due + 2 * keep, "decisions to be forgotten", PATIENCE)
-    shop.rabbitdelay.commit_job("import")
-    wait_for(lambda: len(noted()) == 2, "both tasks", PATIENCE)
-    assert sorted(noted.until(6)) == ["newer", "not tracked"]
-
-
-@pytest.mark.timeout(300)
 def test_the_second_message_of_a_task_does_not_run_because_it_is_redelivered(
     serve: Any, noted: Notes, redis: RedisServer, connection: Connection
 ) -> None:
