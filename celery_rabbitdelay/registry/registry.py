@@ -269,7 +269,8 @@ class Registry:
                 older[before] = max(each.ticket.order, older.get(before, 0))
         if older:
             orders = [(order,) for order in older.values()]
-            self._run(self._batch("unlist", list(older), self.names.task, orders))
+            batch = self._batch("unlist", list(older), self.names.task, orders)
+            self.store.call_each([call for _, call in batch])
         for task_id, word in zip(ids, states, strict=True):
             if _is_unreadable(word):
                 logger.error("Task %s was sent, and is not registered: %s", task_id, word)

@@ -206,6 +206,9 @@ def test_a_task_that_is_to_run_once_runs_once_at_each_queue(registry: Registry) 
     here, there = (arrival(message, once=queue, mark=queue) for queue in ("here", "there"))
     assert [each.verdict for each in registry.decide([here, there])] == [Verdict.RUN] * 2
     assert verdict(registry, here._replace(mark="again")) is Verdict.DUPLICATE
+    redelivered = here._replace(redelivered=True)
+    assert verdict(registry, redelivered._replace(mark="here.2")) is Verdict.RUN
+    assert verdict(registry, redelivered._replace(mark="again.2")) is Verdict.DUPLICATE
 
 
 def test_only_the_newest_of_many_tasks_under_one_key_runs_and_is_listed(registry: Registry) -> None:

@@ -274,6 +274,24 @@ def test_a_job_that_is_open_for_longer_than_decisions_are_kept_runs_its_tasks(
     assert verdict(registry, late._replace(put_back_ms=now_ms())) is Verdict.RUN
 
 
+@pytest.mark.parametrize("wrong", ["type", "state"])
+def test_a_job_that_cannot_be_read_says_so(
+    registry: Registry, redis_setup: RedisSetup, wrong: str
+) -> None:
+    job, record = opened(registry, JOB), registry.names.job(JOB)
+    if wrong == "state":
+        redis_setup.client.hset(record, "state", "garbage")
+    else:
+        redis_setup.client.set(record, "garbage", ex=60)
+    (state,) = registry.jobs.states([job]).values()
+    assert isinstance(state, str)
+    for call in (registry.jobs.state, lambda name: registry.jobs.join(name, 0)):
+        with pytest.raises(RegistryUnavailable, match="cannot be read"):
+            call(JOB)
+    with pytest.raises(RegistryUnavailable, match="cannot be read"):
+        registry.jobs.end(JOB, JobState.COMMITTED)
+
+
 def test_only_so_many_ended_jobs_are_remembered(
     registry: Registry, redis_setup: RedisSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,8 @@ class Sequence:
         # It may be delivered again: because it waits, its answer was lost, or its worker is killed.
         if decision.verdict is Verdict.LATER:
             message = message._replace(is_old=False)
-        if decision.verdict in (Verdict.LATER, Verdict.RUN) and self.chance.random() < 0.7:
+        again = (Verdict.LATER, Verdict.RUN, Verdict.DUPLICATE)
+        if decision.verdict in again and self.chance.random() < 0.7:
             redelivered = message.redelivered or self.chance.random() < 0.3
             mark = self.mark_of(message) if self.chance.random() < 0.5 else message.mark
             self.messages.append(message._replace(redelivered=redelivered, mark=mark))

@@ -2,13 +2,12 @@
 --
 -- KEYS  the record of each task
 -- ARGV  for each: the order of the task that has superseded it
--- Returns for each whether it was one (1) or not (0).
+-- Returns nothing of interest.
 
-return cjson.encode(of_each_key(function(record, newer)
+of_each_key(function(record, newer)
   local order = redis.call('HGET', record, 'order')
   if order and tonumber(order) < tonumber(newer) then
     unlist(record)
-    return 1
   end
-  return 0
-end))
+end)
+return '0'
