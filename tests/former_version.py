@@ -11,7 +11,7 @@ from typing import Final
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 
 #: The commit of the version before.
-FORMER: Final = "1d4e34b"
+FORMER: Final = "ecbc7e6"
 
 
 class FormerVersionMissing(LookupError):
