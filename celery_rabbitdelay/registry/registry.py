@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
@@ -171,7 +171,7 @@ class Registry:
         latest = _now_ms() + MAX_LIFE_MS
         words = self._said_of_jobs(arrivals)
         if notes:
-            words.update(self._said_of_keys(arrivals, words))
+            words.update(self._said_of_keys(arrivals))
         fields = [
             (
                 *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
@@ -182,10 +182,7 @@ class Registry:
         ]
         records = [each.task_id for each in arrivals]
         (answers,) = self._run(self._batch("arrive", records, self.names.task, fields, int(notes)))
-        return [
-            self._decision(words[number] if _is_unreadable(words.get(number)) else answer, each)
-            for number, (answer, each) in enumerate(zip(answers, arrivals, strict=True))
-        ]
+        return [self._decision(*each) for each in zip(answers, arrivals, strict=True)]
 
     def _decision(self, word: str, arrival: Arrival) -> Decision:
         if word.isdigit():
@@ -211,9 +208,7 @@ class Registry:
                 words[number] = state if isinstance(state, str) else _WORDS[state]
         return words
 
-    def _said_of_keys(
-        self, arrivals: Sequence[Arrival], words: Mapping[int, str]
-    ) -> Iterator[tuple[int, str]]:
+    def _said_of_keys(self, arrivals: Sequence[Arrival]) -> Iterator[tuple[int, str]]:
         """Yield what the keys of arrivals say if they let them not run, by their positions.
 
         An arrival claims its key: its sender may not have got round to it.
@@ -261,12 +256,14 @@ class Registry:
         )
         older: dict[str, int] = {}
         for number, word in zip(keyed, claimed, strict=True):
-            each, before = registrations[number], word.removeprefix(_NEWEST)
+            each = registrations[number]
             if word == "superseded":
                 states[number] = word
                 older[each.task_id] = max(each.ticket.order + 1, older.get(each.task_id, 0))
-            elif before not in ("", word, each.task_id):
-                older[before] = max(each.ticket.order, older.get(before, 0))
+            elif word.startswith(_NEWEST):
+                before = word.removeprefix(_NEWEST)
+                if before not in ("", each.task_id):
+                    older[before] = max(each.ticket.order, older.get(before, 0))
         if older:
             orders = [(order,) for order in older.values()]
             batch = self._batch("unlist", list(older), self.names.task, orders)
@@ -389,8 +386,8 @@ _WORDS: Final = {
 }
 
 
-def _is_unreadable(word: str | None) -> bool:
-    return word is not None and word.startswith(_UNREADABLE)
+def _is_unreadable(word: str) -> bool:
+    return word.startswith(_UNREADABLE)
 
 
 def _now_ms() -> int:

@@ -292,6 +292,20 @@ def test_a_job_that_cannot_be_read_says_so(
         registry.jobs.end(JOB, JobState.COMMITTED)
 
 
+@pytest.mark.parametrize("once", ["", "queue"])
+def test_what_cannot_be_read_lets_no_message_win(
+    registry: Registry, redis_setup: RedisSetup, once: str
+) -> None:
+    _, job_id = opened(registry, JOB)
+    message = arrival(tracked(job=JOB), job_id=job_id, once=once, mark="a.1")
+    redis_setup.client.hset(registry.names.job(JOB), "state", "garbage")
+    (decision,) = registry.decide([message])
+    assert decision.verdict is Verdict.UNREADABLE
+    assert "its state is garbage" in decision.why
+    redis_setup.client.hset(registry.names.job(JOB), "state", "aborted")
+    assert verdict(registry, message) is Verdict.EXPIRED
+
+
 def test_only_so_many_ended_jobs_are_remembered(
     registry: Registry, redis_setup: RedisSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

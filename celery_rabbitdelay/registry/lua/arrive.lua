@@ -4,7 +4,8 @@
 -- ARGV  for each: copy, life, attempt, due, the queue if only one message of the attempt may run there,
 --       the mark that this one leaves, whether RabbitMQ has delivered it before, whether it has an
 --       option of the registry, until when it was put back last, and what its key and its job say:
---       "run", "later", "expired", "superseded" or "replaced"; then whether to note it ("1")
+--       "run", "later", "expired", "superseded" or "replaced", or a text that begins with "!" if one of
+--       them cannot be read; then whether to note it ("1")
 -- Returns for each task the verdict, or the instant until which it was postponed.
 
 local notes, now_ms = ARGV[3] == '1', clock()
@@ -30,6 +31,9 @@ local function arrive(
     return (first == mark or redelivered and name_in(first) == name_in(mark)) and 'run' or 'duplicate'
   end
   if copy == '' or not winner then
+    if string.sub(word, 1, 1) == '!' then
+      return word
+    end
     if word == 'superseded' or word == 'replaced' or word == 'expired' then
       if notes and waits == full and redis.call('HGET', record, 'copy') == copy then
         settle(record)
