@@ -130,7 +130,7 @@ class WrittenRows:
             yield Row(args, kwargs, eta=eta, task_id=headers["id"]), item
 
 
-#: What a caller gives: one row, or many that are written already.
+#: The input of a send: one row, or many rows in their written form.
 Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"
 
 

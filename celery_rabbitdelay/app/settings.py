@@ -42,7 +42,7 @@ MAX_PORT: Final = 65_535
 #: Seconds; no tick and no timeout is longer.
 A_YEAR: Final = 366 * 86_400
 
-#: What a prefix consists of. The names that begin with "amq." are the broker's own.
+#: The characters of a prefix. Names that begin with "amq." are reserved for the broker.
 _VALID_PREFIX: Final = re.compile(rf"(?!amq\.)[A-Za-z0-9_:.-]{{1,{MAX_PREFIX_LENGTH}}}")
 
 Declare: TypeAlias = Literal["auto", "never"]

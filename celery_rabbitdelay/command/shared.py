@@ -1,4 +1,4 @@
-"""What the commands share: their group, the application's delays, options, and how they fail."""
+"""Shared by all commands: their group, the application's delays, options, and error handling."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def usage_errors(*kinds: type[Exception], of: str = "") -> Iterator[None]:
 
     Args:
         *kinds: The kinds.
-        of: What the arguments are about, before the error's own text.
+        of: The subject of the arguments, shown before the error's own text.
     """
     try:
         yield
@@ -335,7 +335,7 @@ def topology_of(context: CLIContext, options: Mapping[str, Any], of: str = "") -
         context: Celery's.
         options: Settings by their names, which may begin with "from_"; None where the application's
             value counts.
-        of: What the options are about, for errors.
+        of: The subject of the options, for errors.
 
     Raises:
         click.UsageError: The application's delays do not wait in RabbitMQ, or a value is wrong.

@@ -49,8 +49,8 @@ SAME_CONSUMER_TAG: Final = Quirk(last=(3,))
 #: only read are requeued by closing the channel.
 ORDER_OF_REQUEUED: Final = Quirk(last=(3,))
 
-#: basic.reject and a closed channel count towards a delivery limit, basic.nack does not. What is
-#: not processed is given back with basic.nack. Source:
+#: basic.reject and a closed channel count towards a delivery limit, basic.nack does not.
+#: Messages that are not processed are therefore requeued with basic.nack. Source:
 #: https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling
 ONLY_REJECT_COUNTS: Final = Quirk(first=(4, 3))
 

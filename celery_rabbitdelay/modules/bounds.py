@@ -106,7 +106,7 @@ class RareWarning:
         """Log the warning, unless that was done lately.
 
         Args:
-            *about: What stands in the texts.
+            *about: The arguments of the texts.
         """
         now = self.clock()
         if now - self._warned_at < self.every:

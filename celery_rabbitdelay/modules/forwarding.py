@@ -249,7 +249,7 @@ class Redelivery:
         seconds: How long a message is tried again; 0 for not at all.
         jitter: Returns a random number between two others.
         now_ns: The time, in nanoseconds since 1970.
-        signing_keys: What signs the message that waits; None: nothing does.
+        signing_keys: Signs the message that waits; None: it stays unsigned.
     """
 
     topology: Topology
@@ -263,7 +263,7 @@ class Redelivery:
 
         Args:
             outgoing: The message, with its destination.
-            received: What the headers say of the message that the module has received for it.
+            received: The parsed headers of the message that the module received.
             reason: Why the destination has not taken it.
 
         Returns:

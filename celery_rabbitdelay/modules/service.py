@@ -40,7 +40,7 @@ class ModuleService:
         connection: Template; each attempt to connect clones it.
         declare: Called with each new connection, to declare what the module needs.
         on_lost: Called when an open connection is lost, or the module fails on it.
-        statistics: What it has done.
+        statistics: The counts of its messages.
         stopping: Set once no more messages are to be taken.
     """
 

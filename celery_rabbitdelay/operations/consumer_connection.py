@@ -83,7 +83,7 @@ class ConsumerConnection:
         self.received.append(message)
 
     def has_received(self, silence: float) -> bool:
-        """Return whether a message has arrived; wait for it for so many seconds."""
+        """Return whether a message has arrived; wait at most ``silence`` seconds for it."""
         with suppress(TimeoutError):
             while not self.received:
                 self.connection.drain_events(timeout=silence)

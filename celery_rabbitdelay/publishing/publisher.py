@@ -173,7 +173,7 @@ class Publisher:
         Args:
             deadline: When to give up, on the clock of :func:`time.monotonic`. Each wait for a host
                 ends before that; a host that answers each step of connecting late may exceed it.
-            on_settled: What the channel calls with each publication that is settled.
+            on_settled: Called with each publication that is settled.
         """
         if self._channel is not None and self._channel.open:
             self._channel.unconfirmed.on_settled = on_settled
@@ -202,7 +202,7 @@ class Publisher:
                         raise
                     self.connection.maybe_switch_next()
                 else:
-                    # What is left of the limit for connecting is none for answers.
+                    # The limit for connecting does not apply to later answers.
                     wait_without_limit(self.connection)
                     return
         finally:

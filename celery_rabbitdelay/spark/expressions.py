@@ -47,10 +47,10 @@ class Style(NamedTuple):
     """How values are written.
 
     Attributes:
-        comma: What stands between two values.
-        colon: What stands between a name and its value.
-        quote: What stands around a string.
-        null: What stands for a null.
+        comma: The separator between two values.
+        colon: The separator between a name and its value.
+        quote: The quotation mark around a string.
+        null: The text of a null.
         is_sorted: Whether the names of objects are in alphabetical order.
     """
 

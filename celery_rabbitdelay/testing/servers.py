@@ -168,7 +168,7 @@ class Server:
     #: The Debian package that brings the program.
     package: ClassVar[str]
 
-    #: What a client says first, and the first byte of the server's answer.
+    #: The first bytes that a client sends, and the first byte of the server's answer.
     greeting: ClassVar[tuple[bytes, bytes]]
 
     def __init__(self, certificates: Certificates | None = None) -> None:

@@ -33,8 +33,9 @@ ItemT = TypeVar("ItemT")
 class BatchThread(ABC, Generic[ItemT]):
     """Keeps what has to wait for a server away from the worker's event loop.
 
-    What arrives while one batch is worked on makes up the next one. What only the event loop may do
-    is handed back to it, which a pipe wakes. With gevent and eventlet, the thread is a greenlet.
+    Items that arrive while one batch is worked on make up the next one. Actions that only the event
+    loop may run are handed back to it; a pipe wakes it. With gevent and eventlet, the thread is a
+    greenlet.
 
     Args:
         consumer: The worker's consumer, on one connection.

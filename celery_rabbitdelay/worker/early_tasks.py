@@ -54,7 +54,7 @@ class Early:
         destination: The queue that it was consumed from, its exchange and its routing key.
         due: Until when it is to wait.
         due_ms: Its due time, from its header, in milliseconds since 1970-01-01 UTC.
-        waited: What its headers have said; None if it has an ``eta`` and was never in the levels.
+        waited: Its parsed headers; None if it has an ``eta`` and was never in the levels.
         ack: Acknowledges it: the function that Celery passes to a strategy.
         hold: Called if the levels do not take it: passes the task to Celery, which holds it.
         forgotten: Why it is for ``undeliverable``; empty if it waits.

@@ -90,7 +90,7 @@ RATES: Final = [200, 500, 1000, 2000, 3000, 5000]
 ETA: Final = "eta"
 FIGURES: Final = ("p50", "p99", "max")
 
-#: What the picture calls the contestants.
+#: The names of the contestants in the picture.
 LABELS: Final = {
     "clock": "celery_rabbitdelay, clock (default)",
     "binary": "celery_rabbitdelay, binary",

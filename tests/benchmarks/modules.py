@@ -49,7 +49,7 @@ BODY: Final = b"x" * 200
 ROUNDS: Final = 3
 PATIENCE: Final = 300.0
 
-#: What the modules are compared with.
+#: The peer that the modules are compared with.
 RAW: Final = "raw, confirmed (messages/s)"
 
 #: The key of ``--signing``.
@@ -146,7 +146,7 @@ class Bench:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What distribution reads of a message for the last queue."""
+        """The headers of a message for the last queue, as distribution reads them."""
         return {
             header_names.DUE: 0,
             header_names.EXCHANGE: "",

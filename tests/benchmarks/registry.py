@@ -1,5 +1,5 @@
 # ruff: noqa: T201  # a program at the terminal prints
-"""What the registry costs: arrivals in a worker, sends with keys, an open job, listing.
+"""The costs of the registry: arrivals in a worker, sends with keys, an open job, listing.
 
 ``python -m tests.benchmarks.registry`` starts private servers. With and without the registry are
 measured in turn, in the same run, on the same broker. Tasks that are due wait in their queue before

@@ -212,7 +212,7 @@ class Mover:
         rate: The most messages that are moved in a second; None for no limit.
 
     Attributes:
-        result: What is moved so far.
+        result: The counts of the messages moved so far.
         stopping: Set to end the move; messages in flight are confirmed first.
     """
 
