@@ -16,8 +16,11 @@ from kombu import Connection
 #: What stands for a password, as in the texts of kombu and Celery.
 HIDDEN: Final = "**"
 
+#: The beginning of a URL. A password may contain "://", too.
+_SCHEME: Final = r"[A-Za-z][A-Za-z0-9+.-]*://"
+
 #: URLs in a list of servers, such as ``sentinel://one;sentinel://two``, are separated by these.
-_BETWEEN_SERVERS: Final = re.compile(r";(?=[A-Za-z][A-Za-z0-9+.-]*://)")
+_BETWEEN_SERVERS: Final = re.compile(f";(?={_SCHEME})")
 
 #: A parameter with its value, such as ``?password=...`` of a URL of Redis.
 _PARAMETER: Final = re.compile(r"(?P<start>[?&](?P<name>[^=&?]*)=)(?P<value>[^&]*)")
@@ -28,7 +31,7 @@ _SECRET: Final = re.compile("pass|pwd|secret|token", re.IGNORECASE)
 #: A URL within a text. Behind "user:", it may have blanks up to the next "@" of the line, unless a
 #: port or no more than punctuation stands there: the URL has ended then, and ordinary text follows.
 _IN_TEXT: Final = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]*://"
+    rf"{_SCHEME}"
     r"(?:[^\s@:/?#\[\]]*:(?!\d+\b|[^\s\w]*\s)(?:(?!://)[^@\n]){1,200}@)?\S+"
 )
 
@@ -39,7 +42,9 @@ def without_password(url: str) -> str:
     Args:
         url: The URL. It may be malformed; a password may contain any character.
     """
-    return ";".join(map(_of_server, _BETWEEN_SERVERS.split(url)))
+    if re.match(_SCHEME, url):
+        return ";".join(map(_of_server, _BETWEEN_SERVERS.split(url)))
+    return _of_server(url)
 
 
 def without_passwords(text: str) -> str:
@@ -90,7 +95,7 @@ def _of_server(url: str) -> str:
     secrets = [each for each in _PARAMETER.finditer(url) if _is_secret(each)]
     is_ambiguous = any("@" in each["value"] for each in secrets)
     url = _PARAMETER.sub(_of_parameter, url)
-    scheme, slashes, rest = url.partition("://")
+    scheme, slashes, rest = url.partition("://") if re.match(_SCHEME, url) else (url, "", "")
     if is_ambiguous:
         # What stands before "@" may be the end of a parameter, or that of a password.
         return f"{scheme}://{HIDDEN}" if slashes else HIDDEN

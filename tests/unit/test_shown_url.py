@@ -75,6 +75,8 @@ def test_what_has_no_password_is_shown_as_it_is(url: str) -> None:
 @given(password=passwords)
 @example(password=f"12/{PLANTED}?pass=word")
 @example(password=f"a@b/{PLANTED}?token=c")
+@example(password=f"{PLANTED}://")
+@example(password=f"{PLANTED};a://")
 def test_no_character_of_a_password_makes_it_visible(template: str, password: str) -> None:
     assert PLANTED not in shown_url.without_password(template.format(password))
 
