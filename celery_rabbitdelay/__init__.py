@@ -24,7 +24,7 @@ from celery_rabbitdelay.exceptions import __all__ as _errors
 if TYPE_CHECKING:
     from celery_rabbitdelay.app import signals
     from celery_rabbitdelay.app.application import Celery, install
-    from celery_rabbitdelay.app.rows import Report, Row
+    from celery_rabbitdelay.app.sending.rows import Report, Row
     from celery_rabbitdelay.registry.decision import Outcome
     from celery_rabbitdelay.registry.index import Pending
 
@@ -46,8 +46,8 @@ __version__ = "0.1.0"
 _IMPORTED_ON_FIRST_USE: Final = {
     "Celery": "celery_rabbitdelay.app.application",
     "install": "celery_rabbitdelay.app.application",
-    "Report": "celery_rabbitdelay.app.rows",
-    "Row": "celery_rabbitdelay.app.rows",
+    "Report": "celery_rabbitdelay.app.sending.rows",
+    "Row": "celery_rabbitdelay.app.sending.rows",
     "Outcome": "celery_rabbitdelay.registry.decision",
     "Pending": "celery_rabbitdelay.registry.index",
 }

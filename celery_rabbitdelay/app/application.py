@@ -25,8 +25,8 @@ from celery_rabbitdelay.app import canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
+from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.app.task import DelayingTask
-from celery_rabbitdelay.app.task_sending import TaskSending
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds

@@ -19,8 +19,8 @@ from celery_rabbitdelay.app.celery_internals import aware
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
-from celery_rabbitdelay.app.rows import Given, Report, send_one_by_one
-from celery_rabbitdelay.app.send_many import RowSender
+from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
+from celery_rabbitdelay.app.sending.send_many import RowSender
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds

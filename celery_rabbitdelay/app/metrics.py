@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from celery_rabbitdelay.app import instruments
 from celery_rabbitdelay.app.instruments import INSTRUMENTS, Instrument, Labels, Sample
-from celery_rabbitdelay.app.rows import Report
-from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.publishing.producer import Delayed
 
 if TYPE_CHECKING:
@@ -201,53 +199,6 @@ class ChildCounts:
         while message := self._reading.recv_bytes():
             numbered, labels = json.loads(message)
             self._count({INSTRUMENTS[number]: value for number, value in numbered}, tuple(labels))
-
-
-class RowCounts:
-    """Counts the rows of one ``send_many`` while it runs.
-
-    Args:
-        metrics: The metrics.
-        task: The task's name.
-        report: The report of the running ``send_many``.
-
-    Attributes:
-        queue: The label of the rows' queue, as soon as it is known.
-    """
-
-    def __init__(self, metrics: Metrics, task: str, report: Report) -> None:
-        self._metrics, self._task, self._report = metrics, task, report
-        self._counted: Counter[Instrument] = Counter()
-        self.queue = ""
-
-    def count(self, is_end: bool = False) -> None:
-        """Count the rows since the last time; in the end, those without a confirm are refused."""
-        sent, confirmed = self._report.sent, self._report.confirmed
-        present = Counter({instruments.SENT: sent, instruments.CONFIRMED: confirmed})
-        present[instruments.RESENT] = self._report.resent
-        present[instruments.REFUSED] = sent - confirmed if is_end else 0
-        if more := present - self._counted:
-            self._metrics.record(more, self._task, self.queue)
-        self._counted = present
-
-
-def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resent: int) -> None:
-    """Count the one task that a producer has sent, or failed to.
-
-    Args:
-        metrics: The metrics.
-        task: The task's name.
-        producer: The producer.
-        resent: How often the task's message was published again.
-    """
-    # It is missing if an error occurred before publishing.
-    delayed: Delayed | None = getattr(producer, "delayed", None)
-    if delayed is not None:
-        outcome = instruments.CONFIRMED if producer.is_sent else instruments.REFUSED
-        values = {instruments.SENT: 1, outcome: 1}
-        if resent:
-            values[instruments.RESENT] = resent
-        metrics.record(values, task, queue_label(delayed))
 
 
 def queue_label(delayed: Delayed) -> str:

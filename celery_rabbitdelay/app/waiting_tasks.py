@@ -21,9 +21,9 @@ from kombu.utils.objects import cached_property
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
 from celery_rabbitdelay.app.options import refuse_two_times
+from celery_rabbitdelay.app.sending.task_messages import restored
+from celery_rabbitdelay.app.sending.task_sending import register_sent
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.app.task_messages import restored
-from celery_rabbitdelay.app.task_sending import register_sent
 from celery_rabbitdelay.exceptions import JobClosed, NotTracked, PublishError, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
 from celery_rabbitdelay.levels.entities import DISTRIBUTE

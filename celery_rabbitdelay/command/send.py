@@ -15,7 +15,7 @@ import click
 from celery.bin.base import CLIContext
 from celery.exceptions import QueueNotFound
 
-from celery_rabbitdelay.app.rows import Report
+from celery_rabbitdelay.app.sending.rows import Report
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RowsNotConfirmed

@@ -17,7 +17,7 @@ from kombu.utils.json import JSONEncoder
 from pyspark.sql import Row as SparkRow
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
-from celery_rabbitdelay.app.rows import Row
+from celery_rabbitdelay.app.sending.rows import Row
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, InvalidRow
 from celery_rabbitdelay.spark.options import WriteOptions
 

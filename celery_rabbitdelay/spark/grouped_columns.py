@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
-from celery_rabbitdelay.app.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
-from celery_rabbitdelay.app.rows import WrittenRows
+from celery_rabbitdelay.app.sending.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
+from celery_rabbitdelay.app.sending.rows import WrittenRows
 from celery_rabbitdelay.spark.columns import Columns, Taken
 from celery_rabbitdelay.spark.grouped import DUE, ITEM, ROW
 from celery_rabbitdelay.spark.options import WriteOptions

@@ -16,7 +16,7 @@ from kombu.exceptions import EncodeError
 from kombu.utils.json import dumps
 from pyspark.sql.datasource import WriterCommitMessage
 
-from celery_rabbitdelay.app.rows import Report, Row, WrittenRows, one_by_one
+from celery_rabbitdelay.app.sending.rows import Report, Row, WrittenRows, one_by_one
 from celery_rabbitdelay.exceptions import InvalidEnvelope, MessageRefused, RowsNotConfirmed
 from celery_rabbitdelay.spark.application import know_queue
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds

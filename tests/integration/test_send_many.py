@@ -15,7 +15,7 @@ import pytest
 from celery import signals
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.app.rows import Report, Row
+from celery_rabbitdelay.app.sending.rows import Report, Row
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take

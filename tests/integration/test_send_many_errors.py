@@ -15,7 +15,7 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row
+from celery_rabbitdelay.app.sending.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
     InvalidDelay,

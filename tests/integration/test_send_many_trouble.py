@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.app.rows import Row
+from celery_rabbitdelay.app.sending.rows import Row
 from celery_rabbitdelay.exceptions import RowsNotConfirmed
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope

@@ -14,9 +14,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay import InvalidColumn, InvalidOption
-from celery_rabbitdelay.app.message_template import Writer, writer_for
-from celery_rabbitdelay.app.rows import WrittenRows
-from celery_rabbitdelay.app.task_messages import Call, capture_message
+from celery_rabbitdelay.app.sending.message_template import Writer, writer_for
+from celery_rabbitdelay.app.sending.rows import WrittenRows
+from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.spark import grouped

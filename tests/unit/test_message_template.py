@@ -21,7 +21,7 @@ from kombu import Connection, Exchange, Queue
 from kombu.serialization import register
 
 from celery_rabbitdelay import Celery, InvalidEnvelope
-from celery_rabbitdelay.app import message_template, task_messages
+from celery_rabbitdelay.app.sending import message_template, task_messages
 from celery_rabbitdelay.kombu import Due, Publisher, Topology
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules.distribution import Distribution

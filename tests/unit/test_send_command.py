@@ -7,7 +7,7 @@ import json
 
 from kombu.exceptions import EncodeError, OperationalError
 
-from celery_rabbitdelay.app.rows import Report
+from celery_rabbitdelay.app.sending.rows import Report
 from celery_rabbitdelay.command.send import Lines, _as_json, _trouble
 from celery_rabbitdelay.exceptions import ConnectionLost, MessageNacked, RowsNotConfirmed
 

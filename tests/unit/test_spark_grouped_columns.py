@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.app.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
-from celery_rabbitdelay.app.rows import WrittenRows
+from celery_rabbitdelay.app.sending.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
+from celery_rabbitdelay.app.sending.rows import WrittenRows
 from celery_rabbitdelay.spark.grouped_columns import Cutter
 
 

@@ -9,7 +9,7 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.app.task_producer import MIN_TIMEOUT, DelayedTaskProducer
+from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT, DelayedTaskProducer
 from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
 from celery_rabbitdelay.levels import headers
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import celery
 from kombu import Queue
 
-from celery_rabbitdelay.app.task_producer import DelayedTaskProducer
+from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER, parse
 from celery_rabbitdelay.modules.envelope import DICTIONARY

@@ -16,24 +16,32 @@ from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import argument_check
-from celery_rabbitdelay.app.grouping import Group, Grouper
-from celery_rabbitdelay.app.message_template import Writer, writer_for
-from celery_rabbitdelay.app.metrics import RowCounts, queue_label
+from celery_rabbitdelay.app.metrics import queue_label
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
     refuse_two_times,
     refuse_without_registry,
 )
-from celery_rabbitdelay.app.row_registration import RowRegistration
-from celery_rabbitdelay.app.rows import Given, Report, Row, Sending, WrittenRows, checked_row
-from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.app.task_messages import (
+from celery_rabbitdelay.app.sending.grouping import Group, Grouper
+from celery_rabbitdelay.app.sending.message_template import Writer, writer_for
+from celery_rabbitdelay.app.sending.row_registration import RowRegistration
+from celery_rabbitdelay.app.sending.rows import (
+    Given,
+    Report,
+    Row,
+    RowCounts,
+    Sending,
+    WrittenRows,
+    checked_row,
+)
+from celery_rabbitdelay.app.sending.task_messages import (
     NO_HEADERS,
     Call,
     CapturingProducer,
     capture_message,
 )
+from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import KEY

@@ -13,22 +13,23 @@ from celery.result import AsyncResult
 from kombu import Connection, Producer
 from kombu.utils.uuid import uuid
 
-from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.app.celery_internals import (
     former_of_replacement,
     has_quorum_queue,
     is_sent_by_celery,
     registered_task,
 )
-from celery_rabbitdelay.app.metrics import count_send
+from celery_rabbitdelay.app.metrics import Metrics, queue_label
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions, given_registry_options
+from celery_rabbitdelay.app.sending.task_messages import stored
+from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.app.settings import checked
-from celery_rabbitdelay.app.task_messages import stored
-from celery_rabbitdelay.app.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
 from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY, UNKNOWN_LIFE
+from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.decision import Ticket, attempt_of, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Registration, Registry
@@ -255,3 +256,22 @@ def register_sent(registry: Registry, registrations: Sequence[Registration]) -> 
             error,
         )
         return []
+
+
+def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resent: int) -> None:
+    """Count the one task that a producer has sent, or failed to.
+
+    Args:
+        metrics: The metrics.
+        task: The task's name.
+        producer: The producer.
+        resent: How often the task's message was published again.
+    """
+    # It is missing if an error occurred before publishing.
+    delayed: Delayed | None = getattr(producer, "delayed", None)
+    if delayed is not None:
+        outcome = instruments.CONFIRMED if producer.is_sent else instruments.REFUSED
+        values = {instruments.SENT: 1, outcome: 1}
+        if resent:
+            values[instruments.RESENT] = resent
+        metrics.record(values, task, queue_label(delayed))

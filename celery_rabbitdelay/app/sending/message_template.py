@@ -17,7 +17,7 @@ from celery import signals
 from kombu.utils.json import JSONEncoder
 
 from celery_rabbitdelay.app.celery_internals import celerys_repr, repr_depth, repr_sizes
-from celery_rabbitdelay.app.task_messages import OWN_HEADERS, Call, CapturingProducer
+from celery_rabbitdelay.app.sending.task_messages import OWN_HEADERS, Call, CapturingProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from celery_rabbitdelay.app.options import RegistryOptions
-from celery_rabbitdelay.app.task_messages import Call, stored
-from celery_rabbitdelay.app.task_sending import register_sent
+from celery_rabbitdelay.app.sending.task_messages import Call, stored
+from celery_rabbitdelay.app.sending.task_sending import register_sent
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY

@@ -14,7 +14,10 @@ import celery
 from kombu.exceptions import EncodeError, OperationalError
 from kombu.utils.json import loads
 
-from celery_rabbitdelay.app.task_messages import function_to_send
+from celery_rabbitdelay.app import instruments
+from celery_rabbitdelay.app.instruments import Instrument
+from celery_rabbitdelay.app.metrics import Metrics
+from celery_rabbitdelay.app.sending.task_messages import function_to_send
 from celery_rabbitdelay.exceptions import InvalidRow, RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of
 from celery_rabbitdelay.modules.envelope import blocks_of, length_prefixed
@@ -266,3 +269,31 @@ def send_one_by_one(
         if sending.progress_is_due:
             sending.report_progress()
     return sending.end()
+
+
+class RowCounts:
+    """Counts the rows of one ``send_many`` while it runs.
+
+    Args:
+        metrics: The metrics.
+        task: The task's name.
+        report: The report of the running ``send_many``.
+
+    Attributes:
+        queue: The label of the rows' queue, as soon as it is known.
+    """
+
+    def __init__(self, metrics: Metrics, task: str, report: Report) -> None:
+        self._metrics, self._task, self._report = metrics, task, report
+        self._counted: Counter[Instrument] = Counter()
+        self.queue = ""
+
+    def count(self, is_end: bool = False) -> None:
+        """Count the rows since the last time; in the end, those without a confirm are refused."""
+        sent, confirmed = self._report.sent, self._report.confirmed
+        present = Counter({instruments.SENT: sent, instruments.CONFIRMED: confirmed})
+        present[instruments.RESENT] = self._report.resent
+        present[instruments.REFUSED] = sent - confirmed if is_end else 0
+        if more := present - self._counted:
+            self._metrics.record(more, self._task, self.queue)
+        self._counted = present
