@@ -16,11 +16,11 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
+from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_destination
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -143,5 +143,9 @@ def for_distribution(
         exchange: The exchange that it goes to then.
         routing_key: Its routing key.
     """
-    outgoing = Outgoing(exchange, routing_key, message.saying(due_ms=due_ms))
-    return with_destination(outgoing).with_low_priority()
+    properties, priority = dict(message.properties), message.properties.get("priority")
+    said = {"due_ms": due_ms, "exchange": exchange, "routing_key": routing_key}
+    said["expiration"] = properties.pop("expiration", None)
+    if priority is not None and priority > MAX_PRIORITY:
+        said["priority"], properties["priority"] = priority, MAX_PRIORITY
+    return WaitingMessage(message.body, properties, message.headers._replace(**said))
