@@ -143,9 +143,10 @@ def for_distribution(
         exchange: The exchange that it goes to then.
         routing_key: Its routing key.
     """
-    properties, priority = dict(message.properties), message.properties.get("priority")
-    said = {"due_ms": due_ms, "exchange": exchange, "routing_key": routing_key}
-    said["expiration"] = properties.pop("expiration", None)
+    given = message.properties
+    properties, priority = {**given, "expiration": None}, given.get("priority")
+    said: dict[str, Any] = {"due_ms": due_ms, "exchange": exchange, "routing_key": routing_key}
+    said["expiration"] = given.get("expiration")
     if priority is not None and priority > MAX_PRIORITY:
         said["priority"], properties["priority"] = priority, MAX_PRIORITY
     return WaitingMessage(message.body, properties, message.headers._replace(**said))
