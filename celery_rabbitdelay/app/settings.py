@@ -235,6 +235,11 @@ class Settings:
     #: characters and for one. None: those that the application knows.
     checkin_allowed: Annotated[Sequence[str] | None, _NAMES] = None
 
+    #: Whether the clients of check-in are trusted as producers are: a task from them may then have
+    #: callbacks, a chain, a chord and ``reply_to``, which reach more than ``checkin_allowed`` names,
+    #: and any serializer and compression.
+    checkin_trusted: bool = False
+
     #: The names of the queues and exchanges that distribution may reach, in the same way. None: the
     #: queues that the application knows or that are bound to the levels, and every exchange but
     #: those of Celery, of the broker and of the levels.

@@ -18,6 +18,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import client_tasks
 from celery_rabbitdelay.modules.allowed import where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
@@ -35,12 +36,15 @@ class CheckIn:
             routing key.
         signing_keys: What signs the messages that may go there, for distribution; None: nothing.
         bounds: What a message may cost.
+        trusts_clients: Whether a task may have callbacks, and all else that
+            :mod:`.client_tasks` refuses.
     """
 
     topology: Topology
     allowed: Callable[[str, str], bool]
     signing_keys: SigningKeys | None = None
     bounds: Bounds = DEFAULT_BOUNDS
+    trusts_clients: bool = False
 
     def admit(self, message: amqp.Message) -> None:
         """Remove from a received message the headers that no client may set.
@@ -106,6 +110,8 @@ class CheckIn:
         delay_ms = header_names.client_delay_ms(given)
         given.pop(header_names.X_DELAY, None)
         sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(given)))
+        if not self.trusts_clients:
+            sent = client_tasks.without_more(sent)
         if not delay_ms:
             return Outgoing(exchange, routing_key, sent)
         self.bounds.check_delay(header_names.X_DELAY, delay_ms, delay_ms)

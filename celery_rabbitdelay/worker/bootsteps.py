@@ -305,6 +305,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
             checkin_destinations(app).includes,
             settings.signing_keys,
             settings.bounds,
+            settings.checkin_trusted,
         )
         receive, admit = check_in.receive, check_in.admit
     else:

@@ -93,6 +93,7 @@ def redriving_for(
         topology,
         allowed,
         checkin_allowed=replace(checkin, patterns=(*checkin.patterns, *allow)),
+        trusts_clients=settings.checkin_trusted,
         modules=settings.modules,
         refuses=cache(
             lambda name: may_refuse(queues.get(name) or Queue(name), settings.may_refuse)

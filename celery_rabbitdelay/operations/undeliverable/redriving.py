@@ -25,6 +25,7 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import client_tasks
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
 from celery_rabbitdelay.modules.envelope import Envelope
@@ -141,6 +142,8 @@ class Redriving:
         topology: The levels that the messages go back into.
         allowed: The allowed destinations.
         checkin_allowed: Those of messages that check-in has never accepted; None: the same.
+        trusts_clients: Whether those may be what check-in otherwise refuses; see
+            ``rabbitdelay_checkin_trusted``.
         modules: The names of the modules that workers serve; see ``rabbitdelay_modules``.
         refuses: Returns whether a queue may refuse a message; such messages go through
             distribution.
@@ -160,6 +163,7 @@ class Redriving:
     allowed: AllowedDestinations
     _: KW_ONLY
     checkin_allowed: AllowedDestinations | None = None
+    trusts_clients: bool = False
     modules: Collection[str] = ()
     refuses: Callable[[str], bool] = lambda queue: False
     delay_ms: int | None = None
@@ -223,6 +227,8 @@ class Redriving:
             # It may be older than the registry's memory; somebody has decided that it may run.
             own = own._replace(early=own.early._replace(until_ms=due.at_ms))
         redriven = received._replace(headers=own).having(expiration=None)
+        if is_new and not self.trusts_clients:
+            redriven = client_tasks.without_more(redriven)
         if self.topology.queue_type == "quorum" and own.priority is None:
             redriven = redriven.with_low_priority()
         self._check_modules(due, destination, redriven.headers)

@@ -1,0 +1,158 @@
+"""By what a client of check-in would make a worker publish more than a task."""
+
+from __future__ import annotations
+
+import json
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels.headers import DelayHeaders
+from celery_rabbitdelay.modules.client_tasks import CANVAS, MAX_READ_BYTES, without_more
+from celery_rabbitdelay.publishing.message import WaitingMessage
+
+NOTHING = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+EVIL = [{"task": "t", "args": [], "kwargs": {}, "options": {"exchange": "celery.pidbox"}}]
+JSON = "application/json"
+
+
+def message(
+    body: Any,
+    headers: Any = MappingProxyType({"task": "t"}),
+    content_type: str | None = JSON,
+    **more: Any,
+) -> WaitingMessage:
+    written = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return WaitingMessage(
+        written, {"content_type": content_type, **more}, DelayHeaders(others=headers)
+    )
+
+
+@pytest.mark.parametrize(
+    "embed", [NOTHING, {}, {"chain": None}, {"chord": None, "callbacks": None}]
+)
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", "\t: ")])
+def test_a_plain_task_passes_without_reply_to(embed: Any, separators: tuple[str, str]) -> None:
+    body = json.dumps([[1, "[{}]"], {"callbacks": EVIL}, embed], separators=separators)
+    given = message(f" {body}\n".encode(), reply_to="somebody", priority=3)
+    kept = without_more(given)
+    assert kept.properties == {"content_type": JSON, "priority": 3, "reply_to": None}
+    assert (kept.body, kept.headers) == (given.body, given.headers)
+
+
+@pytest.mark.parametrize("name", ["callbacks", "errbacks", "chain", "chord", "reply_to", "group"])
+@pytest.mark.parametrize("others", [NOTHING, {}])
+def test_a_body_with_more_is_refused(name: str, others: Any) -> None:
+    before, after = {**others, name: EVIL}, {name: EVIL} | {n: None for n in others if n != name}
+    for embed in (before, after):
+        with pytest.raises(UnprocessableMessage, match="rabbitdelay_checkin_trusted"):
+            without_more(message([[], {}, embed]))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[[], {}",
+        b"{}",
+        b'{"args": [], "callbacks": [1], "x": [1, {}]}',  # of both protocols
+        b'[[], {}, {"chain": [1], "callbacks": ", {}]"}]',
+        b"[[], {}, {}]" + b" " * 300,
+        b"\x80\x04]\x94.",
+        b'[[], {}, {"chain": null}, 1]',
+    ],
+)
+def test_a_body_that_does_not_end_like_a_plain_one_is_refused(body: bytes) -> None:
+    with pytest.raises(UnprocessableMessage, match="all is null"):
+        without_more(message(body))
+
+
+@given(
+    st.recursive(
+        st.none() | st.text(alphabet='cal{}[]",: \\') | st.just(NOTHING),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from((*NOTHING, "x")), inner, max_size=3)
+        ),
+    )
+)
+def test_what_passes_has_nothing_behind_args_and_kwargs(third: Any) -> None:
+    try:
+        without_more(message([[], {}, third]))
+    except UnprocessableMessage:
+        return
+    assert third == dict.fromkeys(third)
+    assert third.keys() <= NOTHING.keys()
+
+
+@pytest.mark.parametrize("name", CANVAS)
+def test_a_header_that_a_worker_takes_for_them_is_refused(name: str) -> None:
+    with pytest.raises(UnprocessableMessage, match=f"with {name}"):
+        without_more(message([[], {}, {}], {"task": "t", name: EVIL}))
+
+
+@pytest.mark.parametrize("name", ["celery.group", "celery.chord_unlock", None, 5, {}])
+def test_celerys_own_tasks_take_signatures_as_arguments(name: Any) -> None:
+    for each in (message([[], {}, {}], {"task": name}), message({"task": name}, {})):
+        with pytest.raises(UnprocessableMessage, match="keeps to itself"):
+            without_more(each)
+
+
+@pytest.mark.parametrize("content_type", ["application/x-python-serialize", "text/plain", None])
+def test_a_task_that_is_not_json_is_refused(content_type: str | None) -> None:
+    with pytest.raises(UnprocessableMessage, match="reads JSON alone"):
+        without_more(message([[], {}, {}], content_type=content_type))
+
+
+@pytest.mark.parametrize(
+    "spelled", ["task", "\\u0074ask", "tas\\u006B", "\\u0074\\u0061\\u0073\\u006b"]
+)
+def test_a_task_of_protocol_1_is_found_however_it_is_spelled(spelled: str) -> None:
+    plain = f'{{"id": "1", "{spelled}" : "t", "callbacks": null}}'.encode()
+    assert without_more(message(plain, {}, reply_to="x")).properties["reply_to"] is None
+    for name in CANVAS:
+        evil = f'{{"{spelled}": "t", "{name}": [1]}}'.encode()
+        with pytest.raises(UnprocessableMessage, match=f"with {name}"):
+            without_more(message(evil, {}))
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"task": "t"', "not JSON"),
+        (b'{"task": "\xff"}', "not JSON"),
+        (b'{"task": ' + b"[" * 100_000, "not JSON"),
+        (b'{"task": "t"}' + b" " * MAX_READ_BYTES, "more than"),
+    ],
+)
+def test_what_might_be_one_and_cannot_be_read_is_refused(body: bytes, why: str) -> None:
+    with pytest.raises(UnprocessableMessage, match=why):
+        without_more(message(body, {}))
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [
+        (b'{"order": 7, "chord": [1], "todo": {"task": "paint", "chain": 1}}', JSON),
+        (b'["task", {"callbacks": [1]}]', JSON),
+        (b"not JSON", JSON),
+        (b"hello", None),
+        (b"\x80\x04]\x94.", "application/octet-stream"),
+        (b"<task/>", "text/xml"),
+    ],
+)
+def test_what_is_no_task_passes_unchanged(body: bytes, content_type: str | None) -> None:
+    given = message(body, {"mine": 1}, content_type, reply_to="caller")
+    assert without_more(given) is given
+
+
+def test_what_only_a_worker_can_open_is_refused() -> None:
+    for content_type in ("application/x-yaml", "application/x-msgpack"):
+        with pytest.raises(UnprocessableMessage, match="does not read"):
+            without_more(message(b"task: t", {}, content_type))
+    with pytest.raises(UnprocessableMessage, match="compressed"):
+        without_more(message(b"x", {"compression": "application/x-gzip"}, None))
