@@ -235,9 +235,9 @@ class Settings:
     #: characters and for one. None: those that the application knows.
     checkin_allowed: Annotated[Sequence[str] | None, _NAMES] = None
 
-    #: Whether the clients of check-in are trusted as producers are: a task from them may then have
-    #: callbacks, a chain, a chord and ``reply_to``, which reach more than ``checkin_allowed`` names,
-    #: and any serializer and compression.
+    #: Whether the clients of check-in are trusted as producers are: their tasks may then have
+    #: callbacks, a chain, a chord and ``reply_to``, which reach more than ``checkin_allowed``
+    #: names, and any serializer and compression.
     checkin_trusted: bool = False
 
     #: The names of the queues and exchanges that distribution may reach, in the same way. None: the

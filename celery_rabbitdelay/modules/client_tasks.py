@@ -1,14 +1,14 @@
 """What a client of check-in may not say to Celery: that a worker publishes more than it. Pure.
 
-A task's message may hold signatures: callbacks, errbacks, a chain, a chord. The worker that runs the
-task publishes them with its own rights, to whatever exchange they name
-(https://docs.celeryq.dev/en/stable/internals/protocol.html). So does Celery with signatures that its
-own tasks take as arguments (``celery.group``), and it sends a result to the property ``reply_to``.
-By any of these, a client would go past the allow-list of check-in.
+A task's message may hold signatures: callbacks, errbacks, a chain, a chord. The worker that runs
+the task publishes them with its own rights, to whatever exchange they name
+(https://docs.celeryq.dev/en/stable/internals/protocol.html). It does the same with signatures that
+Celery's own tasks, such as ``celery.group``, take as arguments, and may send a result to the
+property ``reply_to``. By any of these, a client would bypass the allow-list of check-in.
 
-A message is a task of Celery's protocol 2 if it has the header ``task``; of protocol 1 if it has
-not, and its body is an object with that name. Bodies that are not JSON are not opened here: if a
-worker might, check-in refuses them.
+A message with the header ``task`` is a task of Celery's protocol 2; any other one whose body is an
+object with the name ``task`` is one of protocol 1. Only JSON is read here. A body that a worker
+could read, and check-in cannot, is refused.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _check_version_2(body: bytes, headers: Mapping[str, Any], content_type: obje
     _check_canvas(headers)
     if content_type != _JSON:
         raise UnprocessableMessage(
-            f"it is a task whose content type is {shortened(content_type)}, and check-in reads JSON "
-            f"alone: {SETTING}"
+            f"it is a task whose content type is {shortened(content_type)}, and check-in reads "
+            f"JSON alone: {SETTING}"
         )
     is_list = body[:_MAX_END_BYTES].lstrip().startswith(b"[")
     if not is_list or not _PLAIN_END.search(body[-_MAX_END_BYTES:]):
