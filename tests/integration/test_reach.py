@@ -244,7 +244,7 @@ def check_in_canvas(
     """Check in a task in each way that has a worker publish to a queue; return their ids."""
     secret(connection.default_channel).bind_to("amq.direct", routing_key=secret.name)
     options = {"exchange": "amq.direct", "routing_key": secret.name}
-    evil: dict[str, Any] = {"task": "stolen", "args": [], "kwargs": {}, "options": options, "subtask_type": None}
+    evil: dict[str, Any] = {"task": "stolen", "args": [], "kwargs": {}, "options": options}
     protocol_1 = {"task": "look", "id": "1", "args": [], "kwargs": {}, "callbacks": [evil]}
     bodies: list[tuple[str | None, Any]] = [
         ("look", [[], {}, {"callbacks": [evil], "errbacks": None, "chain": None, "chord": None}]),
