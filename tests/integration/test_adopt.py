@@ -238,4 +238,4 @@ def test_tasks_that_stay_survive_many_runs(
         place = Place(connection, topology)
         moved = Mover(connection, [target.name], place, convert).move()
         assert moved.left.keys() == {NOT_DELAYED}
-    wait_for(lambda: waiting(connection, [target.name]) == 5, "the tasks")
+        wait_for(lambda: waiting(connection, [target.name]) == 5, "the tasks")
