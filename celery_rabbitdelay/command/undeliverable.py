@@ -127,10 +127,8 @@ def _trouble(report: removing.RemovalReport) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Return a text without control characters of a terminal: anybody may have written it."""
-    return "".join(
-        each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text
-    )
+    """Return a text in one line, without control characters: anybody may have written it."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 #: How many messages ``list --full`` prints, and how many bytes of each body.
@@ -240,7 +238,8 @@ def _details(shown: list[dict[str, Any]]) -> Iterator[str]:
         yield "headers:"
         yield from _fields(headers, "  ")
         yield f"body, {body['size']:,} bytes{', cut off' if body['is_cut_off'] else ''}:"
-        yield _printable(body["text"] if body["text"] is not None else body["base64"])
+        text = body["text"] if body["text"] is not None else body["base64"]
+        yield from map(_printable, text.split("\n"))
         yield ""
 
 

@@ -49,7 +49,9 @@ def name(connection: Connection, shop: Any, topology: Topology) -> str:
         topology,
         message("one", failed(60, tried.format(7), task="look", id="id-1")),
         message("two", failed(7200, tried.format(12), task="note", id="id-2")),
-        message("three", failed(200_000, "no [way] to \x1b[31mit", task="note", id="id-3")),
+        message(
+            "three", failed(200_000, "no [way] to \x1b[31mit\n9 forged", task="note", id="id-3")
+        ),
         amqp.Message(
             Envelope((item, item)).pack(),
             application_headers=straight("elsewhere", own=b"\xff"),
@@ -79,7 +81,7 @@ def test_the_list_counts_by_reason(configuration: dict[str, Any], name: str) -> 
     assert lines[-1] == "6 undeliverable messages"
     # A terminal would obey it.
     assert "\x1b" not in told.stdout
-    assert r"no [way] to \x1b[31mit" in told.stdout
+    assert r"no [way] to \x1b[31mit\n9 forged" in told.stdout
     assert (data["examined"], data["count"], len(data["reasons"])) == (6, 6, 4)
     assert data["messages"] == []
 
