@@ -16,12 +16,12 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, shortened
+from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import client_tasks
 from celery_rabbitdelay.modules.allowed import where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_destination
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -111,7 +111,7 @@ class CheckIn:
         given.pop(header_names.X_DELAY, None)
         sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(given)))
         if not self.trusts_clients:
-            sent = client_tasks.without_more(sent)
+            sent = client_tasks.checked(sent)
         if not delay_ms:
             return Outgoing(exchange, routing_key, sent)
         self.bounds.check_delay(header_names.X_DELAY, delay_ms, delay_ms)
@@ -149,10 +149,4 @@ def for_distribution(
         exchange: The exchange that it goes to then.
         routing_key: Its routing key.
     """
-    given = message.properties
-    properties, priority = {**given, "expiration": None}, given.get("priority")
-    said: dict[str, Any] = {"due_ms": due_ms, "exchange": exchange, "routing_key": routing_key}
-    said["expiration"] = given.get("expiration")
-    if priority is not None and priority > MAX_PRIORITY:
-        said["priority"], properties["priority"] = priority, MAX_PRIORITY
-    return WaitingMessage(message.body, properties, message.headers._replace(**said))
+    return with_destination(message, exchange, routing_key, due_ms=due_ms).with_low_priority()

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import amqp
 
@@ -90,17 +90,27 @@ def into_levels(
     return Outgoing(*reroute(), message, reroute)
 
 
-def with_destination(outgoing: Outgoing) -> WaitingMessage:
+def with_destination(
+    message: WaitingMessage, exchange: str, routing_key: str, **changes: Any
+) -> WaitingMessage:
     """Return a message whose headers say where distribution publishes it.
 
     What they say already stays: distribution has left it, because its consumer needs it.
+
+    Args:
+        message: The message.
+        exchange: The exchange that it goes to then.
+        routing_key: Its routing key.
+        **changes: What else its headers say from now on; see :class:`.DelayHeaders`.
     """
-    message, said = outgoing.message, outgoing.message.headers
-    return message.saying(
-        exchange=outgoing.exchange if said.exchange is None else said.exchange,
-        routing_key=outgoing.routing_key if said.routing_key is None else said.routing_key,
-        expiration=said.expiration or message.properties.get("expiration"),
-    ).having(expiration=None)
+    body, properties, said = message
+    told = said._replace(
+        exchange=exchange if said.exchange is None else said.exchange,
+        routing_key=routing_key if said.routing_key is None else said.routing_key,
+        expiration=said.expiration or properties.get("expiration"),
+        **changes,
+    )
+    return WaitingMessage(body, {**properties, "expiration": None}, told)
 
 
 def encoded(outgoing: Outgoing, frame_max: int) -> Content:
@@ -149,8 +159,9 @@ def to_undeliverable(
         reason: Why it cannot be delivered.
         redriven: How often the message was redriven that the module has received for it.
     """
-    message = with_destination(outgoing).saying(reason=reason, redriven=redriven)
-    return Outgoing(undeliverable, outgoing.routing_key, message)
+    exchange, routing_key, message = outgoing[:3]
+    left = with_destination(message, exchange, routing_key, reason=reason, redriven=redriven)
+    return Outgoing(undeliverable, routing_key, left)
 
 
 def without_headers(undeliverable: str, outgoing: Outgoing) -> Outgoing:
@@ -274,8 +285,13 @@ class Redelivery:
         if given_up is not None:
             undeliverable = self.topology.module_queues.undeliverable.exchange.name
             return to_undeliverable(undeliverable, outgoing, given_up, received.redriven)
-        message = with_destination(outgoing).saying(
-            failures=failures, reason=reason, redriven=received.redriven
+        message = with_destination(
+            outgoing.message,
+            outgoing.exchange,
+            outgoing.routing_key,
+            failures=failures,
+            reason=reason,
+            redriven=received.redriven,
         )
         # Only distribution gives a priority back, and one of classic levels need not go there.
         if outgoing.obstacle is None or self.topology.queue_type == "quorum":
