@@ -1,14 +1,15 @@
-"""What a client of check-in may not say to Celery: that a worker publishes more than it. Pure.
+"""Which tasks a client of check-in may send: those after which a worker publishes nothing. Pure.
 
-A task's message may hold signatures: callbacks, errbacks, a chain, a chord. The worker that runs
-the task publishes them with its own rights, to whatever exchange they name
-(https://docs.celeryq.dev/en/stable/internals/protocol.html). It does the same with signatures that
-Celery's own tasks, such as ``celery.group``, take as arguments, and may send a result to the
-property ``reply_to``. By any of these, a client would bypass the allow-list of check-in.
+The message of a task can carry signatures of further tasks: callbacks, errbacks, a chain, a chord.
+The worker that runs the task publishes them with its own rights, to any exchange that they name
+(https://docs.celeryq.dev/en/stable/internals/protocol.html). It does the same with the signatures
+that Celery's own tasks, such as ``celery.group``, take as arguments, and it may send the result to
+the queue in the property ``reply_to``. In each of these ways, a client would bypass check-in's
+allow-list.
 
-A message with the header ``task`` is a task of Celery's protocol 2; any other one whose body is an
-object with the name ``task`` is one of protocol 1. Only JSON is read here. A body that a worker
-could read, and check-in cannot, is refused.
+A message with the header ``task`` is a task of Celery's protocol 2. Without that header, a message
+is a task of protocol 1 if its body is an object with a member ``task``. Check-in reads JSON only,
+and refuses any other body that a worker might read.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kombu.serialization import registry  # type: ignore[attr-defined]
-
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
+from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage
 
-#: What a worker publishes after a task, or takes for it, by the names of protocols 1 and 2.
-CANVAS: Final = ("callbacks", "errbacks", "chain", "chord", "group", "taskset")
+#: The signatures that follow a task; in protocol 2, the members of the last part of its body.
+FOLLOWING: Final = ("callbacks", "errbacks", "chain", "chord")
+
+#: The fields that a client's task may not have, in a header or in a body of protocol 1. A task of a
+#: group counts as a part of another one's chord.
+CANVAS: Final = (*FOLLOWING, "group", "taskset")
 
 #: The end of every reason.
 SETTING: Final = "see rabbitdelay_checkin_trusted"
@@ -38,14 +42,15 @@ MAX_READ_BYTES: Final = 2**20
 
 _JSON: Final = "application/json"
 
-#: What kombu takes a message for that has no content type.
+#: The content type that kombu assumes for a message without one.
 _DATA: Final = "application/data"
 
-_NULL: Final = rb'"(?:callbacks|errbacks|chain|chord)"\s*:\s*null'
+_NULL: Final = rb'"(?:%b)"\s*:\s*null' % "|".join(FOLLOWING).encode()
 
-#: The end of a body of protocol 2 without signatures: args, kwargs, and an object of what follows
-#: the task, in which all is null. It cannot lie within a string of JSON, which would not be closed.
-#: Nobody writes more blanks than that between two words; the end can be read at once.
+#: How a body of protocol 2 ends if no signatures follow the task: its third part is an object whose
+#: members are all null. In valid JSON these bytes cannot be a part of a string: nothing is behind
+#: them that would close it. So the body need not be parsed. The end is looked for in the last bytes
+#: only, which suffice for each member once and more blanks than any encoder writes.
 _PLAIN_END: Final = re.compile(rb",\s*\{\s*(?:%b(?:\s*,\s*%b)*)?\s*\}\s*\]\s*\Z" % (_NULL, _NULL))
 _MAX_END_BYTES: Final = 256
 
@@ -57,21 +62,19 @@ def _spelled(word: str) -> bytes:
     return "".join(rf"(?:{each}|\\u00(?i:{ord(each):02x}))" for each in word).encode()
 
 
-#: A name of an object that reads ``task``.
+#: A member ``task`` of an object.
 _NAMES_TASK: Final = re.compile(rb'"%b"\s*:' % _spelled(_TASK))
 
 
-def without_more(message: WaitingMessage) -> WaitingMessage:
-    """Return a client's message as Celery may take it.
-
-    A task has no ``reply_to`` then. Any other message stays as it is.
+def checked(message: WaitingMessage) -> WaitingMessage:
+    """Return the message of a client, without ``reply_to`` if it is a task.
 
     Args:
         message: The message, without the headers that no client may set.
 
     Raises:
-        UnprocessableMessage: It is, or might be, a task by which a worker publishes more; or a
-            compressed message, which takes more memory than it has bytes.
+        UnprocessableMessage: It is, or might be, a task after which a worker publishes another
+            message; or its body is compressed, and may become too large for a worker's memory.
     """
     headers, properties = message.headers.others, message.properties
     if headers.get("compression"):
@@ -82,7 +85,7 @@ def without_more(message: WaitingMessage) -> WaitingMessage:
     elif content_type == _JSON:
         if not _is_task_of_version_1(message.body):
             return message
-    elif content_type in registry.type_to_name:
+    elif may_be_decoded(content_type):
         raise UnprocessableMessage(
             f"its content type is {shortened(content_type)}, and check-in does not read whether it "
             f"is a task of Celery: {SETTING}"

@@ -122,6 +122,11 @@ def is_kombus_json(serializer: str | None) -> bool:
     return codec is not None and codec.encoder is json.dumps
 
 
+def may_be_decoded(content_type: object) -> bool:
+    """Return whether kombu knows a serializer whose bodies have a content type."""
+    return content_type in registry.type_to_name
+
+
 def declared_entities(connection: Connection) -> set[Any]:
     """Return the set of what was declared on a connection; kombu empties it on a new one."""
     declared: set[Any] = connection.declared_entities  # type: ignore[assignment]

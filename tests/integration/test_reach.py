@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any, Final
 
 import pytest
@@ -32,16 +33,23 @@ def served(serve: Any) -> Any:
     return serve(only="default")
 
 
+@contextmanager
+def user(rabbitmq: RabbitMQServer, shop: Any, may_write: str) -> Iterator[Connection]:
+    """Connect a user who may write to exchanges of this pattern, and nothing else."""
+    name = shop.rabbitdelay.topology.prefix
+    rabbitmq.ctl("add_user", name, "secret")
+    rabbitmq.ctl("set_permissions", name, "^$", may_write, "^$")
+    url = shop.conf.broker_url.replace("guest:guest", f"{name}:secret")
+    with Connection(url, userid=name, password="secret") as connection:
+        yield connection
+    rabbitmq.ctl("delete_user", name)
+
+
 @pytest.fixture
 def stranger(private_rabbitmq: RabbitMQServer, served: Any) -> Iterator[Connection]:
     """A user who may write to the exchanges of the levels, as every producer, and nothing else."""
-    prefix = served.rabbitdelay.topology.prefix
-    private_rabbitmq.ctl("add_user", prefix, "secret")
-    private_rabbitmq.ctl("set_permissions", prefix, "^$", rf"^{prefix}\.", "^$")
-    url = served.conf.broker_url.replace("guest:guest", f"{prefix}:secret")
-    with Connection(url, userid=prefix, password="secret") as connection:
+    with user(private_rabbitmq, served, rf"^{served.rabbitdelay.topology.prefix}\.") as connection:
         yield connection
-    private_rabbitmq.ctl("delete_user", prefix)
 
 
 @pytest.fixture
@@ -222,26 +230,13 @@ def test_a_retry_of_a_task_that_came_by_the_binding_of_its_queue_returns_to_the_
         assert (seen["exchange"], seen["routing_key"]) == ("", queue)
 
 
-@pytest.fixture
-def client(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[Callable[[Any], Connection]]:
-    """Connects a user who may write to check-in, and nothing else."""
-    name = f"{prefix}-client"
-    private_rabbitmq.ctl("add_user", name, "secret")
-    private_rabbitmq.ctl("set_permissions", name, "^$", rf"^{prefix}\.checkin$", "^$")
-    with ExitStack() as connections:
-
-        def connect(shop: Any) -> Connection:
-            url = shop.conf.broker_url.replace("guest:guest", f"{name}:secret")
-            return connections.enter_context(Connection(url, userid=name, password="secret"))
-
-        yield connect
-    private_rabbitmq.ctl("delete_user", name)
-
-
 def check_in_canvas(
-    client: Connection, connection: Connection, shop: Any, secret: Queue
+    rabbitmq: RabbitMQServer, connection: Connection, shop: Any, secret: Queue
 ) -> list[str]:
-    """Check in a task in each way that has a worker publish to a queue; return their ids."""
+    """Check in a task in each way that has a worker publish to a queue; return their ids.
+
+    The client may write to check-in, and nothing else.
+    """
     secret(connection.default_channel).bind_to("amq.direct", routing_key=secret.name)
     options = {"exchange": "amq.direct", "routing_key": secret.name}
     evil: dict[str, Any] = {"task": "stolen", "args": [], "kwargs": {}, "options": options}
@@ -252,25 +247,27 @@ def check_in_canvas(
         ("celery.group", [[[evil], ["0", []], "g", []], {}, {}]),
         (None, protocol_1),
     ]
-    channel: Any = client.default_channel
-    channel.confirm_select()
-    for number, (task, body) in enumerate(bodies, 1):
-        client.Producer().publish(
-            body,
-            exchange=shop.rabbitdelay.topology.module_queues.checkin.exchange.name,
-            routing_key=named(shop, "default"),
-            headers={"x-delay": 10} | ({"task": task, "id": str(number)} if task else {}),
-            correlation_id=str(number),
-            reply_to=secret.name,
-            serializer="json",
-        )
+    exchange = shop.rabbitdelay.topology.module_queues.checkin.exchange.name
+    with user(rabbitmq, shop, f"^{re.escape(exchange)}$") as client:
+        channel: Any = client.default_channel
+        channel.confirm_select()
+        for number, (task, body) in enumerate(bodies, 1):
+            client.Producer().publish(
+                body,
+                exchange=exchange,
+                routing_key=named(shop, "default"),
+                headers={"x-delay": 10} | ({"task": task, "id": str(number)} if task else {}),
+                correlation_id=str(number),
+                reply_to=secret.name,
+                serializer="json",
+            )
     return [str(number) for number in range(1, len(bodies) + 1)]
 
 
 def test_a_client_of_check_in_reaches_nothing_by_what_follows_a_task(
-    served: Any, client: Any, connection: Connection, secret: Queue
+    private_rabbitmq: RabbitMQServer, served: Any, connection: Connection, secret: Queue
 ) -> None:
-    sent = check_in_canvas(client(served), connection, served, secret)
+    sent = check_in_canvas(private_rabbitmq, connection, served, secret)
     found = undeliverable(connection, served, len(sent))
     assert sorted(each.message.properties["correlation_id"] for each in found) == sent
     assert all("rabbitdelay_checkin_trusted" in reason(each) for each in found)
@@ -278,8 +275,8 @@ def test_a_client_of_check_in_reaches_nothing_by_what_follows_a_task(
 
 
 def test_a_trusted_client_sends_what_a_producer_may(
-    serve: Any, client: Any, connection: Connection, secret: Queue
+    private_rabbitmq: RabbitMQServer, serve: Any, connection: Connection, secret: Queue
 ) -> None:
     shop = serve(only="default", rabbitdelay_checkin_trusted=True)
-    sent = check_in_canvas(client(shop), connection, shop, secret)
+    sent = check_in_canvas(private_rabbitmq, connection, shop, secret)
     take(connection, [secret], len(sent), 60)

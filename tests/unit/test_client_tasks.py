@@ -1,4 +1,4 @@
-"""By what a client of check-in would make a worker publish more than a task."""
+"""Tasks of clients of check-in after which a worker would publish further messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.modules.client_tasks import CANVAS, MAX_READ_BYTES, without_more
+from celery_rabbitdelay.modules.client_tasks import CANVAS, MAX_READ_BYTES, checked
 from celery_rabbitdelay.publishing.message import WaitingMessage
 
 NOTHING = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
@@ -39,7 +39,7 @@ def message(
 def test_a_plain_task_passes_without_reply_to(embed: Any, separators: tuple[str, str]) -> None:
     body = json.dumps([[1, "[{}]"], {"callbacks": EVIL}, embed], separators=separators)
     given = message(f" {body}\n".encode(), reply_to="somebody", priority=3)
-    kept = without_more(given)
+    kept = checked(given)
     assert kept.properties == {"content_type": JSON, "priority": 3, "reply_to": None}
     assert (kept.body, kept.headers) == (given.body, given.headers)
 
@@ -50,7 +50,7 @@ def test_a_body_with_more_is_refused(name: str, others: Any) -> None:
     before, after = {**others, name: EVIL}, {name: EVIL} | {n: None for n in others if n != name}
     for embed in (before, after):
         with pytest.raises(UnprocessableMessage, match="rabbitdelay_checkin_trusted"):
-            without_more(message([[], {}, embed]))
+            checked(message([[], {}, embed]))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_body_with_more_is_refused(name: str, others: Any) -> None:
 )
 def test_a_body_that_does_not_end_like_a_plain_one_is_refused(body: bytes) -> None:
     with pytest.raises(UnprocessableMessage, match="all is null"):
-        without_more(message(body))
+        checked(message(body))
 
 
 @given(
@@ -82,7 +82,7 @@ def test_a_body_that_does_not_end_like_a_plain_one_is_refused(body: bytes) -> No
 )
 def test_what_passes_has_nothing_behind_args_and_kwargs(third: Any) -> None:
     try:
-        without_more(message([[], {}, third]))
+        checked(message([[], {}, third]))
     except UnprocessableMessage:
         return
     assert third == dict.fromkeys(third)
@@ -92,20 +92,20 @@ def test_what_passes_has_nothing_behind_args_and_kwargs(third: Any) -> None:
 @pytest.mark.parametrize("name", CANVAS)
 def test_a_header_that_a_worker_takes_for_them_is_refused(name: str) -> None:
     with pytest.raises(UnprocessableMessage, match=f"with {name}"):
-        without_more(message([[], {}, {}], {"task": "t", name: EVIL}))
+        checked(message([[], {}, {}], {"task": "t", name: EVIL}))
 
 
 @pytest.mark.parametrize("name", ["celery.group", "celery.chord_unlock", None, 5, {}])
 def test_celerys_own_tasks_take_signatures_as_arguments(name: Any) -> None:
     for each in (message([[], {}, {}], {"task": name}), message({"task": name}, {})):
         with pytest.raises(UnprocessableMessage, match="keeps to itself"):
-            without_more(each)
+            checked(each)
 
 
 @pytest.mark.parametrize("content_type", ["application/x-python-serialize", "text/plain", None])
 def test_a_task_that_is_not_json_is_refused(content_type: str | None) -> None:
     with pytest.raises(UnprocessableMessage, match="reads JSON alone"):
-        without_more(message([[], {}, {}], content_type=content_type))
+        checked(message([[], {}, {}], content_type=content_type))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_a_task_that_is_not_json_is_refused(content_type: str | None) -> None:
 )
 def test_a_task_of_protocol_1_is_found_however_it_is_spelled(spelled: str) -> None:
     plain = f'{{"id": "1", "{spelled}" : "t", "callbacks": null}}'.encode()
-    assert without_more(message(plain, {}, reply_to="x")).properties["reply_to"] is None
+    assert checked(message(plain, {}, reply_to="x")).properties["reply_to"] is None
     for name in CANVAS:
         evil = f'{{"{spelled}": "t", "{name}": [1]}}'.encode()
         with pytest.raises(UnprocessableMessage, match=f"with {name}"):
-            without_more(message(evil, {}))
+            checked(message(evil, {}))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_task_of_protocol_1_is_found_however_it_is_spelled(spelled: str) -> No
 )
 def test_what_might_be_one_and_cannot_be_read_is_refused(body: bytes, why: str) -> None:
     with pytest.raises(UnprocessableMessage, match=why):
-        without_more(message(body, {}))
+        checked(message(body, {}))
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_what_might_be_one_and_cannot_be_read_is_refused(body: bytes, why: str) 
 )
 def test_what_is_no_task_passes_unchanged(body: bytes, content_type: str | None) -> None:
     given = message(body, {"mine": 1}, content_type, reply_to="caller")
-    assert without_more(given) is given
+    assert checked(given) is given
 
 
 def test_what_only_a_worker_can_open_is_refused() -> None:
     for content_type in ("application/x-yaml", "application/x-msgpack"):
         with pytest.raises(UnprocessableMessage, match="does not read"):
-            without_more(message(b"task: t", {}, content_type))
+            checked(message(b"task: t", {}, content_type))
     with pytest.raises(UnprocessableMessage, match="compressed"):
-        without_more(message(b"x", {"compression": "application/x-gzip"}, None))
+        checked(message(b"x", {"compression": "application/x-gzip"}, None))

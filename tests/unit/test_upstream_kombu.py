@@ -39,6 +39,8 @@ def test_a_producer_serializes_and_compresses() -> None:
 
 def test_a_serializer_is_known_by_its_encoder() -> None:
     assert hasattr(registry, "_encoders"), moved("serialization.registry._encoders")
+    types = getattr(registry, "type_to_name", {})
+    assert types.get("application/json") == "json", moved("serialization.registry.type_to_name")
     assert hasattr(registry._encoders["json"], "encoder"), moved("the codecs of _encoders")
     assert registry._encoders["json"].encoder is json.dumps, moved("kombu.utils.json.dumps")
     assert internals.is_kombus_json("json")

@@ -228,7 +228,7 @@ class Redriving:
             own = own._replace(early=own.early._replace(until_ms=due.at_ms))
         redriven = received._replace(headers=own).having(expiration=None)
         if is_new and not self.trusts_clients:
-            redriven = client_tasks.without_more(redriven)
+            redriven = client_tasks.checked(redriven)
         if self.topology.queue_type == "quorum" and own.priority is None:
             redriven = redriven.with_low_priority()
         self._check_modules(due, destination, redriven.headers)
