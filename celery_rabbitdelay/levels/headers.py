@@ -6,9 +6,10 @@ attacker. What they may say, and what counts as invalid, is decided in this file
 what:
 
 - A client of check-in says :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
-- Whoever may publish to the levels says everything. If there is a signing key, where a message goes
-  and when it is due has to be signed, and nothing else is: not what the registry is asked with
-  (:data:`REGISTRY`), nor what was noted on the way. See :attr:`DelayHeaders.signed`.
+- Whoever may publish to the levels says everything. If there is a signing key, three things have to
+  be signed: where a message goes, when it is due, and what the registry is asked with
+  (:data:`REGISTRY`). Nothing else is, such as what was noted on the way. See
+  :attr:`DelayHeaders.signed`.
 - The consumer of the message gets what :meth:`DelayHeaders.for_worker` or
   :meth:`DelayHeaders.for_consumer` keeps.
 """
@@ -123,7 +124,7 @@ ENVELOPE: Final = f"{ENVELOPES}1"
 #: The prefix of all our own headers.
 OWN_PREFIX: Final = "rabbitdelay-"
 
-#: The headers by which the registry decides whether a task runs. No signature covers them.
+#: The headers by which the registry decides whether a task runs.
 REGISTRY: Final = frozenset((COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED, COMMITTED))
 
 #: If a message has this header, which tracers and users set, Celery exposes only its value as
@@ -292,7 +293,7 @@ class DelayHeaders(NamedTuple):
 
     @property
     def signed(self) -> tuple[object, ...]:
-        """Which of them a signature covers: where the message goes, and when and how.
+        """What a signature covers beside :attr:`registry`: where the message goes, when and how.
 
         They stay as they are while it waits. To add one, or to change their order, makes the
         signatures of all messages that wait invalid.

@@ -108,7 +108,7 @@ class Distribution:
             return
         one = None if is_envelope else self._outgoing(received, unrouted, is_vouched)
         single = self.put_back(received) or one
-        found = self._unpacked(received) if single is None else iter([single])
+        found = self._unpacked(received, is_vouched) if single is None else iter([single])
         for outgoing in found:
             yield outgoing if is_vouched else outgoing._replace(is_vouched=False)
 
@@ -156,13 +156,20 @@ class Distribution:
         else:
             exchange, routing_key, left = "", headers.queue, headers.for_worker()
         sent = WaitingMessage(message.body, message.properties, left)
-        restored = _with_restored_properties(sent, headers)
-        names_origin = left.queue is not None or left.early.exchange is not None
-        if self.signing_keys is not None and is_vouched and names_origin:
-            # Its worker verifies where the task came from.
-            restored = self.signing_keys.sign(restored)
+        restored = self._signed(_with_restored_properties(sent, headers), is_vouched)
         outgoing = Outgoing(exchange, routing_key, restored)
         return self._reached(outgoing, is_unrouted=unrouted is not None)
+
+    def _signed(self, message: WaitingMessage, is_vouched: bool) -> WaitingMessage:
+        """Return a message, signed if its worker verifies what it says.
+
+        That is where the task came from, and what the registry is asked with.
+        """
+        said = message.headers
+        is_verified = said.queue is not None or said.early.exchange is not None or said.registry
+        if self.signing_keys is None or not (is_vouched and is_verified):
+            return message
+        return self.signing_keys.sign(message)
 
     def _reached(self, outgoing: Outgoing, *, is_unrouted: bool = False) -> Outgoing:
         """Return a message with how it reaches its destination.
@@ -258,7 +265,7 @@ class Distribution:
             f"it names {shortened(named)}"
         )
 
-    def _unpacked(self, message: WaitingMessage) -> Iterator[Outgoing]:
+    def _unpacked(self, message: WaitingMessage, is_vouched: bool) -> Iterator[Outgoing]:
         """Return what to publish for an envelope.
 
         It is read twice, and never held as a whole. The first time, each message in it is checked:
@@ -280,7 +287,7 @@ class Distribution:
                     arrivals.append(Arrival.of(inner, due_ms, "", redelivered=True))
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-        unpacked = self._messages(message.headers, envelope)
+        unpacked = self._messages(message.headers, envelope, is_vouched)
         if self.look is None:
             yield from unpacked
         else:
@@ -297,7 +304,9 @@ class Distribution:
             raise UnprocessableMessage(problems[name])
         self.reach.names(*_destination(_under(outer, inner)))
 
-    def _messages(self, outer: DelayHeaders, envelope: OpenedEnvelope) -> Iterator[Outgoing]:
+    def _messages(
+        self, outer: DelayHeaders, envelope: OpenedEnvelope, is_vouched: bool
+    ) -> Iterator[Outgoing]:
         """Return the messages of an envelope that was checked."""
         undeliverable = self.topology.module_queues.undeliverable.exchange.name
         for item in envelope:
@@ -311,7 +320,7 @@ class Distribution:
                 refused = Outgoing(exchange, routing_key, message)
                 yield to_undeliverable(undeliverable, refused, "; ".join(problems.values()))
                 continue
-            restored = _with_restored_properties(message, headers)
+            restored = self._signed(_with_restored_properties(message, headers), is_vouched)
             yield self._reached(Outgoing(exchange, routing_key, restored))
 
 

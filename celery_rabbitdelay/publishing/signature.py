@@ -1,11 +1,11 @@
 """Signatures: who has the key has said where a message goes and when. Pure.
 
 The signature is an HMAC with SHA-256 (RFC 2104) over what distribution and workers believe of a
-message: :attr:`.DelayHeaders.signed`, the two ids in :data:`SIGNED_PROPERTIES`, and for an envelope
-its body, because the messages in it may name destinations of their own. It does not cover the body
-and the user's headers of a single task, nor the registry's headers. All that it covers stays as it
-is on the way through the levels, so it still verifies after years, and after the message was moved
-to others.
+message: :attr:`.DelayHeaders.signed`, the two ids in :data:`SIGNED_PROPERTIES`, for a task that the
+registry is asked about all that it is asked with, and for an envelope its body, because the
+messages in it may name destinations of their own. It does not cover the body and the user's headers
+of a single task. All that it covers stays as it is on the way through the levels, so it still
+verifies after years, and after the message was moved to others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import Any, Final, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidSigningKey
-from celery_rabbitdelay.levels.headers import ENVELOPES, DelayHeaders
+from celery_rabbitdelay.levels.headers import ENVELOPES, REGISTRY, DelayHeaders, shortened
 from celery_rabbitdelay.publishing.message import WaitingMessage
 
 #: Minimum bytes of a key: as many as the hash has (https://www.rfc-editor.org/rfc/rfc2104#section-3).
@@ -39,8 +39,13 @@ _NOTHING: Final = "-"
 _DUE: Final = DelayHeaders(due_ms=0).signed.index(0)
 _CORRELATION: Final = len(DelayHeaders().signed) + SIGNED_PROPERTIES.index("correlation_id")
 
-#: Takes the due time, the correlation id and the body of a message; returns its signature.
-Signer: TypeAlias = Callable[[int, str | None, bytes], str]
+#: What the registry is asked with, in the order in which it is signed: its own headers, and those
+#: of Celery that name a task and its attempt.
+_ASKED_WITH: Final = (*sorted(REGISTRY), "id", "retries", "replaced_task_nesting")
+
+#: Takes the due time, the correlation id, the body and the headers of its own of a message; returns
+#: its signature.
+Signer: TypeAlias = Callable[[int, str | None, bytes, Mapping[str, Any]], str]
 
 
 class SigningKeys:
@@ -103,10 +108,16 @@ class SigningKeys:
             for some in (parts[:_DUE], parts[_DUE + 1 : _CORRELATION], parts[_CORRELATION + 1 :])
         )
         is_envelope, key = _is_envelope(properties), self._keys[0]
+        said = {**headers.others, **headers.registry}
+        shared = {name: said[name] for name in _ASKED_WITH if name in said}
 
-        def sign(due_ms: int, correlation_id: str | None, body: bytes) -> str:
+        def sign(
+            due_ms: int, correlation_id: str | None, body: bytes, own: Mapping[str, Any]
+        ) -> str:
             correlation = _NOTHING if correlation_id is None else _part(correlation_id)
             signed = f"{before},{_part(str(due_ms))},{between},{correlation},{after}"
+            if headers.registry or not REGISTRY.isdisjoint(own):
+                signed = ",".join((signed, *_asked_with({**shared, **own})))
             if is_envelope:
                 signed = f"{signed},{_digest(body, properties)}"
             encoded = signed.encode("utf-8", "surrogatepass")
@@ -151,13 +162,15 @@ def _signed(body: bytes, properties: Mapping[str, Any], headers: DelayHeaders) -
     parts = _parts(properties, headers)
     if parts is None:
         return None
+    if headers.registry:
+        parts += _asked_with({**headers.others, **headers.registry})
     if _is_envelope(properties):
         parts.append(_digest(body, properties))
     return ",".join(parts).encode("utf-8", "surrogatepass")
 
 
 def _parts(properties: Mapping[str, Any], headers: DelayHeaders) -> list[str] | None:
-    """Return what is signed of properties and headers, in an order that is fixed.
+    """Return what each message has that is signed, in an order that is fixed.
 
     Each value stands behind its length, so that no two messages have the same parts.
     """
@@ -165,6 +178,15 @@ def _parts(properties: Mapping[str, Any], headers: DelayHeaders) -> list[str] | 
     if not all(value is None or isinstance(value, str) for value in named):
         return None
     return [_NOTHING if value is None else _part(str(value)) for value in (*headers.signed, *named)]
+
+
+def _asked_with(headers: Mapping[str, Any]) -> list[str]:
+    """Return what is signed of a message with headers of the registry."""
+    values = ((name, headers[name]) for name in _ASKED_WITH if name in headers)
+    return [
+        _part(f"{name}={value}" if isinstance(value, str) else f"{name}:{shortened(value)}")
+        for name, value in values
+    ]
 
 
 def _part(text: str) -> str:

@@ -216,8 +216,7 @@ class RestoreTasks(RabbitMQStep):
         """Wrap the execution strategies, and begin to take early tasks of the new connection."""
         if not isinstance(consumer.strategies, RestoringStrategies):
             takeover = consumer.app.rabbitdelay.settings.takeover
-            origin = Origins(consumer).checked
-            consumer.strategies = RestoringStrategies(consumer, takeover, origin)
+            consumer.strategies = RestoringStrategies(consumer, takeover, Origins(consumer))
         # Without takeover too: a task may leave the levels before it is due.
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)

@@ -190,6 +190,26 @@ class EarlyTasks(BatchThread[Early]):
         self.give(replace(early, forgotten=forgotten))
         return True
 
+    def refuse(self, delivery: Delivery, waited: DelayHeaders, why: str) -> None:
+        """Put a task into ``undeliverable``; while that does not take it, try again.
+
+        Args:
+            delivery: The task's message, as Celery has passed it.
+            waited: What its headers have said.
+            why: The reason.
+        """
+        logger.warning(
+            "Task %s is undeliverable: %s", celery_internals.id_of(delivery.message), why
+        )
+        now_ms = time.time_ns() // NS_PER_MS
+
+        def again() -> None:
+            refuse = partial(self.refuse, delivery, waited, why)
+            celery_internals.call_after(self._consumer, TRY_AGAIN, refuse)
+
+        if not self.put_back(delivery, waited, now_ms, waited.due_ms or now_ms, again, why):
+            logger.warning("It stays unacknowledged: its queue is unknown.")
+
     def leave_to_later_version(self, message: Message, ack: Callable[..., Any], why: str) -> None:
         """Put a task back into the levels that only a worker of a later version can read.
 
@@ -340,8 +360,8 @@ class EarlyTasks(BatchThread[Early]):
             acknowledge = partial(acknowledge_message, self._consumer, early.ack)
             self.act(partial(self._finish, early, acknowledge), is_acknowledgement=True)
             return
-        if early.later_version:
-            self._try_later_version_again(early, error)
+        if early.later_version or (early.forgotten and _is_permanent(error)):
+            self._try_unread_again(early, error)
             return
         is_over = early.due.remaining_ms() <= 0 and not early.forgotten
         if not isinstance(error, TEMPORARY_ERRORS) or is_over:
@@ -353,14 +373,14 @@ class EarlyTasks(BatchThread[Early]):
         early.again_at = time.monotonic() + RETRY_INTERVAL
         self._failed.append(early)
 
-    def _try_later_version_again(self, early: Early, error: Exception) -> None:
-        """Put a task that only a later version can read into ``undeliverable``, or try it again.
+    def _try_unread_again(self, early: Early, error: Exception) -> None:
+        """Put a task that does not run here into ``undeliverable``, or try it again.
 
-        Its headers may leave no room in a frame for those that count the attempts, and the broker
-        may refuse it: then it will never wait in the levels.
+        Its headers may leave no room in a frame for those that are added, and the broker may refuse
+        it: then it goes there without its headers.
         """
         if _is_permanent(error) and not early.unpublishable:
-            logger.warning("A task of a later version is undeliverable: %s", error)
+            logger.warning("A task is undeliverable, without its headers: %s", error)
             early.unpublishable = getattr(error, "reason", str(error))
             early.again_at = time.monotonic()
             self._failed.appendleft(early)
@@ -368,8 +388,8 @@ class EarlyTasks(BatchThread[Early]):
         log = logger.debug if self._has_warned_of_later_version else logger.warning
         self._has_warned_of_later_version = True
         log(
-            "A task of a later version could not be put into the levels; the worker holds it and "
-            "tries again, without a further warning on this connection: %s",
+            "A task that does not run here could not be published; the worker holds it and tries "
+            "again, without a further warning on this connection: %s",
             error,
         )
         self._give_it_a_place(early)

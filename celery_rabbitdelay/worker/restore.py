@@ -1,7 +1,7 @@
 """Restore a delayed task when it arrives at a worker, as if it had been sent without a delay.
 
 A retry goes where its task came from. What the message says of that is believed within the reach of
-distribution only.
+distribution only. With a key, the registry is asked about a task only as its sender has signed it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from celery_rabbitdelay.app.instruments import EARLY, LATENESS, TAKEN_OVER, Inst
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
+from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.worker.celery_internals import Delivery, id_of, name_of_queue
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
@@ -79,6 +80,17 @@ class Origins:
         )
         return "", queue
 
+    def is_forged(self, message: Message, headers: DelayHeaders) -> bool:
+        """Return whether the registry would be asked with something that no key has signed.
+
+        Anybody who may write to the levels could let a stranger's message count as that of a task,
+        which does not run then.
+        """
+        keys = self._signing_keys
+        if keys is None or not headers.registry:
+            return False
+        return not keys.verifies(b"", message.properties, headers)
+
     def _reaches(self, exchange: object, routing_key: object) -> bool:
         if not isinstance(exchange, str) or not isinstance(routing_key, str):
             return False
@@ -104,7 +116,7 @@ class RestoringStrategies(dict[str, Strategy]):
     Args:
         consumer: The consumer, whose present strategies are wrapped.
         takeover: Whether an ``eta`` waits in the levels; see ``rabbitdelay_takeover``.
-        origin: Returns where a retry of a task goes; see :class:`.Origins`.
+        origins: Checks what a message says; None: it is believed.
 
     Attributes:
         early_tasks: Takes the tasks that are not due yet; None between two connections.
@@ -113,7 +125,9 @@ class RestoringStrategies(dict[str, Strategy]):
         arrivals: How late the delayed tasks arrive.
     """
 
-    def __init__(self, consumer: Any, takeover: bool = True, origin: Origin = as_it_says) -> None:
+    def __init__(
+        self, consumer: Any, takeover: bool = True, origins: Origins | None = None
+    ) -> None:
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
         self.decisions: Decisions | None = None
@@ -122,7 +136,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self._consumer = consumer
         self._tasks = consumer.app.tasks
         self._takeover = takeover
-        self._origin = origin
+        self._origins = origins
         self._delivery = consumer.app.rabbitdelay.topology.delivery.name
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
@@ -156,7 +170,12 @@ class RestoringStrategies(dict[str, Strategy]):
             if self.early_tasks is not None:
                 self.early_tasks.leave_to_later_version(message, delivery.ack, later)
             return True
-        waited = restore(message, self._origin)
+        origins = self._origins
+        waited = restore(message, as_it_says if origins is None else origins.checked)
+        if waited is not None and origins is not None and origins.is_forged(message, waited):
+            if self.early_tasks is not None:
+                self.early_tasks.refuse(delivery, waited, NOT_SIGNED)
+            return True
         self._hide_delivery(message)
         if waited is not None:
             self.arrivals.note(waited.due_ms)

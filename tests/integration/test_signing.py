@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -10,6 +11,7 @@ import celery
 import pytest
 from kombu import Connection, Exchange, Queue
 
+from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.kombu import SigningKeys
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -119,6 +121,49 @@ def test_what_is_not_signed_by_this_key_is_undeliverable(
     assert {each.message.headers[headers.REASON] for each in found} == {NOT_SIGNED}
     assert len(take(connection, [queue], 1)) == 1
     assert count(connection, queue.name) == 0
+
+
+def test_only_a_signed_message_decides_about_a_task(
+    serve: Any, connection: Connection, redis_url: str
+) -> None:
+    """A stranger sends a message under the id of a task that is sent with ``once`` and a key."""
+    shop = serve(**SIGNING, rabbitdelay_registry_url=redis_url)
+    notes, delays = Notes(shop), shop.rabbitdelay
+    options: list[dict[str, Any]] = [
+        {},
+        {"priority": 9},
+        {"exchange": named(shop, "topic"), "routing_key": "topic.daily.reports"},
+    ]
+    first = notes.send("victim", delay=4, once=True, key="victim")
+    topology, queue = delays.topology, named(shop, "default")
+    now_ms = int(time.time() * 1000)
+    told = {"id": first.id, "task": "note", "lang": "py", "retries": 0, headers.DUE: now_ms}
+    told |= {headers.QUEUE: queue, headers.EXCHANGE: "", headers.ROUTING_KEY: queue}
+    exchange, routing_key, _ = topology.route(0, queue)
+    for words in ({headers.ONCE: True}, {headers.COPY: "000000000000", headers.KEY: "victim"}):
+        connection.Producer().publish(
+            [["forged"], {"key": notes.key}, {}],
+            exchange=exchange,
+            routing_key=routing_key,
+            headers={**told, **words},
+            correlation_id=first.id,
+        )
+    for number, each in enumerate(options):
+        notes.send(number, delay=1, once=True, key=f"key-{number}", track=True, **each)
+        rows = [notes.row(f"{number}-{row}", delay=1, key=f"row-{number}-{row}") for row in (1, 2)]
+        delays.send_many("note", rows[:1], envelopes=False, once=True, track=True, **each)
+        delays.send_many("note", rows, envelopes=True, once=True, track=True, **each)
+    moved = notes.send("moved", delay=1, track=True, once=True)
+    assert delays.postpone(moved, delay=3) is Outcome.DONE
+    with delays.job(notes.key, expires=60):
+        notes.send("job", delay=0.2, job=notes.key)
+    shop.tasks["retry"].apply_async(([], 1, {"countdown": 0.2}), delay=0.5, once=True).get(60)
+    wanted = {"victim", "moved", "job", *range(3), *(f"{n}-{r}" for n in range(3) for r in (1, 2))}
+    notes.wait(len(wanted), 60)
+    assert set(notes()) == wanted
+    found = undeliverable(connection, shop, 2)
+    assert {each.message.headers[headers.REASON] for each in found} == {NOT_SIGNED}
+    assert {each.message.headers["id"] for each in found} == {first.id}
 
 
 def test_what_is_refused_for_long_is_signed_and_can_be_redriven(

@@ -43,6 +43,8 @@ messages = st.fixed_dictionaries(
         header_names.DUE: st.none() | st.integers(0, 2**62),
         header_names.PRIORITY: st.none() | st.integers(5, 255),
         header_names.EXPIRATION: st.none() | st.integers(0, 2**32 - 1).map(str),
+        header_names.ONCE: st.none() | st.just(True) | texts.filter(bool),
+        header_names.KEY: st.none() | texts,
         "early": st.none() | st.tuples(texts, texts),
         "correlation_id": st.none() | texts,
         "message_id": st.none() | texts,
@@ -92,9 +94,13 @@ def test_no_signature_verifies_what_was_changed(fields: Any, data: st.DataObject
 def test_a_template_signs_as_each_message_is_signed_by_itself(fields: dict[str, Any]) -> None:
     message = made(fields)
     properties, shared = message.properties, said(headers_of(message))._replace(due_ms=None)
-    sign = KEYS.signer({**properties, "correlation_id": None}, shared)
+    own = dict(shared.registry)
+    once = {name: own.pop(name) for name in (header_names.ONCE,) if name in own}
+    template = shared._replace(registry=once, others={"retries": 0})
+    sign = KEYS.signer({**properties, "correlation_id": None}, template)
     assert sign is not None
-    signature = sign(7, fields["correlation_id"], fields["body"])
+    shared = shared._replace(others={"retries": 0, "id": "1"})
+    signature = sign(7, fields["correlation_id"], fields["body"], {**own, "id": "1"})
     assert signature == KEYS.signature(fields["body"], properties, shared._replace(due_ms=7))
 
 
@@ -114,6 +120,15 @@ def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], ti
     later = made(fields, times=times, **{header_names.ATTEMPTS: 3, "x-death": [], "mine": 1})
     assert verifies(KEYS, with_signature_of(later, message))
     assert verifies(KEYS, Content.of(message).message())
+
+
+@pytest.mark.parametrize("name", ["id", "retries", "replaced_task_nesting"])
+def test_the_names_of_a_task_are_signed_if_the_registry_is_asked_about_it(name: str) -> None:
+    headers = {header_names.DUE: DUE, name: 1}
+    for more, covers in (({}, False), ({header_names.COPY: "c"}, True)):
+        message = signed(KEYS, amqp.Message(b"", application_headers={**headers, **more}))
+        message.properties["application_headers"][name] = 2
+        assert verifies(KEYS, message) is not covers
 
 
 signed_names = [

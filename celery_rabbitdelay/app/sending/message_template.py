@@ -138,7 +138,7 @@ class Writer:
         body, correlation_id = self._body(call), self._correlation_id or call.task_id
         due_ms = call.due.at_ms
         if self._sign is not None:
-            own[header_names.SIGNATURE] = self._sign(due_ms, correlation_id, body)
+            own[header_names.SIGNATURE] = self._sign(due_ms, correlation_id, body, own)
         return Content(self._encoder.encode(own, due_ms, correlation_id), body)
 
     def item(self, call: Call) -> bytes:
@@ -161,7 +161,7 @@ class Writer:
         """
         body, own = compressed(self._shared + items, COMPRESSION), {}
         if self._sign_envelope is not None:
-            own[header_names.SIGNATURE] = self._sign_envelope(due_ms, None, body)
+            own[header_names.SIGNATURE] = self._sign_envelope(due_ms, None, body, {})
         return Content(self._envelope.encode(own, due_ms, None), body)
 
     @cached_property
