@@ -245,7 +245,9 @@ class Forwarder:
         reason = _reason(error, outgoing)
         if destination is None or isinstance(error, exceptions.MessageRefused):
             return self.give_up(received, outgoing, reason)
-        return self._try_later(received, outgoing, destination, reason)
+        may_be_taken = isinstance(error, exceptions.MessageNacked | exceptions.ConfirmTimeout)
+        makes_copies = may_be_taken and outgoing.exchange != ""
+        return self._try_later(received, outgoing, destination, reason, makes_copies)
 
     def give_up(
         self,
@@ -351,10 +353,15 @@ class Forwarder:
         return publication
 
     def _try_later(
-        self, received: Received, outgoing: Outgoing, destination: str | None, reason: str
+        self,
+        received: Received,
+        outgoing: Outgoing,
+        destination: str | None,
+        reason: str,
+        makes_copies: bool = False,
     ) -> Publication:
         """Return the publication that puts a message into the levels, to try it again."""
-        later = self.redelivery.after_failure(outgoing, received.headers, reason)
+        later = self.redelivery.after_failure(outgoing, received.headers, reason, makes_copies)
         warn = partial(self._warn, destination, reason)
         return self._put_back(received, outgoing, later, reason, warn)
 

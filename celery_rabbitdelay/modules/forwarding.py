@@ -241,6 +241,9 @@ def pause_ms(by_ms: int, topology: Topology) -> int:
 #: Seconds before the second attempt; each further pause is twice as long as the one before it.
 FIRST_PAUSE: Final = 1.0
 
+#: The same if other queues may have the message already, and get a copy with each attempt.
+FIRST_PAUSE_WITH_COPIES: Final = 60.0
+
 #: The longest pause, in seconds.
 LONGEST_PAUSE: Final = 600.0
 
@@ -269,13 +272,16 @@ class Redelivery:
     now_ns: Callable[[], int] = time.time_ns
     signing_keys: SigningKeys | None = None
 
-    def after_failure(self, outgoing: Outgoing, received: DelayHeaders, reason: str) -> Outgoing:
+    def after_failure(
+        self, outgoing: Outgoing, received: DelayHeaders, reason: str, makes_copies: bool = False
+    ) -> Outgoing:
         """Return what to publish for a message that its destination has not taken.
 
         Args:
             outgoing: The message, with its destination.
             received: The parsed headers of the message that the module received.
             reason: Why the destination has not taken it.
+            makes_copies: Whether other queues may have taken it, and get it with each attempt.
 
         Returns:
             The message for the levels; for ``undeliverable`` if it has been tried for too long.
@@ -299,7 +305,7 @@ class Redelivery:
         if outgoing.is_vouched:
             message = self.sign(message)
         destination = outgoing.routing_key if outgoing.obstacle else DISTRIBUTION
-        due = Due.after(self._pause(failures.attempts))
+        due = Due.after(self._pause(failures.attempts, makes_copies))
         return into_levels(self.topology, message, due, destination)
 
     def sign(self, message: WaitingMessage) -> WaitingMessage:
@@ -363,10 +369,11 @@ class Redelivery:
         is_over = now_ms - failures.since_ms >= self.seconds * _MS_PER_S
         return failures, _explained(failures, reason) if is_over else None
 
-    def _pause(self, attempts: int) -> float:
+    def _pause(self, attempts: int, makes_copies: bool = False) -> float:
         """The seconds until the next attempt."""
+        first = FIRST_PAUSE_WITH_COPIES if makes_copies else FIRST_PAUSE
         doublings = min(attempts - 1, 20)
-        pause: float = min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE) * self.jitter(*JITTER)
+        pause: float = min(first * 2**doublings, LONGEST_PAUSE) * self.jitter(*JITTER)
         # Above the capacity, it would wait in meditation, which needs check-in.
         return min(pause, self.topology.layout.capacity_ms / _MS_PER_S)
 

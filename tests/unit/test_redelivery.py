@@ -76,6 +76,16 @@ def test_the_pauses_double_from_a_second_to_ten_minutes(clock: Clock) -> None:
     assert (pauses[:4], pauses[-5:]) == ([1.0, 2.0, 4.0, 8.0], [512.0, *[TEN_MINUTES] * 4])
 
 
+def test_where_each_attempt_makes_copies_the_pauses_begin_with_a_minute(clock: Clock) -> None:
+    received = DelayHeaders()
+    pauses = []
+    for _ in range(5):
+        later = redelivery(clock).after_failure(message(), received, "it is full", True)
+        received = later.message.headers
+        pauses.append(pause_of(later))
+    assert pauses == [60.0, 120.0, 240.0, 480.0, TEN_MINUTES]
+
+
 @pytest.mark.parametrize("seconds", [86_400, 0])
 def test_the_count_of_redriving_stays_while_it_is_tried_again(clock: Clock, seconds: int) -> None:
     received = {headers.REDRIVEN: 2}
