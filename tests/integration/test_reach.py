@@ -40,7 +40,8 @@ def user(rabbitmq: RabbitMQServer, shop: Any, may_write: str) -> Iterator[Connec
     rabbitmq.ctl("add_user", name, "secret")
     rabbitmq.ctl("set_permissions", name, "^$", may_write, "^$")
     url = shop.conf.broker_url.replace("guest:guest", f"{name}:secret")
-    with Connection(url, userid=name, password="secret") as connection:
+    confirmed = {"confirm_publish": True}
+    with Connection(url, userid=name, password="secret", transport_options=confirmed) as connection:
         yield connection
     rabbitmq.ctl("delete_user", name)
 
@@ -249,8 +250,6 @@ def check_in_canvas(
     ]
     exchange = shop.rabbitdelay.topology.module_queues.checkin.exchange.name
     with user(rabbitmq, shop, f"^{re.escape(exchange)}$") as client:
-        channel: Any = client.default_channel
-        channel.confirm_select()
         for number, (task, body) in enumerate(bodies, 1):
             client.Producer().publish(
                 body,
