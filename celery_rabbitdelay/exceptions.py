@@ -577,7 +577,9 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
         self.may_have_arrived = bool(self.uncertain)
 
     def __str__(self) -> str:
-        shown = ", ".join(f"row {row}: {error}" for row, error in list(self.errors.items())[:3])
+        # Mostly they are all the same.
+        first = {str(error): row for row, error in reversed(list(self.errors.items())[:3])}
+        shown = ", ".join(f"row {row}: {text}" for text, row in reversed(first.items()))
         more = f"; those from row {self.rest} on were not taken" if self.rest is not None else ""
         return f"{len(self.errors)} rows were not confirmed ({shown}){more}"
 

@@ -9,7 +9,13 @@ from celery.app.utils import find_app
 from pyspark.sql import datasource
 
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.exceptions import (
+    ConnectionLost,
+    InvalidOption,
+    RabbitDelayError,
+    RegistryUnavailable,
+    RowsNotConfirmed,
+)
 from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.spark.options import ApplicationOptions
 
@@ -86,6 +92,33 @@ def know_queue(app: Any, name: str | None) -> None:
     known = app.amqp.queues.get(name)
     if app.main == MADE and (known is None or not known.no_declare):
         app.amqp.queues.add(kombu.Queue(name, no_declare=True))
+
+
+def explain(error: Exception, options: ApplicationOptions, *raw: type[Exception]) -> None:
+    """Add to the error of a connection what to check, and drop its traceback.
+
+    Spark shows a driver the traceback first. It says no more than the text, if the error is one of
+    this package or of a connection.
+
+    Args:
+        error: The error.
+        options: The application.
+        *raw: Further errors of connections to the broker.
+    """
+    registry = isinstance(error, RegistryUnavailable)
+    causes = error.errors.values() if isinstance(error, RowsNotConfirmed) else (error,)
+    if registry or any(isinstance(each, (ConnectionLost, *raw)) for each in causes):
+        server, setting, option = (
+            ("Redis", "rabbitdelay_registry_url", "registry")
+            if registry
+            else ("RabbitMQ", "broker_url", "broker")
+        )
+        given = f"the options {option} and {option}Password"
+        place = given if options.app is None else f"{setting} of the application {options.app}"
+        error.add_note(f"Check that {server} runs and can be reached from {_where()}, and {place}.")
+    elif not isinstance(error, RabbitDelayError):
+        return
+    error.__traceback__ = None
 
 
 def _where() -> str:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
 
+from amqp.exceptions import AMQPError
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from celery_rabbitdelay.levels.delay import milliseconds_of
@@ -20,7 +21,7 @@ from celery_rabbitdelay.operations.undeliverable.messages import (
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.index import Filter as Wanted
 from celery_rabbitdelay.registry.index import Index
-from celery_rabbitdelay.spark.application import application_of
+from celery_rabbitdelay.spark.application import application_of, explain
 from celery_rabbitdelay.spark.options import ReadOptions
 
 #: The columns of the undeliverable messages.
@@ -44,13 +45,24 @@ class _Reader(DataSourceReader):
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
 
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """Yield the rows of a partition, or batches of Arrow."""
+        app = application_of(self._options.application)
+        try:
+            yield from self._rows(app, partition)
+        except Exception as error:
+            explain(error, self._options.application, OSError, AMQPError)
+            raise error from None
+
+    def _rows(self, app: Any, partition: InputPartition) -> Iterator[Any]:
+        raise NotImplementedError
+
 
 class UndeliverableReader(_Reader):
     """Reads the undeliverable messages, in one partition, as a queue has only one end."""
 
-    def read(self, partition: InputPartition) -> Iterator[Any]:
+    def _rows(self, app: Any, partition: InputPartition) -> Iterator[Any]:
         """Yield the messages in batches of Arrow, oldest first."""
-        app = application_of(self._options.application)
         limit = LIMIT if self._options.limit is None else self._options.limit
         with app.connection_for_read() as connection:
             messages = undeliverable_messages(connection, app.rabbitdelay.topology, limit)
@@ -138,9 +150,12 @@ class PendingReader(_Reader):
     def partitions(self) -> Sequence[InputPartition]:
         """Divide the tasks by their due times into parts of about the same number."""
         app = application_of(self._options.application)
-        index: Index = app.rabbitdelay.registry.index
         try:
+            index: Index = app.rabbitdelay.registry.index
             bounds = _bounds(index, self.wanted, self._options.partitions)
+        except Exception as error:
+            explain(error, self._options.application)
+            raise error from None
         finally:
             app.rabbitdelay.close()
         edges = [self.wanted.due_after_ms, *bounds, self.wanted.due_before_ms]
@@ -149,9 +164,8 @@ class PendingReader(_Reader):
             for after, before in pairwise(edges)
         ]
 
-    def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, app: Any, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the tasks of a part in the order in which they are due."""
-        app = application_of(self._options.application)
         try:
             for each in app.rabbitdelay.registry.index.pending(partition.value):
                 yield (each.task_id, each.task, each.due, each.key, each.job)
@@ -162,9 +176,8 @@ class PendingReader(_Reader):
 class LevelsReader(_Reader):
     """Reads how many messages wait in each queue of the levels."""
 
-    def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, app: Any, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the queues from the longest wait to the shortest."""
-        app = application_of(self._options.application)
         queues = app.rabbitdelay.topology.digit_queues
         with app.connection_for_write() as connection:
             counts = queue_counts(connection, queues)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 from uuid import uuid4
@@ -18,10 +19,20 @@ from pyspark.sql import DataFrame
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, JobClosed
+from celery_rabbitdelay.exceptions import (
+    InvalidColumn,
+    InvalidOption,
+    JobClosed,
+    RegistryUnavailable,
+)
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.spark.application import STREAMS_BATCHES, StreamWriterBase, application_of
+from celery_rabbitdelay.spark.application import (
+    STREAMS_BATCHES,
+    StreamWriterBase,
+    application_of,
+    explain,
+)
 from celery_rabbitdelay.spark.columns import Columns, TaskIds
 from celery_rabbitdelay.spark.grouped import Grouping, is_grouped
 from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
@@ -120,8 +131,13 @@ def dispatch(
 
     try:
         found = [Sent.of_json(row.sent) for row in frame.mapInArrow(send, SCHEMA).collect()]
-    except BaseException:  # an interrupt as well: no task of an aborted job runs
+    except BaseException as error:  # an interrupt as well: no task of an aborted job runs
         writer.abort([])
+        if "ModuleNotFoundError" in str(error):
+            error.add_note(
+                "Spark runs PYSPARK_PYTHON, or python3 of the PATH: set PYSPARK_PYTHON, before "
+                "Spark starts, to a Python that has this package and the application."
+            )
         raise
     writer.commit(found)
     return Dispatched.of(found, writer.job)
@@ -184,11 +200,12 @@ class _Write:
             sender = PartitionSender(app, columns, self._options, ids, job, partition)
             return sender.send(columns.taken(given, in_batches))
         except Exception as error:
-            # Spark shows the driver the text of the error, and does not say of which partition.
+            explain(error, self._options.application)
+            # Spark does not say of which partition.
             error.add_note(
                 f"This was partition {partition} of the write, whose rows are counted from 0."
             )
-            raise
+            raise error from None
         finally:
             # In order: Spark ends its Python processes without a word.
             app.rabbitdelay.close()
@@ -203,18 +220,23 @@ class _Write:
 
         Raises:
             JobClosed: It has expired, so none of its tasks runs.
-            RegistryUnavailable: Redis does not answer; the job expires.
+            RegistryUnavailable: Redis does not answer at the commit; the job expires.
         """
         app = application_of(self._options.application)
         if not self.has_registry or self._options.job is not None:
             return
         try:
             if not commits:
-                # An executor that still sends, or only begins to, must not find a job that is open.
-                self._open(app, job)
-                app.rabbitdelay.abort_job(job)
+                # The user gets the error that ended the write; without Redis, the job expires.
+                with suppress(RegistryUnavailable):
+                    # An executor that still sends, or begins to, must not find an open job.
+                    self._open(app, job)
+                    app.rabbitdelay.abort_job(job)
             elif any(isinstance(each, Sent) and each.rows for each in messages):
                 app.rabbitdelay.commit_job(job)
+        except Exception as error:
+            explain(error, self._options.application)
+            raise error from None
         finally:
             app.rabbitdelay.close()
 

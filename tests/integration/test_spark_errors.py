@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 import pytest
@@ -17,6 +19,7 @@ from tests.integration.shop import make_app
 from tests.integration.spark import QUICK_JAVA, spark_session
 from tests.integration.spark_apps import environment
 from tests.integration.spark_fixtures import write as write_to
+from tests.redis_servers import ConfiguredRedis
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,11 +30,29 @@ SHORT = 2.0
 
 
 @pytest.fixture(scope="module")
-def settings(session_rabbitmq: RabbitMQServer, redis_url: str) -> dict[str, dict[str, Any]]:
+def redis() -> Iterator[ConfiguredRedis]:
+    """A Redis with a password."""
+    with ConfiguredRedis(password="opensesame") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def settings(
+    session_rabbitmq: RabbitMQServer, redis: ConfiguredRedis, redis_url: str
+) -> dict[str, dict[str, Any]]:
     """The applications, by name."""
     prefix = f"test-{uuid4().hex[:8]}"
     good = small_configuration(session_rabbitmq.url, redis_url, prefix)
+    away = {**good, "rabbitdelay_confirm_timeout": 1.0}
+    stranger = session_rabbitmq.url.replace(":guest@", ":wrong@")
     return {
+        "no_broker": {**away, "broker_url": "amqp://guest:opensesame@127.0.0.1:1//"},
+        "wrong_broker_password": {**away, "broker_url": stranger},
+        "no_redis": {**away, "rabbitdelay_registry_url": "redis://127.0.0.1:1/0"},
+        "wrong_redis_password": {
+            **away,
+            "rabbitdelay_registry_url": f"redis://:wrong@127.0.0.1:{redis.port}/0",
+        },
         "good": {**good, "rabbitdelay_confirm_timeout": LONG},
         "gives_up": {**good, "rabbitdelay_confirm_timeout": SHORT},
         "never": {**good, "rabbitdelay_declare": "never"},
@@ -108,3 +129,72 @@ def test_a_broker_that_stays_in_alarm_fails_the_write_after_the_time_out(
     with pytest.raises(PySparkException, match="block") as failed:
         write(spark, "gives_up")
     assert "This was partition" in str(failed.value)
+
+
+def save(spark: SparkSession, app: str, folder: Path) -> None:
+    write(spark, app)
+
+
+def insert(spark: SparkSession, app: str, folder: Path) -> None:
+    table = f"tasks_{uuid4().hex}"
+    spark.sql(f"create table {table} (args array<bigint>, delay double) using rabbitdelay")
+    try:
+        spark.sql(
+            f"insert into {table} with (app 'tests.integration.spark_apps:{app}', task 'look') "
+            "select array(id), 1D from range(2)"
+        )
+    finally:
+        spark.sql(f"drop table {table}")
+
+
+def stream(spark: SparkSession, app: str, folder: Path) -> None:
+    rows = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 4).load()
+    options = {"app": f"tests.integration.spark_apps:{app}", "task": "look"}
+    query = rows.selectExpr("array(value) args", "1D delay").writeStream.format("rabbitdelay")
+    query.options(**options).option("checkpointLocation", str(folder)).start().awaitTermination()
+
+
+def read(spark: SparkSession, app: str, folder: Path) -> None:
+    what = "pending" if "redis" in app else "levels"
+    options = {"app": f"tests.integration.spark_apps:{app}", "what": what}
+    spark.read.format("rabbitdelay").options(**options).load().collect()
+
+
+#: What the error's own line says, and what the next one says to check.
+UNREACHABLE: Final = {
+    "no_broker": ("Connection ?refused", "RabbitMQ runs.*broker_url of the application"),
+    "wrong_broker_password": ("ACCESS_REFUSED - Login was refused", "RabbitMQ runs.*broker_url"),
+    "no_redis": ("Connection refused", "Redis runs.*rabbitdelay_registry_url of the application"),
+    "wrong_redis_password": ("invalid username-password pair", "Redis runs.*registry_url"),
+}
+
+
+@pytest.mark.parametrize(
+    ("use", "app"),
+    [
+        *((save, app) for app in UNREACHABLE),
+        *((use, app) for use in (insert, stream, read) for app in ("no_broker", "no_redis")),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_a_line_of_error_and_a_line_of_advice(
+    spark: SparkSession, app: str, use: Callable[[SparkSession, str, Path], None], tmp_path: Path
+) -> None:
+    with pytest.raises(PySparkException) as failed:
+        use(spark, app, tmp_path)
+    text, _, _ = str(failed.value).partition("=== Streaming Query ===")
+    said, advice = UNREACHABLE[app]
+    assert re.search(rf"^\S+: .*{said}.*\nCheck that {advice}.*\.$", text, re.MULTILINE)
+    # Above these, there is only the place in this package that Spark has called.
+    assert text.count('  File "') <= 2
+    assert len(text) < 1500
+
+
+def test_a_folder_for_refused_rows_that_cannot_be_written_is_not_taken_for_a_server(
+    spark: SparkSession, declared: None, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    frame = spark.sql("select array(id) args, -1D delay from range(2)")
+    options = {"onError": "collect", "errorsPath": (tmp_path / "file" / "folder").as_uri()}
+    with pytest.raises(PySparkException, match="Not a directory") as failed:
+        write_to(frame, app="tests.integration.spark_apps:good", task="look", **options)
+    assert "Check that" not in str(failed.value)

@@ -26,9 +26,10 @@ def test_the_tutorials_job_sends_and_shows_where_the_tasks_wait(
     for name, code in files.items():
         (tmp_path / name).write_text(code)
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "PYSPARK_PYTHON"},
         "CELERY_BROKER_URL": private_rabbitmq.url,
-        "PYSPARK_PYTHON": sys.executable,
+        # As in a virtual environment that is activated.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
         "TMPDIR": str(tmp_path),
     }

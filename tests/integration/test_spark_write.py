@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
+from collections.abc import Iterator
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -18,7 +20,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.spark import dispatch, task_id
+from celery_rabbitdelay.spark.columns import Columns
+from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.testing import wait_for
 from tests.integration import away_shop
 from tests.integration.arrivals import count
@@ -181,6 +186,42 @@ def test_a_stream_sends_each_row_once_although_its_batch_is_written_again(
     assert sorted(noted.until(DELAY + 2)) == [*range(8)]
 
 
+def test_without_a_registry_a_batch_that_is_written_again_sends_its_rows_again(
+    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
+) -> None:
+    given = {
+        "broker": shop.conf.broker_url.replace(":guest@", "@"),
+        "brokerPassword": "guest",
+        "prefix": f"test-{uuid4().hex[:8]}",
+        "queue": shop.conf.task_default_queue,
+        "task": "note",
+        "envelopes": False,  # nobody serves distribution under that prefix
+    }
+
+    def run() -> None:
+        stream = stream_of(spark, noted, tmp_path).format("rabbitdelay")
+        stream.options(**given).start().awaitTermination()
+
+    add_file(tmp_path, range(5))
+    run()
+    for path in (tmp_path / "checkpoint" / "commits").glob("*0*"):
+        path.unlink()
+    add_file(tmp_path, range(5, 8))
+    run()
+    wait_for(lambda: len(noted()) >= 13, "all tasks, some twice", PATIENCE)
+    assert Counter(noted()) == {**dict.fromkeys(range(5), 2), **dict.fromkeys(range(5, 8), 1)}
+
+
+def test_a_stream_keeps_to_its_rate(spark: SparkSession, noted: Notes, tmp_path: Path) -> None:
+    add_file(tmp_path, range(8))
+    stream = stream_of(spark, noted, tmp_path).format("rabbitdelay")
+    began = time.monotonic()
+    stream.options(app=APP, task="note", maxRate=4).start().awaitTermination()
+    # The first task is sent at once.
+    assert time.monotonic() - began >= (8 - 1) / 4 - 0.1
+    assert sorted(noted.until(DELAY)) == [*range(8)]
+
+
 def test_a_batch_that_foreach_batch_dispatches_twice_runs_each_row_once(
     spark: SparkSession, driver: None, noted: Notes, tmp_path: Path
 ) -> None:
@@ -218,6 +259,30 @@ def stream_of(spark: SparkSession, noted: Notes, folder: Path) -> DataStreamWrit
 def add_file(folder: Path, numbers: range) -> None:
     lines = "\n".join(f'{{"id": {each}}}' for each in numbers)
     (folder / f"from-{numbers.start}.json").write_text(lines)
+
+
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "Australia/Lord_Howe"])
+def test_an_eta_is_an_instant_when_the_clocks_of_the_session_change(
+    spark: SparkSession, zone: str
+) -> None:
+    # Each half hour of a year.
+    frame = spark.sql("select timestamp_seconds(1800000000 + 1800 * id) eta, id from range(17520)")
+    columns = Columns(frame.drop("id").schema, WriteOptions.of_call({"app": APP, "task": "note"}))
+
+    def wrong(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            rows = columns.taken([batch.select(["eta"])])
+            for number, taken in zip(batch.column("id").to_pylist(), rows, strict=True):
+                eta: Any = None if taken.row is None else taken.row.eta
+                if Due.at(eta).at_ms != (1_800_000_000 + 1800 * number) * 1000:
+                    yield batch.slice(0, 1).select(["id"])
+
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", zone)
+    try:
+        assert frame.mapInArrow(wrong, "id bigint").collect() == []
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", str(before))
 
 
 def test_the_task_of_a_row_is_found_by_the_id_of_the_row(spark: SparkSession, noted: Notes) -> None:
