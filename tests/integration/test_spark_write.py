@@ -20,6 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.spark import dispatch, task_id
 from celery_rabbitdelay.spark.columns import Columns
@@ -212,14 +213,22 @@ def test_without_a_registry_a_batch_that_is_written_again_sends_its_rows_again(
     assert Counter(noted()) == {**dict.fromkeys(range(5), 2), **dict.fromkeys(range(5, 8), 1)}
 
 
-def test_a_stream_keeps_to_its_rate(spark: SparkSession, noted: Notes, tmp_path: Path) -> None:
+def test_a_stream_keeps_to_its_rate(
+    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
+) -> None:
     add_file(tmp_path, range(8))
     stream = stream_of(spark, noted, tmp_path).format("rabbitdelay")
-    began = time.monotonic()
-    stream.options(app=APP, task="note", maxRate=4).start().awaitTermination()
-    # The first task is sent at once.
-    assert time.monotonic() - began >= (8 - 1) / 4 - 0.1
-    assert sorted(noted.until(DELAY)) == [*range(8)]
+    queue = f"spark-{uuid4().hex}"
+    given: dict[str, Any] = {"app": APP, "task": "nobody.knows", "queue": queue}
+    stream.options(**given, envelopes=False, maxRate=4).start().awaitTermination()
+    with Connection(shop.conf.broker_url) as connection:
+        wait_for(lambda: count(connection, queue) == 8, "all tasks", PATIENCE)
+        channel: Any = connection.default_channel
+        messages = [channel.basic_get(queue, no_ack=True) for _ in range(8)]
+        channel.queue_delete(queue)
+    due_ms = [message.headers[header_names.DUE] for message in messages]
+    # All have the same delay; the first one is sent at once.
+    assert max(due_ms) - min(due_ms) >= 1000 * (8 - 1) / 4 - 100
 
 
 def test_a_batch_that_foreach_batch_dispatches_twice_runs_each_row_once(
