@@ -8,14 +8,8 @@ import kombu
 from celery.app.utils import find_app
 from pyspark.sql import datasource
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.exceptions import (
-    ConnectionLost,
-    InvalidOption,
-    RabbitDelayError,
-    RegistryUnavailable,
-    RowsNotConfirmed,
-)
 from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.spark.options import ApplicationOptions
 
@@ -54,15 +48,15 @@ def application_of(options: ApplicationOptions) -> Any:
 def _imported(path: str) -> Any:
     if "://" in path:
         takes = "takes the import path of a Celery application; a broker's URL is the option broker"
-        raise InvalidOption("app", without_password(path), takes)
+        raise exceptions.InvalidOption("app", without_password(path), takes)
     try:
         app: Any = find_app(path)
     except (ImportError, AttributeError, ValueError) as missing:
         takes = f"cannot be imported here, on {_where()}: {missing}"
-        raise InvalidOption("app", path, takes) from missing
+        raise exceptions.InvalidOption("app", path, takes) from missing
     if not isinstance(app, Celery):
         takes = "takes an application of this package: call celery_rabbitdelay.install(app)"
-        raise InvalidOption("app", path, takes)
+        raise exceptions.InvalidOption("app", path, takes)
     return app
 
 
@@ -105,9 +99,9 @@ def explain(error: Exception, options: ApplicationOptions, *raw: type[Exception]
         options: The application.
         *raw: Further errors of connections to the broker.
     """
-    registry = isinstance(error, RegistryUnavailable)
-    causes = error.errors.values() if isinstance(error, RowsNotConfirmed) else (error,)
-    if registry or any(isinstance(each, (ConnectionLost, *raw)) for each in causes):
+    registry = isinstance(error, exceptions.RegistryUnavailable)
+    causes = error.errors.values() if isinstance(error, exceptions.RowsNotConfirmed) else (error,)
+    if registry or any(isinstance(each, (exceptions.ConnectionLost, *raw)) for each in causes):
         server, setting, option = (
             ("Redis", "rabbitdelay_registry_url", "registry")
             if registry
@@ -116,7 +110,7 @@ def explain(error: Exception, options: ApplicationOptions, *raw: type[Exception]
         given = f"the options {option} and {option}Password"
         place = given if options.app is None else f"{setting} of the application {options.app}"
         error.add_note(f"Check that {server} runs and can be reached from {_where()}, and {place}.")
-    elif not isinstance(error, RabbitDelayError):
+    elif not isinstance(error, exceptions.RabbitDelayError):
         return
     error.__traceback__ = None
 

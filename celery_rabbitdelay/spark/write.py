@@ -19,12 +19,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from celery_rabbitdelay.exceptions import (
-    InvalidColumn,
-    InvalidOption,
-    JobClosed,
-    RegistryUnavailable,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.spark.application import (
@@ -174,10 +169,10 @@ class _Write:
             return
         takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
         if "key" in schema.names:
-            raise InvalidColumn("key", schema["key"].dataType.simpleString(), takes)
+            raise exceptions.InvalidColumn("key", schema["key"].dataType.simpleString(), takes)
         for name, value in (("job", options.job), ("maxRate", options.max_rate)):
             if value is not None:
-                raise InvalidOption(name, str(value), takes)
+                raise exceptions.InvalidOption(name, str(value), takes)
 
     def send(self, given: Iterator[Any], ids: TaskIds, job: str, in_batches: bool = True) -> Sent:
         """Send the rows of one partition; runs in an executor.
@@ -228,7 +223,7 @@ class _Write:
         try:
             if not commits:
                 # The user gets the error that ended the write; without Redis, the job expires.
-                with suppress(RegistryUnavailable):
+                with suppress(exceptions.RegistryUnavailable):
                     # An executor that still sends, or begins to, must not find an open job.
                     self._open(app, job)
                     app.rabbitdelay.abort_job(job)
@@ -249,7 +244,7 @@ class _Write:
         jobs = app.rabbitdelay.registry.jobs
         try:
             jobs.open(job, milliseconds(self._options.job_expires))
-        except JobClosed as there:
+        except exceptions.JobClosed as there:
             if there.state != JobState.OPEN.value:
                 raise
 
