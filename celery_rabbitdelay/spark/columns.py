@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 from uuid import UUID, uuid5
@@ -24,6 +24,9 @@ from celery_rabbitdelay.spark.options import WriteOptions
 #: The namespace of all ids (RFC 9562, version 5); it must never change.
 NAMESPACE: Final = UUID("f1688d47-a47a-58e1-bbdf-0044bf1c5a41")
 
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+MICROSECOND: Final = timedelta(microseconds=1)
+
 
 def task_id(job_id: str, values: Mapping[str, Any] | Sequence[Any]) -> str:
     """Return the id of the task that a write sends for a row.
@@ -36,7 +39,8 @@ def task_id(job_id: str, values: Mapping[str, Any] | Sequence[Any]) -> str:
             number of the micro-batch, and with the id of the query if ``jobId`` is not set.
         values: The row's values in the columns that ``idColumn`` names, or in all columns without
             it: by the columns' names (a mapping or a :class:`pyspark.sql.Row`), or as a list in the
-            alphabetical order of the columns' names. A struct is a mapping or a ``Row``.
+            alphabetical order of the columns' names. A struct is a mapping or a ``Row``, and a
+            timestamp an aware datetime in any time zone.
 
     Raises:
         InvalidOption: ``job_id`` is not a string, or there are no values.
@@ -66,7 +70,7 @@ class TaskIds:
     def __init__(self, job_id: str) -> None:
         self.namespace = uuid5(NAMESPACE, job_id)
         # kombu's dumps makes an encoder for each call.
-        self._encode = JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+        self._encode = _IdEncoder(sort_keys=True, separators=(",", ":")).encode
 
     def of(self, values: Sequence[Any]) -> str:
         """Return the id of the row with these values, in the order of the columns' names.
@@ -74,9 +78,16 @@ class TaskIds:
         Raises:
             TypeError: JSON cannot express one of them.
         """
-        # JSON has no lengths of time.
-        told = [str(each) if isinstance(each, timedelta) else each for each in values]
-        return str(uuid5(self.namespace, self._encode(told)))
+        return str(uuid5(self.namespace, self._encode(values)))
+
+
+class _IdEncoder(JSONEncoder):
+    """Writes instants and intervals in microseconds, so that no id depends on a time zone."""
+
+    def default(self, o: Any) -> Any:
+        if isinstance(o, datetime) and o.tzinfo is not None:
+            o -= EPOCH
+        return o // MICROSECOND if isinstance(o, timedelta) else super().default(o)
 
 
 def _plain(value: Any) -> Any:

@@ -31,11 +31,6 @@ MAX_SCALE: Final = 6
 DOUBLE_SCALE: Final = 3
 DOUBLE_BOUND: Final = 10**12
 
-#: The years of timestamps whose offset from UTC is of whole minutes, everywhere.
-EXACT_YEARS: Final = (1973, 9999)
-
-DAY_US: Final = 86_400_000_000
-
 #: Spark divides as doubles, which count exactly so far.
 MAX_INTERVAL_US: Final = 2**53
 
@@ -71,31 +66,26 @@ COMPACT: Final = Style(",", ":", '"', "null", is_sorted=True)
 SHOWN: Final = Style(", ", ": ", "'", "None")
 
 
-def can_be_written(kind: T.DataType, is_argument: bool, is_nested: bool = False) -> bool:
+def can_be_written(kind: T.DataType, is_argument: bool) -> bool:
     """Whether Spark writes values of a type as Python does.
 
     Args:
         kind: The type.
         is_argument: Whether they are shown as well, and not only derive an id.
-        is_nested: Whether they stand in an array or a struct.
     """
     match kind:
         case T.DecimalType():
             return kind.scale <= MAX_SCALE
-        case T.TimestampType():
+        case T.TimestampType() | T.DayTimeIntervalType():
             # How Python shows a time zone depends on where it comes from.
             return not is_argument
-        case T.DayTimeIntervalType():
-            # In an array or a struct, it is nothing that JSON can express.
-            return not is_argument and not is_nested
         case T.ArrayType():
             if isinstance(kind.elementType, T.ArrayType | T.StructType):
                 return False
-            return can_be_written(kind.elementType, is_argument, is_nested=True)
+            return can_be_written(kind.elementType, is_argument)
         case T.StructType():
             return all(
-                has_plain_name(field.name)
-                and can_be_written(field.dataType, is_argument, is_nested=True)
+                has_plain_name(field.name) and can_be_written(field.dataType, is_argument)
                 for field in kind.fields
             )
     return isinstance(kind, SIMPLE)
@@ -132,9 +122,9 @@ def _text(value: Column, kind: T.DataType, style: Style) -> Column:
         case T.DateType():
             return _tagged("date", plain, style)
         case T.TimestampType():
-            return _tagged("datetime", _timestamp(value), style)
+            return F.unix_micros(value).cast("string")
         case T.DayTimeIntervalType():
-            return joined(style.quote, _interval(value), style.quote)
+            return interval_micros(value).cast("string")
         case T.ArrayType():
             return joined("[", _elements(value, kind.elementType, style), "]")
         case T.StructType():
@@ -158,8 +148,6 @@ def _is_exact(value: Column, kind: T.DataType) -> Column:
             return value.rlike(PLAIN)
         case T.DateType():
             return F.year(value).between(1, 9999)
-        case T.TimestampType():
-            return F.year(value).between(*EXACT_YEARS)
         case T.DayTimeIntervalType():
             return interval_micros(value).isNotNull()
         case T.ArrayType(elementType=T.StringType() | T.IntegralType()):
@@ -226,42 +214,6 @@ def _double(value: Column) -> Column:
     # "12.500" is shown as "12.5", and "12.000" as "12.0".
     digits = F.rtrim(_rounded(value).cast("string"), F.lit("0"))
     return joined(digits, F.when(digits.endswith("."), "0").otherwise(""))
-
-
-def _timestamp(value: Column) -> Column:
-    return joined(
-        F.date_format(value, "yyyy-MM-dd'T'HH:mm:ss"),
-        _fraction(F.unix_micros(value)),
-        F.date_format(value, "xxx"),
-    )
-
-
-def _fraction(micros: Column) -> Column:
-    """Return a point and the six digits of microseconds; nothing for a whole second."""
-    digits = F.lpad(F.pmod(micros, F.lit(1_000_000)).cast("string"), 6, "0")
-    return F.when(digits == "000000", "").otherwise(joined(".", digits))
-
-
-def _interval(value: Column) -> Column:
-    """Return an interval as Python writes a timedelta."""
-    micros = interval_micros(value)
-    rest = F.pmod(micros, F.lit(DAY_US))
-    days = F.floor((micros - rest) / DAY_US)
-
-    def two_digits(unit_us: int) -> Column:
-        return F.lpad(F.pmod(F.floor(rest / unit_us), F.lit(60)).cast("string"), 2, "0")
-
-    return joined(
-        F.when(days == 0, "").otherwise(
-            joined(days.cast("string"), F.when(days == 1, " day, ").otherwise(" days, "))
-        ),
-        F.floor(rest / 3_600_000_000).cast("string"),
-        ":",
-        two_digits(60_000_000),
-        ":",
-        two_digits(1_000_000),
-        _fraction(rest),
-    )
 
 
 def interval_micros(value: Column) -> Column:

@@ -175,6 +175,30 @@ def test_ids_are_derived_from_the_same_columns_and_delays(spark: SparkSession) -
     assert one == by_python(frame.drop("task_id"), options(idColumn="args"))
 
 
+def test_ids_are_the_same_whatever_the_time_zone_of_the_session_is(spark: SparkSession) -> None:
+    # Around the hour that occurs twice in New York, and before time zones were of whole minutes.
+    query = """
+        select timestamp_seconds(at) eta, struct(id) args
+        from values (-3e9, 1), (1793507400, 2), (1793511000, 3), (1893553445.678, 4) rows(at, id)
+        """
+    given = options(kwargsFromColumns="true")
+    zones = ("UTC", "America/New_York", "Asia/Kolkata")
+    former = spark.conf.get("spark.sql.session.timeZone")
+    found = []
+    try:
+        for zone in zones:
+            spark.conf.set("spark.sql.session.timeZone", zone)
+            frame = spark.sql(query)
+            items, left = written(frame)
+            assert left == []
+            assert items.keys() == by_python(frame, options()).keys()
+            at_too = frame.selectExpr("*", "array(eta) at")
+            found.append((items.keys(), by_python(at_too, given).keys()))
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", former or "UTC")
+    assert found == [found[0]] * len(zones)
+
+
 def test_tasks_that_are_due_in_the_same_tick_come_together(spark: SparkSession) -> None:
     frame = spark.sql("select array(id) args, 3600 + id % 100 delay from range(0, 10000, 1, 4)")
     given = {**GIVEN, "tolerance": "60"}

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
+from uuid import uuid5
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pytest
@@ -269,6 +271,18 @@ def test_the_id_of_a_row_depends_on_the_row_and_on_the_job_alone() -> None:
     assert TaskIds("june").of([1, "a"]) == "68797b46-4d9b-5b6b-b0f5-c9b665b7e9ee"
     assert TaskIds("june").of(values) != TaskIds("july").of(values)
     assert TaskIds("june").of(values) != TaskIds("june").of([8, *values[1:]])
+
+
+def test_the_id_of_a_row_depends_on_its_instants_and_not_on_their_time_zone() -> None:
+    zone = ZoneInfo("America/New_York")
+    values = [INSTANT.astimezone(zone), {"at": [INSTANT]}, timedelta(days=-1)]
+    assert task_id("june", values) == task_id("june", [INSTANT, {"at": [values[0]]}, values[2]])
+    micros = 1_893_553_445_678_000
+    name = f'[{micros},{{"at":[{micros}]}},-86400000000]'
+    assert task_id("june", values) == str(uuid5(TaskIds("june").namespace, name))
+    # The hour that occurs twice.
+    first = datetime(2026, 11, 1, 1, 30, tzinfo=zone)
+    assert task_id("june", [first]) != task_id("june", [first.replace(fold=1)])
 
 
 def test_the_id_of_a_task_is_found_again_from_the_values_of_its_row() -> None:
