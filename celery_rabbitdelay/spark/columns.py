@@ -119,6 +119,10 @@ TYPES: Final[Mapping[str, tuple[tuple[type[T.DataType], ...], str]]] = {
     "headers": ((T.StructType, T.MapType, T.StringType), f"a struct, a map, or {JSON}"),
 }
 
+#: The types that JSON cannot express, at any depth, and those that it takes as the keys of a map.
+INEXPRESSIBLE: Final = (T.AnsiIntervalType, T.CalendarIntervalType, T.VariantType)
+KEYS: Final = (T.StringType, T.IntegralType, T.FloatType, T.DoubleType, T.BooleanType)
+
 #: The columns in which rows may differ that ``send_many`` takes once for all rows.
 SHARED: Final = ("task", "queue", "tolerance", "priority", "headers")
 
@@ -283,6 +287,9 @@ def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
                 "make all further columns keyword arguments"
             )
             raise InvalidColumn(name, found.simpleString(), takes)
+        if name not in ("delay", "tolerance") and (wrong := _inexpressible(found)):
+            takes = f"JSON cannot express {wrong.simpleString()}; cast it, to a string for example"
+            raise InvalidColumn(name, found.simpleString(), takes)
     both = "delay" in columns and "eta" in columns
     if both or not ("delay" in columns or "eta" in columns):
         what = "there are both" if both else "there is neither"
@@ -296,6 +303,23 @@ def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
         if name not in columns:
             takes = f"is named by idColumn; the columns are {', '.join(columns)}"
             raise InvalidColumn(name, None, takes)
+
+
+def _inexpressible(kind: T.DataType) -> T.DataType | None:
+    """Return the first type in a type that JSON cannot express; None if there is none."""
+    inner: Iterable[T.DataType] = ()
+    match kind:
+        case T.ArrayType():
+            inner = [kind.elementType]
+        case T.StructType():
+            inner = [field.dataType for field in kind.fields]
+        case T.MapType():
+            if not isinstance(kind.keyType, KEYS):
+                return kind
+            inner = [kind.valueType]
+    if isinstance(kind, INEXPRESSIBLE):
+        return kind
+    return next(filter(None, map(_inexpressible, inner)), None)
 
 
 def _has_map(kind: T.DataType) -> bool:

@@ -238,7 +238,7 @@ def test_what_cannot_be_grouped_says_what_to_do(spark: SparkSession) -> None:
         ("map('a', 1) kwargs, 1 delay", "kwargs"),
         ("array(1F) args, 1 delay", "args"),
         ("struct(current_timestamp()) args, 1 delay", "args"),
-        ("array(1) args, interval 1 day kwarg, 1 delay", "kwarg"),
+        ("array(1) args, current_timestamp() kwarg, 1 delay", "kwarg"),
         ("array(1) args, 1 delay, 5 priority", "priority"),
         ("array(1) args, 1 delay, 'q' queue", "queue"),
     ):

@@ -306,6 +306,9 @@ def test_the_task_of_a_row_is_found_by_the_id_of_the_row(spark: SparkSession, no
 WRONG: list[tuple[str, dict[str, str], str]] = [
     ("'x' delay", {}, "column delay (string): takes a number of seconds"),
     ("1 delay, now() eta", {}, "there are both"),
+    ("1 delay, array(interval 1 day) args", {}, "column args (array<interval day>): JSON cannot"),
+    ("1 delay, struct(interval 1 year) args", {}, "JSON cannot express interval year"),
+    ("1 delay, parse_json('{}') v", {"kwargsFromColumns": "true"}, "column v (variant): JSON cann"),
     ("1 delay", {"tasks": "x"}, "option tasks: is unknown; did you mean task"),
     ("1 delay", {"app": "no.such.module"}, "option app = 'no.such.module': cannot be imported"),
 ]

@@ -204,6 +204,32 @@ def test_an_unfit_schema_is_refused(columns: Any, more: Any, text: str) -> None:
     assert text in str(raised.value)
 
 
+DAYS, MONTHS = T.DayTimeIntervalType(), T.YearMonthIntervalType()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("args", T.ArrayType(DAYS), "JSON cannot express interval day to second; cast"),
+        ("args", schema(a=T.LongType(), b=T.ArrayType(MONTHS)), "express interval year to month"),
+        ("args", T.ArrayType(T.CalendarIntervalType()), "express interval;"),
+        ("kwargs", schema(a=T.VariantType()), "express variant;"),
+        ("kwargs", T.MapType(T.StringType(), DAYS), "express interval day to second;"),
+        ("kwargs", schema(a=T.MapType(T.DateType(), T.LongType())), "express map<date,bigint>;"),
+        ("wait", DAYS, "express interval day to second;"),
+        ("Blob", T.VariantType(), "express variant;"),
+    ],
+)
+def test_values_that_json_cannot_express_are_refused_by_the_schema(
+    name: str, kind: T.DataType, text: str
+) -> None:
+    more = {} if name in ("args", "kwargs") else {"kwargsFromColumns": "true"}
+    with pytest.raises(InvalidColumn) as raised:
+        Columns(schema(delay=T.LongType(), **{name: kind}), options(**more))
+    assert raised.value.name == name
+    assert text in str(raised.value)
+
+
 def test_a_write_needs_a_task() -> None:
     with pytest.raises(InvalidColumn, match="column task: takes a column"):
         Columns(schema(delay=T.LongType()), WriteOptions.of({"app": "shop"}))
