@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 import kombu
@@ -113,6 +114,33 @@ def explain(error: Exception, options: ApplicationOptions, *raw: type[Exception]
     elif not isinstance(error, exceptions.RabbitDelayError):
         return
     error.__traceback__ = None
+
+
+def find_task(app: Any, name: str, allows_unknown: bool) -> Any:
+    """Return a task of the application; None if it may be sent by its name alone.
+
+    Args:
+        app: The application; one that is made of a URL knows no tasks.
+        name: The task's name.
+        allows_unknown: Whether the application need not know it.
+
+    Raises:
+        InvalidOption: The application does not know it.
+    """
+    if name in app.tasks or allows_unknown or app.main == MADE:
+        return app.tasks.get(name)
+    try:
+        # As a worker does: the modules of the settings, and those that are discovered.
+        app.loader.import_default_modules()
+    except Exception as failed:  # noqa: BLE001 - importing runs code of the user's
+        problem = f"is not found: importing the modules of tasks here, on {_where()}: {failed!r}"
+    else:
+        if name in app.tasks:
+            return app.tasks[name]
+        (meant, *_) = (*get_close_matches(name, list(app.tasks), 1), "")
+        problem = "is unknown to the application" + (f"; did you mean {meant}?" if meant else "")
+    takes = f"{problem}; set allowUnknownTasks to send a task by its name alone"
+    raise exceptions.InvalidOption("task", name, takes)
 
 
 def _where() -> str:

@@ -14,7 +14,9 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID, uuid5
 
 from kombu.utils.json import JSONEncoder
+from pyspark import TaskContext
 from pyspark.sql import Row as SparkRow
+from pyspark.sql import SparkSession
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay.app.sending.rows import Row
@@ -53,7 +55,7 @@ def task_id(job_id: str, values: Mapping[str, Any] | Sequence[Any]) -> str:
         raise InvalidOption("idColumn", repr(values), takes)
     plain = _plain(values)
     if isinstance(plain, dict):
-        plain = [plain[name] for name in sorted(plain)]
+        plain = [plain[name] for name in alphabetical(plain)]
     return TaskIds(job_id).of(plain)
 
 
@@ -88,6 +90,11 @@ class _IdEncoder(JSONEncoder):
         if isinstance(o, datetime) and o.tzinfo is not None:
             o -= EPOCH
         return o // MICROSECOND if isinstance(o, timedelta) else super().default(o)
+
+
+def alphabetical(names: Iterable[str]) -> list[str]:
+    """Return names of columns in the order in which ids are derived from them."""
+    return sorted(names, key=lambda name: (name.lower(), name))
 
 
 def _plain(value: Any) -> Any:
@@ -160,12 +167,14 @@ class Taken(NamedTuple):
         row: The row of ``send_many``; None if the row is invalid.
         error: Why it is invalid; None if it is valid.
         identity: The values that the task's id is derived from.
+        given: All its values, by the names of the columns in :attr:`Columns.types`.
     """
 
     shared: Shared
     row: Row | None
     error: Exception | None
     identity: Sequence[Any]
+    given: Mapping[str, Any]
 
 
 class Columns:
@@ -176,22 +185,25 @@ class Columns:
         options: The options of the write.
 
     Attributes:
+        schema: The schema.
+        types: The type of each column. A column with a meaning of its own has its usual name here,
+            if names of columns are case-insensitive.
+        identity: The names of the columns that ids are derived from, in their order.
         are_shared: Whether all rows have the same :class:`Shared`.
         shared: The options of all rows, if they are shared; otherwise those of the write alone.
 
     Raises:
-        InvalidColumn: A column is missing, unknown, or of a wrong type.
+        InvalidColumn: A column is missing, unknown, twice there, or of a wrong type.
     """
 
     def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
         self._options = options
-        self._schema = schema
-        self._names = [field.name for field in schema.fields]
-        self._types = {field.name: field.dataType for field in schema.fields}
-        _check(self._types, options)
-        self._kwargs = [name for name in self._names if name not in TYPES]
-        self._identity = sorted(options.id_column or self._names)
-        self.are_shared = not any(name in self._types for name in SHARED)
+        self.schema = schema
+        self.types = _types(schema)
+        self.identity = _identity(self.types, options)
+        _check(self.types, options)
+        self._kwargs = [name for name in self.types if name not in TYPES]
+        self.are_shared = not any(name in self.types for name in SHARED)
         self.shared = Shared(options.task or "", options.queue, options.tolerance)
 
     def taken(self, given: Iterable[Any], in_batches: bool = True) -> Iterator[Taken]:
@@ -206,23 +218,24 @@ class Columns:
                 yield from self._of_batch(batch)
         else:
             for row in given:
-                yield self._taken(_plain_of(row.asDict(recursive=True), self._schema))
+                values = zip(self.types.items(), row, strict=True)
+                yield self._taken({name: _plain_of(value, kind) for (name, kind), value in values})
 
     def _of_batch(self, batch: Any) -> Iterator[Taken]:
         values = {}
-        for name, kind in self._types.items():
-            column = batch.column(name).to_pylist()
+        for (name, kind), given in zip(self.types.items(), batch.columns, strict=True):
+            column = given.to_pylist()
             values[name] = [_plain_of(v, kind) for v in column] if _has_map(kind) else column
         for position in range(batch.num_rows):
             yield self._taken({name: column[position] for name, column in values.items()})
 
     def _taken(self, given: Mapping[str, Any]) -> Taken:
-        identity = [given[name] for name in self._identity]
+        identity = [given[name] for name in self.identity]
         try:
             shared = self.shared if self.are_shared else self._shared_of(given)
-            return Taken(shared, self._row(given), None, identity)
+            return Taken(shared, self._row(given), None, identity, given)
         except (TypeError, ValueError) as wrong:
-            return Taken(self.shared, None, wrong, identity)
+            return Taken(self.shared, None, wrong, identity, given)
 
     def _row(self, given: Mapping[str, Any]) -> Row:
         delay, eta = given.get("delay"), given.get("eta")
@@ -261,7 +274,7 @@ class Columns:
     def _parsed(self, given: Mapping[str, Any], name: str, kind: Any) -> Any:
         """Return a column that may be JSON text."""
         value = given.get(name)
-        if value is None or not isinstance(self._types[name], T.StringType):
+        if value is None or not isinstance(self.types[name], T.StringType):
             return value
         try:
             parsed = json.loads(value)
@@ -271,6 +284,40 @@ class Columns:
             what = "an object" if kind is dict else "a list"
             raise InvalidRow(_shown(given), f"the JSON of its {name} is not {what}")
         return parsed
+
+
+def _is_case_sensitive() -> bool:
+    """Whether names of columns are case-sensitive in Spark's session; it says so to executors."""
+    setting = "spark.sql.caseSensitive"
+    if (context := TaskContext.get()) is not None:
+        return context.getLocalProperty(setting) == "true"
+    session = SparkSession.getActiveSession()
+    return session is not None and session.conf.get(setting) == "true"
+
+
+def _types(schema: T.StructType) -> dict[str, T.DataType]:
+    folds, types = not _is_case_sensitive(), {}
+    for field in schema.fields:
+        known = field.name.lower() if folds else field.name
+        name = known if known in TYPES else field.name
+        if name in types:
+            raise InvalidColumn(field.name, field.dataType.simpleString(), "is there twice")
+        types[name] = field.dataType
+    return types
+
+
+def _identity(types: Mapping[str, T.DataType], options: WriteOptions) -> list[str]:
+    """Return the names of the columns that ids are derived from, in their order."""
+    if options.id_column is None:
+        return alphabetical(types)
+    folds, found = not _is_case_sensitive(), []
+    for name in options.id_column:
+        same = [each for each in types if each == name or (folds and each.lower() == name.lower())]
+        if len(same) != 1:
+            takes = f"is named by idColumn; the columns are {', '.join(types)}"
+            raise InvalidColumn(name, None, takes)
+        found += same
+    return alphabetical(found)
 
 
 def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
@@ -299,10 +346,6 @@ def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
         raise InvalidColumn("kwargs", columns["kwargs"].simpleString(), takes)
     if "task" not in columns and not options.task:
         raise InvalidColumn("task", None, "takes a column of tasks' names, or the option task")
-    for name in options.id_column or ():
-        if name not in columns:
-            takes = f"is named by idColumn; the columns are {', '.join(columns)}"
-            raise InvalidColumn(name, None, takes)
 
 
 def _inexpressible(kind: T.DataType) -> T.DataType | None:

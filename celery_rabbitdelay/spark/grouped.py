@@ -24,7 +24,7 @@ from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.spark import expressions
-from celery_rabbitdelay.spark.application import application_of
+from celery_rabbitdelay.spark.application import application_of, find_task
 from celery_rabbitdelay.spark.columns import SHARED, TYPES, Columns, TaskIds
 from celery_rabbitdelay.spark.expressions import COMPACT, JSON, SHOWN, Style, all_of, joined
 from celery_rabbitdelay.spark.options import WriteOptions
@@ -108,14 +108,17 @@ class Grouping:
 
     Raises:
         InvalidColumn: The schema does not fit.
+        InvalidOption: The application does not know the task.
     """
 
     def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
-        Columns(schema, options)
-        self._names = schema.names
-        self._types = {field.name: field.dataType for field in schema.fields}
+        columns = Columns(schema, options)
+        self._given_names = schema.names
+        self._types, self._identity = columns.types, columns.identity
         self._options = options
         self._app = application_of(options.application)
+        name, allows_unknown = options.task, options.allow_unknown_tasks
+        self._task = None if name is None else find_task(self._app, name, allows_unknown)
         self.refusal = self._refusal()
 
     def of(self, frame: DataFrame) -> DataFrame:
@@ -123,7 +126,7 @@ class Grouping:
         layout: Layout = self._app.rabbitdelay.topology.layout
         now_ms = time.time_ns() // NS_PER_MS
         # Spark computes a column once if it has a name and others need it more than once.
-        row = F.struct(*map(_column, self._names)).alias(ROW)
+        row = F.struct(*map(_column, self._given_names)).alias(ROW)
         frame = frame.select(row, self._delay_ms(now_ms).alias(DELAY), *self._texts())
         digest = F.sha1(F.concat(self._namespace, F.col(IDENTITY).cast("binary")))
         frame = frame.select("*", digest.alias(DIGEST))
@@ -143,11 +146,11 @@ class Grouping:
         if options.envelopes is False or DISTRIBUTE not in settings.modules:
             takes = "takes true, and workers that serve distribution, if rows are grouped"
             return InvalidOption("envelopes", str(options.envelopes).lower(), takes)
-        if RegistryOptions.of(settings, self._app.tasks.get(options.task), {}, {}).track:
+        if RegistryOptions.of(settings, self._task, {}, {}).track:
             takes = "takes no task that is tracked if rows are grouped: each is noted by itself"
             return InvalidOption("task", options.task, takes)
         for name in ("key", *SHARED):
-            if name in self._names:
+            if name in self._types:
                 kind = self._types[name].simpleString()
                 return InvalidColumn(name, kind, "is not written by Spark; leave grouped out")
         for name in {*self._arguments, *self._identity}:
@@ -163,16 +166,11 @@ class Grouping:
         return None
 
     @property
-    def _identity(self) -> Sequence[str]:
-        """The columns that the ids are derived from."""
-        return sorted(self._options.id_column or self._names)
-
-    @property
     def _arguments(self) -> Sequence[str]:
         """The columns that become arguments."""
         if self._options.kwargs_from_columns:
-            return [name for name in self._names if name not in TYPES or name == "args"]
-        return [name for name in ("args", "kwargs") if name in self._names]
+            return [name for name in self._types if name not in TYPES or name == "args"]
+        return [name for name in ("args", "kwargs") if name in self._types]
 
     def _delay_ms(self, now_ms: int) -> Column:
         """The milliseconds from now until a row is due; null if it has no valid due time."""
@@ -220,6 +218,7 @@ class Grouping:
         """The two blocks of a row, and whether they are those that Python writes."""
         task_id = F.coalesce(F.col("task_id"), _uuid(F.col(DIGEST)))
         headers = joined('{"headers":{"id":"', task_id)
+        # Python refuses a row that is too large for a message.
         conditions = [F.col(EXACT)]
         for name, size in zip(REPRS, repr_sizes(self._app.amqp), strict=True):
             headers = joined(headers, f'","{name}":"', F.col(name))
@@ -279,8 +278,7 @@ class Grouping:
 
     def _numbers_taken(self) -> Sequence[int]:
         """How many positional arguments the task takes, in addition to its keyword arguments."""
-        task = self._app.tasks.get(self._options.task)
-        check = None if task is None else argument_check(task)
+        check = None if self._task is None else argument_check(self._task)
         if check is None:
             return range(MAX_ARGUMENTS)
         kind = self._types.get("kwargs")

@@ -28,7 +28,9 @@ class GroupedColumns:
         options: The options of the write.
 
     Attributes:
-        are_shared: As for :class:`.Columns`.
+        schema: As for :class:`.Columns`, of the rows as they were.
+        types: Likewise.
+        are_shared: Likewise.
         shared: Likewise.
 
     Raises:
@@ -39,6 +41,7 @@ class GroupedColumns:
         row = schema[ROW].dataType
         assert isinstance(row, T.StructType), "is_grouped has looked"
         self._columns = Columns(row, options)
+        self.schema, self.types = row, self._columns.types
         self.are_shared = self._columns.are_shared
         self.shared = self._columns.shared
 

@@ -172,6 +172,7 @@ class WriteOptions(NamedTuple):
         application: The application that sends.
         task: The task's name; None if it is in a column.
         queue: The queue of all tasks; None to use the application's routes.
+        allow_unknown_tasks: Whether tasks may be sent that ``app`` does not know.
         tolerance: Seconds by which a task may start late.
         envelopes: Whether tasks that are due together share a message; None for the default of
             ``send_many``.
@@ -192,6 +193,7 @@ class WriteOptions(NamedTuple):
     application: ApplicationOptions
     task: Annotated[str | None, TEXT] = None
     queue: Annotated[str | None, TEXT] = None
+    allow_unknown_tasks: Annotated[bool, FLAG] = False
     tolerance: Annotated[float, SECONDS] = 0.0
     envelopes: Annotated[bool | None, FLAG] = None
     job_id: Annotated[str | None, TEXT] = None

@@ -17,8 +17,14 @@ from kombu.utils.json import dumps
 from pyspark.sql.datasource import WriterCommitMessage
 
 from celery_rabbitdelay.app.sending.rows import Report, Row, WrittenRows, one_by_one
-from celery_rabbitdelay.exceptions import InvalidEnvelope, MessageRefused, RowsNotConfirmed
-from celery_rabbitdelay.spark.application import know_queue
+from celery_rabbitdelay.exceptions import (
+    InvalidEnvelope,
+    InvalidOption,
+    InvalidRow,
+    MessageRefused,
+    RowsNotConfirmed,
+)
+from celery_rabbitdelay.spark.application import find_task, know_queue
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds
 from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
@@ -109,6 +115,7 @@ class PartitionSender:
         self._ids = ids
         self._registered = {"job": job, "once": True} if job else {}
         self._sent = Sent(partition, job)
+        self._tasks: dict[str, Any] = {}
         self._refused_lines: list[str] = []
 
     def send(self, taken: Iterator[Taken | WrittenRows]) -> Sent:
@@ -139,9 +146,21 @@ class PartitionSender:
         if taken.row is None:
             assert taken.error is not None
             raise taken.error
+        if isinstance(unknown := self._task(taken.shared.task), InvalidOption):
+            raise InvalidRow({"task": taken.shared.task}, f"its task {unknown.takes}")
         if taken.row.task_id is not None:
             return taken.row
         return taken.row._replace(task_id=self._ids.of(taken.identity))
+
+    def _task(self, name: str) -> Any:
+        """Return a task; its name if only that is known; why it cannot be sent, as an error."""
+        if name not in self._tasks:
+            try:
+                found = find_task(self._app, name, self._options.allow_unknown_tasks)
+            except InvalidOption as unknown:
+                found = unknown
+            self._tasks[name] = found or name
+        return self._tasks[name]
 
     def _send_chunk(self, chunk: list[Taken | WrittenRows]) -> None:
         groups: dict[Shared, list[Member]] = defaultdict(list)
@@ -181,11 +200,10 @@ class PartitionSender:
     def _send_many(self, shared: Shared, rows: Iterable[Row | WrittenRows]) -> None:
         delays = self._app.rabbitdelay
         know_queue(self._app, shared.queue)
-        task = self._app.tasks.get(shared.task, shared.task)
         options = {**shared.options, **self._registered}
         try:
             report = delays.send_many(
-                task,
+                self._task(shared.task),
                 self._paced(rows),
                 tolerance=shared.tolerance,
                 envelopes=self._options.envelopes,

@@ -27,6 +27,7 @@ from celery_rabbitdelay.spark.application import (
     StreamWriterBase,
     application_of,
     explain,
+    find_task,
 )
 from celery_rabbitdelay.spark.columns import Columns, TaskIds
 from celery_rabbitdelay.spark.grouped import Grouping, is_grouped
@@ -157,19 +158,22 @@ class _Write:
 
     Raises:
         InvalidColumn: The schema does not fit.
-        InvalidOption: The application cannot be imported.
+        InvalidOption: The application cannot be imported, or does not know the task.
     """
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
         self._schema = schema
         self._options = options
-        self._columns()
-        self.has_registry = bool(application_of(options.application).rabbitdelay.has_registry)
+        types = self._columns().types
+        app = application_of(options.application)
+        if options.task is not None:
+            find_task(app, options.task, options.allow_unknown_tasks)
+        self.has_registry = bool(app.rabbitdelay.has_registry)
         if self.has_registry:
             return
         takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
-        if "key" in schema.names:
-            raise exceptions.InvalidColumn("key", schema["key"].dataType.simpleString(), takes)
+        if "key" in types:
+            raise exceptions.InvalidColumn("key", types["key"].simpleString(), takes)
         for name, value in (("job", options.job), ("maxRate", options.max_rate)):
             if value is not None:
                 raise exceptions.InvalidOption(name, str(value), takes)

@@ -171,7 +171,8 @@ def test_ids_are_derived_from_the_same_columns_and_delays(spark: SparkSession) -
     assert len(items) == 40
     assert "given-4" in items
     assert left == []
-    one, _ = written(frame.drop("task_id"), idColumn="args")
+    assert written(frame.toDF("Args", "DELAY", "Task_ID")) == (items, [])
+    one, _ = written(frame.drop("task_id"), idColumn="ARGS")
     assert one == by_python(frame.drop("task_id"), options(idColumn="args"))
 
 

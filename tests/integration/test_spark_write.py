@@ -20,6 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from celery_rabbitdelay import InvalidColumn
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.spark import dispatch, task_id
@@ -65,14 +66,54 @@ def test_each_row_becomes_a_task_that_runs_when_it_is_due(
         "array(id) args, map('key', '{key}') kwargs, now() + interval 1 second eta",
         "array(id) args, map('key', '{key}') kwargs, 1 delay, 'note' task, 0.1 tolerance",
         "array(id) args, map('key', '{key}') kwargs, 1 delay, map('a', 'x') headers, 3 priority",
+        "array(id) Args, map('key', '{key}') KWARGS, 1 delaY, 'note' TASK",
     ],
-    ids=["maps", "structs", "decimals", "eta", "task", "headers"],
+    ids=["maps", "structs", "decimals", "eta", "task", "headers", "names"],
 )
 def test_columns_may_have_several_types(spark: SparkSession, noted: Notes, columns: str) -> None:
     frame = spark.sql(f"select {columns.format(key=noted.key)} from range(3)")
     write(frame)
     wait_for(lambda: len(noted()) >= 3, "all tasks", PATIENCE)
     assert sorted(noted()) == [0, 1, 2]
+
+
+def test_names_of_columns_are_case_sensitive_where_the_session_says_so(
+    spark: SparkSession, driver: None, noted: Notes
+) -> None:
+    frame = notes(spark, noted, 3, "1D")
+    other = frame.withColumnRenamed("delay", "Delay")
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        write(frame)
+        with pytest.raises(PySparkException, match=r"column Delay \(double\): is unknown"):
+            write(other)
+        with pytest.raises(InvalidColumn, match=r"column Delay \(double\): is unknown"):
+            dispatch(other, "note", app=APP)
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+    assert sorted(noted.until(DELAY)) == [0, 1, 2]
+
+
+def test_rows_of_unknown_tasks_are_refused_unless_they_are_allowed(
+    spark: SparkSession, driver: None, noted: Notes, shop: Any, tmp_path: Path
+) -> None:
+    frame = notes(spark, noted, 4, "1D").selectExpr(
+        "*", "if(args[0] < 2, 'note', 'elsewhere') task"
+    )
+    with pytest.raises(PySparkException, match="its task is unknown to the application"):
+        dispatch(frame, app=APP)
+    errors = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
+    report = dispatch(frame, app=APP, **errors)
+    assert (report.confirmed, report.refused) == (2, {"InvalidRow": 2})
+    queue = f"spark-{uuid4().hex}"
+    elsewhere = frame.where("task = 'elsewhere'")
+    assert dispatch(elsewhere, app=APP, queue=queue, allowUnknownTasks=True).confirmed == 2
+    with Connection(shop.conf.broker_url) as connection:
+        wait_for(lambda: count(connection, queue) == 2, "the tasks of another service", PATIENCE)
+        channel: Any = connection.default_channel
+        channel.queue_delete(queue)
+    wait_for(lambda: len(noted()) >= 2, "the known ones", PATIENCE)
+    assert sorted(noted()) == [0, 1]
 
 
 def test_further_columns_may_be_keyword_arguments(spark: SparkSession, shop: Any) -> None:
@@ -82,7 +123,8 @@ def test_further_columns_may_be_keyword_arguments(spark: SparkSession, shop: Any
     )
     with pytest.raises(AnalysisException, match=r"column price \(decimal.*is unknown.*kwargsFrom"):
         write(frame)
-    write(frame, task="nobody.knows", queue=queue, kwargsFromColumns="true")
+    unknown = {"task": "nobody.knows", "allowUnknownTasks": "true"}
+    write(frame, **unknown, queue=queue, kwargsFromColumns="true")
     with Connection(shop.conf.broker_url) as connection:
         wait_for(lambda: count(connection, queue) == 1, "the task", PATIENCE)
         channel: Any = connection.default_channel
@@ -310,6 +352,7 @@ WRONG: list[tuple[str, dict[str, str], str]] = [
     ("1 delay, struct(interval 1 year) args", {}, "JSON cannot express interval year"),
     ("1 delay, parse_json('{}') v", {"kwargsFromColumns": "true"}, "column v (variant): JSON cann"),
     ("1 delay", {"tasks": "x"}, "option tasks: is unknown; did you mean task"),
+    ("1 delay", {"task": "notes"}, "option task = 'notes': is unknown to the application; did you"),
     ("1 delay", {"app": "no.such.module"}, "option app = 'no.such.module': cannot be imported"),
 ]
 
