@@ -218,7 +218,6 @@ class Grouping:
         """The two blocks of a row, and whether they are those that Python writes."""
         task_id = F.coalesce(F.col("task_id"), _uuid(F.col(DIGEST)))
         headers = joined('{"headers":{"id":"', task_id)
-        # Python refuses a row that is too large for a message.
         conditions = [F.col(EXACT)]
         for name, size in zip(REPRS, repr_sizes(self._app.amqp), strict=True):
             headers = joined(headers, f'","{name}":"', F.col(name))

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice
+from inspect import signature
+from itertools import accumulate, chain
 from typing import Any, Final, Self, TypeAlias
 from uuid import uuid4
 
+import pyarrow as pa
 from kombu.exceptions import EncodeError
-from kombu.utils.json import dumps
+from pyarrow import fs
+from pyarrow import parquet as pq
+from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 from pyspark.sql.datasource import WriterCommitMessage
+from pyspark.sql.pandas.types import to_arrow_schema
 
-from celery_rabbitdelay.app.sending.rows import Report, Row, WrittenRows, one_by_one
+from celery_rabbitdelay.app.sending.rows import Report, Row, WrittenRows
 from celery_rabbitdelay.exceptions import (
     InvalidEnvelope,
     InvalidOption,
@@ -32,6 +38,13 @@ from celery_rabbitdelay.spark.options import WriteOptions
 #: Rows that are kept in memory, where rows differ in their task or queue, or refused ones are
 #: collected. Only these share envelopes.
 CHUNK_ROWS: Final = 200_000
+
+#: The further columns of refused rows: the error's name and its text.
+ERROR: Final = "rabbitdelay_error"
+REASON: Final = "rabbitdelay_reason"
+
+#: Where a file of Parquet says which types its columns have in Spark.
+SPARKS_SCHEMA: Final = "org.apache.spark.sql.parquet.row.metadata"
 
 #: The seconds for which a partition reserves its part of the rate that all share.
 RESERVED_FOR: Final = 0.25
@@ -116,7 +129,8 @@ class PartitionSender:
         self._registered = {"job": job, "once": True} if job else {}
         self._sent = Sent(partition, job)
         self._tasks: dict[str, Any] = {}
-        self._refused_lines: list[str] = []
+        self._refused: list[tuple[Taken, Exception]] = []
+        self._tables: list[Any] = []
 
     def send(self, taken: Iterator[Taken | WrittenRows]) -> Sent:
         """Send rows; the broker has confirmed all of them on return.
@@ -169,31 +183,32 @@ class PartitionSender:
                 row = self._row(each)
             except ROW_ERRORS as error:
                 assert isinstance(each, Taken), "written rows are valid"
-                self._refuse(each.identity, each.row, error)
+                self._refuse(each, error)
             else:
                 shared = self._columns.shared if isinstance(each, WrittenRows) else each.shared
                 groups[shared].append((each, row))
         for shared, members in groups.items():
             while members:
                 members = self._send_group(shared, members)
+        if self._refused:
+            self._tables.append(_as_table(self._columns, self._refused))
+            self._refused = []
 
     def _send_group(self, shared: Shared, members: list[Member]) -> list[Member]:
         """Send rows; return those that were not taken because many before them were refused."""
         try:
             self._send_many(shared, (row for _, row in members))
         except RowsNotConfirmed as failed:
+            if not self._options.collects:
+                raise
             # The number of each member's first row.
             numbers = list(accumulate((_count(row) for _, row in members), initial=0))
             for number, error in failed.errors.items():
-                if not self._options.collects or not isinstance(error, ROW_ERRORS):
+                taken, _ = members[bisect_right(numbers, number) - 1]
+                # Spark writes small and valid rows only.
+                if not isinstance(taken, Taken) or not isinstance(error, ROW_ERRORS):
                     raise
-                member = bisect_right(numbers, number) - 1
-                taken, row = members[member]
-                if isinstance(taken, Taken):
-                    self._refuse(taken.identity, taken.row, error)
-                else:
-                    nth = next(islice(one_by_one([row]), number - numbers[member], None))
-                    self._refuse([], nth, error)
+                self._refuse(taken, error)
             return [] if failed.rest is None else members[numbers.index(failed.rest) :]
         return []
 
@@ -229,30 +244,36 @@ class PartitionSender:
             reserved -= _count(row)
             yield row
 
-    def _refuse(self, identity: Sequence[Any], row: Any, error: Exception) -> None:
+    def _refuse(self, taken: Taken, error: Exception) -> None:
         if not self._options.collects:
             raise error
         self._sent.refused[type(error).__name__] += 1
-        line = {
-            "error": type(error).__name__,
-            "reason": str(error),
-            "identity": identity,
-            "row": row._asdict() if isinstance(row, Row) else row,
-        }
-        self._refused_lines.append(_json_line(line))
+        self._refused.append((taken, error))
 
     def _write_refused(self) -> None:
         path = self._options.errors_path
-        if path is None or not self._refused_lines:
+        if path is None or not self._tables:
             return
-        from pyarrow import fs
-
         filesystem, folder = fs.FileSystem.from_uri(path)
         filesystem.create_dir(folder, recursive=True)
         # A random name: Spark may run the same partition again.
-        name = f"part-{self._sent.partition:05}-{uuid4()}.json"
-        with filesystem.open_output_stream(f"{folder}/{name}") as file:
-            file.write("".join(self._refused_lines).encode())
+        name = f"part-{self._sent.partition:05}-{uuid4()}.parquet"
+        pq.write_table(pa.concat_tables(self._tables), f"{folder}/{name}", filesystem=filesystem)
+
+
+def _as_table(columns: Columns | GroupedColumns, refused: Sequence[tuple[Taken, Exception]]) -> Any:
+    """Return rows as they were, with their errors, as a table that Spark reads with their types."""
+    # Parquet has no columns of nulls alone.
+    kinds = re.sub('ype":"void"', 'ype":"string"', columns.schema.json())
+    schema = T.StructType.fromJson(json.loads(kinds))
+    values = [[taken.given[name] for taken, _ in refused] for name in columns.types]
+    for name, text in ((ERROR, lambda error: type(error).__name__), (REASON, str)):
+        schema = schema.add(name, T.StringType())
+        values.append([text(error) for _, error in refused])
+    zone = {"timezone": "UTC"} if "timezone" in signature(to_arrow_schema).parameters else {}
+    arrow: pa.Schema = to_arrow_schema(schema, **zone)
+    arrays = [pa.array(*each) for each in zip(values, arrow.types, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=arrow.with_metadata({SPARKS_SCHEMA: schema.json()}))
 
 
 def _count(row: Row | Taken | WrittenRows) -> int:
@@ -270,11 +291,3 @@ def _chunks(taken: Iterator[Taken | WrittenRows]) -> Iterator[list[Taken | Writt
             chunk, left = [], CHUNK_ROWS
     if chunk:
         yield chunk
-
-
-def _json_line(fields: Mapping[str, Any]) -> str:
-    try:
-        return f"{dumps(fields)}\n"
-    except (TypeError, ValueError):
-        # It may have been refused because JSON cannot express it.
-        return f"{json.dumps({name: repr(value) for name, value in fields.items()})}\n"

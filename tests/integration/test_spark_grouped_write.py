@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -95,8 +94,9 @@ def test_an_invalid_row_of_a_grouped_write_fails_it_or_is_collected(
     errors = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
     report = dispatch(bad, "note", app=APP, group=True, **errors)
     assert (report.rows, report.confirmed, report.refused) == (20, 19, {"InvalidRow": 1})
-    (file,) = tmp_path.iterdir()
-    assert "negative" in json.loads(file.read_text())["reason"]
+    (refused,) = spark.read.parquet(str(tmp_path)).collect()
+    assert "negative" in refused.rabbitdelay_reason
+    assert refused.args == [7]
     wait_for(lambda: len(noted()) >= 19, "the others", PATIENCE)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -158,20 +157,48 @@ def test_no_task_of_a_write_that_fails_runs(spark: SparkSession, noted: Notes) -
     assert noted.until(DELAY + 2) == []
 
 
-def test_refused_rows_are_collected_and_the_others_are_sent(
+def test_refused_rows_are_collected_mended_and_written_again(
     spark: SparkSession, noted: Notes, tmp_path: Path
 ) -> None:
     frame = spark.sql(
-        f"select array(id) args, named_struct('key', '{noted.key}') kwargs, "
+        f"select array(id) Args, named_struct('key', '{noted.key}') kwargs, "
         "case id when 0 then double('nan') when 1 then null when 2 then -1D else 1D end delay "
         "from range(6)"
     )
-    write(frame, onError="collect", errorsPath=tmp_path.as_uri())
+    errors = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
+    write(frame, **errors)
     wait_for(lambda: len(noted()) >= 3, "the good rows", PATIENCE)
     assert sorted(noted()) == [3, 4, 5]
-    lines = [line for path in tmp_path.glob("*.json") for line in path.read_text().splitlines()]
-    refused = sorted(json.loads(line)["error"] for line in lines)
-    assert refused == ["InvalidDelay", "InvalidRow", "InvalidRow"]
+    refused = spark.read.parquet(str(tmp_path)).orderBy("Args")
+    found = refused.select("rabbitdelay_error", "rabbitdelay_reason").collect()
+    assert [error for error, _ in found] == ["InvalidDelay", "InvalidRow", "InvalidRow"]
+    assert "its delay is negative: -1.0" in found[2][1]
+    rows = refused.drop("rabbitdelay_error", "rabbitdelay_reason")
+    assert rows.schema.simpleString() == frame.schema.simpleString()
+    assert [repr(row.delay) for row in rows.collect()] == ["nan", "None", "-1.0"]
+    write(rows.withColumn("delay", F.lit(0.1)), **errors)
+    wait_for(lambda: len(noted()) >= 6, "the mended rows", PATIENCE)
+    assert sorted(noted()) == [*range(6)]
+
+
+def test_refused_rows_keep_the_types_of_their_columns(
+    spark: SparkSession, driver: None, tmp_path: Path
+) -> None:
+    frame = spark.sql(
+        """
+        select interval '-1 2:3:4.5' day to second delay, 1.50BD price, timestamp '2026-01-02' at,
+            timestamp_ntz '2026-01-02' local, date '2026-01-02' day, binary('x') blob, 7Y small,
+            1.1F amount, map('a', named_struct('b', array(1, null))) box, array() nothing, null void
+        """
+    )
+    errors = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
+    report = dispatch(frame, "note", app=APP, kwargsFromColumns=True, **errors)
+    assert (report.confirmed, report.refused) == (0, {"InvalidRow": 1})
+    back = spark.read.parquet(str(tmp_path)).drop("rabbitdelay_error", "rabbitdelay_reason")
+    # Parquet has no columns of nulls alone.
+    expected = frame.schema.simpleString().replace(":void", ":string").replace("<void>", "<string>")
+    assert back.schema.simpleString() == expected
+    assert back.collect() == frame.collect()
 
 
 def test_a_driver_gets_a_report_on_what_it_has_sent(
