@@ -16,6 +16,9 @@ from celery_rabbitdelay.levels.shown_url import has_password, without_password
 #: Spark's own options, which it passes on to every streaming sink.
 SPARKS_OWN: Final = ("checkpointLocation", "path")
 
+#: The prefix of the options that ``CREATE TABLE ... OPTIONS`` states.
+OF_TABLE: Final = "option."
+
 #: Seconds after which the tasks of a write that was neither committed nor aborted are dropped.
 JOB_EXPIRES: Final = 86_400.0
 
@@ -119,6 +122,10 @@ class ApplicationOptions(NamedTuple):
         app, broker = given.get("app"), given.get("broker")
         if (app is None) == (broker is None):
             takes = "takes the import path of a Celery application; set either app or broker"
+            if not given:
+                takes += (
+                    ". Spark passes on no options of a table: say with (app '...') in the query"
+                )
             raise InvalidOption("app", None if app is None else without_password(app), takes)
         for name in ("broker", "registry"):
             if has_password(given.get(name, "")):
@@ -290,6 +297,10 @@ def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, 
         InvalidOption: One of them is unknown.
     """
     given = {name.lower(): value for name, value in options.items()}
+    if "provider" in given:
+        # CREATE TABLE: each option twice, among properties of the table and of Spark's own.
+        stated = {name: value for name, value in given.items() if name.startswith(OF_TABLE)}
+        given = {name.removeprefix(OF_TABLE): value for name, value in stated.items()}
     names = (*_options(ApplicationOptions), *_options(cls), *SPARKS_OWN)
     known = {name.lower(): name for name in names}
     for name in given.keys() - known.keys():

@@ -224,19 +224,34 @@ def test_no_task_of_a_dispatch_that_fails_runs(
     assert noted.until(DELAY + 2) == []
 
 
-def test_insert_into_a_table_sends_tasks(spark: SparkSession, noted: Notes) -> None:
-    table = f"notes_{uuid4().hex}"
+def test_tables_and_views_of_sql_send_tasks_and_read(spark: SparkSession, noted: Notes) -> None:
+    name = f"notes_{uuid4().hex}"
     columns = "args array<bigint>, kwargs struct<key: string>, delay double"
-    spark.sql(f"create temporary view {table}_rows as select 1")
-    spark.sql(f"create table {table} ({columns}) using rabbitdelay")
+    options = f"app '{APP}', task 'note'"
+    levels = f"app '{APP}', what 'levels'"
+    rows = f"named_struct('key', '{noted.key}'), 1D"
+    tables = ("table", f"{name}_rows"), ("table", f"{name}_read"), ("view", f"{name}_view")
     try:
+        spark.sql(f"create table {name}_rows ({columns}) using rabbitdelay options ({options})")
         spark.sql(
-            f"insert into {table} with (app '{APP}', task 'note') "
-            f"select array(id), named_struct('key', '{noted.key}'), 1D from range(3)"
+            f"create table {name}_read using rabbitdelay options ({levels}) "
+            "comment 'what waits' tblproperties ('team' = 'billing')"
         )
-        wait_for(lambda: len(noted()) >= 3, "all tasks", PATIENCE)
+        spark.sql(
+            f"create temporary view {name}_view ({columns}) using rabbitdelay options ({options})"
+        )
+        spark.sql(f"insert into {name}_rows with ({options}) select array(1L), {rows}")
+        spark.sql(f"insert into {name}_view select array(2L), {rows}")
+        with pytest.raises(AnalysisException, match=r"Spark passes on no options of a table"):
+            spark.sql(f"insert into {name}_rows select array(3L), {rows}")
+        found = spark.sql(f"select level from {name}_read with ({levels})")
+        assert found.columns == ["level"]
+        assert found.count() > 10
+        wait_for(lambda: len(noted()) >= 2, "all tasks", PATIENCE)
     finally:
-        spark.sql(f"drop table {table}")
+        for kind, each in tables:
+            spark.sql(f"drop {kind} if exists {each}")
+    assert sorted(noted()) == [1, 2]
 
 
 def test_a_stream_sends_each_row_once_although_its_batch_is_written_again(

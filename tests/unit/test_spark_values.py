@@ -276,6 +276,22 @@ def test_a_password_is_put_into_the_url_and_stays_out_of_the_text() -> None:
 
 def test_sparks_own_options_are_left_alone() -> None:
     WriteOptions.of({**LEAST, "checkpointlocation": "/x", "path": "/y"})
+    # As CREATE TABLE passes them, with a comment and a property of the table.
+    table = {
+        "provider": "rabbitdelay",
+        "owner": "root",
+        "comment": "c",
+        "team": "b",
+        "what": "levels",
+    }
+    given = {**table, "app": "shop", "option.app": "shop", "option.what": "levels"}
+    assert ReadOptions.of(given) == ReadOptions.of({"app": "shop", "what": "levels"})
+    with pytest.raises(InvalidOption, match="option wath: is unknown; did you mean what"):
+        ReadOptions.of({**given, "option.wath": "levels"})
+    with pytest.raises(
+        InvalidOption, match=r"Spark passes on no options of a table: say with \(app"
+    ):
+        WriteOptions.of({})
 
 
 def test_what_is_read_is_checked() -> None:
