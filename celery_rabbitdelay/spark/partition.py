@@ -270,7 +270,8 @@ def _as_table(columns: Columns | GroupedColumns, refused: Sequence[tuple[Taken, 
     for name, text in ((ERROR, lambda error: type(error).__name__), (REASON, str)):
         schema = schema.add(name, T.StringType())
         values.append([text(error) for _, error in refused])
-    zone = {"timezone": "UTC"} if "timezone" in signature(to_arrow_schema).parameters else {}
+    has_zone = "timezone" in signature(to_arrow_schema).parameters
+    zone: dict[str, Any] = {"timezone": "UTC"} if has_zone else {}
     arrow: pa.Schema = to_arrow_schema(schema, **zone)
     arrays = [pa.array(*each) for each in zip(values, arrow.types, strict=True)]
     return pa.Table.from_arrays(arrays, schema=arrow.with_metadata({SPARKS_SCHEMA: schema.json()}))

@@ -101,7 +101,7 @@ def test_rows_of_unknown_tasks_are_refused_unless_they_are_allowed(
     )
     with pytest.raises(PySparkException, match="its task is unknown to the application"):
         dispatch(frame, app=APP)
-    errors = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
+    errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
     report = dispatch(frame, app=APP, **errors)
     assert (report.confirmed, report.refused) == (2, {"InvalidRow": 2})
     queue = f"spark-{uuid4().hex}"
@@ -165,7 +165,7 @@ def test_refused_rows_are_collected_mended_and_written_again(
         "case id when 0 then double('nan') when 1 then null when 2 then -1D else 1D end delay "
         "from range(6)"
     )
-    errors = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
+    errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
     write(frame, **errors)
     wait_for(lambda: len(noted()) >= 3, "the good rows", PATIENCE)
     assert sorted(noted()) == [3, 4, 5]
@@ -191,7 +191,7 @@ def test_refused_rows_keep_the_types_of_their_columns(
             1.1F amount, map('a', named_struct('b', array(1, null))) box, array() nothing, null void
         """
     )
-    errors = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
+    errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
     report = dispatch(frame, "note", app=APP, kwargsFromColumns=True, **errors)
     assert (report.confirmed, report.refused) == (0, {"InvalidRow": 1})
     back = spark.read.parquet(str(tmp_path)).drop("rabbitdelay_error", "rabbitdelay_reason")
