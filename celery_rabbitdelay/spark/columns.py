@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
@@ -286,20 +286,21 @@ class Columns:
         return parsed
 
 
-def _is_case_sensitive() -> bool:
-    """Whether names of columns are case-sensitive in Spark's session; it says so to executors."""
+def _fold() -> Callable[[str], str]:
+    """Return what makes names of columns equal that are equal for Spark's session."""
     setting = "spark.sql.caseSensitive"
-    if (context := TaskContext.get()) is not None:
-        return context.getLocalProperty(setting) == "true"
-    session = SparkSession.getActiveSession()
-    return session is not None and session.conf.get(setting) == "true"
+    if (context := TaskContext.get()) is not None:  # an executor, which Spark tells
+        is_sensitive = context.getLocalProperty(setting)
+    else:
+        session = SparkSession.getActiveSession()
+        is_sensitive = None if session is None else session.conf.get(setting)
+    return str if is_sensitive == "true" else str.lower
 
 
 def _types(schema: T.StructType) -> dict[str, T.DataType]:
-    folds, types = not _is_case_sensitive(), {}
+    fold, types = _fold(), {}
     for field in schema.fields:
-        known = field.name.lower() if folds else field.name
-        name = known if known in TYPES else field.name
+        name = fold(field.name) if fold(field.name) in TYPES else field.name
         if name in types:
             raise InvalidColumn(field.name, field.dataType.simpleString(), "is there twice")
         types[name] = field.dataType
@@ -310,9 +311,9 @@ def _identity(types: Mapping[str, T.DataType], options: WriteOptions) -> list[st
     """Return the names of the columns that ids are derived from, in their order."""
     if options.id_column is None:
         return alphabetical(types)
-    folds, found = not _is_case_sensitive(), []
+    fold, found = _fold(), []
     for name in options.id_column:
-        same = [each for each in types if each == name or (folds and each.lower() == name.lower())]
+        same = [each for each in types if fold(each) == fold(name)]
         if len(same) != 1:
             takes = f"is named by idColumn; the columns are {', '.join(types)}"
             raise InvalidColumn(name, None, takes)

@@ -230,7 +230,6 @@ def test_tables_and_views_of_sql_send_tasks_and_read(spark: SparkSession, noted:
     options = f"app '{APP}', task 'note'"
     levels = f"app '{APP}', what 'levels'"
     rows = f"named_struct('key', '{noted.key}'), 1D"
-    tables = ("table", f"{name}_rows"), ("table", f"{name}_read"), ("view", f"{name}_view")
     try:
         spark.sql(f"create table {name}_rows ({columns}) using rabbitdelay options ({options})")
         spark.sql(
@@ -244,13 +243,14 @@ def test_tables_and_views_of_sql_send_tasks_and_read(spark: SparkSession, noted:
         spark.sql(f"insert into {name}_view select array(2L), {rows}")
         with pytest.raises(AnalysisException, match=r"Spark passes on no options of a table"):
             spark.sql(f"insert into {name}_rows select array(3L), {rows}")
-        found = spark.sql(f"select level from {name}_read with ({levels})")
-        assert found.columns == ["level"]
-        assert found.count() > 10
+        spark.sql(f"create temporary view {name}_levels using rabbitdelay options ({levels})")
+        for source in (f"{name}_read with ({levels})", f"{name}_levels"):
+            assert spark.sql(f"select level, messages from {source}").count() > 10
         wait_for(lambda: len(noted()) >= 2, "all tasks", PATIENCE)
     finally:
-        for kind, each in tables:
-            spark.sql(f"drop {kind} if exists {each}")
+        for each in ("table {}_rows", "table {}_read", "view {}_view", "view {}_levels"):
+            kind, _, made = each.format(name).partition(" ")
+            spark.sql(f"drop {kind} if exists {made}")
     assert sorted(noted()) == [1, 2]
 
 
