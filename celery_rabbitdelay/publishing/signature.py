@@ -28,8 +28,7 @@ NOT_SIGNED: Final = "it has no valid signature: see rabbitdelay_signing_key"
 #: The version of what is signed and how; the beginning of each signature.
 VERSION: Final = "1:"
 
-#: The properties that are signed, all of them texts. Which headers are is said by
-#: :attr:`.DelayHeaders.signed`.
+#: The properties that are signed behind :attr:`.DelayHeaders.signed`, all of them texts.
 SIGNED_PROPERTIES: Final = ("correlation_id", "message_id")
 
 #: Stands for a value that is missing.
@@ -37,7 +36,7 @@ _NOTHING: Final = "-"
 
 #: The places of two parts in which the messages of a template differ; see ``_parts``.
 _DUE: Final = DelayHeaders(due_ms=0).signed.index(0)
-_CORRELATION: Final = len(DelayHeaders().signed) + SIGNED_PROPERTIES.index("correlation_id")
+_CORRELATION: Final = len(DelayHeaders().signed)
 
 #: What the registry is asked with, in the order in which it is signed: its own headers, and those
 #: of Celery that name a task and its attempt.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.modules.client_tasks import CANVAS, MAX_READ_BYTES, checked
+from celery_rabbitdelay.modules.client_tasks import CANVAS, checked
 from celery_rabbitdelay.publishing.message import WaitingMessage
 
 NOTHING = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
@@ -126,12 +126,17 @@ def test_a_task_of_protocol_1_is_found_however_it_is_spelled(spelled: str) -> No
         (b'{"task": "t"', "not JSON"),
         (b'{"task": "\xff"}', "not JSON"),
         (b'{"task": ' + b"[" * 100_000, "not JSON"),
-        (b'{"task": "t"}' + b" " * MAX_READ_BYTES, "more than"),
     ],
 )
 def test_what_might_be_one_and_cannot_be_read_is_refused(body: bytes, why: str) -> None:
     with pytest.raises(UnprocessableMessage, match=why):
         checked(message(body, {}))
+
+
+def test_the_largest_task_of_protocol_1_that_is_read_has_a_mebibyte() -> None:
+    checked(message(b'{"task": "t"}'.ljust(2**20), {}))
+    with pytest.raises(UnprocessableMessage, match="has 1048577 bytes, more than 1048576"):
+        checked(message(b'{"task": "t"}'.ljust(2**20 + 1), {}))
 
 
 @pytest.mark.parametrize(

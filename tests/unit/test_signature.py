@@ -55,6 +55,8 @@ messages = st.fixed_dictionaries(
 #: The signature of a message with this key.
 RECORDED = "1:79c629a2b9606b8ef21cf43b8c5486a05b1c2815664804ee9c823fc52350b0db"
 
+RECORDED_WITH_OPTIONS = "1:d9ff90542c54960df2017df40b8dddbd1e26eccb8c39c49ce05703cb7e85f151"
+
 PROPERTIES = ("correlation_id", "message_id", "content_type")
 
 
@@ -328,3 +330,15 @@ def test_a_recorded_signature_verifies_in_every_version() -> None:
     told: dict[str, Any] = {header_names.PRIORITY: 9, header_names.EXPIRATION: "60"}
     message = delayed(**{header_names.QUEUE: "letters", **told})
     assert headers_of(message)[header_names.SIGNATURE] == RECORDED
+    asked = {header_names.ONCE: True, header_names.KEY: "order:7", "id": "1", "retries": 0}
+    message = delayed(**{header_names.QUEUE: "letters", **asked})
+    assert headers_of(message)[header_names.SIGNATURE] == RECORDED_WITH_OPTIONS
+
+
+def test_a_text_that_no_encoding_has_is_signed() -> None:
+    message = signed(KEYS, amqp.Message(b"", application_headers={header_names.QUEUE: "\ud800"}))
+    assert verifies(KEYS, message)
+    said_of_all = said(headers_of(message))._replace(signature=None)
+    sign = KEYS.signer({}, said_of_all)
+    assert sign is not None
+    assert sign(1, None, b"", {}) == KEYS.signature(b"", {}, said_of_all._replace(due_ms=1))
