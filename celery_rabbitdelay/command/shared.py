@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from threading import Event
@@ -18,6 +18,7 @@ from celery.exceptions import CeleryCommandException
 from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 from kombu.exceptions import OperationalError
+from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
@@ -147,8 +148,8 @@ def delays_of(context: CLIContext) -> RabbitDelay:
     """Return the delays of the application that ``celery -A`` names.
 
     Raises:
-        click.UsageError: Its delays do not wait in RabbitMQ, the broker's URL is malformed, or a
-            ``rabbitdelay_*`` setting is wrong.
+        click.UsageError: Its delays do not wait in RabbitMQ, or a ``rabbitdelay_*`` setting is
+            wrong.
     """
     delays = getattr(context.app, "rabbitdelay", None)
     if not isinstance(delays, RabbitDelay):
@@ -157,10 +158,9 @@ def delays_of(context: CLIContext) -> RabbitDelay:
             "celery_rabbitdelay.Celery, or call celery_rabbitdelay.install(app)"
         )
     _check(lambda: context.app.connection_for_write(), f"the broker_url of {context.app!r}")
-    if not delays.available:
-        raise click.UsageError(f"the broker of {context.app!r} is not RabbitMQ")
     with usage_errors(exceptions.InvalidSetting):
-        delays.settings  # noqa: B018 - read, and so checked
+        if delays.has_registry:  # the settings are read, and so checked
+            delays.registry  # noqa: B018 - made, and so its own are checked
     return delays
 
 
@@ -171,7 +171,7 @@ def broker_at(context: CLIContext, url: str) -> Connection:
     for the host of the URL if that has a ``server_hostname``; to any other URL no TLS.
 
     Raises:
-        click.UsageError: The URL is malformed.
+        click.UsageError: The URL is malformed, or not one of RabbitMQ.
     """
     shown = shown_url.without_password(url)
     if "@" in url and "://" not in url:
@@ -222,12 +222,20 @@ def _ssl_elsewhere(broker_use_ssl: Any) -> Any:
 
 
 def _check(connection: Callable[[], Connection], what: str) -> Connection:
-    """Return a connection whose URL is well-formed."""
-    with suppress(ValueError):
+    """Return a connection to RabbitMQ whose URL is well-formed."""
+    try:
         made = connection()
+        is_rabbitmq = isinstance(made.transport, pyamqp.Transport)
         # If a password contains "/", its end is taken for the virtual host.
-        if made.userid or "@" not in (made.virtual_host or ""):
-            return made
+        is_well_formed = bool(made.userid) or "@" not in (made.virtual_host or "")
+    except (KeyError, ImportError):  # kombu has no such transport, or not what it needs
+        is_rabbitmq, is_well_formed = False, True
+    except ValueError:
+        is_rabbitmq, is_well_formed = True, False
+    if is_rabbitmq and is_well_formed:
+        return made
+    if not is_rabbitmq:
+        raise click.UsageError(f"{what} is not RabbitMQ, whose URL begins with amqp:// or amqps://")
     # Without the cause, whose text quotes what it takes for the port: a part of the password.
     raise click.UsageError(
         f"{what} is malformed: percent-encode what is not a letter or digit in user and password"
@@ -265,8 +273,8 @@ def with_registry(context: CLIContext) -> RabbitDelay:
         click.UsageError: They have none, or a setting is wrong.
     """
     delays = delays_of(context)
-    with usage_errors(exceptions.RegistryRequired, exceptions.InvalidSetting):
-        delays.registry  # noqa: B018 - made, and so its settings are checked
+    with usage_errors(exceptions.RegistryRequired):
+        delays.registry  # noqa: B018
     return delays
 
 

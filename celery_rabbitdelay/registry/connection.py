@@ -366,7 +366,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
         raise invalid_url("takes rabbitdelay_registry_options = {'master_name': ...} beside it")
     errors = (redis.ResponseError, redis.RedisError, RedisClusterException, OSError)
     try:
-        with suppress(ValueError):
+        with suppress(ValueError, redis.RedisError):
             return Store(_client_of(scheme, url, given), scheme, errors, copies, timeout)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong

@@ -9,8 +9,11 @@ from typing import Any
 
 import click
 import pytest
+from celery.bin.base import CLIContext
 from celery.platforms import EX_UNAVAILABLE
+from click.testing import CliRunner
 
+from celery_rabbitdelay import Celery
 from celery_rabbitdelay.command.group import rabbitdelay
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.shop import PATIENCE
@@ -106,6 +109,44 @@ def test_without_a_broker_a_command_ends_with_one_line(command: str, url: str) -
     assert said.stderr == told.stderr
     assert checked("error", said.stdout) == {"error": line.removeprefix("Error: ")}
     assert not Path("never-written.jsonl").exists()
+
+
+WRONG_URLS = ["http://:secret@host", "sqs://:secret@host", "memory://"]
+
+#: What the commands take that reach for nothing.
+BESIDE = {
+    "export": "--format mermaid",
+    "permissions": "producer --user web",
+    "route": "5",
+    "send": "some-task --by-name",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "setting", "url"),
+    [
+        *((name, "broker_url", url) for name in LEAST for url in WRONG_URLS),
+        *((name, "rabbitdelay_registry_url", url) for name in LEAST for url in WRONG_URLS),
+        *(("transfer", "RABBITDELAY_FROM", url) for url in WRONG_URLS),
+    ],
+)
+def test_a_url_of_something_else_is_a_usage_error(
+    command: str, setting: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = Celery("shop", broker=AWAY, set_as_current=False)
+    if setting.isupper():
+        monkeypatch.setenv(setting, url)
+        line = command
+    else:
+        app.conf[setting] = url
+        line = f"{command} {LEAST[command] or BESIDE.get(command, '')}"
+    context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
+    told = CliRunner().invoke(rabbitdelay, line.split(), obj=context)
+    app.close()
+    assert told.exit_code == 2, told.exception
+    assert "Usage: " in told.output
+    assert "secret" not in told.output
+    assert (url.partition(":")[0] if setting.isupper() else setting) in told.output
 
 
 def test_watch_ends_with_a_line_when_the_broker_goes_away(

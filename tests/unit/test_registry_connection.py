@@ -48,6 +48,7 @@ def test_each_kind_of_url_is_taken_without_connecting(url: str) -> None:
         f"sentinel://:{PASSWORD}@host:26379;sentinel://:{PASSWORD}2@other:port",
         *(f"redis://:{PASSWORD}/@host", f"redis://:{PASSWORD}\u2100@host"),
         f"redis://host:port?password=a@{PASSWORD}",
+        f"rediss://:{PASSWORD}@host?ssl_cert_reqs=often",
     ],
 )
 def test_a_wrong_url_is_told_without_its_password(url: str) -> None:
