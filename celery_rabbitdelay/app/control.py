@@ -12,6 +12,8 @@ from celery.app.control import Control
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
+from celery_rabbitdelay.publishing.permissions import missing_permission
+
 logger = logging.getLogger(__name__)
 
 #: The control command, by which ``celery inspect`` and ``control.broadcast`` call it.
@@ -82,7 +84,8 @@ def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
     try:
         Control.revoke(app.control, task_ids)
     except (AMQPError, OperationalError, OSError) as error:
-        logger.warning("Workers do not know that tasks they hold are cancelled: %s", error)
+        why = missing_permission(error) or error
+        logger.warning("The cancel counts, but workers that hold a task do not know of it: %s", why)
 
 
 def status_of_workers(

@@ -103,6 +103,7 @@ def rights(
             yield from _all_of(everything)
             yield from _to_declare(shared, binds=True)
             yield Right("write", r"amq\.default")  # redrive publishes there
+            yield from _all_of(_remote_control(conf))  # status asks the workers
     if role == "producer" and str(conf.result_backend or "").partition(":")[0] == "rpc":
         # The queue of its results, to which workers publish over the default exchange.
         yield Right("configure", _UUID)
@@ -179,11 +180,15 @@ def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[Right]:
 
 def _celerys_own(conf: Any) -> str:
     """Return the expression for the queues and exchanges of remote control and events."""
-    control = rf"(.*\.)?{re.escape(conf.control_exchange)}\.pidbox"
+    control = _remote_control(conf)
     exchange, queues = re.escape(conf.event_exchange), re.escape(conf.event_queue_prefix)
     if exchange == queues:
         return rf"{control}|{exchange}(\..*)?"
     return rf"{control}|{exchange}|{queues}\..*"
+
+
+def _remote_control(conf: Any) -> str:
+    return rf"(.*\.)?{re.escape(conf.control_exchange)}\.pidbox"
 
 
 def _name(queue: Queue) -> str:
