@@ -17,6 +17,9 @@ CHECK_IN: Final = "check-in"
 DISTRIBUTE: Final = "distribution"
 MODULES: Final = (CHECK_IN, DISTRIBUTE)
 
+#: How the tags of this package's consumers begin, by which verify tells them from a stranger's.
+CONSUMER_TAG: Final = "rabbitdelay-"
+
 #: How often a message may be given back to its queue; see :data:`.DELIVERY_LIMIT`. Up to 3.13, "no
 #: limit" cannot be written.
 NO_DELIVERY_LIMIT: Final = 2**31 - 1

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 import amqp
 from kombu import Connection
 
+from celery_rabbitdelay.levels.entities import CONSUMER_TAG
 from celery_rabbitdelay.modules.bounds import HeldBytes, cost_of
 from celery_rabbitdelay.publishing.wire import Wire, ack_frames, reject_frames, requeue_frames
 
@@ -59,6 +60,7 @@ class Deliveries:
         self._costs: dict[int, int] = {}
         #: The prefetch count that is wanted, and the one that is set, which fits the budget.
         self._wanted = self._prefetch = 1
+        self._consumers = 0
         self._tag: str | None = None
         self._former_tag: str | None = None
         self._is_raising = False
@@ -124,7 +126,9 @@ class Deliveries:
         self._is_raising = False
         with self._wire.answers_within(self._timeout):
             self.channel.basic_qos(0, self._prefetch, False)
-            self._tag = self.channel.basic_consume(self._queue, callback=self._received)
+            self._consumers += 1
+            tag = f"{CONSUMER_TAG}{self._consumers}"
+            self._tag = self.channel.basic_consume(self._queue, tag, callback=self._received)
         # py-amqp keeps the callback of a consumer that was cancelled without waiting.
         self.channel.callbacks.pop(self._former_tag, None)
 

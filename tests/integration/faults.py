@@ -80,12 +80,16 @@ def copies_of_all(place: Place) -> None:
     channel(place).queue_bind("copies", "shop.delivery", "#")
 
 
-def foreign_source(place: Place) -> None:
-    channel(place).queue_bind("shop.seconds.3", "amq.topic", "#")
+def foreign_exchange(target: str) -> Plant:
+    return lambda place: channel(place).exchange_bind(target, "amq.topic", "#")
 
 
-def consumer_of_a_level(place: Place) -> None:
-    channel(place).basic_consume("shop.seconds.3", arguments={"x-priority": -10})
+def foreign_binding(queue: str) -> Plant:
+    return lambda place: channel(place).queue_bind(queue, "amq.topic", "#")
+
+
+def consumer_of(queue: str) -> Plant:
+    return lambda place: channel(place).basic_consume(queue, arguments={"x-priority": -10})
 
 
 def policy(pattern: str, **keys: Any) -> Plant:
@@ -188,6 +192,8 @@ SOUND: dict[str, Plant] = {
         r"^shop\.(seconds|ms)", message_ttl=5000, dead_letter_exchange="amq.fanout"
     ),
     "destination-that-is-known-to-refuse": known_to_refuse,
+    # The documentation recommends it.
+    "bounded-checkin": policy(r"^shop\.checkin$", max_length=1000, max_length_bytes=10**6),
 }
 
 #: What is planted, how bad it is, and the codes that have to be found, no others.
@@ -201,8 +207,26 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
     "other-layout": (other_layout, "danger", {"layout-conflict"}),
     "digit-unbound": (unbound_digit, "danger", {"binding-missing"}),
     "copies-of-all": (copies_of_all, "danger", {"binding-additional"}),
-    "foreign-source": (foreign_source, "danger", {"binding-additional"}),
-    "consumer-of-a-level": (consumer_of_a_level, "danger", {"level-consumed"}),
+    **{
+        f"foreign-exchange-to-{name}": (
+            foreign_exchange(f"shop.{name}"),
+            "danger",
+            {"binding-additional"},
+        )
+        for name in ("delivery", "seconds.x1", "checkin", "undeliverable", "meditated", "unrouted")
+    },
+    **{
+        f"foreign-binding-of-{name}": (
+            foreign_binding(f"shop.{name}"),
+            "danger",
+            {"binding-additional"},
+        )
+        for name in ("seconds.3", "checkin", "meditation", "distribution", "undeliverable")
+    },
+    **{
+        f"consumer-of-{name}": (consumer_of(f"shop.{name}"), "danger", {"level-consumed"})
+        for name in ("seconds.3", "checkin", "meditation", "distribution", "undeliverable")
+    },
     "expires": (policy(r"^shop\.", expires=3_600_000), "danger", {"policy-expires"}),
     "shorter-ttl": (policy(r"^shop\.seconds", message_ttl=1500), "danger", {"policy-message-ttl"}),
     "ttl-of-a-module": (policy("checkin", message_ttl=9999), "danger", {"policy-message-ttl"}),
@@ -212,6 +236,11 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
         {"policy-message-ttl"},
     ),
     "bounded-level": (policy(r"\.ms\.", max_length=10), "danger", {"policy-max-length"}),
+    "checkin-that-drops": (
+        policy("checkin", max_length=10, overflow="drop-head"),
+        "danger",
+        {"policy-max-length", "policy-overflow"},
+    ),
     "bounded-bytes": (policy(r"\.ms\.", max_length_bytes=10), "danger", {"policy-max-length"}),
     "drop-head": (policy(r"\.ms\.", overflow="drop-head"), "danger", {"policy-overflow"}),
     "other-routing-key": (

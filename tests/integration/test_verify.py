@@ -21,7 +21,7 @@ from celery_rabbitdelay.operations.export.definitions import definitions
 from celery_rabbitdelay.operations.verify.findings import Finding
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.publishing.declaration import bind_destination, declare_destination
-from celery_rabbitdelay.testing import RabbitMQServer
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.faults import (
     FAULTS,
@@ -42,7 +42,8 @@ from tests.integration.management import (
     wait_until_managed,
 )
 from tests.integration.shop import make_app
-from tests.integration.worker import run_celery
+from tests.integration.undeliverable_messages import message, put, straight
+from tests.integration.worker import Worker, run_celery, start_celery
 from tests.json_schemas import checked
 
 __all__ = ["node", "place"]
@@ -232,6 +233,27 @@ def test_a_sound_broker_exits_with_0(place: Place, settings: dict[str, Any]) -> 
     assert told.returncode == 0, told.stdout + told.stderr
     assert told.stdout.endswith(", shop: 0 danger, 0 warning, 0 note\n")
     assert answer["findings"] == []
+
+
+def test_the_consumers_of_a_worker_and_of_a_redrive_are_no_strangers(
+    place: Place, settings: dict[str, Any]
+) -> None:
+    modules = place.topology.module_queues
+    own = straight(f"{settings['prefix']}.default")
+    put(place.connection, place.topology, *(message(each, own) for each in range(60)))
+    served = {each.name for each in (modules.checkin, modules.distribution, modules.undeliverable)}
+
+    def consumed() -> bool:
+        return served <= {each["queue"]["name"] for each in place.api.get("consumers", place.name)}
+
+    command = "rabbitdelay undeliverable redrive --rate 1"
+    with Worker(settings), start_celery(settings, command) as redrive:
+        try:
+            wait_for(consumed, "consumers")
+            assert place.verify().findings == ()
+            assert redrive.poll() is None
+        finally:
+            redrive.kill()
 
 
 def test_a_danger_exits_with_1_and_says_the_way_out(place: Place, settings: dict[str, Any]) -> None:

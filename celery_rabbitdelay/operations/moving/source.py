@@ -11,6 +11,7 @@ import amqp
 from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.levels.entities import CONSUMER_TAG
 from celery_rabbitdelay.operations.consumer_connection import BARRIERS, ConsumerConnection
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.wire import ack_frames
@@ -66,7 +67,7 @@ class Source(ConsumerConnection):
             self.channel.basic_qos(0, prefetch, False)
             for number, queue in enumerate(queues, 1):
                 self._consumers += 1
-                tag = f"rabbitdelay-{self._consumers}"
+                tag = f"{CONSUMER_TAG}{self._consumers}"
                 self._consumer_tags.append(tag)
                 callback = partial(self._receive_from, queue)
                 # One answer for all: the broker closes the channel if it refuses one of them.

@@ -27,6 +27,7 @@ from amqp.exceptions import AccessRefused, RecoverableConnectionError
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import ReadTooLong
+from celery_rabbitdelay.levels.entities import CONSUMER_TAG
 from celery_rabbitdelay.levels.quirks import SAME_CONSUMER_TAG
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.consumer_connection import BARRIERS, ConsumerConnection
@@ -270,7 +271,7 @@ class Reader(ConsumerConnection):
     def _tag(self) -> str:
         # RabbitMQ 3.10.8 requeues the messages of a closed channel by the names of its consumers,
         # in their order up to 32 of them (measured).
-        return f"undeliverable-{self._number:06}"
+        return f"{CONSUMER_TAG}{self._number:06}"
 
     @contextmanager
     def _answers(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from amqp.exceptions import ChannelError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.entities import DISTRIBUTE, Binding
+from celery_rabbitdelay.levels.entities import CONSUMER_TAG, DISTRIBUTE, Binding
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.permissions import check_permissions
@@ -151,7 +151,7 @@ def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRo
 def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
     """Find bindings that are missing, and those that let tasks out or strangers in."""
     ours = {exchange.name for exchange in topology.exchanges}
-    waiting = {queue.name for queue in _waiting(topology)}
+    queues = {queue.name for queue in topology.queues}
     for binding in topology.bindings:
         targets = inventory.exchanges if binding.target_is_exchange else inventory.queues
         if (
@@ -163,16 +163,18 @@ def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[FoundRo
             yield "binding-missing", _subject(binding), {}
     for binding in sorted(inventory.bindings - frozenset(topology.bindings)):
         leads_out = binding.source in ours and not _is_harmless(topology, binding)
-        leads_in = binding.target in waiting and not binding.target_is_exchange
-        if leads_out or leads_in:
+        leads_in = binding.target in (ours if binding.target_is_exchange else queues)
+        # The levels of another layout, which are orphans, lead to the same delivery exchange.
+        if leads_out or (leads_in and not _is_level(topology, binding.source)):
             yield "binding-additional", _subject(binding), {}
 
 
 def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find consumers of queues in which messages wait."""
-    for queue in _waiting(topology):
-        if inventory.consumers.get(queue.name):
-            yield "level-consumed", f"queue {queue.name}", {}
+    """Find consumers of our queues that are not of this package."""
+    ours = {queue.name for queue in topology.queues}
+    for name, tag in inventory.consumers:
+        if name in ours and not tag.startswith(CONSUMER_TAG):
+            yield "level-consumed", f"queue {name}", {}
 
 
 def destinations_of(
@@ -266,13 +268,14 @@ def check_orphans(
             code = "orphan-empty" if messages == 0 else "orphan"
             yield code, f"queue {name}", {"messages": told}
     for name in inventory.exchanges:
-        is_level = name.startswith(start) and _EXCHANGE.fullmatch(name.removeprefix(start))
-        if is_level and name not in exchanges:
+        if _is_level(topology, name) and name not in exchanges:
             yield "orphan-empty", f"exchange {name}", {}
 
 
-def _waiting(topology: Topology) -> tuple[Queue, ...]:
-    return (*topology.digit_queues, topology.module_queues.meditation)
+def _is_level(topology: Topology, name: str) -> bool:
+    """Return whether an exchange has the name of a level, or of a layout's marker."""
+    start = f"{topology.prefix}."
+    return name.startswith(start) and bool(_EXCHANGE.fullmatch(name.removeprefix(start)))
 
 
 def _subject(binding: Binding) -> str:

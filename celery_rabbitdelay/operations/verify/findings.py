@@ -142,13 +142,13 @@ FAULTS: Final[Mapping[str, Fault]] = {
         f"{_DECLARE}, then redrive what is undeliverable",
     ),
     "binding-additional": _danger(
-        "somebody has added a binding to an exchange or queue of the levels",
+        "somebody has added a binding to an exchange or queue of the levels or of a module",
         "tasks leave the levels there, early or twice, or messages without a due time come in",
         "remove the binding, in the management pages or with queue.unbind",
     ),
     "level-consumed": _danger(
-        "it has a consumer",
-        "whoever consumes takes tasks that wait: they are lost, or early",
+        "it has a consumer that is none of a worker's modules or of these commands",
+        "whoever consumes takes tasks: they are lost, or early",
         "stop the consumer; a worker must not have this queue in its task_queues or -Q",
     ),
     "classic-levels": _warning(

@@ -12,7 +12,6 @@ import http.client
 import json
 import ssl
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
@@ -158,7 +157,7 @@ class Inventory(NamedTuple):
         queues: Every queue by its name, always with ``arguments`` and ``type``.
         exchanges: Every exchange by its name, always with ``arguments``.
         bindings: Every binding, except those of the default exchange.
-        consumers: How many consumers each queue has, up to five seconds ago.
+        consumers: The queue and the tag of each consumer, up to five seconds ago.
         policies: Every policy, and every operator policy, which is applied in addition; ``kind``
             says which it is.
         nodes: Whether each node of the cluster runs, by its name.
@@ -171,7 +170,7 @@ class Inventory(NamedTuple):
     queues: Mapping[str, Json] = NOTHING
     exchanges: Mapping[str, Json] = NOTHING
     bindings: frozenset[Binding] = frozenset()
-    consumers: Mapping[str, int] = NOTHING
+    consumers: Sequence[tuple[str, str]] = ()
     policies: Sequence[Json] = ()
     nodes: Mapping[str, bool] = NOTHING
     disabled_flags: frozenset[str] = frozenset()
@@ -218,7 +217,10 @@ def read_inventory(
             for each in api.get("bindings", virtual_host)
             if each["source"]
         ),
-        consumers=Counter(each["queue"]["name"] for each in api.get("consumers", virtual_host)),
+        consumers=[
+            (each["queue"]["name"], each["consumer_tag"])
+            for each in api.get("consumers", virtual_host)
+        ],
         policies=[
             {"kind": kind, **each}
             for kind, path in (("policy", "policies"), ("operator policy", "operator-policies"))

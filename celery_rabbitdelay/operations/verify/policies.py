@@ -44,7 +44,11 @@ def check_policies(
         destinations: The names of the tasks' queues.
         virtual_host: Its name, for the remedy.
     """
-    kinds = [(queue.name, _of_ours) for queue in topology.queues]
+    checkin = topology.module_queues.checkin.name
+    kinds = [
+        (queue.name, _of_checkin if queue.name == checkin else _of_ours)
+        for queue in topology.queues
+    ]
     for name, find in [*kinds, *((name, _of_tasks) for name in destinations)]:
         for effective in effective_policies(inventory, name):
             values = {key: value for key, (value, _) in effective.items()}
@@ -134,6 +138,13 @@ def _of_ours(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]
         # Only undeliverable messages go nowhere from there.
         stays = "x-dead-letter-exchange" in arguments
         yield "policy-delivery-limit" if stays else "policy-drops-undeliverable", "delivery-limit"
+
+
+def _of_checkin(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the same for check-in, which may refuse its clients' messages when it is full."""
+    overflow = values.get("overflow", queue["arguments"].get("x-overflow"))
+    refuses = str(overflow).startswith("reject-publish")
+    yield from (row for row in _of_ours(queue, values) if not (refuses and row[1] in BOUNDS))
 
 
 def _of_tasks(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
