@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -25,9 +26,10 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
-from celery_rabbitdelay.operations.moving.mover import Mover, Place, Stay
+from celery_rabbitdelay.operations.moving.mover import BATCH, Mover, Place, Stay
 from celery_rabbitdelay.operations.moving.source import Source
 from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count
@@ -209,6 +211,48 @@ def test_nothing_is_lost_when_a_move_is_killed_again_and_again(
         killed_and_then_finished(new, whole, source, target)
         assert_nothing_is_lost(sent, notes, source, target)
     notes.forget()
+
+
+def settled(*places: Place) -> int:
+    """Return how many messages there are, once nobody consumes from the queues."""
+
+    def is_settled() -> bool:
+        found = [queue_counts(each.connection, each.topology.queues) for each in places]
+        return not any(one and one.consumers for counts in found for one in counts.values())
+
+    wait_for(is_settled, "the end of the consumers")
+    return sum(sum(waiting(each).values()) for each in places)
+
+
+def test_a_kill_leaves_no_more_copies_than_the_page_says(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
+) -> None:
+    number, before, after = 5000, make(old), make(new)
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "migrate.md"
+    found = re.search(r"at most ([0-9,]+) for each kill", page.read_text())
+    assert found is not None
+    assert int(found[1].replace(",", "")) == 2 * BATCH
+    # Half of them in one queue, where RabbitMQ has the most acknowledgements in progress.
+    rows = [Row(delay=random.uniform(*FAR) if each % 2 else 1800) for each in range(number)]
+    before.rabbitdelay.send_many(before.tasks["look"], rows, envelopes=False)
+    source, target = place(old, before), place(new, after)
+    made: list[int] = []
+    for _ in range(KILLS):
+        here, there = sum(waiting(target).values()), settled(source, target)
+        with start_celery(new, f"rabbitdelay {migrate(old)}", stderr=subprocess.PIPE) as process:
+
+            def has_ended_or_begun(here: int = here, process: Any = process) -> bool:
+                return process.poll() is not None or sum(waiting(target).values()) > here
+
+            wait_for(has_ended_or_begun, "the first messages moved")
+            process.kill()
+        made.append(settled(source, target) - there)
+    print(f"copies of each kill: {made}")  # noqa: T201  # a figure of the run
+    assert min(made) >= 0
+    assert max(made) <= 2 * BATCH
+    answer(new, migrate(old), "moved")
+    assert settled(source) == 0
+    assert settled(target) == number + sum(made)
 
 
 def test_a_dry_run_counts_and_takes_nothing(

@@ -130,7 +130,7 @@ class Destinations:
 #: Messages that are taken from all queues together before one is acknowledged; at a limited rate,
 #: the messages of one second. A message that comes due meanwhile is late by the time that it takes
 #: to move them.
-TAKEN_AHEAD: Final = 4000
+TAKEN_AHEAD: Final = 2000
 
 #: The fewest messages that are taken from each queue.
 TAKEN_OF_A_QUEUE: Final = 10
@@ -144,10 +144,13 @@ SETTLE: Final = 2.0
 #: Messages between two lines in the log.
 LOG_EVERY: Final = 100_000
 
-#: Acknowledgements that are written together, and seconds for which one waits for others. Messages
-#: that are confirmed and not acknowledged exist twice if the process dies.
-ACKNOWLEDGED_TOGETHER: Final = 100
-ACKNOWLEDGED_AFTER: Final = 0.02
+#: The most messages that are published until the source has received their acknowledgements, and
+#: the seconds after which a batch ends, too. If the process dies, two batches may exist twice: one
+#: that is published, and the one before, because a channel of RabbitMQ passes on acknowledgements
+#: to a quorum queue that has many in progress only when the queue has answered
+#: (quorum_commands_soft_limit).
+BATCH: Final = 100
+BATCH_SECONDS: Final = 0.05
 
 #: Seconds of a pause that a limited rate makes up for.
 CATCH_UP: Final = 0.1
@@ -236,7 +239,7 @@ class Mover:
         self._convert = convert
         self._interval = 0.0 if rate is None else 1 / rate
         self._ahead = TAKEN_AHEAD if rate is None else min(max(int(rate), 1), TAKEN_AHEAD)
-        self._next_at = self._acknowledge_at = 0.0
+        self._next_at = 0.0
         #: Why the connection to the source is lost; None while it is open.
         self._lost: Exception | None = None
         self._taken = 0
@@ -313,20 +316,25 @@ class Mover:
         prefetch = max(self._ahead // len(queues), least)
         self._with_source(lambda: self._source.consume(queues, prefetch))
         self._publish()
-        self._try_source(self._source.acknowledge)
         self._try_source(self._source.cancel)
         # Messages that arrived before the consumers were cancelled.
         self._publish()
-        self._try_source(self._source.acknowledge)
 
     def _publish(self) -> None:
+        """Publish in batches, until no message has come for a while."""
         policy, declare = PublishPolicy(self._timeout), self._target.declare
-        self._publisher.publish_all(self._publications(), policy, declare=declare, done=self._done)
+        taken = -1
+        while self._taken > taken:
+            taken, batch = self._taken, self._batch()
+            self._publisher.publish_all(batch, policy, declare=declare, done=self._done)
+            self._try_source(self._source.acknowledge)
 
-    def _publications(self) -> Iterator[Publication]:
-        """Yield what to publish, until no message has come for a while."""
+    def _batch(self) -> Iterator[Publication]:
+        """Yield what to publish until the next acknowledgement, while messages come."""
+        until, last = time.monotonic() + BATCH_SECONDS, self._taken + BATCH
         while not self.stopping.is_set() and not self._is_full:
-            self._acknowledge_some()
+            if self._taken == last or time.monotonic() > until:
+                return
             message = self._try_source(self._source.take)
             if message is None:
                 # If the source is lost, messages in flight are confirmed first.
@@ -362,12 +370,6 @@ class Mover:
         except Exception as error:
             # A single message, which anybody may have published, does not end the move.
             raise Stay(f"it cannot be converted: {shortened(error)}") from error
-
-    def _acknowledge_some(self) -> None:
-        number, now = len(self._source.to_acknowledge), time.monotonic()
-        if number >= ACKNOWLEDGED_TOGETHER or (number and now >= self._acknowledge_at):
-            self._try_source(self._source.acknowledge)
-            self._acknowledge_at = now + ACKNOWLEDGED_AFTER
 
     def _keep_to_the_rate(self) -> None:
         now = time.monotonic()

@@ -40,7 +40,7 @@ class Source(ConsumerConnection):
     def __init__(self, like: Connection, timeout: float) -> None:
         super().__init__(like, timeout)
         self.to_acknowledge: list[int] = []
-        self._consumers = 0
+        self._consumers = self._prefetch = 0
         self._consumed: set[str] = set()
         self._consumer_tags: list[str] = []
 
@@ -63,6 +63,7 @@ class Source(ConsumerConnection):
             SourceRefused: The broker refuses one of them.
         """
         self._consumed.update(queues)
+        self._prefetch = prefetch
         with self._errors():
             self.channel.basic_qos(0, prefetch, False)
             for number, queue in enumerate(queues, 1):
@@ -86,11 +87,13 @@ class Source(ConsumerConnection):
         return self.received.popleft() if self.received else None
 
     def acknowledge(self) -> None:
-        """Acknowledge the messages in ``to_acknowledge``."""
+        """Acknowledge the messages in ``to_acknowledge``; the broker has received that then."""
         if not self.to_acknowledge:
             return
         with self._errors():
             self.write(ack_frames(self.channel.channel_id, self.to_acknowledge))
+            # Answered behind them. What is on its way when a process is killed may be lost.
+            self.channel.basic_qos(0, self._prefetch, False)
             self.to_acknowledge = []
 
     def cancel(self) -> None:
