@@ -309,7 +309,7 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
 
 
 class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
-    """The message is larger than what check-in and distribution take, and has to pass through one.
+    """The message is larger than what workers take from a module, or decompress.
 
     Nothing was sent, and sending it again does not help. It is an
     :class:`~kombu.exceptions.OperationalError` because callers and Celery itself expect that one
@@ -325,8 +325,8 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
 
     text: ClassVar = (
         "a body of {self.size:,} bytes is larger than rabbitdelay_max_message_bytes, "
-        "{self.bound:,}, and check-in or distribution would refuse it when it is due: send a "
-        "reference instead of the content; or send it to one queue that the application knows "
+        "{self.bound:,}, and a worker would refuse it when it is due: send a reference instead of "
+        "the content; or send it without compression to one queue that the application knows "
         "(task_queues), with a priority of 4 or less and a delay within the levels' capacity; "
         "or raise the setting on workers and producers"
     )

@@ -45,5 +45,12 @@ class CeleryProcess(Server):
             "C_FORCE_ROOT": "1",
         }
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that its main process has had (``VmHWM`` of proc(5))."""
+        status = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        (line,) = (line for line in status if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+
     def _environment(self) -> dict[str, str]:
         return {**super()._environment(), **self.environment(self._settings)}

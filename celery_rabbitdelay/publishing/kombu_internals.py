@@ -5,13 +5,16 @@ When kombu moves one of them, tests/unit/test_upstream_kombu.py says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
 from queue import LifoQueue
 from typing import Any, Final
 
 from amqp import spec
 from amqp.exceptions import NotFound
 from kombu import Connection, Consumer, Producer, Queue
+from kombu import compression as compressions
 from kombu.resource import Resource
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
@@ -19,6 +22,12 @@ from kombu.utils import json
 
 #: The options of :func:`serialized`.
 SERIALIZING: Final = ("serializer", "content_type", "content_encoding", "compression")
+
+#: Bytes that are decompressed at a time; and how many a decoder is given at a time that does not
+#: bound what it returns. Of brotli, each three bytes may become 16 MiB.
+_PIECE: Final = 2**20
+_GIVEN: Final = 2**16
+_GIVEN_TO_BROTLI: Final = 8
 
 #: How many passive declarations are sent before their answers are read. An answer has some 50
 #: bytes, so those of one batch fit into the socket's buffers, and the broker never has to stop
@@ -114,6 +123,47 @@ def serialized(
         body, serializer, content_type, content_encoding, compression, headers
     )
     return prepared
+
+
+def decompressed(body: bytes, name: Any) -> Iterator[bytes]:
+    """Yield, in pieces, what kombu decompresses a body to. Anybody may have written the body.
+
+    Nothing if the application has registered the compression itself. Raises errors of many kinds if
+    nobody has, or if the body cannot be decompressed.
+
+    Args:
+        body: The body.
+        name: What the header ``compression`` says.
+    """
+    decoder = compressions.get_decoder(name)
+    if decoder is zlib.decompress:
+        yield from _inflated(body)
+        return
+    for each in ("bz2", "lzma", "zstd", "brotli"):
+        module: Any = getattr(compressions, each, None)
+        # Before 5.7, kombu has a function of its own for zstd.
+        kombus = getattr(compressions, f"{each}_decompress", getattr(module, "decompress", None))
+        if decoder is not kombus:
+            continue
+        if each == "brotli":
+            stream = module.Decompressor()
+            for begin in range(0, len(body), _GIVEN_TO_BROTLI):
+                yield stream.process(body[begin : begin + _GIVEN_TO_BROTLI])
+            return
+        file = module.open(BytesIO(body))
+        while piece := file.read(_PIECE):
+            yield piece
+
+
+def _inflated(body: bytes) -> Iterator[bytes]:
+    stream = zlib.decompressobj()
+    for begin in range(0, len(body), _GIVEN):
+        rest = body[begin : begin + _GIVEN]
+        while piece := stream.decompress(rest, _PIECE):
+            yield piece
+            rest = stream.unconsumed_tail
+        if stream.eof:
+            return
 
 
 def is_kombus_json(serializer: str | None) -> bool:

@@ -23,7 +23,7 @@ from celery_rabbitdelay.publishing.declaration import (
     forget,
 )
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
-from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, serialized
+from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, decompressed, serialized
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
 from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -67,7 +67,8 @@ class DelayedProducer(Producer):
             messages go through distribution, if it is served, as do those for queues with a bound
             and ``reject-publish``.
         max_message_bytes: The largest body, in bytes, of a message that has to pass through a
-            module; None: any. Workers refuse a larger one; see ``rabbitdelay_max_message_bytes``.
+            module, and of one that is compressed, before it is; None: any. Workers refuse a larger
+            one; see ``rabbitdelay_max_message_bytes``.
         serializer: The name of kombu's serializer, where the caller gives none.
         signing_keys: What signs each message; None: messages are not signed.
 
@@ -133,7 +134,8 @@ class DelayedProducer(Producer):
         Raises:
             DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
             InvalidDelay: It is above 100 years.
-            MessageTooLarge: It has to pass through a module, which refuses its size.
+            MessageTooLarge: It is compressed or has to pass through a module, and is larger than
+                workers take.
             NeedsDistribution: Not exactly one known queue gets the message, or its priority is
                 above 4 and the queues are quorum queues; and ``modules`` lacks distribution.
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
@@ -210,7 +212,8 @@ class DelayedProducer(Producer):
         Raises:
             DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
             InvalidDelay: It is above 100 years.
-            MessageTooLarge: It has to pass through a module, which refuses its size.
+            MessageTooLarge: It is compressed or has to pass through a module, and is larger than
+                workers take.
             NeedsDistribution: It needs distribution, which ``modules`` lacks.
         """
         if CHECK_IN not in self.modules:
@@ -240,6 +243,8 @@ class DelayedProducer(Producer):
         body, properties["content_type"], properties["content_encoding"] = serialized(
             self, body, own_headers, **how
         )
+        if how.get("compression") and self.max_message_bytes is not None:
+            self._check_bound(sum(map(len, decompressed(body, own_headers["compression"]))))
         reply_to = properties.get("reply_to")
         if isinstance(reply_to, Queue):
             properties["reply_to"] = reply_to.name
@@ -273,8 +278,10 @@ class DelayedProducer(Producer):
             MessageTooLarge: It is too large.
         """
         is_straight = destination != DISTRIBUTION
-        if is_straight and due.delay_ms <= self.topology.layout.capacity_ms:
-            return
+        if not is_straight or due.delay_ms > self.topology.layout.capacity_ms:
+            self._check_bound(size)
+
+    def _check_bound(self, size: int) -> None:
         if self.max_message_bytes is not None and size > self.max_message_bytes:
             raise MessageTooLarge(size, self.max_message_bytes)
 

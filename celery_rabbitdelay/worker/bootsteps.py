@@ -36,7 +36,11 @@ from celery_rabbitdelay.publishing.declaration import (
 from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
-from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, leave_out_delayed_delivery
+from celery_rabbitdelay.worker.celery_internals import (
+    RabbitMQStep,
+    bound_bodies,
+    leave_out_delayed_delivery,
+)
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
@@ -221,6 +225,7 @@ class RestoreTasks(RabbitMQStep):
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
         strategies.early_tasks.start()
+        bound_bodies(consumer, strategies.early_tasks.refuse_unopened)
         if consumer.app.rabbitdelay.has_registry:
             strategies.decisions = Decisions(consumer, strategies.early_tasks)
             strategies.decisions.start()

@@ -5,7 +5,8 @@ When Celery moves one of them, tests/unit/test_upstream_celery.py says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import amqp
@@ -16,8 +17,11 @@ from kombu import Message
 from kombu.compression import compress
 from kombu.exceptions import ContentDisallowed, DecodeError
 
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name
+from celery_rabbitdelay.levels.headers import DUE
+from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, decompressed
+from celery_rabbitdelay.publishing.message import body_of, headers_of
 
 #: The latest instant, in milliseconds since 1970, until which a worker has to hold a task: in
 #: the year 9000. Celery cannot convert instants close to the end of the year 9999.
@@ -66,11 +70,61 @@ def id_of(message: Message) -> str:
     return task_id if isinstance(task_id, str) else ""
 
 
+def bound_bodies(consumer: Any, refuse: Callable[[Message, str], None]) -> None:
+    """Let kombu decompress no body of a delayed task beyond ``rabbitdelay_max_message_bytes``.
+
+    kombu decompresses a body as soon as it receives the message, in the worker's main process.
+    Other messages than those that have been in the levels are left to it.
+
+    Args:
+        consumer: The worker's consumer, on one connection.
+        refuse: Called with a message whose body is larger, and why it is not decompressed.
+    """
+    delays = consumer.app.rabbitdelay
+    most = delays.settings.max_message_bytes
+    exchanges = {each.name for each in delays.topology.exchanges}
+    tasks = consumer.task_consumer
+    kombus: Any = tasks.channel.Message
+
+    class Bounded(kombus):  # type: ignore[misc]
+        """A message whose body is not decompressed if that is an error."""
+
+        def __init__(self, received: amqp.Message, **options: Any) -> None:
+            headers, info = headers_of(received), received.delivery_info
+            compression = headers.get("compression")
+            if compression and (DUE in headers or info["exchange"] in exchanges):
+                try:
+                    _check_size(decompressed(body_of(received), compression), most)
+                except Exception:  # noqa: BLE001 - kombu's consumer reports it
+                    self.errors = [sys.exc_info()]
+            super().__init__(received, **options)
+
+    def on_error(message: Message, error: Exception) -> None:
+        if isinstance(error, UnprocessableMessage):
+            refuse(message, error.reason)
+        else:
+            consumer.on_decode_error(message, error)
+
+    tasks.channel.Message = Bounded
+    tasks.on_decode_error = on_error
+
+
+def _check_size(pieces: Iterable[bytes], most: int) -> None:
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > most:
+            raise UnprocessableMessage(
+                f"its body is compressed, and decompressed it has more than {most:,} bytes: see "
+                "rabbitdelay_max_message_bytes"
+            )
+
+
 def as_received(message: Message) -> amqp.Message:
-    """Return a message as AMQP has delivered it; kombu has decompressed its body."""
+    """Return a message as AMQP has delivered it; kombu has decompressed its body, if it could."""
     body: Any = message.body
     compression = message.headers.get("compression")
-    if compression:
+    if compression and not message.errors:
         body, _ = compress(body, compression)
     properties = {**message.properties, "application_headers": dict(message.headers)}
     received = amqp.Message(body, **properties)

@@ -210,6 +210,20 @@ class EarlyTasks(BatchThread[Early]):
         if not self.put_back(delivery, waited, now_ms, waited.due_ms or now_ms, again, why):
             logger.warning("It stays unacknowledged: its queue is unknown.")
 
+    def refuse_unopened(self, message: Message, why: str) -> None:
+        """Refuse a task whose body kombu does not decompress, unless a later version may read it.
+
+        Args:
+            message: The task's message, as it was received.
+            why: The reason.
+        """
+        later = header_names.later_version(message.headers, message.content_type)
+        if later is not None:
+            self.leave_to_later_version(message, message.ack_log_error, later)
+            return
+        waited, _ = header_names.parse(message.headers)
+        self.refuse(Delivery(message, None, message.ack_log_error, lambda: None, ""), waited, why)
+
     def leave_to_later_version(self, message: Message, ack: Callable[..., Any], why: str) -> None:
         """Put a task back into the levels that only a worker of a later version can read.
 

@@ -73,16 +73,6 @@ class AttackedWorker(CeleryProcess):
     def _ready(self) -> bool:
         return " ready." in self.log and self.log.count("serving the queue") == 2
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory that its main process has had (``VmHWM`` of proc(5))."""
-        (line,) = (
-            line
-            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
-            if line.startswith("VmHWM")
-        )
-        return int(line.split()[1]) * 1024
-
 
 if "HOSTILE" in os.environ:
     app = make_app(json.loads(os.environ["HOSTILE"]))

@@ -11,10 +11,12 @@ from typing import Any, Final
 
 import pytest
 from kombu import Connection, Queue
+from kombu.compression import compress, encoders
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.envelope import Item
+from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -279,3 +281,45 @@ def test_a_trusted_client_sends_what_a_producer_may(
     shop = serve(only="default", rabbitdelay_checkin_trusted=True)
     sent = check_in_canvas(private_rabbitmq, connection, shop, secret)
     take(connection, [secret], len(sent), 60)
+
+
+#: The bytes of a body that is compressed to some hundred KiB at most.
+LARGE: Final = 256 * 2**20
+
+
+def test_no_compressed_body_that_left_the_levels_is_opened_beyond_the_bound(
+    served: Any, stranger: Connection, connection: Connection
+) -> None:
+    queue, topology = named(served, "default"), served.rabbitdelay.topology
+    look, before = served.tasks["look"], served.worker.peak_bytes
+    bodies: Counter[bytes] = Counter()
+    honest = []
+    for name in encoders():
+        bomb, compression = compress(b"\0" * LARGE, name)
+        told: dict[str, Any] = {"task": "look", "id": name, "compression": compression}
+        sent: dict[str, Any] = {"content_type": "application/json", "content_encoding": "utf-8"}
+        forge(stranger, served, told, queue, body=bomb, **sent)
+        forge(stranger, served, {**told, **to("", queue)}, body=bomb, **sent)
+        # kombu reads one stream behind the other with some of them.
+        streams = compress(b"[]", name)[0] + bomb
+        reads_both = compression in ("application/x-bz2", "application/x-lzma", "application/zstd")
+        stranger.Producer().publish(
+            streams if reads_both else bomb,
+            exchange=topology.delivery.name,
+            routing_key=topology.keys.key_without_digits(queue),
+            headers=told,
+            **sent,
+        )
+        bodies += Counter({bomb: 2}) + Counter([streams if reads_both else bomb])
+        honest.append(look.apply_async(("x" * 2**20,), compression=name, delay=0.3))
+    for result in honest:
+        assert result.get(timeout=60)["given"] == ["x" * 2**20]
+    undeliverable_queue = topology.module_queues.undeliverable.name
+    wait_for(lambda: count(connection, undeliverable_queue) == bodies.total(), "the bombs", 60)
+    found = list(undeliverable_messages(connection, topology))
+    assert Counter(each.body for each in found) == bodies
+    assert all("rabbitdelay_max_message_bytes" in each.found.reason for each in found)
+    assert all("compression" in each.headers for each in found)
+    assert served.worker.peak_bytes - before < LARGE // 2
+    served.worker.stop()
+    assert count(connection, queue) == 0

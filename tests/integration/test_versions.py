@@ -119,11 +119,19 @@ def test_distribution_keeps_them_going_until_a_later_version_takes_them(
         assert (message.properties.get("priority") == 3) == is_envelope
 
 
-@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize(
+    ("compression", "settings"),
+    # The last one is beyond the bound of this version.
+    [(None, {}), ("gzip", {}), ("gzip", {"rabbitdelay_max_message_bytes": 10})],
+)
 def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back(
-    serve: Any, connection: Connection, noted: Notes, compression: str | None
+    serve: Any,
+    connection: Connection,
+    noted: Notes,
+    compression: str | None,
+    settings: dict[str, Any],
 ) -> None:
-    shop = serve()
+    shop = serve(**settings)
     body, headers, properties = note_of(shop, noted, 1)
     sent, own = body, {**headers, header_names.VERSION: 2, "rabbitdelay-new": [2]}
     if compression:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from kombu import Connection, Queue
+from kombu.compression import encoders
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.exceptions import MessageTooLarge
@@ -54,3 +55,12 @@ def test_the_sender_refuses_what_no_module_takes(destination: Destination, optio
 
 def test_what_goes_straight_to_a_queue_may_be_as_large_as_the_broker_allows() -> None:
     assert make(100_000, STRAIGHT) == 100_000
+
+
+@pytest.mark.parametrize("compression", encoders())
+def test_a_compressed_body_counts_as_what_it_is_decompressed_to(compression: str) -> None:
+    assert 0 < make(1000, STRAIGHT, compression=compression) < 1000
+    with pytest.raises(MessageTooLarge) as caught:
+        make(1001, STRAIGHT, compression=compression)
+    assert (caught.value.size, caught.value.bound) == (1001, 1000)
+    assert make(1001, STRAIGHT, bound=None, compression=compression) < 1001

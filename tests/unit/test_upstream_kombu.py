@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 from importlib.metadata import version
+from random import randbytes
 from typing import Any
 
-from kombu import Connection, Consumer, Exchange, Producer, Queue
+import pytest
+from kombu import Connection, Consumer, Exchange, Message, Producer, Queue, compression
 from kombu.resource import Resource
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.utils import json
@@ -46,6 +48,38 @@ def test_a_serializer_is_known_by_its_encoder() -> None:
     assert internals.is_kombus_json("json")
     assert not internals.is_kombus_json("pickle")
     assert not internals.is_kombus_json("unknown")
+
+
+@pytest.mark.parametrize("name", compression.encoders())
+def test_all_that_kombu_decompresses_is_decompressed_in_pieces(name: str) -> None:
+    # Neither all of it nor nothing comes out at once.
+    for body in (b"", b"x", randbytes(2**17) + bytes(2**25)):
+        compressed, content_type = compression.compress(body, name)
+        pieces = list(internals.decompressed(compressed, content_type))
+        assert b"".join(pieces) == body, moved(f"the decompression {name}")
+        assert max(map(len, pieces), default=0) <= 2**24
+
+
+def test_a_compression_of_the_application_itself_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    private: Any = compression
+    monkeypatch.setitem(private._decoders, "application/x-gzip", bytes)
+    assert list(internals.decompressed(b"own", "gzip")) == []
+
+
+def test_a_message_with_an_error_is_not_decompressed() -> None:
+    kombus: Any = Message
+
+    class Erroneous(kombus):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.errors = [(ValueError, ValueError("seen"), None)]
+            super().__init__(b"body", headers={"compression": "gzip"})
+
+    message = Erroneous()
+    assert message.body == b"body", moved("the use of Message.errors")
+    with pytest.raises(ValueError, match="seen"):
+        message._reraise_error()
 
 
 def test_a_queue_is_declared_with_its_arguments_and_attributes() -> None:
