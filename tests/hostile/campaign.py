@@ -23,11 +23,15 @@ from celery_rabbitdelay.testing import wait_for
 from tests.hostile.application import AttackedWorker, make_app
 from tests.hostile.client import Client
 from tests.hostile.honest import Honest
-from tests.hostile.kinds import ALLOWED, EXPIRED, FORBIDDEN, TASKS, hostile_messages
-
-#: Bytes that the worker's main process may grow by: two modules hold 64 MiB each and have as much
-#: in flight at most, the largest message, and what Python does not give back.
-MAX_GROWTH: Final = 384 * 2**20
+from tests.hostile.kinds import (
+    ALLOWED,
+    EXPIRED,
+    FORBIDDEN,
+    KINDS,
+    MAX_GROWTH,
+    TASKS,
+    hostile_messages,
+)
 
 #: Seconds until nothing moves any more.
 PATIENCE: Final = 1_800.0
@@ -264,7 +268,11 @@ def _settle(
                     account.reasons[_general(examine(headers, topology, key).reason)] += 1
     account.refused, account.unexpected = len(client.refused), client.unexpected
     names = account.names
-    account.lost = sorted((number, names[number]) for number in client.confirmed - found.keys())
+    for number in sorted(client.confirmed - found.keys()):
+        if KINDS[names[number]].is_dropped:
+            account.places["dropped by Celery"] += 1
+        else:
+            account.lost.append((number, names[number]))
     account.doubled = Counter(names[number] for number, count in found.items() if count > 1)
 
 

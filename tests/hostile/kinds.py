@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from random import Random
 from struct import pack
 from typing import Any, Final, NamedTuple
+
+from kombu.compression import compress, encoders
 
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -27,6 +31,10 @@ EXPIRED: Final = "expired"
 
 #: The largest body that the worker takes in a campaign.
 MAX_BODY: Final = 2**20
+
+#: Bytes that the worker's main process may grow by: two modules hold 64 MiB each and have as much
+#: in flight at most, the largest message, and what Python does not give back.
+MAX_GROWTH: Final = 384 * 2**20
 
 #: A day before 1970, and a million years after.
 DUES: Final = (-86_400_000, 0, 5, 2**62, 2**63 - 1, -(2**63))
@@ -109,11 +117,13 @@ class Kind(NamedTuple):
         make: Makes one.
         weight: How often, compared with the others.
         is_refused: Whether the broker may refuse it.
+        is_dropped: Whether Celery may drop it, as it does with what its worker cannot read.
     """
 
     make: Make
     weight: float = 10
     is_refused: bool = False
+    is_dropped: bool = False
 
 
 def hostile_messages(topology: Topology, count: int, seed: int) -> Iterator[Hostile]:
@@ -391,6 +401,121 @@ def _task(random: Draw) -> Made:
     return exchange, key.encode(), properties(headers, **json_type), body
 
 
+def _following(random: Draw) -> Made:
+    """A task for check-in that has a worker publish to the forbidden queue, if it runs."""
+    options = {"exchange": "", "routing_key": random.forbidden.decode()}
+    place = _PLACE.decode()
+    evil = {"task": "hostile", "args": [place], "kwargs": {}, "options": options}
+    name = random.choice(("callbacks", "errbacks", "chain", "chord", "group", "taskset"))
+    following = {name: evil if name == "chord" else [evil]}
+    headers = {b"x-delay": _soon(random)}
+    task = {b"task": field_text(b"hostile"), b"id": field_text(b"%x" % random.getrandbits(64))}
+    choice = random.random()
+    if choice < 0.4:
+        body = json.dumps([[place], {}, following]).encode()
+        headers |= task
+        if name == "group":
+            headers[b"group"] = field_text(b"g")
+    elif choice < 0.6:
+        own = random.choice((b"celery.group", b"celery.chain", b"celery.chord", b"celery.map"))
+        body = json.dumps([[[evil], ["0", []], "g", []], {}, {}]).encode()
+        headers |= {**task, b"task": field_text(own)}
+    else:
+        told = {"task": "hostile", "id": "1", "args": [place], "kwargs": {}, **following}
+        body = json.dumps(told).encode()
+        spelled = "".join(
+            random.choice((each, f"\\u{ord(each):04x}", f"\\u{ord(each):04X}")) for each in "task"
+        )
+        body = body.replace(b'"task"', f'"{spelled}"'.encode(), 1)
+    short = {"content_type": b"application/json", "content_encoding": b"utf-8"}
+    content = properties(headers, reply_to=random.forbidden, **short)
+    return random.checkin, random.tasks, content, body
+
+
+def _unread(random: Draw) -> Distributed:
+    """Headers, properties and body of a task that check-in and Celery do not read."""
+    mark = random.mark.decode()
+    headers = {b"task": field_text(b"hostile"), b"id": field_text(b"1")}
+    body = [[mark], {}, {}]
+    kinds = {
+        b"application/x-python-serialize": pickle.dumps(body),
+        b"application/x-yaml": f"!!python/object/apply:os.system ['true {mark}']".encode(),
+        b"application/x-msgpack": b"\x93\x91\xa9" + random.mark + b"\x80\x80",
+    }
+    content_type = random.choice((*kinds, b"application/json"))
+    if content_type == b"application/json":
+        name = random.choice((*encoders(), "unknown"))
+        headers[b"compression"] = field_text(name.encode())
+        kinds[content_type] = random.choice((random.randbytes(50), b""))
+        if name != "unknown":
+            kinds[content_type] += compress(json.dumps(body).encode(), name)[0][:-5]
+    return (
+        headers,
+        {"content_type": content_type, "content_encoding": b"utf-8"},
+        kinds[content_type],
+    )
+
+
+def _unread_by_check_in(random: Draw) -> Made:
+    told, short, body = _unread(random)
+    headers = {**told, b"x-delay": _soon(random)}
+    if short["content_type"] == b"application/x-python-serialize" and random.random() < 0.5:
+        del headers[b"task"]
+    content = properties(headers, **short)
+    return random.checkin, random.tasks, content, body
+
+
+def _unread_by_worker(random: Draw) -> Made:
+    headers, short, body = _unread(random)
+    content = properties({**headers, b"rabbitdelay-due": integer(5)}, **short)
+    exchange, key = random.topology.route(0, random.tasks.decode())[:2]
+    return exchange, key.encode(), content, body
+
+
+@cache
+def _bomb(name: str) -> bytes:
+    """Few bytes that take the worker more than it may have, if it decompresses them."""
+    return compress(bytes(2 * MAX_GROWTH // 3), name)[0]
+
+
+def _compressed(random: Draw) -> Made:
+    """A compressed task for the worker, of which some run and the others are too large."""
+    name = random.choice(encoders())
+    topology, tasks = random.topology, random.tasks.decode()
+    headers = {
+        b"task": field_text(b"hostile"),
+        b"id": field_text(b"%x" % random.getrandbits(64)),
+        b"compression": field_text(name.encode()),
+        b"rabbitdelay-due": integer(5),
+    }
+    short = {"content_type": b"application/json", "content_encoding": b"utf-8"}
+    # What follows the stream of these is ignored.
+    if random.random() < 0.8 and name in ("application/x-gzip", "application/x-bz2"):
+        body = compress(json.dumps([[random.mark.decode()], {}, {}]).encode(), name)[0]
+    else:
+        body = _bomb(name)
+    choice = random.random()
+    if choice < 0.3:
+        del headers[b"rabbitdelay-due"]
+        key = topology.keys.key_without_digits(tasks)
+        return topology.delivery.name, key.encode(), properties(headers, **short), body
+    if choice < 0.6:
+        headers[b"rabbitdelay-exchange"] = field_text(b"")
+        headers[b"rabbitdelay-routing-key"] = field_text(random.tasks)
+        tasks = DISTRIBUTION
+    exchange, key = topology.route(0, tasks)[:2]
+    return exchange, key.encode(), properties(headers, **short), body
+
+
+def _forged_reason(random: Draw) -> Made:
+    """A reason that breaks the line of a list, or speaks to a terminal."""
+    breaks = (b"\n", b"\r\n", b"\x85", b"\xe2\x80\xa8", b"\x1b[2J\x1b]0;title\x07", b"\x9b2J")
+    reason = b"gone" + random.choice(breaks) + b"2026-01-01 forged by me"
+    headers = {b"rabbitdelay-reason": field_text(reason), **_to_allowed(random)}
+    exchange = random.topology.module_queues.undeliverable.exchange.name
+    return exchange, random.choice((b"", reason)), properties(headers), b"body"
+
+
 KINDS: Final[dict[str, Kind]] = {
     "plain": Kind(_checked_in(_plain), 20),
     "delay of any type": Kind(_checked_in(_delay), 15),
@@ -415,4 +540,9 @@ KINDS: Final[dict[str, Kind]] = {
     "meditated": Kind(_meditated, 5),
     "level": Kind(_level, 5),
     "undeliverable": Kind(_straight_to_undeliverable, 5),
+    "forged reason": Kind(_forged_reason, 5),
+    "followed by others": Kind(_following, 15),
+    "not read by check-in": Kind(_unread_by_check_in, 5),
+    "not read by Celery": Kind(_unread_by_worker, 5, is_dropped=True),
+    "compressed": Kind(_compressed, 2),
 }
