@@ -155,7 +155,7 @@ class Distribution:
             left = headers.for_consumer()
         else:
             exchange, routing_key, left = "", headers.queue, headers.for_worker()
-        sent = WaitingMessage(message.body, message.properties, left)
+        sent = WaitingMessage(message.body, message.properties, _marked_if_compressed(left))
         restored = self._signed(_with_restored_properties(sent, headers), is_vouched)
         outgoing = Outgoing(exchange, routing_key, restored)
         return self._reached(outgoing, is_unrouted=unrouted is not None)
@@ -315,7 +315,7 @@ class Distribution:
             exchange, routing_key = _destination(headers)
             left = DelayHeaders(outer.due_ms, registry=inner.registry, others=inner.others)
             properties = item.properties_with(envelope.properties)
-            message = WaitingMessage(item.body, properties, left)
+            message = WaitingMessage(item.body, properties, _marked_if_compressed(left))
             if problems:
                 refused = Outgoing(exchange, routing_key, message)
                 yield to_undeliverable(undeliverable, refused, "; ".join(problems.values()))
@@ -329,6 +329,16 @@ def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
     names = ("exchange", "routing_key", "priority", "expiration")
     own = {name: getattr(inner, name) for name in names}
     return outer._replace(**{name: value for name, value in own.items() if value is not None})
+
+
+def _marked_if_compressed(headers: DelayHeaders) -> DelayHeaders:
+    """Return the headers of a compressed message with a due time, which a stranger may leave out.
+
+    By it, a worker tells that the message was in the levels, and decompresses it up to a bound.
+    """
+    if headers.due_ms is not None or "compression" not in headers.others:
+        return headers
+    return headers._replace(due_ms=time.time_ns() // NS_PER_MS)
 
 
 def _named_by(headers: DelayHeaders) -> Any:

@@ -494,9 +494,10 @@ def _compressed(random: Draw) -> Made:
         body = compress(json.dumps([[random.mark.decode()], {}, {}]).encode(), name)[0]
     else:
         body = _bomb(name)
+    if random.random() < 0.5:
+        del headers[b"rabbitdelay-due"]
     choice = random.random()
     if choice < 0.3:
-        del headers[b"rabbitdelay-due"]
         key = topology.keys.key_without_digits(tasks)
         return topology.delivery.name, key.encode(), properties(headers, **short), body
     if choice < 0.6:
