@@ -8,8 +8,8 @@ the queue in the property ``reply_to``. In each of these ways, a client would by
 allow-list.
 
 A message with the header ``task`` is a task of Celery's protocol 2. Without that header, a message
-is a task of protocol 1 if its body is an object with a member ``task``. Check-in reads JSON only,
-and refuses any other body that a worker might read.
+is a task of protocol 1 if its body is an object with a member ``task``. Check-in reads JSON in
+UTF-8 only, and refuses any other body that a worker might read.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ _JSON: Final = "application/json"
 
 #: The content type that kombu assumes for a message without one.
 _DATA: Final = "application/data"
+
+#: The content encodings of JSON that check-in reads. py-amqp decodes a body for the worker by any
+#: other that Python knows, such as UTF-16 and UTF-7, in which the bytes of a task look different.
+READ_ENCODINGS: Final = ("", "utf-8", "us-ascii", "ascii", "binary")
 
 _NULL: Final = rb'"(?:%b)"\s*:\s*null' % "|".join(FOLLOWING).encode()
 
@@ -80,6 +84,12 @@ def checked(message: WaitingMessage) -> WaitingMessage:
     if headers.get("compression"):
         raise UnprocessableMessage(f"its body is compressed: {SETTING}")
     content_type = properties.get("content_type") or _DATA
+    encoding = properties.get("content_encoding") or ""
+    if content_type == _JSON and str(encoding).lower() not in READ_ENCODINGS:
+        raise UnprocessableMessage(
+            f"its content encoding is {shortened(encoding)}, and check-in reads UTF-8 alone: "
+            f"{SETTING}"
+        )
     if _TASK in headers:
         _check_version_2(message.body, headers, content_type)
     elif content_type == _JSON:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import Counter
@@ -244,23 +245,26 @@ def check_in_canvas(
     options = {"exchange": "amq.direct", "routing_key": secret.name}
     evil: dict[str, Any] = {"task": "stolen", "args": [], "kwargs": {}, "options": options}
     protocol_1 = {"task": "look", "id": "1", "args": [], "kwargs": {}, "callbacks": [evil]}
-    bodies: list[tuple[str | None, Any]] = [
-        ("look", [[], {}, {"callbacks": [evil], "errbacks": None, "chain": None, "chord": None}]),
-        ("look", [[], {}, {"chain": [evil]}]),
-        ("celery.group", [[[evil], ["0", []], "g", []], {}, {}]),
-        (None, protocol_1),
+    bodies: list[tuple[str | None, Any, str]] = [
+        ("look", [[], {}, {"callbacks": [evil], **dict.fromkeys(("chain", "chord"))}], "utf-8"),
+        ("look", [[], {}, {"chain": [evil]}], "utf-8"),
+        ("celery.group", [[[evil], ["0", []], "g", []], {}, {}], "utf-8"),
+        (None, protocol_1, "utf-8"),
+        # py-amqp decodes a body for the worker.
+        (None, protocol_1, "utf-16"),
     ]
     exchange = shop.rabbitdelay.topology.module_queues.checkin.exchange.name
     with user(rabbitmq, shop, f"^{re.escape(exchange)}$") as client:
-        for number, (task, body) in enumerate(bodies, 1):
+        for number, (task, body, encoding) in enumerate(bodies, 1):
             client.Producer().publish(
-                body,
+                json.dumps(body).encode(encoding),
                 exchange=exchange,
                 routing_key=named(shop, "default"),
                 headers={"x-delay": 10} | ({"task": task, "id": str(number)} if task else {}),
                 correlation_id=str(number),
                 reply_to=secret.name,
-                serializer="json",
+                content_type="application/json",
+                content_encoding=encoding,
             )
     return [str(number) for number in range(1, len(bodies) + 1)]
 

@@ -155,6 +155,19 @@ def test_what_is_no_task_passes_unchanged(body: bytes, content_type: str | None)
     assert checked(given) is given
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "UTF-7", "unicode_escape", "cp037", "rot13", 5])
+def test_json_in_another_encoding_is_refused_whatever_it_looks_like(encoding: Any) -> None:
+    for told in ({}, {"task": "t"}):
+        with pytest.raises(UnprocessableMessage, match="reads UTF-8 alone"):
+            checked(message([[], {}, {}], told, content_encoding=encoding))
+
+
+@pytest.mark.parametrize("encoding", [None, "", "utf-8", "UTF-8", "us-ascii", "binary"])
+def test_json_in_utf_8_passes(encoding: Any) -> None:
+    given = message([[], {}, {}], content_encoding=encoding)
+    assert checked(given) is given
+
+
 def test_what_only_a_worker_can_open_is_refused() -> None:
     for content_type in ("application/x-yaml", "application/x-msgpack"):
         with pytest.raises(UnprocessableMessage, match="does not read"):
