@@ -181,7 +181,11 @@ def _declare(connection: Connection, app: Any, topology: Topology) -> None:
     for queue in app.amqp.queues.values():
         declare_destination(connection, topology, queue)
     # By default, distribution reaches any exchange, but no queue that the application lacks.
-    Queue(f"{topology.prefix}.{FORBIDDEN}", channel=channel).declare()
+    name = f"{topology.prefix}.{FORBIDDEN}"
+    forbidden = Queue(name, channel=channel)
+    forbidden.declare()
+    # A worker would publish to it what follows a task.
+    forbidden.bind_to("amq.direct", routing_key=name)
     expired = f"{topology.prefix}.{EXPIRED}"
     Queue(expired, Exchange(expired, type="fanout"), channel=channel).declare()
 

@@ -403,11 +403,12 @@ def _task(random: Draw) -> Made:
 
 def _following(random: Draw) -> Made:
     """A task for check-in that has a worker publish to the forbidden queue, if it runs."""
-    options = {"exchange": "", "routing_key": random.forbidden.decode()}
+    options = {"exchange": "amq.direct", "routing_key": random.forbidden.decode()}
     place = _PLACE.decode()
     evil = {"task": "hostile", "args": [place], "kwargs": {}, "options": options}
     name = random.choice(("callbacks", "errbacks", "chain", "chord", "group", "taskset"))
     following = {name: evil if name == "chord" else [evil]}
+    encoding = b"utf-8"
     headers = {b"x-delay": _soon(random)}
     task = {b"task": field_text(b"hostile"), b"id": field_text(b"%x" % random.getrandbits(64))}
     choice = random.random()
@@ -423,11 +424,13 @@ def _following(random: Draw) -> Made:
     else:
         told = {"task": "hostile", "id": "1", "args": [place], "kwargs": {}, **following}
         body = json.dumps(told).encode()
-        spelled = "".join(
-            random.choice((each, f"\\u{ord(each):04x}", f"\\u{ord(each):04X}")) for each in "task"
+        escaped = (random.choice((each, f"\\u{ord(each):04x}")) for each in "task")
+        # py-amqp decodes a body for the worker.
+        spelled, encoding = random.choice(
+            (("".join(escaped), b"utf-8"), ("+AHQ-ask", b"utf-7"), ("\\x74ask", b"unicode_escape"))
         )
         body = body.replace(b'"task"', f'"{spelled}"'.encode(), 1)
-    short = {"content_type": b"application/json", "content_encoding": b"utf-8"}
+    short = {"content_type": b"application/json", "content_encoding": encoding}
     content = properties(headers, reply_to=random.forbidden, **short)
     return random.checkin, random.tasks, content, body
 
