@@ -240,11 +240,9 @@ class DelayedProducer(Producer):
             refuses = has_distribution and may_refuse(queue, self.may_refuse)
             name = DISTRIBUTION if refuses else queue.name
         how = {name: properties.pop(name) for name in SERIALIZING if name in properties}
-        body, properties["content_type"], properties["content_encoding"] = serialized(
-            self, body, own_headers, **how
+        body, properties["content_type"], properties["content_encoding"] = self.serialize(
+            body, own_headers, **how
         )
-        if how.get("compression") and self.max_message_bytes is not None:
-            self._check_bound(sum(map(len, decompressed(body, own_headers["compression"]))))
         reply_to = properties.get("reply_to")
         if isinstance(reply_to, Queue):
             properties["reply_to"] = reply_to.name
@@ -280,6 +278,17 @@ class DelayedProducer(Producer):
         is_straight = destination != DISTRIBUTION
         if not is_straight or due.delay_ms > self.topology.layout.capacity_ms:
             self._check_bound(size)
+
+    def serialize(self, body: Any, headers: dict[str, Any], **how: Any) -> tuple[Any, str, str]:
+        """Return a body as kombu serializes and compresses it; see :func:`.serialized`.
+
+        Raises:
+            MessageTooLarge: It is compressed, and a worker would not decompress it.
+        """
+        body, content_type, content_encoding = serialized(self, body, headers, **how)
+        if how.get("compression") and self.max_message_bytes is not None:
+            self._check_bound(sum(map(len, decompressed(body, headers["compression"]))))
+        return body, content_type, content_encoding
 
     def _check_bound(self, size: int) -> None:
         if self.max_message_bytes is not None and size > self.max_message_bytes:

@@ -108,9 +108,9 @@ def test_a_row_that_cannot_be_sent_is_an_error_of_its_own_wherever_it_stands(
 
 
 @both_ways
-@pytest.mark.parametrize("priority", [0, 9])
-def test_a_row_that_distribution_would_refuse_for_its_size_is_an_error_of_its_own(
-    serve: Any, envelopes: bool, priority: int
+@pytest.mark.parametrize("bounding", [{}, {"priority": 9}, {"compression": "zlib"}])
+def test_a_row_that_a_worker_would_refuse_for_its_size_is_an_error_of_its_own(
+    serve: Any, envelopes: bool, bounding: dict[str, Any]
 ) -> None:
     shop = serve(rabbitdelay_max_message_bytes=20_000)
     notes, bad = Notes(shop), (0, 7)
@@ -121,8 +121,8 @@ def test_a_row_that_distribution_would_refuse_for_its_size_is_an_error_of_its_ow
     ]
     for number in bad:
         rows[number]["args"] = (number, "x" * 20_000)
-    options = {"envelopes": envelopes, "priority": priority}
-    if priority:
+    options = {"envelopes": envelopes, **bounding}
+    if bounding:
         with pytest.raises(RowsNotConfirmed) as caught:
             shop.rabbitdelay.send_many("note", rows, **options)
         assert tuple(sorted(caught.value.errors)) == bad
@@ -130,7 +130,7 @@ def test_a_row_that_distribution_would_refuse_for_its_size_is_an_error_of_its_ow
     else:
         # A single message goes straight to its queue.
         shop.rabbitdelay.send_many("note", rows, **options)
-    sent = [number for number in range(12) if not priority or number not in bad]
+    sent = [number for number in range(12) if not bounding or number not in bad]
     assert numbers(notes.wait(len(sent))) == sent
 
 

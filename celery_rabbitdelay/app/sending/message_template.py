@@ -22,7 +22,7 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Item, compressed, length_prefixed, shared_block
-from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json, serialized
+from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json
 from celery_rabbitdelay.publishing.message import PERSISTENT, WaitingMessage
 from celery_rabbitdelay.publishing.signature import Signer
 from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content, PropertiesEncoder
@@ -112,8 +112,7 @@ class Writer:
         if self._rest:
             return f"{self._json((call.args, call.kwargs))[:-1]}{self._rest}".encode()
         options = self._first.options
-        encoded, *_ = serialized(
-            self._first,
+        encoded, *_ = self._first.serialize(
             (call.args, call.kwargs, self._first.body[2]),
             {},
             serializer=options.get("serializer"),
