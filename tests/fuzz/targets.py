@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from struct import pack, unpack_from
 from types import SimpleNamespace
 from typing import Any, Final
 
 import amqp
+from kombu.compression import compress, decompress, encoders
+from kombu.serialization import loads
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import ENVELOPE
@@ -18,6 +21,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.bounds import MAX_DEPTH, Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.modules.client_tasks import CANVAS
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import (
     Envelope,
@@ -36,6 +40,7 @@ from celery_rabbitdelay.modules.forwarding import (
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of
+from celery_rabbitdelay.publishing.kombu_internals import decompressed
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content
 from tests.unit.waiting import waiting
@@ -51,6 +56,11 @@ BOUNDS: Final = Bounds(2**16)
 #: Where messages may go, besides the levels and ``undeliverable``.
 ALLOWED: Final = AllowedDestinations(frozenset({"allowed"}), frozenset({"news"}))
 OWN: Final = frozenset(each.name for each in TOPOLOGY.exchanges)
+
+#: Bytes to which the fuzzer's own bodies are decompressed at most.
+MOST_DECOMPRESSED: Final = 2**24
+
+JSON: Final = "application/json"
 
 #: Seconds that one input may take.
 MOST_SECONDS: Final = 5.0
@@ -131,11 +141,56 @@ def check_in(given: bytes) -> None:
     message = received(given, (MODULES.checkin.exchange.name, MODULES.meditated.name))
     if message is None or seen_of(message).skipped_bytes is not None:
         return
+    is_client = message.delivery_info["exchange"] == MODULES.checkin.exchange.name
     module.admit(message)
     try:
-        _check(module.receive(message), ALLOWED)
+        outgoing = list(module.receive(message))
     except UnprocessableMessage as refused:
         _refused(message, refused.reason)
+        return
+    _check(outgoing, ALLOWED)
+    for each in outgoing if is_client else ():
+        _follows_nothing(each.message.amqp())
+
+
+def _follows_nothing(message: amqp.Message) -> None:
+    """Assert that a worker of Celery that reads JSON publishes nothing after a message."""
+    headers, properties = headers_of(message), message.properties
+    body: Any = message.body
+    encoding: Any = properties.get("content_encoding")
+    content_type: Any = properties.get("content_type")
+    with suppress(Exception):  # as py-amqp reads a body for a worker
+        body = body.decode(encoding)
+    try:
+        read = loads(body, content_type, encoding, accept={JSON})
+    except Exception:  # noqa: BLE001 - the worker cannot read it
+        return
+    if "task" in headers:
+        third = read[2] if isinstance(read, list) and len(read) == 3 else {}
+        assert not (isinstance(third, dict) and any(third.values())), third
+        named: Any = headers
+    elif isinstance(read, dict) and "task" in read:
+        named = read
+    else:
+        return
+    assert not str(named["task"]).startswith("celery."), named
+    assert not [name for name in CANVAS if named.get(name) is not None], named
+    assert not properties.get("reply_to")
+
+
+def decompression(given: bytes) -> None:
+    """What a worker counts of a body is what kombu decompresses it to, of each compression."""
+    for name in encoders():
+        body, content_type = compress(given, name)
+        assert b"".join(decompressed(body, content_type)) == given
+        size, kombus = 0, None
+        with suppress(Exception):  # most bodies are none of this compression
+            for piece in decompressed(given, content_type):
+                size += len(piece)
+                if size > MOST_DECOMPRESSED:
+                    return
+            kombus = len(decompress(given, content_type))
+        assert kombus in (None, size), name
 
 
 def distribution(given: bytes) -> None:
@@ -211,7 +266,7 @@ def _timed(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
 
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     target.__name__: _timed(target)
-    for target in (check_in, distribution, envelope, undeliverable, wire)
+    for target in (check_in, decompression, distribution, envelope, undeliverable, wire)
 }
 
 
@@ -224,6 +279,24 @@ def _written(message: amqp.Message, key: str = "allowed", which: int = 0) -> byt
 def _message(body: bytes = b"x", **headers: Any) -> amqp.Message:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return amqp.Message(body, application_headers=named)
+
+
+def _tasks() -> Iterator[bytes]:
+    """Tasks that a client checks in, plain ones and those after which a worker publishes."""
+    evil = '{"task": "t", "options": {"exchange": "celery.pidbox"}}'
+    bodies = [
+        *(f'[[], {{}}, {{"{name}": {what}}}]' for name in CANVAS for what in ("null", f"[{evil}]")),
+        *(f'{{"task": "t", "id": "1", "{name}": [{evil}]}}' for name in CANVAS),
+        '{"\\u0074ask": "t", "callbacks": [1]}',
+    ]
+    for body in bodies:
+        for encoding in ("utf-8", "utf-16", "unicode_escape"):
+            message = _message(
+                body.encode(encoding), x_delay=5, **({"task": "t"} if body[0] == "[" else {})
+            )
+            message.properties.update(content_type=JSON, content_encoding=encoding, reply_to="r")
+            yield _written(message)
+    yield _written(_message(compress(b"x" * 2**16, "zlib")[0], compression="application/x-gzip"))
 
 
 def _seeds() -> list[bytes]:
@@ -261,6 +334,8 @@ def _seeds() -> list[bytes]:
         _written(amqp.Message(b"x", priority=5, expiration="7", message_id="m", timestamp=5)),
         packed,
         blocks,
+        *_tasks(),
+        *(compress(bytes(2**12), name)[0] for name in encoders()),
     ]
 
 
