@@ -104,7 +104,7 @@ def never_reached(app: Celery) -> tuple[frozenset[str], tuple[str, ...]]:
     conf, topology = app.conf, app.rabbitdelay.settings.topology
     exchanges = (*topology.exchanges, topology.identity.guard, topology.identity.marker)
     names = {conf.event_exchange, conf.result_exchange, *(each.name for each in exchanges)}
-    names.update(queue.name for queue in topology.queues)
+    names.update(queue.name for queue in (*topology.queues, topology.probe))
     # So Celery names the queue of each receiver of events; the application may have others of the
     # same prefix.
     events = f"{escape(conf.event_queue_prefix)}.{_ANY_UUID}"

@@ -56,8 +56,8 @@ def _counter(name: str, text: str, labels: Labels = ("task", "queue")) -> Instru
     return Instrument(name, "counter", text, labels)
 
 
-def _of_module(name: str, text: str) -> Instrument:
-    return Instrument(name, "counter", text, ("queue",), is_observed=True)
+def _observed_counter(name: str, text: str, label: str = "queue") -> Instrument:
+    return Instrument(name, "counter", text, (label,), is_observed=True)
 
 
 def _gauge(name: str, text: str, *labels: str) -> Instrument:
@@ -115,23 +115,34 @@ BREAKER_OPEN: Final = _gauge(
     "registry_breaker_open",
     "Whether the worker asks Redis nothing at the moment, because it did not answer: 1 or 0.",
 )
-MODULE_RECEIVED: Final = _of_module(
+MODULE_RECEIVED: Final = _observed_counter(
     "module_received", "Messages that the worker's module received from its queue."
 )
-MODULE_PUBLISHED: Final = _of_module(
+MODULE_PUBLISHED: Final = _observed_counter(
     "module_published", "Confirmed messages that the worker's module published."
 )
-MODULE_REDELIVERED: Final = _of_module(
+MODULE_REDELIVERED: Final = _observed_counter(
     "module_redelivered",
     "Messages that the worker's module put into the levels: their destination did not take them.",
 )
-UNDELIVERABLE: Final = _of_module(
+UNDELIVERABLE: Final = _observed_counter(
     "undeliverable", "Messages that the worker's module put into undeliverable, by its queue."
 )
 BACKLOG: Final = _gauge(
     "backlog",
     "Messages that are ready in the queue of a module, of meditation or of undeliverable.",
     "queue",
+)
+PROBE_LATE: Final = _gauge(
+    "probe_late_seconds",
+    "Seconds that the last probe through a level was late; negative if early; while it is missing, "
+    "how late it is at least.",
+    "level",
+)
+PROBE_MISSING: Final = _observed_counter(
+    "probe_missing",
+    "Probes through a level that did not come within a minute of their time.",
+    "level",
 )
 PENDING: Final = _gauge("pending", "Messages that wait in a level.", "level")
 MISSING_QUEUES: Final = _gauge(

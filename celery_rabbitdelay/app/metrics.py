@@ -248,7 +248,8 @@ def _opentelemetry_recorders(source: Observe) -> dict[Instrument, Recorder]:
                 name, "s", each.help, explicit_bucket_boundaries_advisory=each.buckets
             ).record
         elif each.kind == "gauge":
-            meter.create_observable_gauge(name, [partial(observe, each)], "1", each.help)
+            unit = "s" if each.name.endswith("_seconds") else "1"
+            meter.create_observable_gauge(name, [partial(observe, each)], unit, each.help)
         elif each.is_observed:
             meter.create_observable_counter(name, [partial(observe, each)], "1", each.help)
         else:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from itertools import chain
 from threading import Event
 from typing import Any, Final, get_args
 
 import click
+from amqp.exceptions import AccessRefused
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.app.control import ARRIVALS
+from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels.delay import duration_text
+from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
 from celery_rabbitdelay.operations.verify import management as api
 from celery_rabbitdelay.operations.verify.checks import verify as verify_broker
 from celery_rabbitdelay.operations.verify.findings import Severity, Verification
 from celery_rabbitdelay.publishing.declaration import connect
+
+#: Seconds to wait for the workers' answers.
+WORKERS_TIMEOUT: Final = 1.0
 
 
 @rabbitdelay.command()
@@ -49,7 +54,11 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
         given = None if management is None else api.ManagementAPI(management, tls)
         connect(connection)
         reached = given or api.management_api_of(connection)  # at the host that was reached
-        report = verify_broker(connection, settings, context.app.amqp.queues.values(), reached)
+        workers: Mapping[str, Mapping[str, Any]] = {}
+        with suppress(AccessRefused):  # verify's user may not have the rights for remote control
+            workers = status_of_workers(context.app, connection, WORKERS_TIMEOUT)
+        queues = context.app.amqp.queues.values()
+        report = verify_broker(connection, settings, queues, reached, workers=workers)
     number = Counter(finding.severity for finding in report.findings)
     counts = {severity: number[severity] for severity in get_args(Severity)}
     findings = [finding._asdict() for finding in report.findings]
@@ -213,7 +222,13 @@ def _worker_lines(worker: str, modules: Mapping[str, Any]) -> Iterator[str]:
         return
     yield worker if modules.keys() - {ARRIVALS} else f"{worker}: serves no module"
     for name, counts in modules.items():
-        if name == ARRIVALS:
+        if name == PROBE:
+            if late := counts["late"].values():  # other workers send no probes
+                yield (
+                    f"  {name:16} {len(late):10,} levels and routes, {min(late):+,.1f} to "
+                    f"{max(late):+,.1f} s late; {sum(counts['missing'].values()):,} missing"
+                )
+        elif name == ARRIVALS:
             yield (
                 f"  {name:16} {counts['received']:10,} delayed ones received, at most "
                 f"{counts['latest']:,.1f} s late in the last ten minutes"

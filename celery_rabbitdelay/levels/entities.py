@@ -12,10 +12,15 @@ from celery_rabbitdelay.levels.layout import MAX_TTL
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
-#: The modules around the levels that a worker can serve, as ``rabbitdelay_modules`` names them.
+#: What a worker can serve, as ``rabbitdelay_modules`` names it: the modules around the levels, and
+#: the probe.
 CHECK_IN: Final = "check-in"
 DISTRIBUTE: Final = "distribution"
-MODULES: Final = (CHECK_IN, DISTRIBUTE)
+PROBE: Final = "probe"
+MODULES: Final = (CHECK_IN, DISTRIBUTE, PROBE)
+
+#: Milliseconds after which probes that no worker receives are dropped.
+PROBE_TTL: Final = 300_000
 
 #: How the tags of this package's consumers begin, by which verify tells them from a stranger's.
 CONSUMER_TAG: Final = "rabbitdelay-"
@@ -73,9 +78,12 @@ class Entities(NamedTuple):
         ttl_ms: int | None = None,
         dead_letter_to: str | None = None,
         delivery_limit: int | None = None,
+        single_active_consumer: bool = False,
     ) -> Queue:
         """Return a queue; arguments that its type does not support are left out."""
         arguments: dict[str, Any] = {"x-queue-type": self.queue_type}
+        if single_active_consumer:
+            arguments["x-single-active-consumer"] = True
         if ttl_ms is not None:
             arguments["x-message-ttl"] = ttl_ms
         if dead_letter_to is not None:

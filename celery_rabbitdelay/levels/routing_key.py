@@ -21,6 +21,12 @@ from urllib.parse import unquote
 #: The destination that stands for the distribution module: no queue has an empty name.
 DISTRIBUTION: Final = ""
 
+#: The one that stands for the queue of probes: no queue has a name of more than 255 bytes.
+PROBES: Final = "-" * 256
+
+#: Their words; no queue has one of these.
+_RESERVED: Final = {DISTRIBUTION: "%distribution", PROBES: "%probe"}
+
 #: Stands for each digit in the key of a message that distribution gives to the delivery exchange. A
 #: binding of a destination matches any digits; no binding of a level matches this one.
 NO_DIGIT: Final = "-"
@@ -89,8 +95,8 @@ def encode_destination(name: str) -> str:
     ``daily.reports`` becomes ``daily%2Ereports``; the wildcards ``*`` and ``#`` are encoded too. A
     long name becomes ``%~`` and its SHA-256: AMQP allows a key 255 bytes.
     """
-    if name == DISTRIBUTION:
-        return "%distribution"
+    if name in _RESERVED:
+        return _RESERVED[name]
     word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
     # A name that a stranger has written may hold half of a surrogate pair.
     if len(word.encode("utf-8", "surrogatepass")) <= MAX_DESTINATION_BYTES:

@@ -29,6 +29,7 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
 from celery_rabbitdelay.levels.entities import (
     NO_DELIVERY_LIMIT,
+    PROBE_TTL,
     Binding,
     Entities,
     Identity,
@@ -36,7 +37,7 @@ from celery_rabbitdelay.levels.entities import (
     QueueType,
 )
 from celery_rabbitdelay.levels.layout import Layout, Zeros, clock, geometric
-from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, RoutingKeys
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, PROBES, RoutingKeys
 
 #: Milliseconds that a zero digit waits in a pass-through queue (``zeros = "queue"``). RabbitMQ
 #: drops a message with a TTL of 0 unless a consumer is waiting for it.
@@ -111,7 +112,10 @@ class Topology:
             delay_ms = self.layout.round_to_fewest_stops(delay_ms, tolerance_ms)
         digits = self.layout.digits(delay_ms)
         first = next(compress(count(), digits), len(digits))
-        shard = self.keys.shard(task_id)
+        return self.route_of(digits, first, self.keys.shard(task_id), destination)
+
+    def route_of(self, digits: tuple[int, ...], first: int, shard: int, destination: str) -> Route:
+        """Return how to publish a message with given digits that enters at the level ``first``."""
         queues = map(getitem, self._queues[shard][first:], digits[first:])
         routing_key = self.keys.key(shard, digits, destination)
         stops = tuple([queue.name for queue in queues if queue is not None])
@@ -126,6 +130,17 @@ class Topology:
     def module_queues(self) -> ModuleQueues:
         """The module queues, which are outside the levels."""
         return ModuleQueues.of(self._entities, self.layout.capacity_ms)
+
+    @cached_property
+    def probe(self) -> Queue:
+        """The queue of probes. Levels that lack it are complete, as those of an earlier version."""
+        return self._entities.queue("probe", ttl_ms=PROBE_TTL, single_active_consumer=True)
+
+    @cached_property
+    def probe_binding(self) -> Binding:
+        """The binding of that queue."""
+        pattern = self.keys.destination_pattern(PROBES)
+        return Binding(self.delivery.name, pattern, self.probe.name)
 
     @cached_property
     def identity(self) -> Identity:

@@ -1,4 +1,4 @@
-"""A thread that serves a module, on one connection after the other."""
+"""Threads that serve a module, or send probes, on one connection after the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event, Thread
-from typing import Final
+from typing import Any, Final
 
 from kombu import Connection
 
@@ -31,17 +31,101 @@ RECONNECT_PAUSES: Final = (0.5, 10.0)
 EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
+class Service:
+    """A thread with connections of its own: when one is lost, it opens the next.
+
+    Attributes:
+        name: Its name, for the log.
+        timeout: Seconds that an answer of the broker may take.
+        max_bytes: The largest message that is read.
+        connection: Template; each attempt to connect clones it.
+        declare: Called with each new connection, to declare what is needed.
+        on_lost: Called when an open connection is lost, or serving fails on it.
+        stopping: Set once no more messages are to be taken.
+    """
+
+    name: str
+    timeout: float
+    max_bytes: int
+    connection: Connection
+    declare: Callable[[Connection], None]
+    on_lost: Callable[[], None]
+    stopping: Event
+    #: Why the last connection was given up.
+    _lost: Exception | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = Thread(target=self._run, name=f"rabbitdelay-{self.name}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more messages, finish those that were begun, and end the thread."""
+        self.stopping.set()
+        self._thread.join(STOP_TIMEOUT)
+
+    def status(self) -> dict[str, Any]:
+        """Return what it has done, for the worker's status."""
+        raise NotImplementedError
+
+    @property
+    def _progress(self) -> int:
+        """A number that grows while a connection is of use."""
+        raise NotImplementedError
+
+    def _serve_on(self, connection: Connection) -> bool:
+        """Serve on an open connection; return whether everything that was begun is finished."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        shortest, longest = RECONNECT_PAUSES
+        pause = shortest
+        while not self.stopping.is_set():
+            progress = self._progress
+            try:
+                with self.connection.clone() as connection:
+                    self._serve(connection)
+            except Exception as lost:
+                self._lost = lost
+                if self._progress > progress or isinstance(lost, ConnectionStuck):
+                    pause = shortest
+                errors = self.connection.recoverable_connection_errors
+                expected = (*errors, *self.connection.channel_errors, *EXPECTED)
+                logger.warning(
+                    "%s: connects again in %.1f s: %s",
+                    self.name,
+                    pause,
+                    lost if isinstance(lost, PermissionMissing) else repr(lost),
+                    exc_info=not isinstance(lost, expected),
+                )
+                self.stopping.wait(pause)
+                pause = min(pause * 2, longest)
+
+    def _serve(self, connection: Connection) -> None:
+        reading_unreadable_properties(connection, self.max_bytes)
+        finished = False
+        try:
+            connect(connection)
+            try:
+                with Wire(connection).answers_within(self.timeout):
+                    self.declare(connection)
+                finished = self._serve_on(connection)
+            except Exception:
+                self.on_lost()
+                raise
+        finally:
+            if not finished:
+                # Without AMQP's handshake, since the broker may not be answering.
+                drop_connection(connection)
+
+
 @dataclass(eq=False, repr=False)
-class ModuleService:
+class ModuleService(Service):
     """Serves one module, on connections of its own, until it is stopped.
 
     Attributes:
         module: The module.
-        connection: Template; each attempt to connect clones it.
-        declare: Called with each new connection, to declare what the module needs.
-        on_lost: Called when an open connection is lost, or the module fails on it.
         statistics: The counts of its messages.
-        stopping: Set once no more messages are to be taken.
     """
 
     module: Module
@@ -52,70 +136,29 @@ class ModuleService:
     stopping: Event = field(default_factory=Event)
     #: Destinations that have not answered, on any connection.
     _silent: set[str | None] = field(default_factory=set)
-    #: Whether messages may be redelivered because one of them has crashed a worker.
-    _careful: bool = True
 
-    def start(self) -> None:
-        """Start the thread."""
-        name = f"rabbitdelay-{self.module.name}"
-        self._thread = Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+    def __post_init__(self) -> None:
+        self.name, self.timeout = self.module.name, self.module.timeout
+        self.max_bytes = self.module.max_bytes
 
-    def stop(self) -> None:
-        """Take no more messages, finish those that were begun, and end the thread."""
-        self.stopping.set()
-        self._thread.join(STOP_TIMEOUT)
+    def status(self) -> dict[str, Any]:
+        """Return the counts of its messages."""
+        return self.statistics.status()
 
-    def _run(self) -> None:
-        shortest, longest = RECONNECT_PAUSES
-        pause = shortest
-        while not self.stopping.is_set():
-            finished = self.statistics.finished
-            try:
-                with self.connection.clone() as connection:
-                    self._serve(connection)
-            except Exception as lost:
-                self._careful = not isinstance(lost, ConnectionStuck)
-                if self.statistics.finished > finished or not self._careful:
-                    pause = shortest
-                errors = self.connection.recoverable_connection_errors
-                expected = (*errors, *self.connection.channel_errors, *EXPECTED)
-                logger.warning(
-                    "%s: connects again in %.1f s: %s",
-                    self.module.name,
-                    pause,
-                    lost if isinstance(lost, PermissionMissing) else repr(lost),
-                    exc_info=not isinstance(lost, expected),
-                )
-                self.stopping.wait(pause)
-                pause = min(pause * 2, longest)
-
-    def _serve(self, connection: Connection) -> None:
-        reading_unreadable_properties(connection, self.module.max_bytes)
-        finished = False
-        try:
-            connect(connection)
-            finished = self._serve_on(connection)
-        finally:
-            if not finished:
-                # Without AMQP's handshake, since the broker may not be answering.
-                drop_connection(connection)
+    @property
+    def _progress(self) -> int:
+        return self.statistics.finished
 
     def _serve_on(self, connection: Connection) -> bool:
-        try:
-            with Wire(connection).answers_within(self.module.timeout):
-                self.declare(connection)
-                logger.info("%s: serving the queue %s.", self.module.name, self.module.queue.name)
-            consumer = ModuleConsumer(
-                self.module,
-                connection,
-                self.statistics,
-                self.stopping,
-                self._silent,
-                self._careful,
-            )
-            with permissions_named():
-                return consumer.serve()
-        except Exception:
-            self.on_lost()
-            raise
+        logger.info("%s: serving the queue %s.", self.name, self.module.queue.name)
+        consumer = ModuleConsumer(
+            self.module,
+            connection,
+            self.statistics,
+            self.stopping,
+            self._silent,
+            # Messages may be redelivered because one of them has crashed a worker.
+            careful=not isinstance(self._lost, ConnectionStuck),
+        )
+        with permissions_named():
+            return consumer.serve()

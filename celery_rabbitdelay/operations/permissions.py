@@ -17,7 +17,7 @@ from kombu import Connection, Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
+from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE, MODULES, PROBE
 from celery_rabbitdelay.levels.routing_key import encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify.findings import FoundRow
@@ -55,7 +55,7 @@ def rights(
     conf: Any,
     *,
     may_declare: bool,
-    modules: Sequence[str] = (CHECK_IN, DISTRIBUTE),
+    modules: Sequence[str] = MODULES,
 ) -> Iterator[Right]:
     """Yield what a user needs.
 
@@ -86,7 +86,7 @@ def rights(
                 yield from _all_of(everything)
             else:
                 yield Right("write", everything)
-                served = {CHECK_IN: "checkin", DISTRIBUTE: "distribution"}
+                served = {CHECK_IN: "checkin", DISTRIBUTE: "distribution", PROBE: "probe"}
                 names = [rf"{prefix}\.{served[module]}" for module in served if module in modules]
                 if names:
                     yield Right("read", "|".join(names))
@@ -267,9 +267,9 @@ def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Questio
             source = modules.undeliverable.name if exchange.name == delivery else delivery
             unbind = methodcaller("exchange_unbind", exchange.name, source, NO_KEY)
             yield "write", "exchange", exchange.name, unbind
-    for module, queue in ((CHECK_IN, modules.checkin), (DISTRIBUTE, modules.distribution)):
-        if module in settings.modules:
-            yield "read", "queue", queue.name, partial(_consume_nothing, queue.name)
+    served = {CHECK_IN: modules.checkin, DISTRIBUTE: modules.distribution, PROBE: topology.probe}
+    for name in (served[module].name for module in settings.modules):
+        yield "read", "queue", name, partial(_consume_nothing, name)
 
 
 def _declaring(entity: Exchange | Queue) -> Callable[[Any], object]:

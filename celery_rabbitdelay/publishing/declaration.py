@@ -148,11 +148,18 @@ def declare(connection: Connection, topology: Topology) -> None:
         _pipeline(
             topology.identity.guard(channel).declare,
             *(exchange(channel).declare for exchange in topology.exchanges),
-            *(queue(channel).queue_declare for queue in topology.queues),
-            *(_bind_method(channel, binding) for binding in topology.bindings),
+            *(queue(channel).queue_declare for queue in (*topology.queues, topology.probe)),
+            *(_bind_method(channel, each) for each in (*topology.bindings, topology.probe_binding)),
             # Last: the marker exists only if everything before it was declared.
             topology.identity.marker(channel).declare,
         )
+
+
+def declare_probe(connection: Connection, topology: Topology) -> None:
+    """Declare and bind the queue of probes, which levels of an earlier version lack."""
+    with _channel(connection) as channel:
+        topology.probe(channel).queue_declare()
+        _bind_method(channel, topology.probe_binding)()
 
 
 def declare_if_missing(connection: Connection, topology: Topology) -> None:
@@ -330,7 +337,7 @@ def delete(
         _pipeline(
             # First, so that no other process takes the rest for complete.
             topology.identity.marker(channel).delete,
-            *(queue(channel).delete for queue in topology.queues),
+            *(queue(channel).delete for queue in (*topology.queues, topology.probe)),
             *(exchange(channel).delete for exchange in reversed(topology.exchanges)),
             topology.identity.guard(channel).delete,
         )

@@ -21,16 +21,18 @@ from celery_rabbitdelay.app.destinations import checkin_destinations, distributi
 from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.levels.delay import milliseconds
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
+from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE, PROBE
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.consumer import Module
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import EarlyMessages
-from celery_rabbitdelay.modules.service import ModuleService
+from celery_rabbitdelay.modules.probe import ProbeService
+from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
     connect,
     declare_destination,
+    declare_probe,
     is_complete,
 )
 from celery_rabbitdelay.publishing.permissions import permissions_named
@@ -254,7 +256,7 @@ HEARTBEAT: Final = 60
 
 
 class Modules(RabbitMQStep):
-    """Serves check-in and distribution, each in a thread and on a connection of its own.
+    """Serves check-in, distribution and the probe, each in a thread, on a connection of its own.
 
     They start after the pool, so that pool processes do not inherit their threads and sockets, and
     keep running when the worker's own consumer reconnects.
@@ -269,7 +271,7 @@ class Modules(RabbitMQStep):
 
     def __init__(self, worker: Any, rabbitdelay_modules: str | None = None, **options: Any) -> None:
         self._given = rabbitdelay_modules
-        self._services: list[ModuleService] = []
+        self._services: list[Service] = []
         worker.rabbitdelay_services = self._services
         self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
         super().__init__(worker, **options)
@@ -285,8 +287,8 @@ class Modules(RabbitMQStep):
             words = filter(None, map(str.strip, self._given.split(",")))
             modules = checked("rabbitdelay_modules", tuple(words))
         for name in modules:
-            service = _service(worker.app, name, self._declaration)
-            self._services.append(service)
+            make = _probe if name == PROBE else partial(_service, name=name)
+            self._services.append(make(worker.app, declaration=self._declaration))
         for service in self._services:
             service.start()
 
@@ -296,6 +298,20 @@ class Modules(RabbitMQStep):
             service.stopping.set()
         for service in self._services:
             service.stop()
+
+
+def _probe(app: Any, declaration: WorkerDeclaration) -> ProbeService:
+    settings = app.rabbitdelay.settings
+    topology = settings.topology
+
+    def declare(connection: Connection) -> None:
+        declaration.declare(connection)
+        if settings.declare == "auto":
+            declare_probe(connection, topology)
+
+    connection = app.connection_for_write(heartbeat=HEARTBEAT)
+    on_lost, timeout = declaration.connection_lost, settings.confirm_timeout
+    return ProbeService(topology, connection, declare, on_lost, timeout)
 
 
 def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleService:

@@ -25,7 +25,8 @@ from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.service import ModuleService
+from celery_rabbitdelay.modules.probe import ProbeService
+from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
@@ -151,13 +152,19 @@ def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
         worker: The worker.
         reader: Asks the broker.
     """
-    services: list[ModuleService] = worker.rabbitdelay_services
+    services: list[Service] = worker.rabbitdelay_services
     for service in tuple(services):
-        queue, statistics = service.module.queue.name, service.statistics
-        yield instruments.MODULE_RECEIVED, (queue,), statistics.received
-        yield instruments.MODULE_PUBLISHED, (queue,), statistics.published
-        yield instruments.MODULE_REDELIVERED, (queue,), statistics.redelivered
-        yield instruments.UNDELIVERABLE, (queue,), statistics.undeliverable
+        if isinstance(service, ModuleService):
+            queue, statistics = service.module.queue.name, service.statistics
+            yield instruments.MODULE_RECEIVED, (queue,), statistics.received
+            yield instruments.MODULE_PUBLISHED, (queue,), statistics.published
+            yield instruments.MODULE_REDELIVERED, (queue,), statistics.redelivered
+            yield instruments.UNDELIVERABLE, (queue,), statistics.undeliverable
+        elif isinstance(service, ProbeService):
+            for level, late in dict(service.late).items():
+                yield instruments.PROBE_LATE, (level,), late
+            for level, missing in dict(service.missing).items():
+                yield instruments.PROBE_MISSING, (level,), missing
     delays = worker.app.rabbitdelay
     if (backlog := reader.read()) is not None:
         queues = module_queues(delays.topology)

@@ -22,7 +22,7 @@ from kombu.utils.functional import maybe_list
 from celery_rabbitdelay.app.control import ARRIVALS, COMMAND
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.shown_url import without_passwords_in
-from celery_rabbitdelay.modules.service import ModuleService
+from celery_rabbitdelay.modules.service import Service
 from celery_rabbitdelay.registry.index import Filter, Index, Pending
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 
@@ -97,11 +97,11 @@ def _shown(task: Pending) -> dict[str, Any]:
 
 
 @inspect_command(name=COMMAND)
-def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, float]]:
-    """Rates and backlog of the modules around the delay levels; how late delayed tasks arrive."""
+def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, Any]]:
+    """Rates and backlog of the modules around the delay levels; how late tasks and probes are."""
     consumer = state.consumer
-    services: list[ModuleService] = getattr(consumer.controller, "rabbitdelay_services", [])
-    status = {each.module.name: each.statistics.status() for each in services}
+    services: list[Service] = getattr(consumer.controller, "rabbitdelay_services", [])
+    status = {each.name: each.status() for each in services}
     if isinstance(consumer.strategies, RestoringStrategies):
         status[ARRIVALS] = consumer.strategies.arrivals.status()
     return status

@@ -112,7 +112,7 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str
         ],
         "queues": [
             {"name": each.name, "arguments": dict(each.queue_arguments or {}), **common}
-            for each in topology.queues
+            for each in (*topology.queues, topology.probe)
         ],
         "bindings": [
             {
@@ -123,7 +123,7 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str
                 "routing_key": each.pattern,
                 "arguments": {},
             }
-            for each in topology.bindings
+            for each in (*topology.bindings, topology.probe_binding)
         ],
     }
 

@@ -21,6 +21,7 @@ from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.modules.probe import PROBE_TYPE
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.moving.mover import Place, Stay
 from celery_rabbitdelay.publishing import declaration
@@ -81,6 +82,9 @@ class Migration:
             return Outgoing(self.target.module_queues.checkin.exchange.name, key, kept)
         if queue in (modules.checkin.name, modules.meditation.name):
             return self._waiting(message, key)
+        if message.properties.get("type") == PROBE_TYPE:
+            # It is no task, and is dropped there.
+            return Outgoing("", self.target.probe.name, WaitingMessage.unopened(message))
         if self.source.keys.digits(key) is None:
             raise Stay("its routing key is of another layout: see the --from options")
         word = key.split(".")[-1]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from amqp.exceptions import ChannelError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.entities import CONSUMER_TAG, DISTRIBUTE, Binding
+from celery_rabbitdelay.levels.entities import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.permissions import check_permissions
@@ -38,6 +39,9 @@ NEEDED_FLAG: Final = "stream_queue"
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
 ENOUGH_REPLICAS: Final = 3
 
+#: Seconds that a probe may be early, and late.
+PROBE_IN_TIME: Final = (-1.0, 30.0)
+
 #: Behind the prefix: the name of a digit's queue, perhaps of a shard: days.70, days.x10.0.s2
 _QUEUE: Final = re.compile(r"[A-Za-z0-9_-]+\.(\d+|x\d+\.0)(\.s\d+)?")
 
@@ -51,6 +55,7 @@ def verify(
     queues: Iterable[Queue],
     management: ManagementAPI,
     now: Callable[[], float] = time.time,
+    workers: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Verification:
     """Look at a broker, and change nothing.
 
@@ -60,6 +65,7 @@ def verify(
         queues: The queues that its tasks are sent to, with their arguments.
         management: The management API of that broker.
         now: Returns seconds since the epoch: this machine's clock.
+        workers: What the workers answer, by their names; see :func:`.status_of_workers`.
 
     Raises:
         ManagementUnavailable: The management API does not answer, or the user may not read all.
@@ -95,6 +101,7 @@ def verify(
             *check_replicas(inventory, [*(queue.name for queue in topology.queues), *names]),
             *check_orphans(topology, inventory, count),
             *check_permissions(connection, settings, lasting, inventory),
+            *check_probes(workers),
         ]
     return Verification(inventory.version, findings_of(rows))
 
@@ -161,7 +168,7 @@ def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[FoundRo
             and binding.target in targets
         ):
             yield "binding-missing", _subject(binding), {}
-    for binding in sorted(inventory.bindings - frozenset(topology.bindings)):
+    for binding in sorted(inventory.bindings - {*topology.bindings, topology.probe_binding}):
         leads_out = binding.source in ours and not _is_harmless(topology, binding)
         leads_in = binding.target in (ours if binding.target_is_exchange else queues)
         # The levels of another layout, which are orphans, lead to the same delivery exchange.
@@ -186,7 +193,7 @@ def destinations_of(
         for binding in inventory.bindings
         if binding.source == topology.delivery.name and not binding.target_is_exchange
     )
-    ours = {queue.name for queue in topology.queues}
+    ours = {queue.name for queue in (*topology.queues, topology.probe)}
     names = dict.fromkeys([*(queue.name for queue in queues), *bound])
     return tuple(name for name in names if name not in ours)
 
@@ -218,6 +225,15 @@ def check_destinations(
         found = inventory.queues.get(name, {"type": ""})
         if found["type"] == "classic" and found["durable"] and not found.get("exclusive"):
             yield "destination-classic", f"queue {name}", {}
+
+
+def check_probes(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[FoundRow]:
+    """Find levels through which the last probe did not come in time."""
+    earliest, latest = PROBE_IN_TIME
+    for answer in workers.values():
+        for level, late in answer.get(PROBE, {}).get("late", {}).items():
+            if not earliest <= late <= latest:
+                yield "probe-failed", f"level {level}", {"late": late}
 
 
 def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[FoundRow]:

@@ -156,6 +156,12 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "tasks between two levels are lost if the broker fails, or if a queue refuses them",
         f"set rabbitdelay_queue_type to 'quorum', change rabbitdelay_prefix and {_MIGRATE}",
     ),
+    "probe-failed": _danger(
+        "the last probe through it was {late:+,.0f} s late",
+        "delays that pass there end too late, or not at all, or too early",
+        "remove what the other findings name; if there are none, see the broker's log and "
+        "`rabbitmqctl eval 'whereis(rabbit_fifo_dlx_sup).'`, which must not be undefined",
+    ),
     "orphan": _danger(
         "{messages} messages wait in a queue that does not belong to this layout",
         "nothing serves these tasks: when they are due, their keys fit no binding of this layout",

@@ -1,0 +1,216 @@
+"""Probes: small messages through each level, which show whether and when delays end."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from threading import Event
+from typing import Any, Final, NamedTuple
+from uuid import uuid4
+
+import amqp
+from kombu import Connection
+
+from celery_rabbitdelay.levels.entities import PROBE
+from celery_rabbitdelay.levels.routing_key import PROBES
+from celery_rabbitdelay.levels.topology import Route, Topology
+from celery_rabbitdelay.modules.service import Service
+from celery_rabbitdelay.publishing.kombu_internals import find_queues
+from celery_rabbitdelay.publishing.permissions import permissions_named
+from celery_rabbitdelay.publishing.wire import Wire
+
+logger = logging.getLogger(__name__)
+
+#: The type of a probe, and of the message that says which worker sends them.
+PROBE_TYPE: Final = "rabbitdelay-probe"
+TOKEN_TYPE: Final = "rabbitdelay-probe-token"  # noqa: S105 - no password
+
+#: The name, beside those of the levels, of the route through all of them.
+ROUTE: Final = "route"
+
+#: Levels that are probed in a round; with the route and the token, ten messages.
+LEVELS_PER_ROUND: Final = 8
+
+#: The longest wait of a probe in a level, in milliseconds; through a larger digit, it carries
+#: ``expiration`` and waits that long.
+LONGEST_WAIT_MS: Final = 60_000
+EXPIRATION_MS: Final = 1000
+
+#: Seconds to wait for a frame.
+READ_TIMEOUT: Final = 0.2
+
+#: Probes that the broker may deliver before one is acknowledged.
+PREFETCH: Final = 100
+
+
+class Probe(NamedTuple):
+    """A probe that was sent.
+
+    Attributes:
+        level: The level's name, or :data:`ROUTE`.
+        due: When it has to arrive, in seconds of :func:`time.monotonic`.
+        behind: The queue in which it waits forever behind a message that was there first; None if
+            all messages of its queue wait as long as it does.
+    """
+
+    level: str
+    due: float
+    behind: str | None
+
+
+@dataclass(eq=False, repr=False)
+class ProbeService(Service):
+    """Sends probes through the levels while it is the active one of all workers.
+
+    RabbitMQ delivers from the queue of probes to one consumer alone. Whoever receives anything is
+    the active one, and sends a round of probes every minute. It holds a message, the token, which
+    the broker delivers to the next consumer when this one is lost.
+
+    Attributes:
+        topology: The levels.
+        timeout: Seconds that an answer of the broker may take.
+        interval: Seconds between two rounds.
+        missing_after: Seconds after its time until a probe counts as missing.
+        late: By level, how many seconds late the last probe was, negative if it was early; of a
+            missing one, how late it is at least. Empty unless this service is the active one.
+        missing: By level, how many probes were missing.
+        rounds: How many rounds were sent.
+    """
+
+    topology: Topology
+    connection: Connection
+    declare: Callable[[Connection], None]
+    on_lost: Callable[[], None]
+    timeout: float = 30.0
+    interval: float = 60.0
+    missing_after: float = 60.0
+    name: str = PROBE
+    max_bytes: int = 1  # a probe has no body
+    stopping: Event = field(default_factory=Event)
+    late: dict[str, float] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        # Nothing is lost with a probe that is refused but the probe, which is then missing.
+        options = {**(self.connection.transport_options or {}), "confirm_publish": False}
+        self.connection = self.connection.clone(transport_options=options)
+        self._turn = cycle(range(len(self.topology.layout.levels)))
+        self._sent: dict[str, Probe] = {}
+        self._token: amqp.Message | None = None
+        self._is_active = False
+
+    def status(self) -> dict[str, Any]:
+        """Return what is measured, by level."""
+        return {"late": dict(self.late), "missing": dict(self.missing)}
+
+    @property
+    def _progress(self) -> int:
+        return self.rounds
+
+    def _serve_on(self, connection: Connection) -> bool:
+        logger.info("%s: serving the queue %s.", self.name, self.topology.probe.name)
+        channel: Any = connection.channel()
+        with permissions_named(), Wire(connection).answers_within(self.timeout):
+            channel.basic_qos(0, PREFETCH, False)
+            channel.basic_consume(self.topology.probe.name, callback=self._received)
+            self._publish(channel, "", self.topology.probe.name, TOKEN_TYPE)
+            try:
+                self._send_and_receive(connection, channel)
+            finally:
+                # What arrives meanwhile cannot be measured.
+                self._sent.clear()
+                self._token, self._is_active, self.late = None, False, {}
+        return True
+
+    def _send_and_receive(self, connection: Connection, channel: Any) -> None:
+        asking = connection.channel()
+        next_at = 0.0
+        while not self.stopping.is_set():
+            if self._is_active and time.monotonic() >= next_at:
+                next_at = time.monotonic() + self.interval
+                self._send_round(channel, asking)
+            try:
+                connection.drain_events(timeout=READ_TIMEOUT)
+            except TimeoutError:
+                # All that has arrived is received, also if this process stood still for a while.
+                self._find_missing(asking)
+            connection.heartbeat_check()
+
+    def _send_round(self, channel: Any, asking: Any) -> None:
+        layout = self.topology.layout
+        self._publish(channel, "", self.topology.probe.name, TOKEN_TYPE)
+        # It passes all exchanges, and waits for a second, or else for the highest digit.
+        long = [index for index, place_ms in enumerate(layout.places_ms) if place_ms >= 1000]
+        index = long[-1] if long else 0
+        self._send(channel, ROUTE, self._routes(index, enters_at=0)[0], layout.places_ms[index])
+        for index in islice(self._turn, min(len(layout.levels), LEVELS_PER_ROUND)):
+            level, routes = layout.levels[index], self._routes(index, enters_at=index)
+            if level.place_ms <= LONGEST_WAIT_MS:
+                self._send(channel, level.name, routes[0], level.place_ms)
+            elif empty := self._empty(routes, asking):
+                route = random.choice(empty)  # noqa: S311 - no secret
+                self._send(channel, level.name, route, EXPIRATION_MS, route.stops[0])
+        self.rounds += 1
+
+    def _routes(self, index: int, enters_at: int) -> list[Route]:
+        """Return the routes through the queue of each digit of a level, in one of the shards."""
+        layout, keys = self.topology.layout, self.topology.keys
+        shard = keys.shard(str(uuid4()))
+        before, behind = (0,) * index, (0,) * (len(layout.levels) - index - 1)
+        return [
+            self.topology.route_of((*before, digit, *behind), enters_at, shard, PROBES)
+            for digit in range(1, layout.bases[index])
+        ]
+
+    def _empty(self, routes: list[Route], asking: Any) -> list[Route]:
+        """Return those whose first queue is empty: a probe leaves none before what was there."""
+        found = find_queues(asking, [route.stops[0] for route in routes])
+        pairs = zip(routes, found, strict=True)
+        return [route for route, counts in pairs if counts is not None and not counts[0]]
+
+    def _send(
+        self, channel: Any, level: str, route: Route, wait_ms: int, behind: str | None = None
+    ) -> None:
+        # A stranger cannot guess it.
+        probe_id = str(uuid4())
+        self.missing.setdefault(level, 0)
+        self._sent[probe_id] = Probe(level, time.monotonic() + wait_ms / 1000, behind)
+        expires = {} if behind is None else {"expiration": str(wait_ms)}
+        self._publish(channel, *route[:2], PROBE_TYPE, message_id=probe_id, **expires)
+
+    def _publish(
+        self, channel: Any, exchange: str, routing_key: str, kind: str, **properties: str
+    ) -> None:
+        message = amqp.Message("", type=kind, delivery_mode=1, **properties)
+        channel.basic_publish(message, exchange, routing_key)
+
+    def _received(self, message: amqp.Message) -> None:
+        self._is_active = True
+        done: amqp.Message | None = message
+        if message.properties.get("type") == TOKEN_TYPE:
+            done, self._token = self._token, message
+        if done is not None:
+            done.channel.basic_ack(done.delivery_tag)
+        # The others are those of another worker, or of a former connection.
+        probe = self._sent.pop(str(message.properties.get("message_id")), None)
+        if probe is not None:
+            self.late[probe.level] = time.monotonic() - probe.due
+
+    def _find_missing(self, asking: Any) -> None:
+        now = time.monotonic()
+        for probe_id, (level, due, behind) in list(self._sent.items()):
+            if now - due < self.missing_after:
+                continue
+            del self._sent[probe_id]
+            counts = find_queues(asking, [behind])[0] if behind else None
+            # Others are in its queue, so it may have come behind them since the queue was empty.
+            if counts is None or counts[0] <= 1:
+                if self.late.get(level, 0.0) < self.missing_after:
+                    logger.error("%s: delays do not end, or not in time: %s", self.name, level)
+                self.late[level] = now - due
+                self.missing[level] += 1

@@ -1,0 +1,230 @@
+"""Probes show each way in which delays stop ending in time, and nothing on a sound broker."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.app.control import status_of_workers
+from celery_rabbitdelay.levels.layout import Layout, clock, custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.probe import ROUTE, ProbeService
+from celery_rabbitdelay.operations.verify.checks import check_probes
+from celery_rabbitdelay.publishing.declaration import declare, queue_counts
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.arrivals import count
+from tests.integration.worker import Worker
+
+#: It has the command that starts the supervisor of dead-lettering again.
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "declare.md"
+
+#: A level through which a probe needs an expiration; one of five seconds, and one of one.
+LAYOUT: Final = custom([("long", 3, 70), ("fives", 14, 5), ("seconds", 5, 1)])
+
+#: Rounds without a false alarm, and seconds between two of them. 10,080 are a week's minutes.
+ROUNDS: Final = int(os.environ.get("RABBITDELAY_PROBE_ROUNDS", "40"))
+ROUND: Final = 0.05
+
+#: Seconds until something has to be seen.
+PATIENCE: Final = 60.0
+
+
+@pytest.fixture
+def serve_probe(connection: Connection, make_topology: Any) -> Iterator[Any]:
+    """Starts a service of probes, by default with a round a second and 3 s until one is missing."""
+    with ExitStack() as services:
+
+        def serve(
+            layout: Layout = LAYOUT, interval: float = 1.0, missing_after: float = 3.0
+        ) -> ProbeService:
+            topology: Topology = make_topology(layout)
+            service = ProbeService(
+                topology,
+                connection.clone(transport_options={"confirm_publish": True}),
+                lambda opened: declare(opened, topology),
+                lambda: None,
+                interval=interval,
+                missing_after=missing_after,
+            )
+            service.start()
+            services.callback(service.stop)
+            wait_for(lambda: set(service.late) == {ROUTE, *topology.level_queues}, "the probes", 90)
+            return service
+
+        yield serve
+
+
+def seen(service: ProbeService) -> set[str]:
+    """Return the levels that ``verify`` complains about; three seconds are too late here."""
+    late = {level: late * 10 for level, late in service.late.items()}
+    rows = check_probes({"worker": {"probe": {"late": late}}})
+    return {subject.removeprefix("level ") for _, subject, _ in rows}
+
+
+def assert_sound(service: ProbeService) -> None:
+    rounds = service.rounds
+    wait_for(lambda: service.rounds >= rounds + 2, "two rounds", PATIENCE)
+    assert seen(service) == set(), service.late
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", [clock(), LAYOUT], ids=["clock", "few levels"])
+def test_a_sound_broker_raises_nothing(
+    serve_probe: Callable[..., ProbeService], connection: Connection, layout: Layout
+) -> None:
+    service = serve_probe(layout, ROUND, 60.0)
+    topology, worst = service.topology, [0.0, 0.0]
+
+    def is_over() -> bool:
+        found = tuple(service.late.values())
+        worst[:] = min(worst[0], *found), max(worst[1], *found)
+        return service.rounds >= ROUNDS
+
+    began = time.monotonic()
+    wait_for(is_over, "the rounds", 3500.0)
+    print(f"{service.rounds} rounds in {time.monotonic() - began:.0f} s, late {worst}")  # noqa: T201
+    assert set(service.missing.values()) == {0}
+    assert -1.0 < worst[0] <= worst[1] < 30.0
+    assert count(connection, topology.module_queues.undeliverable.name) == 0
+
+
+def test_a_message_in_front_of_a_probe_is_no_alarm(
+    serve_probe: Callable[..., ProbeService], connection: Connection, queue: Queue
+) -> None:
+    service = serve_probe()
+    topology, channel = service.topology, connection.default_channel
+    # Each queue of the level holds a message, which a probe would wait for.
+    for long in topology.level_queues["long.x1"]:
+        connection.Producer(channel).publish("", exchange="", routing_key=long.name)
+    assert_sound(service)
+    rounds = service.rounds
+    wait_for(lambda: service.rounds >= rounds + 5, "rounds without this level", PATIENCE)
+    assert service.missing["long.x1"] == 0
+    for long in topology.level_queues["long.x1"]:
+        assert count(connection, long.name) == 1
+
+
+Undo = Callable[[], object]
+
+
+def short_ttl(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
+    pattern = rf"^{topology.prefix}\.fives\."
+    node.ctl("set_policy", topology.prefix, pattern, '{"message-ttl": 100}', "--apply-to", "queues")
+    return lambda: node.ctl("clear_policy", topology.prefix)
+
+
+def full(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
+    pattern = rf"^{topology.prefix}\.fives\."
+    node.ctl("set_policy", topology.prefix, pattern, '{"max-length": 0}', "--apply-to", "queues")
+    return lambda: node.ctl("clear_policy", topology.prefix)
+
+
+def unbound(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
+    bound = [each for each in topology.bindings if each.source.endswith(".fives.x1")]
+    (pattern,) = [each.pattern for each in bound if each.target.endswith(".fives.1")]
+    where = (f"{topology.prefix}.fives.1", f"{topology.prefix}.fives.x1", pattern)
+    channel.queue_unbind(*where)
+    return lambda: channel.queue_bind(*where)
+
+
+def without_supervisor(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
+    node.ctl("eval", "supervisor:terminate_child(rabbit_sup, rabbit_fifo_dlx_sup).")
+    (command,) = re.findall(r"^\$ (rabbitmqctl eval '\{ok.*?\]\.')$", PAGE.read_text(), re.M | re.S)
+    return lambda: node.ctl(*shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize(
+    ("trouble", "levels"),
+    [
+        (short_ttl, {"fives.x1"}),
+        (full, {"fives.x1"}),
+        (unbound, {"fives.x1"}),
+        (without_supervisor, {ROUTE, "long.x1", "fives.x1", "seconds.x1"}),
+    ],
+)
+def test_each_trouble_is_seen_and_is_over_once_it_is_mended(
+    serve_probe: Callable[..., ProbeService],
+    private_rabbitmq: RabbitMQServer,
+    channel: Any,
+    trouble: Callable[[RabbitMQServer, Topology, Any], Undo],
+    levels: set[str],
+) -> None:
+    service = serve_probe()
+    assert_sound(service)
+    mend = trouble(private_rabbitmq, service.topology, channel)
+    try:
+        wait_for(lambda: seen(service) >= levels, "the trouble", PATIENCE)
+        assert seen(service) == levels
+        assert trouble is short_ttl or all(service.missing[level] for level in levels)
+    finally:
+        mend()
+    wait_for(lambda: not seen(service), "the end of the trouble", PATIENCE)
+
+
+def test_messages_whose_delay_has_ended_meanwhile_arrive_once_the_supervisor_is_back(
+    connection: Connection,
+    topology: Topology,
+    private_rabbitmq: RabbitMQServer,
+    target: Queue,
+    channel: Any,
+) -> None:
+    declare(connection, topology)
+    pattern = topology.keys.destination_pattern(target.name)
+    channel.queue_bind(target.name, topology.delivery.name, pattern)
+    start = without_supervisor(private_rabbitmq, topology, channel)
+    try:
+        for tenths in range(1, 10):
+            route = topology.route(tenths / 10, target.name)
+            connection.Producer(channel).publish(
+                tenths, route.exchange and route.routing_key, exchange=route.exchange
+            )
+        waiting = topology.level_queues["ms.x100"]
+
+        def have_ended() -> bool:
+            counts = queue_counts(connection, waiting).values()
+            return all(each is not None and not each.messages for each in counts)
+
+        wait_for(have_ended, "the end of all delays", PATIENCE)
+        assert count(connection, target.name) == 0
+    finally:
+        start()
+    wait_for(lambda: count(connection, target.name) == 9, "the messages", PATIENCE)
+
+
+def test_the_next_worker_goes_on_if_the_active_one_is_killed(
+    shop: Any, configuration: dict[str, Any], connection: Connection
+) -> None:
+    def probes() -> dict[str, Any]:
+        """What each worker that sends probes says of them."""
+        answers = status_of_workers(shop, connection, 1.0)
+        return {name: each["probe"] for name, each in answers.items() if each["probe"]["late"]}
+
+    with Worker(configuration) as first, Worker(configuration) as second:
+        wait_for(probes, "an active worker", PATIENCE)
+        (active,) = probes()
+        killed, other = (first, second) if active == first.name else (second, first)
+        killed.kill()
+        wait_for(lambda: set(probes()) == {other.name}, "the other worker", PATIENCE)
+        probe = probes()[other.name]
+        assert set(probe["missing"]) == {ROUTE, *shop.rabbitdelay.topology.level_queues}
+        assert set(probe["missing"].values()) == {0}
+        assert queue_counts(connection, [shop.rabbitdelay.topology.probe]).popitem()[1] == (0, 1)
+
+
+def test_a_worker_that_does_not_serve_probes_sends_none(
+    serve: Callable[..., Any], connection: Connection
+) -> None:
+    shop = serve(rabbitdelay_modules=["check-in", "distribution"])
+    topology = shop.rabbitdelay.topology
+    assert "probe" not in status_of_workers(shop, connection, 5.0)[shop.worker.name]
+    counts = queue_counts(connection, [topology.probe, *topology.digit_queues])
+    assert set(counts.values()) == {(0, 0)}
