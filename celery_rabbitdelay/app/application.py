@@ -46,7 +46,7 @@ MODULES_STEP = "celery_rabbitdelay.worker.bootsteps:Modules"
 #: The option of ``celery worker`` that says which modules it serves.
 MODULES_OPTION = click.Option(
     ["--rabbitdelay-modules"],
-    help="Which modules around the delay levels the worker serves, separated by commas; instead "
+    help="Which of check-in, distribution and probe the worker serves, separated by commas; instead "
     "of the setting rabbitdelay_modules. Empty for none.",
 )
 

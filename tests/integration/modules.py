@@ -21,7 +21,7 @@ from tests.integration.arrivals import Arrival, count, take
 from tests.integration.worker import Worker
 
 #: The modules that a worker serves where nothing else is said.
-MODULES: Final = ("check-in", "distribution")
+MODULES: Final = ("check-in", "distribution", "probe")
 
 #: What lets check-in reach the tests' queues.
 OPEN: Final = {"rabbitdelay_checkin_allowed": ["test-*"]}

@@ -35,6 +35,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "metrics.md"
 #: The names that a label may have. ``level`` has one value for each level of the layout.
 LABELS = {"task", "queue", "level"}
 
+PER_LEVEL = {instruments.PENDING, instruments.PROBE_LATE, instruments.PROBE_MISSING}
+
 
 @pytest.fixture
 def metrics() -> Metrics:
@@ -51,7 +53,7 @@ def test_names_are_unique_and_labels_are_few() -> None:
     assert len({each.metric for each in instruments.INSTRUMENTS}) == len(instruments.INSTRUMENTS)
     for each in instruments.INSTRUMENTS:
         assert set(each.labels) <= LABELS
-        assert ("level" in each.labels) == (each is instruments.PENDING)
+        assert ("level" in each.labels) == (each in PER_LEVEL)
         assert list(each.buckets) == sorted(set(each.buckets))
         assert bool(each.buckets) == (each.kind == "histogram")
 
