@@ -46,8 +46,8 @@ MODULES_STEP = "celery_rabbitdelay.worker.bootsteps:Modules"
 #: The option of ``celery worker`` that says which modules it serves.
 MODULES_OPTION = click.Option(
     ["--rabbitdelay-modules"],
-    help="Which of check-in, distribution and probe the worker serves, separated by commas; instead "
-    "of the setting rabbitdelay_modules. Empty for none.",
+    help="Which of check-in, distribution and probe the worker serves, with commas between them; "
+    "instead of the setting rabbitdelay_modules. Empty for none.",
 )
 
 #: The bootstep by which a worker serves its metrics.

@@ -138,7 +138,7 @@ def unbound(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
 
 def without_supervisor(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
     node.ctl("eval", "supervisor:terminate_child(rabbit_sup, rabbit_fifo_dlx_sup).")
-    (command,) = re.findall(r"^\$ (rabbitmqctl eval '\{ok.*?\]\.')$", PAGE.read_text(), re.M | re.S)
+    (command,) = re.findall(r"^(rabbitmqctl eval '\{ok.*?\]\.')$", PAGE.read_text(), re.M | re.S)
     return lambda: node.ctl(*shlex.split(command)[1:])
 
 
