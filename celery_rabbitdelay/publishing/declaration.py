@@ -356,12 +356,12 @@ def refuse_to_lose(topology: Topology, counts: Mapping[str, Counts | None]) -> N
         TopologyInUse: A queue has consumers, which may hold messages.
     """
     found = {name: each for name, each in counts.items() if each is not None}
-    waiting = {name: each.messages for name, each in found.items() if each.messages}
-    if waiting:
-        raise exceptions.TopologyNotEmpty(topology.prefix, waiting)
     consumers = {name: each.consumers for name, each in found.items() if each.consumers}
     if consumers:
         raise exceptions.TopologyInUse(topology.prefix, consumers)
+    waiting = {name: each.messages for name, each in found.items() if each.messages}
+    if waiting:
+        raise exceptions.TopologyNotEmpty(topology.prefix, waiting)
 
 
 def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, Counts | None]:

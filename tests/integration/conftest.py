@@ -18,7 +18,7 @@ from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.registry import Registry
 from tests.integration.arrivals import count
-from tests.integration.modules import OPEN, wait_until_served
+from tests.integration.modules import MODULES, OPEN, wait_until_served
 from tests.integration.notes import Notes
 from tests.integration.publishing import posting
 from tests.integration.registering import KEEP_MS, KINDS, MARGIN_MS, RedisSetup, assert_all_expire
@@ -164,6 +164,7 @@ def small_configuration(broker_url: str, redis_url: str, prefix: str) -> dict[st
         "result_backend_transport_options": {"retry_policy": {"max_retries": 2}},
         "rabbitdelay_prefix": prefix,
         "rabbitdelay_layout": LEVELS,
+        "rabbitdelay_modules": MODULES,
     }
 
 

@@ -15,13 +15,16 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.control import status_of_workers
+from celery_rabbitdelay.levels.entities import MODULES
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.probe import ROUTE, ProbeService
 from celery_rabbitdelay.operations.verify.checks import check_probes
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.arrivals import count
+from tests.integration.metrics import Scraped
 from tests.integration.worker import Worker
 
 #: It has the command that starts the supervisor of dead-lettering again.
@@ -206,16 +209,33 @@ def test_the_next_worker_goes_on_if_the_active_one_is_killed(
     def probes() -> dict[str, Any]:
         """What each worker that sends probes says of them."""
         answers = status_of_workers(shop, connection, 1.0)
-        return {name: each["probe"] for name, each in answers.items() if each["probe"]["late"]}
+        return {
+            name: each["probe"]
+            for name, each in answers.items()
+            if each.get("probe", {}).get("late")
+        }
 
-    with Worker(configuration) as first, Worker(configuration) as second:
+    ports = free_port(), free_port()
+    first, second = (
+        Worker({**configuration, "rabbitdelay_modules": MODULES, "rabbitdelay_metrics_port": port})
+        for port in ports
+    )
+    with first, second:
         wait_for(probes, "an active worker", PATIENCE)
         (active,) = probes()
         killed, other = (first, second) if active == first.name else (second, first)
         killed.kill()
         wait_for(lambda: set(probes()) == {other.name}, "the other worker", PATIENCE)
+        levels = {ROUTE, *shop.rabbitdelay.topology.level_queues}
+        port = ports[1] if other is second else ports[0]
+
+        def measured() -> set[str]:
+            return {level for (level,) in Scraped.of_port(port).values("probe_late_seconds")}
+
+        wait_for(lambda: measured() == levels, "the metrics", PATIENCE)
+        assert set(Scraped.of_port(port).values("probe_missing_total").values()) == {0}
         probe = probes()[other.name]
-        assert set(probe["missing"]) == {ROUTE, *shop.rabbitdelay.topology.level_queues}
+        assert set(probe["missing"]) == levels
         assert set(probe["missing"].values()) == {0}
         assert queue_counts(connection, [shop.rabbitdelay.topology.probe]).popitem()[1] == (0, 1)
 
