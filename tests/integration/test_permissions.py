@@ -609,9 +609,7 @@ def test_a_module_that_may_not_read_its_queue_names_the_permission(
 ) -> None:
     declared(host, CELERY)
     rest = needed("worker", "never")
-    rest.remove(
-        Right("read", r"rabbitdelay\.checkin|rabbitdelay\.distribution|rabbitdelay\.probe")
-    )
+    rest.remove(Right("read", r"rabbitdelay\.checkin|rabbitdelay\.distribution|rabbitdelay\.probe"))
     log = log_of(of_worker(rest), "check-in: connects again")
     assert f"worker-{host.name}' lacks the permission read on the queue 'rabbitdelay." in log
 
