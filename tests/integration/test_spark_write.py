@@ -304,6 +304,7 @@ def test_a_stream_keeps_to_its_rate(
     stream = stream_of(spark, noted, tmp_path).format("rabbitdelay")
     queue = f"spark-{uuid4().hex}"
     given: dict[str, Any] = {"app": APP, "task": "nobody.knows", "queue": queue}
+    given["allowUnknownTasks"] = True
     stream.options(**given, envelopes=False, maxRate=4).start().awaitTermination()
     with Connection(shop.conf.broker_url) as connection:
         wait_for(lambda: count(connection, queue) == 8, "all tasks", PATIENCE)
