@@ -238,11 +238,12 @@ def pause_ms(by_ms: int, topology: Topology) -> int:
     return min(by_ms, MAX_PAUSE_MS, topology.layout.capacity_ms)
 
 
-#: Seconds before the second attempt; each further pause is twice as long as the one before it.
-FIRST_PAUSE: Final = 1.0
+#: Seconds before the second attempt, and each further pause as a share of the time since the first
+#: failure: a destination that was away for a minute gets its messages some 12 s after its return.
+PAUSES: Final = (1.0, 0.2)
 
 #: The same if other queues may have the message already, and get a copy with each attempt.
-FIRST_PAUSE_WITH_COPIES: Final = 60.0
+PAUSES_WITH_COPIES: Final = (60.0, 1.0)
 
 #: The longest pause, in seconds.
 LONGEST_PAUSE: Final = 600.0
@@ -305,7 +306,7 @@ class Redelivery:
         if outgoing.is_vouched:
             message = self.sign(message)
         destination = outgoing.routing_key if outgoing.obstacle else DISTRIBUTION
-        due = Due.after(self._pause(failures.attempts, makes_copies))
+        due = Due.after(self._pause(now_ms - failures.since_ms, makes_copies))
         return into_levels(self.topology, message, due, destination)
 
     def sign(self, message: WaitingMessage) -> WaitingMessage:
@@ -349,7 +350,7 @@ class Redelivery:
             key = (message.delivery_info or {}).get("routing_key", "")
             return Outgoing(undeliverable, key, left.saying(failures=failures, reason=given_up))
         waiting = waiting.saying(failures=failures, reason=reason)
-        due = Due.after(self._pause(failures.attempts))
+        due = Due.after(self._pause(now_ms - failures.since_ms))
         return into_levels(self.topology, waiting, due, destination)
 
     def _failed(
@@ -369,11 +370,11 @@ class Redelivery:
         is_over = now_ms - failures.since_ms >= self.seconds * _MS_PER_S
         return failures, _explained(failures, reason) if is_over else None
 
-    def _pause(self, attempts: int, makes_copies: bool = False) -> float:
-        """The seconds until the next attempt."""
-        first = FIRST_PAUSE_WITH_COPIES if makes_copies else FIRST_PAUSE
-        doublings = min(attempts - 1, 20)
-        pause: float = min(first * 2**doublings, LONGEST_PAUSE) * self.jitter(*JITTER)
+    def _pause(self, failing_ms: int, makes_copies: bool = False) -> float:
+        """The seconds until the next attempt of a message that has failed for so long."""
+        first, share = PAUSES_WITH_COPIES if makes_copies else PAUSES
+        pause: float = min(max(first, failing_ms / _MS_PER_S * share), LONGEST_PAUSE)
+        pause *= self.jitter(*JITTER)
         # Above the capacity, it would wait in meditation, which needs check-in.
         return min(pause, self.topology.layout.capacity_ms / _MS_PER_S)
 

@@ -66,8 +66,10 @@ def resolve(
     return Destination(None, exchange, routing_key)
 
 
-def may_refuse(queue: Queue, patterns: Iterable[str] = ()) -> bool:
+def may_refuse(queue: Queue, patterns: Iterable[str] = (), is_cluster: bool = False) -> bool:
     """Return whether a queue may refuse a message: it is declared so, or its name matches.
+
+    A classic queue of a cluster does so while its node is away.
 
     What a queue refuses when it comes straight from the levels keeps one of the 32 places of a
     level's dead-letter worker, and RabbitMQ tries it again only after minutes
@@ -76,8 +78,11 @@ def may_refuse(queue: Queue, patterns: Iterable[str] = ()) -> bool:
     Args:
         queue: The queue, with its arguments.
         patterns: Glob patterns: ``*`` matches any characters, ``?`` one.
+        is_cluster: Whether the broker is known to have several nodes.
     """
     arguments = declared_arguments(queue)
+    if is_cluster and arguments.get("x-queue-type", "classic") == "classic":
+        return True
     bounds = map(arguments.get, ("x-max-length", "x-max-length-bytes"))
     refuses = str(arguments.get("x-overflow", "")).startswith("reject-publish")
     if refuses and any(bound is not None for bound in bounds):

@@ -65,7 +65,7 @@ class DelayedProducer(Producer):
             program has none of its own.
         may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``: their
             messages go through distribution, if it is served, as do those for queues with a bound
-            and ``reject-publish``.
+            and ``reject-publish``, and for classic queues if the connection lists several hosts.
         max_message_bytes: The largest body, in bytes, of a message that has to pass through a
             module, and of one that is compressed, before it is; None: any. Workers refuse a larger
             one; see ``rabbitdelay_max_message_bytes``.
@@ -237,7 +237,9 @@ class DelayedProducer(Producer):
                 raise NeedsDistribution(what)
             name = DISTRIBUTION
         else:
-            refuses = has_distribution and may_refuse(queue, self.may_refuse)
+            # AMQP does not say how many nodes there are; a fail-over list does.
+            is_cluster = len(self.publisher.connection.alt) > 1
+            refuses = has_distribution and may_refuse(queue, self.may_refuse, is_cluster)
             name = DISTRIBUTION if refuses else queue.name
         how = {name: properties.pop(name) for name in SERIALIZING if name in properties}
         body, properties["content_type"], properties["content_encoding"] = self.serialize(

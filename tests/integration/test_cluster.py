@@ -26,6 +26,9 @@ from tests.integration.worker import Worker
 #: Messages that are checked in before a node dies, and as many after it.
 MESSAGES = 40
 
+#: Tasks for a classic queue whose node is away.
+FEW = 5
+
 #: Milliseconds; the node dies while the messages wait in the levels.
 DELAY_MS = 3000
 
@@ -111,6 +114,48 @@ def test_a_message_for_a_classic_queue_whose_node_is_down_is_sent_when_it_is_bac
     publisher.close()
     with Connection(home.url) as connection:
         assert count(connection, queue.name) == 1
+
+
+def test_tasks_for_a_classic_queue_whose_node_is_down_are_tried_again_by_distribution(
+    cluster: list[RabbitMQServer], redis_url: str
+) -> None:
+    """A fail-over list in ``broker_url`` says that the broker has several nodes."""
+    first, second, home = cluster
+    configuration = {
+        "prefix": "away",
+        "broker_url": f"{first.url};{second.url}",
+        "result_backend": redis_url,
+        "worker_enable_remote_control": False,
+        "rabbitdelay_prefix": "away",
+        "rabbitdelay_layout": LEVELS,
+        "rabbitdelay_distribution_allowed": ["away-target"],
+    }
+    shop, target = make_app(configuration), Queue("away-target")
+    shop.amqp.queues.add(target)
+    declare_all(first, home, shop.rabbitdelay.topology, target)
+    with Worker(configuration, [named(shop, "default")]) as worker:
+        wait_until_served(worker)
+        for _ in range(FEW):
+            shop.send_task("x", queue=target.name, delay=DELAY_MS / 1000)
+        home.kill()
+        try:
+            wait_for(lambda: "does not take a message" in worker.log, "a failed attempt", 60)
+        finally:
+            home.start()
+            shorten_timeouts(home)
+        with Connection(home.url) as connection:
+            wait_for(lambda: count(connection, target.name) >= FEW, "all tasks", 120)
+    shop.close()
+
+
+def declare_all(
+    first: RabbitMQServer, home: RabbitMQServer, topology: Topology, queue: Queue
+) -> None:
+    """Declare the levels on one node, and a queue on another."""
+    with Connection(first.url) as connection:
+        declare(connection, topology)
+    with Connection(home.url) as connection:
+        declare_destination(connection, topology, queue)
 
 
 def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(

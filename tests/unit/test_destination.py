@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.publishing.destination import resolve, topic_matches
+from celery_rabbitdelay.publishing.destination import may_refuse, resolve, topic_matches
 
 TOPIC = Exchange("events", type="topic")
 ORDERS = Queue("orders", TOPIC, "order.*")
@@ -41,6 +41,18 @@ def test_a_queue_of_the_default_exchange_need_not_be_known() -> None:
     queue: Any = resolve("", "elsewhere", KNOWN).queue
     assert queue.name == "elsewhere"
     assert queue.no_declare
+
+
+@pytest.mark.parametrize(
+    ("queue_type", "alone", "in_cluster"),
+    [(None, False, True), ("classic", False, True), ("quorum", False, False)],
+)
+def test_a_classic_queue_of_a_cluster_may_refuse(
+    queue_type: str | None, alone: bool, in_cluster: bool
+) -> None:
+    queue = Queue("mail", queue_arguments={"x-queue-type": queue_type} if queue_type else {})
+    assert may_refuse(queue) is alone
+    assert may_refuse(queue, is_cluster=True) is in_cluster
 
 
 def test_a_queue_with_several_bindings_matches_by_each() -> None:

@@ -77,6 +77,7 @@ def redriving_for(
         DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
     """
     settings = app.rabbitdelay.settings
+    is_cluster = len(app.connection_for_write().alt) > 1
     topology: Topology = settings.topology
     delay_ms = None if delay is None else milliseconds(delay)
     if delay_ms is not None and delay_ms < 0:
@@ -96,7 +97,9 @@ def redriving_for(
         trusts_clients=settings.checkin_trusted,
         modules=settings.modules,
         refuses=cache(
-            lambda name: may_refuse(queues.get(name) or Queue(name), settings.may_refuse)
+            lambda name: may_refuse(
+                queues.get(name) or Queue(name), settings.may_refuse, is_cluster
+            )
         ),
         delay_ms=delay_ms,
         to=to,

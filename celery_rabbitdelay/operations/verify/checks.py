@@ -80,7 +80,8 @@ def verify(
     known = {queue.name: queue for queue in lasting}
 
     def refuses(name: str) -> bool:
-        return may_refuse(known.get(name, Queue(name)), settings.may_refuse)
+        queue = known.get(name, Queue(name))
+        return may_refuse(queue, settings.may_refuse, len(connection.alt) > 1)
 
     def count(name: str) -> int | None:
         try:

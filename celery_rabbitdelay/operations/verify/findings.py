@@ -238,8 +238,10 @@ FAULTS: Final[Mapping[str, Fault]] = {
     ),
     "destination-classic": _note(
         "it is a classic queue, which is on one node alone",
-        "due tasks wait while that node is away, and are lost with its disk",
-        "set task_default_queue_type to 'quorum', or x-queue-type in task_queues",
+        "due tasks wait while that node is away, and are lost with its disk; on a cluster, they "
+        "may come minutes after its return",
+        "set task_default_queue_type to 'quorum', or x-queue-type in task_queues; or list several "
+        "nodes in broker_url, or name the queue in rabbitdelay_may_refuse",
     ),
     "destination-drops": _warning(
         "it drops its oldest tasks when it is full ({bound})",
