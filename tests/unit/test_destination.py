@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kombu import Exchange, Queue, binding
+from kombu import Connection, Exchange, Queue, binding
 from kombu.common import Broadcast
 
+from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
+from celery_rabbitdelay.levels.entities import DISTRIBUTE
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.destination import may_refuse, resolve, topic_matches
 
 TOPIC = Exchange("events", type="topic")
@@ -53,6 +56,25 @@ def test_a_classic_queue_of_a_cluster_may_refuse(
     queue = Queue("mail", queue_arguments={"x-queue-type": queue_type} if queue_type else {})
     assert may_refuse(queue) is alone
     assert may_refuse(queue, is_cluster=True) is in_cluster
+
+
+@pytest.mark.parametrize(
+    ("urls", "queue_type", "expected"),
+    [
+        ("amqp://one", "classic", "q"),
+        ("amqp://one;amqp://two", "classic", DISTRIBUTION),
+        ("amqp://one;amqp://two", "quorum", "q"),
+    ],
+)
+def test_a_list_of_hosts_says_that_there_is_a_cluster(
+    urls: str, queue_type: str, expected: str
+) -> None:
+    queue = Queue("q", queue_arguments={"x-queue-type": queue_type})
+    publisher = Publisher(Connection(urls))
+    producer = DelayedProducer(publisher, Topology(), modules=(DISTRIBUTE,))
+    given = {"content_type": "application/json", "content_encoding": "utf-8"}
+    made = producer.delayed_message("x", Destination(queue, "", "q"), Due.after(5), **given)
+    assert made.destination == expected
 
 
 def test_a_queue_with_several_bindings_matches_by_each() -> None:
