@@ -72,8 +72,7 @@ def test_a_list_of_hosts_says_that_there_is_a_cluster(
     queue = Queue("q", queue_arguments={"x-queue-type": queue_type})
     publisher = Publisher(Connection(urls))
     producer = DelayedProducer(publisher, Topology(), modules=(DISTRIBUTE,))
-    given = {"content_type": "application/json", "content_encoding": "utf-8"}
-    made = producer.delayed_message("x", Destination(queue, "", "q"), Due.after(5), **given)
+    made = producer.delayed_message("x", Destination(queue, "", "q"), Due.after(5))
     assert made.destination == expected
 
 
