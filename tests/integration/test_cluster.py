@@ -71,7 +71,7 @@ def test_the_leaders_are_spread_over_all_nodes(cluster: list[RabbitMQServer]) ->
     with Connection(cluster[0].url) as connection:
         declare(connection, topology)
     led = leaders(cluster[0])
-    assert led.keys() == {queue.name for queue in topology.queues}
+    assert led.keys() == {queue.name for queue in (*topology.queues, topology.probe)}
     levels = Counter(led[queue.name] for queue in topology.digit_queues)
     assert levels.keys() == {node.node for node in cluster}
     # Evenly: the broker counts leaders at each declaration.
