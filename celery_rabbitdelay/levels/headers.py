@@ -545,6 +545,15 @@ def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def drop_own(headers: dict[str, Any]) -> None:
+    """Remove our own headers, also nested ones, from a message that has not been in the levels."""
+    table: Any = headers
+    while isinstance(table, dict):
+        for name in [name for name in table if name[:_PREFIX_LENGTH] in _PREFIXES]:
+            del table[name]
+        table = table.get(NESTED_HEADERS)
+
+
 def _strip_nested(headers: dict[str, Any]) -> None:
     # Not by recursion: anybody may have nested them a thousand deep.
     while isinstance(nested := headers.get(NESTED_HEADERS), Mapping):

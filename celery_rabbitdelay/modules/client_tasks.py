@@ -7,6 +7,9 @@ that Celery's own tasks, such as ``celery.group``, take as arguments, and it may
 the queue in the property ``reply_to``. In each of these ways, a client would bypass check-in's
 allow-list.
 
+A retry takes over the headers that its task exposes, those in the header ``headers`` for example.
+They may not have names that Celery or RabbitMQ reads then.
+
 A message with the header ``task`` is a task of Celery's protocol 2. Without that header, a message
 is a task of protocol 1 if its body is an object with a member ``task``. Check-in reads JSON in
 UTF-8 only, and refuses any other body that a worker might read.
@@ -14,13 +17,14 @@ UTF-8 only, and refuses any other body that a worker might read.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels.headers import shortened
+from celery_rabbitdelay.levels.headers import NESTED_HEADERS, SENDER_SELECTED, shortened
 from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage
 
@@ -30,6 +34,18 @@ FOLLOWING: Final = ("callbacks", "errbacks", "chain", "chord")
 #: The fields that a client's task may not have, in a header or in a body of protocol 1. A task of a
 #: group counts as a part of another one's chord.
 CANVAS: Final = (*FOLLOWING, "group", "taskset")
+
+#: The names that the headers may not have which a retry of the task takes over: those that Celery
+#: writes itself (``Celery.amqp.as_task_v2``), and those by which RabbitMQ routes.
+NOT_TAKEN_OVER: Final = frozenset(
+    (
+        *("lang", "task", "id", "shadow", "eta", "expires", "group_index", "retries", "timelimit"),
+        *("root_id", "parent_id", "argsrepr", "kwargsrepr", "origin", "ignore_result"),
+        *("replaced_task_nesting", "stamped_headers", "stamps", "compression"),
+        *CANVAS,
+        *SENDER_SELECTED,
+    )
+)
 
 #: The end of every reason.
 SETTING: Final = "see rabbitdelay_checkin_trusted"
@@ -48,6 +64,10 @@ _DATA: Final = "application/data"
 #: The content encodings of JSON that check-in reads. py-amqp decodes a body for the worker by any
 #: other that Python knows, such as UTF-16 and UTF-7, in which the bytes of a task look different.
 READ_ENCODINGS: Final = ("", "utf-8", "us-ascii", "ascii", "binary")
+
+#: Those that no message may have: Python decodes them in a time that grows with the square of the
+#: body's length, and the worker would stand still.
+SLOW_ENCODINGS: Final = ("punycode", "idna")
 
 _NULL: Final = rb'"(?:%b)"\s*:\s*null' % "|".join(FOLLOWING).encode()
 
@@ -84,17 +104,20 @@ def checked(message: WaitingMessage) -> WaitingMessage:
     if headers.get("compression"):
         raise UnprocessableMessage(f"its body is compressed: {SETTING}")
     content_type = properties.get("content_type") or _DATA
-    encoding = properties.get("content_encoding") or ""
-    if content_type == _JSON and str(encoding).lower() not in READ_ENCODINGS:
+    encoding = str(properties.get("content_encoding") or "").lower()
+    is_json = content_type == _JSON
+    if (is_json and encoding not in READ_ENCODINGS) or _codec(encoding) in SLOW_ENCODINGS:
         raise UnprocessableMessage(
             f"its content encoding is {shortened(encoding)}, and check-in reads UTF-8 alone: "
             f"{SETTING}"
         )
     if _TASK in headers:
         _check_version_2(message.body, headers, content_type)
-    elif content_type == _JSON:
+        _check_taken_over(headers.get(NESTED_HEADERS))
+    elif is_json:
         if not _is_task_of_version_1(message.body):
             return message
+        _check_taken_over(headers)
     elif may_be_decoded(content_type):
         raise UnprocessableMessage(
             f"its content type is {shortened(content_type)}, and check-in does not read whether it "
@@ -105,9 +128,29 @@ def checked(message: WaitingMessage) -> WaitingMessage:
     return message.having(reply_to=None) if properties.get("reply_to") else message
 
 
+def _codec(encoding: str) -> str:
+    """Return Python's name of an encoding; empty if it knows none of that name."""
+    try:
+        return codecs.lookup(encoding).name
+    except (LookupError, ValueError):
+        return ""
+
+
+def _check_taken_over(headers: object) -> None:
+    """Check the headers that a retry takes over; it exposes those that are nested in them."""
+    while isinstance(headers, Mapping):
+        for name in NOT_TAKEN_OVER & headers.keys():
+            raise UnprocessableMessage(
+                f"it is a task with the header {name} among those that its retry takes over: "
+                f"{SETTING}"
+            )
+        headers = headers.get(NESTED_HEADERS)
+
+
 def _check_version_2(body: bytes, headers: Mapping[str, Any], content_type: object) -> None:
     _check_name(headers[_TASK])
     _check_canvas(headers)
+    check_fields(headers)
     if content_type != _JSON:
         raise UnprocessableMessage(
             f"it is a task whose content type is {shortened(content_type)}, and check-in reads "
@@ -140,6 +183,7 @@ def _is_task_of_version_1(body: bytes) -> bool:
         return False
     _check_name(read[_TASK])
     _check_canvas(read)
+    check_fields(read)
     return True
 
 
@@ -148,6 +192,24 @@ def _check_name(name: object) -> None:
         raise UnprocessableMessage(
             f"it is the task {shortened(name)}, which Celery keeps to itself: {SETTING}"
         )
+
+
+def check_fields(told: Mapping[str, Any]) -> None:
+    """Check the fields of a task whose values Celery does not check: wrong ones end a worker.
+
+    Raises:
+        UnprocessableMessage: One has a value of a wrong type.
+    """
+    limits, expires = told.get("timelimit"), told.get("expires")
+    are_numbers = isinstance(limits, list | tuple) and all(
+        each is None or isinstance(each, int | float) for each in limits
+    )
+    if not isinstance(told.get("id"), str | int):
+        raise UnprocessableMessage(f"its task has the id {shortened(told.get('id'))}")
+    if limits is not None and not (are_numbers and len(limits) == 2):
+        raise UnprocessableMessage(f"its timelimit is {shortened(limits)}")
+    if expires is not None and not isinstance(expires, str | int | float):
+        raise UnprocessableMessage(f"its expires is {shortened(expires)}")
 
 
 def _check_canvas(told: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.levels.headers import DUE
+from celery_rabbitdelay.levels.headers import DUE, shortened
 from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, decompressed
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 
@@ -68,6 +68,11 @@ def id_of(message: Message) -> str:
     """Return the id of a message's task, in any version of Celery's protocol; empty if unknown."""
     task_id = message.headers.get("id") or message.properties.get("correlation_id")
     return task_id if isinstance(task_id, str) else ""
+
+
+def shown(task_id: object) -> str:
+    """Return a task's id for the log, where nothing in it ends the line: anybody may choose it."""
+    return shortened(task_id).strip("'")
 
 
 def bound_bodies(consumer: Any, refuse: Callable[[Message, str], None]) -> None:

@@ -234,7 +234,7 @@ class Decisions(BatchThread[_Due]):
             try:
                 self._carry_out(due, decision)
             except Exception:  # the others are carried out all the same
-                task_id = due.arrival.task_id
+                task_id = celery_internals.shown(due.arrival.task_id)
                 logger.exception("Task %s failed on its arrival; RabbitMQ redelivers it", task_id)
 
     def _carry_out(self, due: _Due, decision: Decision) -> None:
@@ -245,7 +245,9 @@ class Decisions(BatchThread[_Due]):
                 celery_internals.run_strategy(self._consumer, due.delivery)
             case Verdict.DUPLICATE | Verdict.REPLACED:
                 # Another message of the task runs, or has run: its result is the task's.
-                logger.info("Task %s does not run twice.", due.arrival.task_id)
+                logger.info(
+                    "Task %s does not run twice.", celery_internals.shown(due.arrival.task_id)
+                )
                 acknowledge_message(self._consumer, due.delivery.ack)
             case Verdict.LATER:
                 self._put_back(due, decision)
@@ -255,7 +257,7 @@ class Decisions(BatchThread[_Due]):
                 logger.error(
                     "Task %s asks the registry again later: its record, key or job cannot be read: "
                     "%s",
-                    due.arrival.task_id,
+                    celery_internals.shown(due.arrival.task_id),
                     decision.why,
                 )
                 self._put_back(due, self._later())

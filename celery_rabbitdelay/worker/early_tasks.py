@@ -147,7 +147,8 @@ class EarlyTasks(BatchThread[Early]):
         if waited is not None:
             earlier = waited.early
             if not earlier.expects(due.at_ms - due.delay_ms, self._tolerated_ms):
-                self._warning.warn(f"Task {message.headers.get('id')}", due.delay_ms / 1000)
+                name = celery_internals.shown(message.headers.get("id"))
+                self._warning.warn(f"Task {name}", due.delay_ms / 1000)
             waited = waited._replace(early=earlier._replace(times=earlier.times + 1))
         self.give(Early(message, destination, due, due.at_ms, waited, delivery.ack, hold))
         return True
@@ -199,7 +200,9 @@ class EarlyTasks(BatchThread[Early]):
             why: The reason.
         """
         logger.warning(
-            "Task %s is undeliverable: %s", celery_internals.id_of(delivery.message), why
+            "Task %s is undeliverable: %s",
+            celery_internals.shown(delivery.message.headers.get("id")),
+            why,
         )
         now_ms = time.time_ns() // NS_PER_MS
 
@@ -239,7 +242,7 @@ class EarlyTasks(BatchThread[Early]):
             logger.warning("A task stays unacknowledged: its queue is unknown, and %s", why)
             return
         queue = self._consumer.app.amqp.queues.get(name) or kombu.Queue(name, no_declare=True)
-        self._later_version.warn(f"Task {message.headers.get('id')}", why)
+        self._later_version.warn(f"Task {celery_internals.shown(message.headers.get('id'))}", why)
 
         def again() -> None:
             celery_internals.call_after(self._consumer, TRY_AGAIN, partial(self.give, early))
@@ -412,7 +415,7 @@ class EarlyTasks(BatchThread[Early]):
     def _give_up(self, early: Early, error: Exception) -> None:
         logger.warning(
             "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: %s",
-            early.message.headers.get("id"),
+            celery_internals.shown(early.message.headers.get("id")),
             early.due.remaining_ms() / 1000,
             error,
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final, TypeAlias
 
+from celery.exceptions import InvalidTaskError
 from celery.utils.log import get_logger
 from kombu import Message
 
@@ -19,8 +20,9 @@ from celery_rabbitdelay.app.instruments import EARLY, LATENESS, TAKEN_OVER, Inst
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
+from celery_rabbitdelay.modules.client_tasks import check_fields
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
-from celery_rabbitdelay.worker.celery_internals import Delivery, id_of, name_of_queue
+from celery_rabbitdelay.worker.celery_internals import Delivery, id_of, name_of_queue, shown
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.metrics import Arrivals, lateness
@@ -73,7 +75,7 @@ class Origins:
             return exchange, routing_key
         logger.warning(
             "Task %s claims the origin %r, and its retries go to the queue %r: it %s.",
-            message.headers.get("id"),
+            shown(message.headers.get("id")),
             (exchange, routing_key),
             queue,
             why,
@@ -103,6 +105,12 @@ class Origins:
 #: When the task was published, as Sentry's Celery integration notes it: float, seconds since
 #: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
 SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
+
+#: What Celery raises for a message whose headers have values of wrong types.
+MALFORMED: Final = (
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    UnprocessableMessage,
+)
 
 #: What Celery's consumer calls with each message of one task.
 Strategy: TypeAlias = Callable[..., Any]
@@ -146,7 +154,19 @@ class RestoringStrategies(dict[str, Strategy]):
 
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
-            go_on = partial(strategy, message, body, ack, *args, **kwargs)
+            is_ours = self._comes_from_levels(message)
+
+            def go_on() -> Any:
+                try:
+                    if is_ours:
+                        check_fields(body if isinstance(body, dict) else message.headers)
+                    return strategy(message, body, ack, *args, **kwargs)
+                except MALFORMED as error:
+                    if not is_ours:
+                        raise
+                    # Otherwise the worker would end, and the next one that gets the message.
+                    raise InvalidTaskError(f"it is malformed: {error!r}") from error
+
             try:
                 is_taken = self._take(Delivery(message, body, ack, go_on, task_name), takes_eta)
             except Exception:  # anybody may have written the message
@@ -172,7 +192,10 @@ class RestoringStrategies(dict[str, Strategy]):
             return True
         origins = self._origins
         waited = restore(message, as_it_says if origins is None else origins.checked)
-        if waited is not None and origins is not None and origins.is_forged(message, waited):
+        if waited is None:
+            # A retry, and what is put back, would carry them on, signed.
+            header_names.drop_own(message.headers)
+        elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
                 self.early_tasks.refuse(delivery, waited, NOT_SIGNED)
             return True
@@ -194,6 +217,10 @@ class RestoringStrategies(dict[str, Strategy]):
             self._record(LATENESS, lateness(waited.due_ms), delivery)
             signals.send(signals.released, self._app, id_of(message), waited.due_ms)
         return False
+
+    def _comes_from_levels(self, message: Message) -> bool:
+        exchange = (message.delivery_info or {}).get("exchange")
+        return exchange == self._delivery or header_names.DUE in (message.headers or ())
 
     def _hide_delivery(self, message: Message) -> None:
         """Replace a delivery exchange as the origin of a message by the queue that it came to.
@@ -242,10 +269,10 @@ def restore(message: Message, origin: Origin = as_it_says) -> DelayHeaders | Non
     said = DelayHeaders(headers.due_ms, queue=headers.queue, registry=headers.registry)
     kept, restored = said.to_headers(), dict(headers.others)
     nested = restored.get(header_names.NESTED_HEADERS)
-    for shown in (restored, nested) if isinstance(nested, dict) else (restored,):
-        shown.update(kept)
-        if SENTRY_ENQUEUED in shown and headers.due_ms is not None:
-            shown[SENTRY_ENQUEUED] = headers.due_ms / 1000
+    for table in (restored, nested) if isinstance(nested, dict) else (restored,):
+        table.update(kept)
+        if SENTRY_ENQUEUED in table and headers.due_ms is not None:
+            table[SENTRY_ENQUEUED] = headers.due_ms / 1000
     given.clear()
     given.update(restored)
     if header_names.REDELIVERED in headers.registry:

@@ -245,7 +245,9 @@ def check_in_canvas(
     options = {"exchange": "amq.direct", "routing_key": secret.name}
     evil: dict[str, Any] = {"task": "stolen", "args": [], "kwargs": {}, "options": options}
     protocol_1 = {"task": "look", "id": "1", "args": [], "kwargs": {}, "callbacks": [evil]}
+    retry, taken_over = [[[], 1, {"countdown": 0}], {}, {}], {"headers": {"CC": [secret.name]}}
     bodies: list[tuple[str | None, Any, str]] = [
+        ("retry", retry, "utf-8"),
         ("look", [[], {}, {"callbacks": [evil], **dict.fromkeys(("chain", "chord"))}], "utf-8"),
         ("look", [[], {}, {"chain": [evil]}], "utf-8"),
         ("celery.group", [[[evil], ["0", []], "g", []], {}, {}], "utf-8"),
@@ -260,7 +262,9 @@ def check_in_canvas(
                 json.dumps(body).encode(encoding),
                 exchange=exchange,
                 routing_key=named(shop, "default"),
-                headers={"x-delay": 10} | ({"task": task, "id": str(number)} if task else {}),
+                headers={"x-delay": 10}
+                | ({"task": task, "id": str(number)} if task else {})
+                | (taken_over if task == "retry" else {}),
                 correlation_id=str(number),
                 reply_to=secret.name,
                 content_type="application/json",
@@ -277,6 +281,37 @@ def test_a_client_of_check_in_reaches_nothing_by_what_follows_a_task(
     assert sorted(each.message.properties["correlation_id"] for each in found) == sent
     assert all("rabbitdelay_checkin_trusted" in reason(each) for each in found)
     assert count(connection, secret.name) == 0
+
+
+def test_a_message_that_would_end_a_worker_or_stop_it_is_none_of_its_tasks(
+    private_rabbitmq: RabbitMQServer, served: Any, stranger: Connection, connection: Connection
+) -> None:
+    queue, topology = named(served, "default"), served.rabbitdelay.topology
+    bad: list[dict[str, Any]] = [{"id": "1", "timelimit": "x"}, {}, {"id": ["x"]}]
+    for told in bad:
+        stranger.Producer().publish(
+            [[], {}, {}],
+            exchange=topology.module_queues.checkin.exchange.name,
+            routing_key=queue,
+            headers={"x-delay": 10, "task": "look", "lang": "py", **told},
+        )
+    stranger.Producer().publish(
+        b"-" + b"b" * 200_000,
+        exchange=topology.module_queues.checkin.exchange.name,
+        routing_key=queue,
+        headers={"x-delay": 10},
+        content_type="text/x-none",
+        content_encoding="punycode",
+    )
+    for arrival in undeliverable(connection, served, len(bad) + 1):
+        assert re.search("its (task has the id|timelimit|content encoding) ", reason(arrival))
+    for told in bad:
+        own = to("", queue, **{headers.QUEUE: queue}, task="look", lang="py", **told)
+        forge(stranger, served, own, queue, body=[[], {}, {}], serializer="json")
+    refused = "invalid task message: it is malformed"
+    wait_for(lambda: served.worker.log.count(refused) == len(bad), "refusals")
+    assert served.tasks["look"].apply_async(delay=0.3).get(timeout=60)
+    assert served.worker.running
 
 
 def test_a_trusted_client_sends_what_a_producer_may(

@@ -148,6 +148,27 @@ def test_only_a_signed_message_decides_about_a_task(
             headers={**told, **words},
             correlation_id=first.id,
         )
+    notes.send("keyed", delay=4, key="keyed")
+    # As if they had not been in the levels: a worker puts one back for its eta, retries another.
+    eta = (datetime.now(UTC) + timedelta(seconds=2)).isoformat()
+    unmarked: list[tuple[dict[str, Any], Any]] = [
+        (
+            {"id": first.id, "task": "note", headers.ONCE: True, "eta": eta},
+            [["plain"], {"key": notes.key}, {}],
+        ),
+        (
+            {"id": "other", "task": "retry", headers.COPY: "0" * 12, headers.KEY: "keyed"},
+            [[[], 1, {"countdown": 0.3}], {}, {}],
+        ),
+    ]
+    for told, body in unmarked:
+        connection.Producer().publish(
+            body,
+            exchange=topology.delivery.name,
+            routing_key=topology.keys.key_without_digits(queue),
+            headers={"lang": "py", "retries": 0, **told},
+            correlation_id=told["id"],
+        )
     for number, each in enumerate(options):
         notes.send(number, delay=1, once=True, key=f"key-{number}", track=True, **each)
         rows = [notes.row(f"{number}-{row}", delay=1, key=f"row-{number}-{row}") for row in (1, 2)]
@@ -158,7 +179,8 @@ def test_only_a_signed_message_decides_about_a_task(
     with delays.job(notes.key, expires=60):
         notes.send("job", delay=0.2, job=notes.key)
     shop.tasks["retry"].apply_async(([], 1, {"countdown": 0.2}), delay=0.5, once=True).get(60)
-    wanted = {"victim", "moved", "job", *range(3), *(f"{n}-{r}" for n in range(3) for r in (1, 2))}
+    rows_sent = {f"{number}-{row}" for number in range(3) for row in (1, 2)}
+    wanted = {"victim", "keyed", "plain", "moved", "job", *range(3), *rows_sent}
     notes.wait(len(wanted), 60)
     assert set(notes()) == wanted
     found = undeliverable(connection, shop, 2)

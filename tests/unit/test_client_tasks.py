@@ -7,12 +7,13 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.modules.client_tasks import CANVAS, checked
+from celery_rabbitdelay.modules.client_tasks import CANVAS, NOT_TAKEN_OVER, checked
 from celery_rabbitdelay.publishing.message import WaitingMessage
 
 NOTHING = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
@@ -22,7 +23,7 @@ JSON = "application/json"
 
 def message(
     body: Any,
-    headers: Any = MappingProxyType({"task": "t"}),
+    headers: Any = MappingProxyType({"task": "t", "id": "1"}),
     content_type: str | None = JSON,
     **more: Any,
 ) -> WaitingMessage:
@@ -92,7 +93,7 @@ def test_what_passes_has_nothing_behind_args_and_kwargs(third: Any) -> None:
 @pytest.mark.parametrize("name", CANVAS)
 def test_a_header_that_a_worker_takes_for_them_is_refused(name: str) -> None:
     with pytest.raises(UnprocessableMessage, match=f"with {name}"):
-        checked(message([[], {}, {}], {"task": "t", name: EVIL}))
+        checked(message([[], {}, {}], {"task": "t", "id": "1", name: EVIL}))
 
 
 @pytest.mark.parametrize("name", ["celery.group", "celery.chord_unlock", None, 5, {}])
@@ -134,9 +135,9 @@ def test_what_might_be_one_and_cannot_be_read_is_refused(body: bytes, why: str) 
 
 
 def test_the_largest_task_of_protocol_1_that_is_read_has_a_mebibyte() -> None:
-    checked(message(b'{"task": "t"}'.ljust(2**20), {}))
+    checked(message(b'{"task": "t", "id": "1"}'.ljust(2**20), {}))
     with pytest.raises(UnprocessableMessage, match="has 1048577 bytes, more than 1048576"):
-        checked(message(b'{"task": "t"}'.ljust(2**20 + 1), {}))
+        checked(message(b'{"task": "t", "id": "1"}'.ljust(2**20 + 1), {}))
 
 
 @pytest.mark.parametrize(
@@ -174,3 +175,47 @@ def test_what_only_a_worker_can_open_is_refused() -> None:
             checked(message(b"task: t", {}, content_type))
     with pytest.raises(UnprocessableMessage, match="compressed"):
         checked(message(b"x", {"compression": "application/x-gzip"}, None))
+
+
+@pytest.mark.parametrize("name", sorted(NOT_TAKEN_OVER))
+def test_a_retry_takes_over_no_name_that_celery_or_rabbitmq_reads(name: str) -> None:
+    task, version_1 = {"task": "t", "id": "1"}, b'{"task": "t", "id": "1"}'
+    for taken in ({name: "x"}, {"headers": {name: "x"}}):
+        for evil in (message([[], {}, {}], {**task, "headers": taken}), message(version_1, taken)):
+            with pytest.raises(UnprocessableMessage):
+                checked(evil)
+    checked(message([[], {}, {}], {**task, "headers": {"sentry-trace": "x", "headers": {}}}))
+
+
+def test_the_names_that_celery_writes_are_among_these() -> None:
+    app = Celery(set_as_current=False)
+    assert set(app.amqp.as_task_v2("1", "t").headers) <= NOT_TAKEN_OVER
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("id", ["1", 5], [None, {}, ["x"]]),
+        ("timelimit", [None, [None, None], [5, 2.5]], ["x", [1], [1, 2, 3], ["1", 2], 5]),
+        ("expires", [None, "2027-01-01T00:00:00", 5], [{}, []]),
+    ],
+)
+def test_values_that_would_end_a_worker_are_refused(
+    name: str, valid: list[Any], invalid: list[Any]
+) -> None:
+    for value in (*valid, *invalid):
+        told = {"task": "t", "id": "1", name: value}
+        for task in (message([[], {}, {}], told), message(told, {})):
+            if value in valid:
+                checked(task)
+            else:
+                with pytest.raises(UnprocessableMessage, match=f"its (task has the )?.*{name}"):
+                    checked(task)
+
+
+@pytest.mark.parametrize("encoding", ["punycode", "Punycode", "idna"])
+def test_an_encoding_that_takes_long_to_decode_is_refused(encoding: str) -> None:
+    with pytest.raises(UnprocessableMessage, match="content encoding"):
+        checked(message(b"-bbb", {}, "text/x-none", content_encoding=encoding))
+    for other in ("gzip", "latin-1", "no\0ne"):
+        checked(message(b"-bbb", {}, "text/x-none", content_encoding=other))

@@ -306,7 +306,7 @@ def test_a_strategy_receives_restored_messages_whenever_celery_sets_it(info: Any
     strategies = RestoringStrategies(SimpleNamespace(app=app, strategies={"one": strategy}))
     strategies["two"] = strategy
     for name in ("one", "two"):
-        message: Any = Message(headers=dict(DELAYED))
+        message: Any = Message(headers={**DELAYED, "id": "1"})
         message.delivery_info = info and dict(info)
         strategies[name](message, None, None)
     # What we cannot read is left to Celery.
