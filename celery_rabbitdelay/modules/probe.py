@@ -105,8 +105,9 @@ class ProbeService(Service):
         self._is_active = False
 
     def status(self) -> dict[str, Any]:
-        """Return what is measured, by level."""
-        return {"late": dict(self.late), "missing": dict(self.missing)}
+        """Return what is measured, by level, and the prefix of these levels."""
+        measured = {"late": dict(self.late), "missing": dict(self.missing)}
+        return {"prefix": self.topology.prefix, **measured}
 
     @property
     def _progress(self) -> int:

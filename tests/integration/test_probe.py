@@ -69,7 +69,7 @@ def serve_probe(connection: Connection, make_topology: Any) -> Iterator[Any]:
 def seen(service: ProbeService) -> set[str]:
     """Return the levels that ``verify`` complains about; three seconds are too late here."""
     late = {level: late * 10 for level, late in service.late.items()}
-    rows = check_probes({"worker": {"probe": {"late": late}}})
+    rows = check_probes("p", {"worker": {"probe": {"prefix": "p", "late": late}}})
     return {subject.removeprefix("level ") for _, subject, _ in rows}
 
 

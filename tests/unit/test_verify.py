@@ -256,3 +256,14 @@ def test_the_management_url_is_shown_without_its_password(given: str, shown: str
 )
 def test_by_default_the_api_is_at_the_broker_s_host(url: str, expected: str) -> None:
     assert management_api_of(Connection(url)).url == expected
+
+
+def test_the_probes_of_other_levels_say_nothing_about_these() -> None:
+    late = {"days.x1": 61.0, "hours.x1": -2.0, "route": 0.1}
+    workers: dict[str, dict[str, Any]] = {
+        "one": {"probe": {"prefix": "ours", "late": late}},
+        "two": {},
+        "three": {"probe": {"prefix": "others", "late": {"days.x10": 61.0}}},
+    }
+    found = [subject for _, subject, _ in checks.check_probes("ours", workers)]
+    assert found == ["level days.x1", "level hours.x1"]

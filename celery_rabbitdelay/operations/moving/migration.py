@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import amqp
 from amqp.exceptions import NotFound, ResourceLocked
@@ -147,18 +148,18 @@ def check_places(source: Place, target: Place) -> None:
     """
     if source.topology.prefix != target.topology.prefix:
         return
-    if _are_the_same(source.connection, target.connection):
+    if _are_the_same(source.connection, target.connection, target.topology.prefix):
         raise SameTopology(source.topology.prefix)
 
 
-def _are_the_same(one: Connection, other: Connection) -> bool:
+def _are_the_same(one: Connection, other: Connection, prefix: str) -> bool:
     """Return whether two connections are to the same virtual host, whatever its address."""
     with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
         declaration.connect(first)
         declaration.connect(second)
         channel: Any = first.default_channel
-        # The broker generates a unique name.
-        name = channel.queue_declare(exclusive=True).queue
+        name = f"{prefix}.same.{uuid4()}"  # which the user may declare
+        channel.queue_declare(name, exclusive=True)
         channel = second.default_channel
         try:
             channel.queue_declare(name, passive=True)

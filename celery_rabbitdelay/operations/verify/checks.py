@@ -102,7 +102,7 @@ def verify(
             *check_replicas(inventory, [*(queue.name for queue in topology.queues), *names]),
             *check_orphans(topology, inventory, count),
             *check_permissions(connection, settings, lasting, inventory),
-            *check_probes(workers),
+            *check_probes(topology.prefix, workers),
         ]
     return Verification(inventory.version, findings_of(rows))
 
@@ -228,11 +228,12 @@ def check_destinations(
             yield "destination-classic", f"queue {name}", {}
 
 
-def check_probes(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[FoundRow]:
-    """Find levels through which the last probe did not come in time."""
+def check_probes(prefix: str, workers: Mapping[str, Mapping[str, Any]]) -> Iterator[FoundRow]:
+    """Find levels through which the last probe did not come in time; others' workers answer too."""
     earliest, latest = PROBE_IN_TIME
-    for answer in workers.values():
-        for level, late in answer.get(PROBE, {}).get("late", {}).items():
+    told = (answer.get(PROBE, {}) for answer in workers.values())
+    for each in (each for each in told if each.get("prefix") == prefix):
+        for level, late in each["late"].items():
             if not earliest <= late <= latest:
                 yield "probe-failed", f"level {level}", {"late": late}
 

@@ -144,7 +144,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "binding-additional": _danger(
         "somebody has added a binding to an exchange or queue of the levels or of a module",
         "tasks leave the levels there, early or twice, or messages without a due time come in",
-        "remove the binding, in the management pages or with queue.unbind",
+        "remove the binding, in the management pages or with queue.unbind or exchange.unbind",
     ),
     "level-consumed": _danger(
         "it has a consumer that is none of a worker's modules or of these commands",
@@ -157,10 +157,10 @@ FAULTS: Final[Mapping[str, Fault]] = {
         f"set rabbitdelay_queue_type to 'quorum', change rabbitdelay_prefix and {_MIGRATE}",
     ),
     "probe-failed": _danger(
-        "the last probe through it was {late:+,.0f} s late",
+        "a probe through it was {late:+,.0f} s late, or is missing for as long",
         "delays that pass there end too late, or not at all, or too early",
-        "remove what the other findings name; if there are none, see the broker's log and "
-        "`rabbitmqctl eval 'whereis(rabbit_fifo_dlx_sup).'`, which must not be undefined",
+        "remove what the other findings name, and look again after two minutes; if there are none, "
+        "see 'If no delay ends' on the page about declaring the levels",
     ),
     "orphan": _danger(
         "{messages} messages wait in a queue that does not belong to this layout",
