@@ -7,6 +7,8 @@ import os
 from celery_rabbitdelay import Celery
 
 app = Celery("shop", broker="amqp://")
+# Pages stop brokers and delete levels, and count what is undeliverable then: no probes.
+app.conf.rabbitdelay_modules = ["check-in", "distribution"]
 # Pages about the registry set this variable, to the Redis of the tests.
 app.conf.rabbitdelay_registry_url = os.environ.get("SHOP_REGISTRY_URL")
 

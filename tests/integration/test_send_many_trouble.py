@@ -31,7 +31,7 @@ def test_a_broker_that_goes_away_has_all_rows_that_are_not_named(
     )
     shop.rabbitdelay.send_many("look", [Row(("before",), delay=0.1)], envelopes=False)
     number_of_rows, taken = 20_000, 0
-    stop_at = 9000 if envelopes else 1500
+    stop_at = 15_000 if envelopes else 1500
 
     def rows() -> Iterator[Row]:
         nonlocal taken
