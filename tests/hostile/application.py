@@ -15,6 +15,7 @@ from typing import Any
 from kombu import Queue
 
 from celery_rabbitdelay import Celery
+from celery_rabbitdelay.levels.entities import MODULES
 from tests.celery_process import CeleryProcess
 from tests.hostile.kinds import ALLOWED, EXPIRED, MAX_BODY, TASKS
 
@@ -71,7 +72,7 @@ class AttackedWorker(CeleryProcess):
         return self.celery(f"worker -c 1 -l INFO -n attacked-{self.port}@localhost -Q {queue}")
 
     def _ready(self) -> bool:
-        return " ready." in self.log and self.log.count("serving the queue") == 2
+        return " ready." in self.log and self.log.count("serving the queue") == len(MODULES)
 
 
 if "HOSTILE" in os.environ:

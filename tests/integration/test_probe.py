@@ -37,6 +37,9 @@ LAYOUT: Final = custom([("long", 3, 70), ("fives", 14, 5), ("seconds", 5, 1)])
 ROUNDS: Final = int(os.environ.get("RABBITDELAY_PROBE_ROUNDS", "40"))
 ROUND: Final = 0.05
 
+#: From so many on, also on the default layout, whose probes take a minute.
+MANY_ROUNDS: Final = 1000
+
 #: Seconds until something has to be seen.
 PATIENCE: Final = 60.0
 
@@ -80,7 +83,9 @@ def assert_sound(service: ProbeService) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("layout", [clock(), LAYOUT], ids=["clock", "few levels"])
+@pytest.mark.parametrize(
+    "layout", [LAYOUT] if ROUNDS < MANY_ROUNDS else [clock(), LAYOUT], ids=lambda each: each.name
+)
 def test_a_sound_broker_raises_nothing(
     serve_probe: Callable[..., ProbeService], connection: Connection, layout: Layout
 ) -> None:
@@ -113,7 +118,8 @@ def test_a_message_in_front_of_a_probe_is_no_alarm(
     wait_for(lambda: service.rounds >= rounds + 5, "rounds without this level", PATIENCE)
     assert service.missing["long.x1"] == 0
     for long in topology.level_queues["long.x1"]:
-        assert count(connection, long.name) == 1
+        # One of the first round may have come behind a message.
+        assert count(connection, long.name) <= 2
 
 
 Undo = Callable[[], object]
