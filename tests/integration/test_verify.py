@@ -166,7 +166,10 @@ def test_each_permission_is_named_with_all_that_lacks_it(
         == {
             "configure": everything | queues | identity,
             "write": everything - {"exchange shop.meditated"} | {"queue orders"},
-            "read": {"exchange shop.delivery", "queue shop.checkin", "queue shop.distribution"},
+            "read": {
+                "exchange shop.delivery",
+                *(f"queue shop.{name}" for name in ("checkin", "distribution", "probe")),
+            },
         }[permission]
     )
 
