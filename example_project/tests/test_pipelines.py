@@ -161,6 +161,11 @@ def in_queues() -> dict[str, int]:
     return {name: messages for name, messages in found.items() if messages}
 
 
+def without_probe() -> dict[str, int]:
+    """Return the same without the queue in which a worker's probe waits most of the time."""
+    return {name: count for name, count in in_queues().items() if not name.endswith(".minutes.1")}
+
+
 def lose(queues: list[str]) -> None:
     """Delete queues of the levels with their messages."""
     with Connection(os.environ["CELERY_BROKER_URL"]) as connection:
@@ -207,7 +212,7 @@ def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
         reminders.main(options)
     shop.wait_for(orders)
     # The notes of two commits wait until shortly before the jobs would have expired.
-    wait_for(lambda: sum(in_queues().values()) == 2, "no messages but two notes", PATIENCE)
+    wait_for(lambda: sum(without_probe().values()) == 2, "no messages but two notes", PATIENCE)
     shop.worker.stop()  # it finishes the tasks that it has received
     shop.worker.start()
     assert shop.delivered(orders) == dict.fromkeys(orders, 1)
