@@ -274,7 +274,7 @@ def with_registry(context: CLIContext) -> RabbitDelay:
     """
     delays = delays_of(context)
     with usage_errors(exceptions.RegistryRequired):
-        delays.registry  # noqa: B018
+        delays.registry  # noqa: B018 - raises if there is none
     return delays
 
 

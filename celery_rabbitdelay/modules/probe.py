@@ -66,9 +66,10 @@ class Probe(NamedTuple):
 class ProbeService(Service):
     """Sends probes through the levels while it is the active one of all workers.
 
-    RabbitMQ delivers from the queue of probes to one consumer alone. Whoever receives anything is
-    the active one, and sends a round of probes every minute. It holds a message, the token, which
-    the broker delivers to the next consumer when this one is lost.
+    RabbitMQ delivers the messages in the queue of probes to a single consumer. The service that
+    receives a message is therefore the active one, and sends a round of probes every minute. It
+    holds a message, the token, which the broker delivers to the next consumer when this one is
+    lost.
 
     Attributes:
         topology: The levels.
@@ -123,7 +124,7 @@ class ProbeService(Service):
             try:
                 self._send_and_receive(connection, channel)
             finally:
-                # What arrives meanwhile cannot be measured.
+                # Probes that arrive between two connections cannot be measured.
                 self._sent.clear()
                 self._token, self._is_active, self.late = None, False, {}
         return True

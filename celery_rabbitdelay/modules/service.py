@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event, Thread
@@ -31,7 +32,7 @@ RECONNECT_PAUSES: Final = (0.5, 10.0)
 EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
-class Service:
+class Service(ABC):
     """A thread with connections of its own: when one is lost, it opens the next.
 
     Attributes:
@@ -64,18 +65,18 @@ class Service:
         self.stopping.set()
         self._thread.join(STOP_TIMEOUT)
 
+    @abstractmethod
     def status(self) -> dict[str, Any]:
         """Return what it has done, for the worker's status."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _progress(self) -> int:
         """A number that grows while a connection is of use."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _serve_on(self, connection: Connection) -> bool:
         """Serve on an open connection; return whether everything that was begun is finished."""
-        raise NotImplementedError
 
     def _run(self) -> None:
         shortest, longest = RECONNECT_PAUSES

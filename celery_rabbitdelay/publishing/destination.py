@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from kombu import Exchange, Queue
+from kombu import Connection, Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
@@ -66,7 +66,15 @@ def resolve(
     return Destination(None, exchange, routing_key)
 
 
-def may_refuse(queue: Queue, patterns: Iterable[str] = (), is_cluster: bool = False) -> bool:
+def is_cluster(connection: Connection) -> bool:
+    """Return whether a broker is known to have several nodes: its URL lists several hosts.
+
+    AMQP does not say how many there are.
+    """
+    return len(connection.alt) > 1
+
+
+def may_refuse(queue: Queue, patterns: Iterable[str] = (), on_cluster: bool = False) -> bool:
     """Return whether a queue may refuse a message: it is declared so, or its name matches.
 
     A classic queue of a cluster does so while its node is away.
@@ -78,10 +86,10 @@ def may_refuse(queue: Queue, patterns: Iterable[str] = (), is_cluster: bool = Fa
     Args:
         queue: The queue, with its arguments.
         patterns: Glob patterns: ``*`` matches any characters, ``?`` one.
-        is_cluster: Whether the broker is known to have several nodes.
+        on_cluster: Whether the broker is known to have several nodes; see :func:`is_cluster`.
     """
     arguments = declared_arguments(queue)
-    if is_cluster and arguments.get("x-queue-type", "classic") == "classic":
+    if on_cluster and arguments.get("x-queue-type", "classic") == "classic":
         return True
     bounds = map(arguments.get, ("x-max-length", "x-max-length-bytes"))
     refuses = str(arguments.get("x-overflow", "")).startswith("reject-publish")

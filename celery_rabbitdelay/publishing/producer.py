@@ -22,7 +22,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_if_missing,
     forget,
 )
-from celery_rabbitdelay.publishing.destination import Destination, may_refuse
+from celery_rabbitdelay.publishing.destination import Destination, is_cluster, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, decompressed, serialized
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
 from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS
@@ -237,9 +237,8 @@ class DelayedProducer(Producer):
                 raise NeedsDistribution(what)
             name = DISTRIBUTION
         else:
-            # AMQP does not say how many nodes there are; a fail-over list does.
-            is_cluster = len(self.publisher.connection.alt) > 1
-            refuses = has_distribution and may_refuse(queue, self.may_refuse, is_cluster)
+            on_cluster = is_cluster(self.publisher.connection)
+            refuses = has_distribution and may_refuse(queue, self.may_refuse, on_cluster)
             name = DISTRIBUTION if refuses else queue.name
         how = {name: properties.pop(name) for name in SERIALIZING if name in properties}
         body, properties["content_type"], properties["content_encoding"] = self.serialize(

@@ -350,7 +350,7 @@ def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
 
 
 def _inexpressible(kind: T.DataType) -> T.DataType | None:
-    """Return the first type in a type that JSON cannot express; None if there is none."""
+    """Return the first part of a type that JSON cannot express; None if it can express all."""
     inner: Iterable[T.DataType] = ()
     match kind:
         case T.ArrayType():

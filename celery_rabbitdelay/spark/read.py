@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -54,8 +55,8 @@ class _Reader(DataSourceReader):
             explain(error, self._options.application, OSError, AMQPError)
             raise error from None
 
-    def _rows(self, app: Any, partition: InputPartition) -> Iterator[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _rows(self, app: Any, partition: InputPartition) -> Iterator[Any]: ...
 
 
 class UndeliverableReader(_Reader):

@@ -201,7 +201,7 @@ class EarlyTasks(BatchThread[Early]):
         """
         logger.warning(
             "Task %s is undeliverable: %s",
-            celery_internals.shown(delivery.message.headers.get("id")),
+            celery_internals.shown(celery_internals.id_of(delivery.message)),
             why,
         )
         now_ms = time.time_ns() // NS_PER_MS

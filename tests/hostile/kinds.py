@@ -492,7 +492,7 @@ def _compressed(random: Draw) -> Made:
         b"rabbitdelay-due": integer(5),
     }
     short = {"content_type": b"application/json", "content_encoding": b"utf-8"}
-    # What follows the stream of these is ignored.
+    # Decompressors of these ignore the bytes behind the stream.
     if random.random() < 0.8 and name in ("application/x-gzip", "application/x-bz2"):
         body = compress(json.dumps([[random.mark.decode()], {}, {}]).encode(), name)[0]
     else:

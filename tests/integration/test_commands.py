@@ -113,7 +113,7 @@ def test_without_a_broker_a_command_ends_with_one_line(command: str, url: str) -
 
 WRONG_URLS = ["http://:secret@host", "sqs://:secret@host", "memory://"]
 
-#: What the commands take that reach for nothing.
+#: Arguments of the commands that connect to no server.
 BESIDE = {
     "export": "--format mermaid",
     "permissions": "producer --user web",

@@ -33,7 +33,7 @@ from celery_rabbitdelay.operations.undeliverable import messages as undeliverabl
 from celery_rabbitdelay.operations.undeliverable.reader import Reader
 from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS, Redriving
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.publishing.destination import may_refuse
+from celery_rabbitdelay.publishing.destination import is_cluster, may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import DEFAULT_POLICY, Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
@@ -77,7 +77,7 @@ def redriving_for(
         DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
     """
     settings = app.rabbitdelay.settings
-    is_cluster = len(app.connection_for_write().alt) > 1
+    on_cluster = is_cluster(app.connection_for_write())
     topology: Topology = settings.topology
     delay_ms = None if delay is None else milliseconds(delay)
     if delay_ms is not None and delay_ms < 0:
@@ -98,7 +98,7 @@ def redriving_for(
         modules=settings.modules,
         refuses=cache(
             lambda name: may_refuse(
-                queues.get(name) or Queue(name), settings.may_refuse, is_cluster
+                queues.get(name) or Queue(name), settings.may_refuse, on_cluster
             )
         ),
         delay_ms=delay_ms,

@@ -25,7 +25,7 @@ from celery_rabbitdelay.operations.verify.management import (
 )
 from celery_rabbitdelay.operations.verify.policies import check_bounds, check_policies
 from celery_rabbitdelay.publishing.declaration import connect, queue_counts
-from celery_rabbitdelay.publishing.destination import may_refuse
+from celery_rabbitdelay.publishing.destination import is_cluster, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 from celery_rabbitdelay.publishing.wire import Wire
 
@@ -81,7 +81,7 @@ def verify(
 
     def refuses(name: str) -> bool:
         queue = known.get(name, Queue(name))
-        return may_refuse(queue, settings.may_refuse, len(connection.alt) > 1)
+        return may_refuse(queue, settings.may_refuse, is_cluster(connection))
 
     def count(name: str) -> int | None:
         try:

@@ -147,7 +147,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "remove the binding, in the management pages or with queue.unbind or exchange.unbind",
     ),
     "level-consumed": _danger(
-        "it has a consumer that is none of a worker's modules or of these commands",
+        "it has a consumer that does not belong to this package",
         "whoever consumes takes tasks: they are lost, or early",
         "stop the consumer; a worker must not have this queue in its task_queues or -Q",
     ),
