@@ -244,7 +244,8 @@ class TopologyNotEmpty(RabbitDelayError):
         return (
             f"{sum(self.waiting.values())} messages still wait in {len(self.waiting)} queues under "
             f"the prefix {self.prefix!r}, for example in {next(iter(self.waiting))}: wait until "
-            "they are due, or delete with force=True to lose them"
+            "they are due and the queues of their tasks take them, or delete with force=True to "
+            "lose them"
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -12,16 +13,23 @@ from typing import Any, Final, get_args
 
 import click
 from celery.bin.base import CLIContext
+from kombu import Connection
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
-from celery_rabbitdelay.exceptions import DelayTooLong
+from celery_rabbitdelay.exceptions import (
+    DelayTooLong,
+    InvalidManagementURL,
+    ManagementUnavailable,
+)
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations import permissions as needed
 from celery_rabbitdelay.operations.export import definitions
 from celery_rabbitdelay.operations.export.terraform import as_terraform
+from celery_rabbitdelay.operations.verify.management import TOTALS_AGE, held_messages
 from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing.declaration import Counts
 
 
 @rabbitdelay.command()
@@ -215,24 +223,38 @@ def declare(
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@shared.management_option
 @shared.topology_options
 def delete(
-    context: CLIContext, /, force: bool, yes: bool, dry_run: bool, as_json: bool, **options: Any
+    context: CLIContext,
+    /,
+    force: bool,
+    yes: bool,
+    dry_run: bool,
+    management: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Delete the levels from the broker; the queues of tasks stay.
 
     Stop producers and workers first: a message that is published meanwhile is lost, and so is one
-    that a worker holds.
+    that a worker holds. Messages that dead-lettering holds, because the queue of a task refuses
+    them, are seen only where the management API answers.
     """
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
     topology = shared.topology_of(context, options)
-    with shared.broker_of(context, as_json) as connection:
+    connected = shared.broker_of(context, as_json)
+    with shared.usage_errors(InvalidManagementURL), connected as connection:
         # Another layout under the prefix shares the queues of the modules with this one.
         declaration.check_layout(connection, topology)
         missing = declaration.missing_exchanges(connection, topology)
         exchanges = len(topology.exchanges) + IDENTITY - len(missing)
         found = declaration.queue_counts(connection, topology.queues)
+        if not force:
+            declaration.refuse_to_lose(topology, found)
+        if any(found.values()):
+            found = _with_held(connection, management, found)
         if not force:
             declaration.refuse_to_lose(topology, found)
         counts = {name: each for name, each in found.items() if each is not None}
@@ -270,6 +292,28 @@ def delete(
         click.echo(json.dumps(told))
     elif deleted:
         click.echo("Deleted")
+
+
+def _with_held(
+    connection: Connection, management: str | None, counts: Mapping[str, Counts | None]
+) -> dict[str, Counts | None]:
+    """Return the counts with the messages that dead-lettering holds; warn if nobody says them."""
+    held: Mapping[str, int] = {}
+    try:
+        api = shared.management_api(connection, management)
+        api.get("overview")
+        time.sleep(TOTALS_AGE)  # what is held by now is in the figures then
+        held = held_messages(api, connection.virtual_host or "/")
+    except ManagementUnavailable as error:
+        click.echo(
+            "Warning: if the queue of a task refuses due messages, they are held in the levels, "
+            f"and only the management API shows them; look before you delete. {error}",
+            err=True,
+        )
+    return {
+        name: each and each._replace(messages=each.messages + held.get(name, 0))
+        for name, each in counts.items()
+    }
 
 
 def _ask(prefix: str, messages: int) -> None:

@@ -23,23 +23,15 @@ from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
-from celery_rabbitdelay.operations.verify import management as api
 from celery_rabbitdelay.operations.verify.checks import verify as verify_broker
 from celery_rabbitdelay.operations.verify.findings import Severity, Verification
-from celery_rabbitdelay.publishing.declaration import connect
 
 #: Seconds to wait for the workers' answers.
 WORKERS_TIMEOUT: Final = 1.0
 
 
 @rabbitdelay.command()
-@click.option(
-    "--management",
-    metavar="URL",
-    envvar="RABBITDELAY_MANAGEMENT_URL",
-    help="The management API, http://user:password@host:15672. By default, the broker's host and "
-    "user with port 15672, or 15671 for TLS.",
-)
+@shared.management_option
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
 def verify(context: CLIContext, /, as_json: bool, management: str | None, strict: bool) -> None:
     """Find what on the broker loses tasks, or makes them early or late.
@@ -50,10 +42,7 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
     settings = shared.delays_of(context).settings
     connected = shared.broker_of(context, as_json)
     with shared.usage_errors(InvalidManagementURL), connected as connection:
-        tls = api.tls_files_of(connection)
-        given = None if management is None else api.ManagementAPI(management, tls)
-        connect(connection)
-        reached = given or api.management_api_of(connection)  # at the host that was reached
+        reached = shared.management_api(connection, management)
         workers: Mapping[str, Mapping[str, Any]] = {}
         with suppress(AccessRefused):  # verify's user may not have the rights for remote control
             workers = status_of_workers(context.app, connection, WORKERS_TIMEOUT)

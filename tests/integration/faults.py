@@ -175,6 +175,28 @@ def known_to_refuse(place: Place) -> None:
     place.settings = replace(place.settings, may_refuse=["ord*"])
 
 
+def full_destination(place: Place) -> None:
+    """Dead-lettering holds due messages, because the queue of their task takes no more."""
+    channel(place).queue_delete("orders")
+    refusing = {**QUORUM, "x-max-length": 1, "x-overflow": "reject-publish"}
+    place.orders.queue_arguments = refusing
+    forget(place.connection)
+    place.declare()
+
+    def publish(exchange: str, key: str, times: int) -> None:
+        for _ in range(times):
+            channel(place).basic_publish(amqp.Message("due"), exchange, key)
+
+    def depth() -> int:
+        return int(channel(place).queue_declare("orders", passive=True).message_count)
+
+    # RabbitMQ tells those who publish to a queue first when it is above its bound that it refuses.
+    publish("", "orders", 2)
+    wait_for(lambda: depth() == 2, "a full queue")
+    route = place.topology.route(0.1, "orders")
+    publish(route.exchange, route.routing_key, 8)
+
+
 def fast_clock(place: Place) -> None:
     place.now = lambda: time.time() + 90
 
@@ -293,6 +315,7 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
     ),
     "older-layout": (older_layout, "danger", {"orphan", "orphan-empty"}),
     "empty-older-layout": (empty_older_layout, "note", {"orphan-empty"}),
+    "full-destination": (full_destination, "note", {"held"}),
     "clock-ahead": (fast_clock, "warning", {"clock-difference"}),
     "clock-behind": (slow_clock, "warning", {"clock-difference"}),
 }

@@ -15,6 +15,7 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.control import status_of_workers
+from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.entities import MODULES
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from celery_rabbitdelay.levels.topology import Topology
@@ -72,7 +73,7 @@ def serve_probe(connection: Connection, make_topology: Any) -> Iterator[Any]:
 def seen(service: ProbeService) -> set[str]:
     """Return the levels that ``verify`` complains about; three seconds are too late here."""
     late = {level: late * 10 for level, late in service.late.items()}
-    rows = check_probes("p", {"worker": {"probe": {"prefix": "p", "late": late}}})
+    rows = check_probes(Settings(prefix="p"), {"worker": {"probe": {"prefix": "p", "late": late}}})
     return {subject.removeprefix("level ") for _, subject, _ in rows}
 
 

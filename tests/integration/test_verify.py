@@ -20,7 +20,11 @@ from celery_rabbitdelay.levels.layout import binary, custom
 from celery_rabbitdelay.operations.export.definitions import definitions
 from celery_rabbitdelay.operations.verify.findings import Finding
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
-from celery_rabbitdelay.publishing.declaration import bind_destination, declare_destination
+from celery_rabbitdelay.publishing.declaration import (
+    bind_destination,
+    declare_destination,
+    queue_counts,
+)
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.faults import (
@@ -28,6 +32,7 @@ from tests.integration.faults import (
     GUARD,
     SOUND,
     Plant,
+    full_destination,
     operator_policy_despite_the_guard,
     unbound_digit,
     without_queue,
@@ -218,6 +223,7 @@ def settings(place: Place) -> dict[str, Any]:
         "broker_url": place.url,
         "rabbitdelay_prefix": "shop",
         "rabbitdelay_layout": LEVELS,
+        "rabbitdelay_modules": ["check-in", "distribution"],
     }
     app = make_app(settings)
     for queue in app.amqp.queues.values():
@@ -236,6 +242,43 @@ def test_a_sound_broker_exits_with_0(place: Place, settings: dict[str, Any]) -> 
     assert told.returncode == 0, told.stdout + told.stderr
     assert told.stdout.endswith(", shop: 0 danger, 0 warning, 0 note\n")
     assert answer["findings"] == []
+
+
+def test_that_no_worker_probes_the_levels_is_a_note(place: Place, settings: dict[str, Any]) -> None:
+    told = run_celery(
+        {**settings, "rabbitdelay_modules": ["check-in", "distribution", "probe"]},
+        f"rabbitdelay verify --strict --management {place.node.management_url}",
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stdout.startswith("note  probe-unknown: shop\n")
+
+
+def test_delete_refuses_while_dead_lettering_holds_due_messages(
+    place: Place, settings: dict[str, Any]
+) -> None:
+    full_destination(place)
+    wait_for(lambda: not waiting(place), "all levels to be empty, as far as AMQP says")
+
+    command = "rabbitdelay delete --yes --management"
+    blind = run_celery(settings, f"{command} {NOWHERE} --dry-run")
+    refused = run_celery(settings, f"{command} {place.node.management_url}")
+
+    assert blind.returncode == 0
+    assert blind.stderr.startswith("Warning: if the queue of a task refuses due messages, ")
+    assert refused.returncode == 1
+    assert (
+        " messages still wait in 1 queues under the prefix 'shop', for example in shop.ms.100"
+        in (refused.stderr)
+    )
+    forced = run_celery(settings, f"{command} {place.node.management_url} --force")
+    assert forced.returncode == 0, forced.stderr
+    assert "8 messages are lost: shop.ms.100\n" in forced.stdout
+
+
+def waiting(place: Place) -> int:
+    """Return how many messages are ready in the levels."""
+    counts = queue_counts(place.connection, place.topology.queues)
+    return sum(each.messages for each in counts.values() if each)
 
 
 def test_the_consumers_of_a_worker_and_of_a_redrive_are_no_strangers(

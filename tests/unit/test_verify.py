@@ -265,5 +265,16 @@ def test_the_probes_of_other_levels_say_nothing_about_these() -> None:
         "two": {},
         "three": {"probe": {"prefix": "others", "late": {"days.x10": 61.0}}},
     }
-    found = [subject for _, subject, _ in checks.check_probes("ours", workers)]
+    found = [subject for _, subject, _ in checks.check_probes(Settings(prefix="ours"), workers)]
     assert found == ["level days.x1", "level hours.x1"]
+
+
+def test_that_no_worker_probes_is_said_where_one_should() -> None:
+    others: dict[str, dict[str, Any]] = {"one": {"probe": {"prefix": "others", "late": {}}}}
+    no_probes = Settings(prefix="ours", modules=("check-in",))
+
+    assert list(checks.check_probes(Settings(prefix="ours"), others)) == [
+        ("probe-unknown", "ours", {})
+    ]
+    assert not list(checks.check_probes(no_probes, others))
+    assert not list(checks.check_probes(Settings(prefix="ours"), None))

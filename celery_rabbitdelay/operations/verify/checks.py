@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 from amqp.exceptions import ChannelError
@@ -55,7 +54,7 @@ def verify(
     queues: Iterable[Queue],
     management: ManagementAPI,
     now: Callable[[], float] = time.time,
-    workers: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    workers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Verification:
     """Look at a broker, and change nothing.
 
@@ -65,7 +64,8 @@ def verify(
         queues: The queues that its tasks are sent to, with their arguments.
         management: The management API of that broker.
         now: Returns seconds since the epoch: this machine's clock.
-        workers: What the workers answer, by their names; see :func:`.status_of_workers`.
+        workers: What the workers answer, by their names; see :func:`.status_of_workers`. None: they
+            were not asked.
 
     Raises:
         ManagementUnavailable: The management API does not answer, or the user may not read all.
@@ -96,13 +96,14 @@ def verify(
             *check_entities(settings, inventory),
             *check_bindings(topology, inventory),
             *check_consumers(topology, inventory),
+            *check_held(topology, inventory),
             *check_policies(topology, inventory, names, virtual_host),
             *check_destinations(settings, lasting, inventory),
             *check_bounds(inventory, names, refuses),
             *check_replicas(inventory, [*(queue.name for queue in topology.queues), *names]),
             *check_orphans(topology, inventory, count),
             *check_permissions(connection, settings, lasting, inventory),
-            *check_probes(topology.prefix, workers),
+            *check_probes(settings, workers),
         ]
     return Verification(inventory.version, findings_of(rows))
 
@@ -185,6 +186,13 @@ def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[FoundR
             yield "level-consumed", f"queue {name}", {}
 
 
+def check_held(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
+    """Find due messages that the queue of their task has not taken."""
+    for queue in topology.queues:
+        if queue.name in inventory.held:
+            yield "held", f"queue {queue.name}", {"messages": inventory.held[queue.name]}
+
+
 def destinations_of(
     topology: Topology, queues: Iterable[Queue], inventory: Inventory
 ) -> tuple[str, ...]:
@@ -228,11 +236,16 @@ def check_destinations(
             yield "destination-classic", f"queue {name}", {}
 
 
-def check_probes(prefix: str, workers: Mapping[str, Mapping[str, Any]]) -> Iterator[FoundRow]:
+def check_probes(
+    settings: Settings, workers: Mapping[str, Mapping[str, Any]] | None
+) -> Iterator[FoundRow]:
     """Find levels through which the last probe did not come in time; others' workers answer too."""
     earliest, latest = PROBE_IN_TIME
-    told = (answer.get(PROBE, {}) for answer in workers.values())
-    for each in (each for each in told if each.get("prefix") == prefix):
+    told = [answer.get(PROBE, {}) for answer in (workers or {}).values()]
+    ours = [each for each in told if each.get("prefix") == settings.prefix]
+    if workers is not None and PROBE in settings.modules and not ours:
+        yield "probe-unknown", settings.prefix, {}
+    for each in ours:
         for level, late in each["late"].items():
             if not earliest <= late <= latest:
                 yield "probe-failed", f"level {level}", {"late": late}

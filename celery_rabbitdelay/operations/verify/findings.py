@@ -156,6 +156,18 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "tasks between two levels are lost if the broker fails, or if a queue refuses them",
         f"set rabbitdelay_queue_type to 'quorum', change rabbitdelay_prefix and {_MIGRATE}",
     ),
+    "held": _note(
+        "dead-lettering holds {messages} due messages that the queue of their task has not taken",
+        "they are late, and come when that queue takes them; where figures stay above zero, it is "
+        "full, or away, or refuses",
+        "see which queue of the tasks is full; never delete the levels meanwhile",
+    ),
+    "probe-unknown": _note(
+        "no worker that probes these levels has answered",
+        "nothing notices levels in which no delay ends, before tasks are late",
+        "start a worker that serves probe, and allow this user to ask the workers: run the "
+        "commands that `celery -A proj rabbitdelay permissions operator` prints",
+    ),
     "probe-failed": _danger(
         "a probe through it was {late:+,.0f} s late, or is missing for as long",
         "delays that pass there end too late, or not at all, or too early",

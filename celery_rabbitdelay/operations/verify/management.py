@@ -38,6 +38,9 @@ CLOCK_STEP: Final = 2.0
 #: The plugin's default ports, without and with TLS.
 PORTS: Final = {"http": 15672, "https": 15671}
 
+#: Seconds. A quorum queue reports its totals every five seconds (``quorum_tick_interval``).
+TOTALS_AGE: Final = 6.0
+
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 #: An object as the API writes it, see https://www.rabbitmq.com/docs/http-api-reference
@@ -162,6 +165,7 @@ class Inventory(NamedTuple):
             says which it is.
         nodes: Whether each node of the cluster runs, by its name.
         disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
+        held: See :func:`held_messages`.
         clock_ahead: By how many seconds this machine's clock is ahead of the broker's, at least;
             negative if it is behind, and 0 if they may be the same.
     """
@@ -174,6 +178,7 @@ class Inventory(NamedTuple):
     policies: Sequence[Json] = ()
     nodes: Mapping[str, bool] = NOTHING
     disabled_flags: frozenset[str] = frozenset()
+    held: Mapping[str, int] = NOTHING
     clock_ahead: float = 0.0
 
 
@@ -228,8 +233,28 @@ def read_inventory(
         ],
         nodes={each["name"]: bool(each.get("running")) for each in api.get("nodes")},
         disabled_flags=frozenset(each["name"] for each in flags if each["state"] == "disabled"),
+        held=held_messages(api, virtual_host),
         clock_ahead=max(at_least, 0.0) + min(at_most, 0.0),
     )
+
+
+def held_messages(api: ManagementAPI, virtual_host: str) -> Mapping[str, int]:
+    """Return how many messages dead-lettering holds in each quorum queue that has such messages.
+
+    They are due, and the queue that they go to has not taken them yet; perhaps it refuses. AMQP
+    counts the messages that are ready, and so leaves them out. Queues whose node is away are
+    missing, and figures are up to :data:`TOTALS_AGE` old.
+
+    Raises:
+        ManagementUnavailable: As :meth:`ManagementAPI.get`.
+    """
+    totals = api.get("queues", virtual_host, disable_stats="true", enable_queue_totals="true")
+    held = {
+        each["name"]: each["messages"] - each["messages_ready"] - each["messages_unacknowledged"]
+        for each in totals
+        if "messages" in each
+    }
+    return {name: messages for name, messages in held.items() if messages > 0}
 
 
 def _with_arguments(entity: Json) -> Json:
