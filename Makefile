@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short hostile fuzz registry-sequences registry-mutants bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-security test-operations test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants bench bench-sends bench-levels bench-lateness \
         bench-beside bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -88,6 +88,10 @@ chaos: $(VENV)/test.done  ## Every kind of trouble on clusters of RabbitMQ 4.3; 
 
 chaos-short: $(VENV)/test.done  ## Three of these, in seven minutes
 	$(BIN)/python -m tests.chaos short
+
+probe: $(VENV)/test.done  ## Probes: each trouble with a round a minute, and as many rounds as a week has minutes (half an hour)
+	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest -rP --numprocesses=4 tests/integration/test_probe.py -k trouble
+	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest -rP tests/integration/test_probe.py -k sound
 
 hostile: $(VENV)/test.done  ## 100,000 malformed, oversized and forged messages against one worker
 	$(BIN)/python -m tests.hostile

@@ -41,17 +41,24 @@ ROUND: Final = 0.05
 #: From so many on, also on the default layout, whose probes take a minute.
 MANY_ROUNDS: Final = 1000
 
-#: Seconds until something has to be seen.
-PATIENCE: Final = 60.0
+#: Seconds between two rounds of the troubles, and how many times as fast as by default that is.
+INTERVAL: Final = float(os.environ.get("RABBITDELAY_PROBE_INTERVAL", "1"))
+FASTER: Final = 60.0 / INTERVAL
+
+#: Seconds until a probe is missing there; and until something has to be seen: three minutes.
+MISSING_AFTER: Final = max(60.0 / FASTER, 3.0)
+PATIENCE: Final = max(180.0 / FASTER, 60.0)
 
 
 @pytest.fixture
 def serve_probe(connection: Connection, make_topology: Any) -> Iterator[Any]:
-    """Starts a service of probes, by default with a round a second and 3 s until one is missing."""
+    """Starts a service of probes; with a round a second, one is missing after 3 s."""
     with ExitStack() as services:
 
         def serve(
-            layout: Layout = LAYOUT, interval: float = 1.0, missing_after: float = 3.0
+            layout: Layout = LAYOUT,
+            interval: float = INTERVAL,
+            missing_after: float = MISSING_AFTER,
         ) -> ProbeService:
             topology: Topology = make_topology(layout)
             service = ProbeService(
@@ -64,15 +71,18 @@ def serve_probe(connection: Connection, make_topology: Any) -> Iterator[Any]:
             )
             service.start()
             services.callback(service.stop)
-            wait_for(lambda: set(service.late) == {ROUTE, *topology.level_queues}, "the probes", 90)
+            wait_for(
+                lambda: set(service.late) == {ROUTE, *topology.level_queues}, "the probes", 180
+            )
             return service
 
         yield serve
 
 
 def seen(service: ProbeService) -> set[str]:
-    """Return the levels that ``verify`` complains about; three seconds are too late here."""
-    late = {level: late * 10 for level, late in service.late.items()}
+    """Return the levels that ``verify`` complains about, with its bounds scaled like the rounds."""
+    scale = max(30.0 / MISSING_AFTER, 1.0)
+    late = {level: late * scale for level, late in service.late.items()}
     rows = check_probes(Settings(prefix="p"), {"worker": {"probe": {"prefix": "p", "late": late}}})
     return {subject.removeprefix("level ") for _, subject, _ in rows}
 
@@ -152,6 +162,7 @@ def without_supervisor(node: RabbitMQServer, topology: Topology, channel: Any) -
     return lambda: node.ctl(*shlex.split(command)[1:])
 
 
+@pytest.mark.timeout(max(PATIENCE * 5, 300))
 @pytest.mark.parametrize(
     ("trouble", "levels"),
     [
@@ -170,9 +181,11 @@ def test_each_trouble_is_seen_and_is_over_once_it_is_mended(
 ) -> None:
     service = serve_probe()
     assert_sound(service)
+    began = time.monotonic()
     mend = trouble(private_rabbitmq, service.topology, channel)
     try:
         wait_for(lambda: seen(service) >= levels, "the trouble", PATIENCE)
+        print(f"{trouble.__name__}: seen after {time.monotonic() - began:.0f} s")  # noqa: T201
         assert seen(service) == levels
         assert trouble is short_ttl or all(service.missing[level] for level in levels)
     finally:
