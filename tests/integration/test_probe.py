@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Final
 
 import pytest
@@ -145,7 +146,25 @@ def short_ttl(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
 def full(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
     pattern = rf"^{topology.prefix}\.fives\."
     node.ctl("set_policy", topology.prefix, pattern, '{"max-length": 0}', "--apply-to", "queues")
-    return lambda: node.ctl("clear_policy", topology.prefix)
+    ended = Event()
+
+    def fill() -> None:
+        """Keep a message in each queue: an empty one refuses nothing."""
+        with Connection(node.url) as connection:
+            producer = connection.Producer()
+            while not ended.wait(0.5):
+                for queue in topology.level_queues["fives.x1"]:
+                    producer.publish("", routing_key=queue.name)
+
+    filling = Thread(target=fill)
+    filling.start()
+
+    def mend() -> None:
+        ended.set()
+        filling.join()
+        node.ctl("clear_policy", topology.prefix)
+
+    return mend
 
 
 def unbound(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:

@@ -240,7 +240,7 @@ def test_a_retry_has_left_behind_what_the_broker_added(served_shop: Any) -> None
         elsewhere(channel).declare()
         try:
             retry = served_shop.tasks["retry"]
-            retry.apply_async(([], 1, options), delay=0.3, headers=own)
+            retry.apply_async(([], 1, options), delay=1, headers=own)
             (arrival,) = take(connection, [elsewhere], 1)
         finally:
             elsewhere(channel).delete()
@@ -249,13 +249,15 @@ def test_a_retry_has_left_behind_what_the_broker_added(served_shop: Any) -> None
     message = arrival.message
     assert message.headers["retries"] == 1
     assert message.headers["x-tenant"] == "shop"
-    # Only the stops of the second delay are in it.
-    stops = {death["queue"] for death in message.headers["x-death"]}
-    assert stops == set(served_shop.rabbitdelay.topology.route(0.4, elsewhere.name).stops)
+    # Only the stop of the second delay is in it, of which a slow machine leaves less; the first one
+    # is longer.
+    topology = served_shop.rabbitdelay.topology
+    (stop,) = {death["queue"] for death in message.headers["x-death"]}
+    assert (stop,) in [topology.route(tenths / 10, elsewhere.name).stops for tenths in (1, 2, 3, 4)]
     assert all(death["count"] == 1 for death in message.headers["x-death"])
-    assert message.headers[headers.DUE] / 1000 >= before + 0.7
+    assert message.headers[headers.DUE] / 1000 >= before + 1.4
     (past,) = arrival.body[0][0]
-    assert_waited(past, before, 0.3)
+    assert_waited(past, before, 1)
     assert past["headers"].keys() == {*own, *ADDED}
 
 
