@@ -304,9 +304,6 @@ def _decompressed(body: bytes) -> Iterator[bytes]:
                 raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_BYTES} bytes")
             if chunk:
                 yield chunk
-    # All input may be taken before the last output is.
-    while not stream.eof and (chunk := stream.decompress(b"", _CHUNK)):
-        yield chunk
     if not stream.eof:
         raise InvalidEnvelope("it ends before its compressed stream does")
 

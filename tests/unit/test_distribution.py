@@ -105,6 +105,11 @@ def test_priority_and_expiration_are_restored(headers: Any, priority: Any, resto
     assert properties_of(waited(headers, priority=priority)) == expected
 
 
+def test_an_expiration_that_is_not_the_senders_is_removed() -> None:
+    """A message in the levels would be dropped by it before it is due."""
+    assert "expiration" not in properties_of(waited({}, expiration="5"))
+
+
 MISSING = "its destination is missing"
 NO_NAME = "its header rabbitdelay-exchange is 5, not an exchange's name"
 NO_TIME = "its header rabbitdelay-due is 'soon', not milliseconds since 1970"

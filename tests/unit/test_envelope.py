@@ -146,6 +146,16 @@ def test_a_message_in_it_may_be_as_large_as_one_outside() -> None:
         list(OpenedEnvelope(body, 4))
 
 
+@pytest.mark.parametrize("around", [envelope._CHUNK, 3 * envelope._CHUNK])
+@pytest.mark.parametrize("level", [0, 1, 9])
+def test_no_byte_is_missing_wherever_a_chunk_ends(around: int, level: int) -> None:
+    shared = envelope.shared_block({}, {})
+    for size in range(around - 60, around + 20):
+        item = Item(b"x" * size).length_prefixed()
+        (opened,) = OpenedEnvelope(envelope.compressed(shared + item, level))
+        assert len(opened.body) == size
+
+
 def test_a_block_that_claims_more_than_an_envelope_holds_is_refused_at_once() -> None:
     with pytest.raises(InvalidEnvelope, match="claims 4294967295 bytes"):
         Envelope.unpack(zlib.compress(b"\0\0\0\x02{}" + b"\xff" * 4))
