@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants bench bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-security test-operations test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants bench bench-absence bench-sends bench-levels bench-lateness \
         bench-beside bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -120,6 +120,9 @@ bench-sends: $(VENV)/test.done  ## Confirmed delayed sends, beside Celery's own 
 
 bench-levels: $(VENV)/test.done  ## Confirmed sends into the clock, beside Celery's 28 levels
 	$(BIN)/python -m tests.benchmarks.levels
+
+bench-absence: $(VENV)/test.done  ## How late tasks of a classic queue come whose node was away on a cluster
+	$(BIN)/python -m tests.benchmarks.absence --tasks 5000
 
 bench: bench-sends bench-levels bench-lateness  ## All of these (half an hour)
 
