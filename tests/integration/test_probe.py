@@ -144,8 +144,11 @@ def short_ttl(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
 
 
 def full(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
-    pattern = rf"^{topology.prefix}\.fives\."
-    node.ctl("set_policy", topology.prefix, pattern, '{"max-length": 0}', "--apply-to", "queues")
+    def bound(to: int) -> None:
+        policy = topology.prefix, rf"^{topology.prefix}\.fives\.", f'{{"max-length": {to}}}'
+        node.ctl("set_policy", *policy, "--apply-to", "queues")
+
+    bound(0)
     ended = Event()
 
     def fill() -> None:
@@ -162,7 +165,8 @@ def full(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
     def mend() -> None:
         ended.set()
         filling.join()
-        node.ctl("clear_policy", topology.prefix)
+        # Without a bound, RabbitMQ 3.10 goes on refusing what the same channels publish.
+        bound(1000)
 
     return mend
 
