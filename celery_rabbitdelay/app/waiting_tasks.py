@@ -25,7 +25,7 @@ from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import JobClosed, NotTracked, PublishError, RegistryUnavailable
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import COMMITTED, COPY, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -447,7 +447,7 @@ def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
 
 
 def _ms(instant: datetime | None) -> int | None:
-    return None if instant is None else Due.at(instant).at_ms
+    return None if instant is None else milliseconds_of(instant)
 
 
 #: The state of a tracked task that waits in the levels; one of Celery's custom states.

@@ -69,7 +69,7 @@ def explain(
     queues = {queue.name: queue.queue_arguments or {} for queue in topology.queues}
     loop = topology.module_queues.meditation.name
     loop_ms: int = queues[loop]["x-message-ttl"]
-    delay_ms = max(milliseconds(delay), 0)
+    delay_ms = milliseconds(delay)
     published = entered = topology.route(delay, destination, task_id, tolerance)
     meditations = -(-max(delay_ms - layout.capacity_ms, 0) // loop_ms)
     waits = [(each, 1) for each in entered.stops]
