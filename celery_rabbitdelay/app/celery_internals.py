@@ -34,6 +34,17 @@ def registered_task(app: celery.Celery, name: str) -> Any:
     return app._tasks.get(name)  # type: ignore[attr-defined]
 
 
+def own_changes(app: celery.Celery, word: str) -> tuple[object, int, dict[str, Any]]:
+    """Return what differs as soon as a setting has been changed whose key has a word.
+
+    To read all keys is slow. Those that are set one by one are in ``changes``; a further source is
+    a further mapping, or makes another configuration.
+    """
+    conf: Any = app.conf
+    changes = {key: conf.changes[key] for key in list(conf.changes) if word in str(key).lower()}
+    return conf, len(conf.maps), changes
+
+
 def has_quorum_queue(app: celery.Celery) -> bool:
     """Return whether Celery would use its native delayed delivery, which a quorum queue turns on.
 

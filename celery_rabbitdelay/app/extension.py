@@ -15,13 +15,13 @@ from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app.celery_internals import eta_of
+from celery_rabbitdelay.app.celery_internals import eta_of, own_changes
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.settings import PREFIX, Settings
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
 from celery_rabbitdelay.levels.delay import (
     TAKES_INSTANT,
@@ -61,13 +61,31 @@ class RabbitDelay(WaitingTasks):
 
     @cached_property
     def settings(self) -> Settings:
-        """The application's ``rabbitdelay_*`` settings.
+        """The application's ``rabbitdelay_*`` settings, as they are when they are first used.
 
         Raises:
             InvalidSetting: One of them is wrong.
         """
+        settings = Settings.of(self.app.conf, self._namespace)
+        self._changes = own_changes(self.app, PREFIX)
+        return settings
+
+    def check_settings(self) -> None:
+        """Refuse settings that were changed since they were first used; every send does so.
+
+        Raises:
+            InvalidSetting: One of them is wrong, or was changed.
+        """
+        settings = self.settings
+        changes = own_changes(self.app, PREFIX)
+        if changes != self._changes:
+            settings.check_unchanged(Settings.of(self.app.conf, self._namespace), self._namespace)
+            self._changes = changes
+
+    @property
+    def _namespace(self) -> str | None:
         namespace: str | None = getattr(self.app, "namespace", None)
-        return Settings.of(self.app.conf, namespace)
+        return namespace
 
     @property
     def topology(self) -> Topology:
@@ -233,6 +251,7 @@ class RabbitDelay(WaitingTasks):
         for name, reason in _REFUSED.items():
             if options.get(name) is not None:
                 raise exceptions.UnknownOption(name, options[name], reason)
+        self.check_settings()
         refuse_without_registry(options, self.app)
         if envelopes is None:
             envelopes = DISTRIBUTE in self.settings.modules

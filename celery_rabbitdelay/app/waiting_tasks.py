@@ -90,6 +90,10 @@ class WaitingTasks(ABC):
         """The application's ``rabbitdelay_*`` settings."""
 
     @abstractmethod
+    def check_settings(self) -> None:
+        """Refuse settings that were changed since they were first used."""
+
+    @abstractmethod
     def publisher(self) -> AbstractContextManager[Publisher]:
         """Borrow a confirmed publisher."""
 
@@ -234,6 +238,7 @@ class WaitingTasks(ABC):
             raise TypeError("postpone takes a delay or an eta")
         if delay is not None:
             refuse_two_times(delay, None, eta)
+        self.check_settings()
         due = self.due(delay, None, eta)
         outcomes = [self._postpone(task_id, due) for task_id in self._meant(task, key)]
         return min(outcomes, key=LEAST_CERTAIN.index, default=Outcome.UNKNOWN)

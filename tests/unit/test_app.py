@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import celery
@@ -14,6 +15,7 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, exceptions, install
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
+from celery_rabbitdelay.worker.bootsteps import Modules
 
 #: A port that nothing listens on: what gets as far as the broker fails with another error.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
@@ -87,6 +89,61 @@ def test_a_delay_of_more_than_a_hundred_years_is_refused(app: Any, remind: Any) 
 def test_an_unreachable_broker_is_an_operational_error_as_celery_documents(remind: Any) -> None:
     with pytest.raises(celery.exceptions.OperationalError):
         remind.apply_async(delay=5)
+
+
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [
+        ({"rabbitdelay_bogus": 1}, "no such setting; there are rabbitdelay_prefix, "),
+        ({"rabbitdelay_takeovr": False}, "did you mean rabbitdelay_takeover?"),
+        ({"rabbitdelay_prefix": "other"}, "is set too late, 'rabbitdelay' is in use"),
+        ({"rabbitdelay_signing_key": "s" * 40}, "signing_key = '**': is set too late, None is in"),
+        ({"rabbitdelay_takeover": "no"}, "takes True or False"),
+        ({"RABBITDELAY_PREFIX": "other"}, "write rabbitdelay_prefix"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda app, late: app.conf.update(late),
+        lambda app, late: app.add_defaults(late),
+        lambda app, late: app.config_from_object({"broker_url": NOWHERE, **late}),
+    ],
+    ids=["update", "add_defaults", "config_from_object"],
+)
+def test_a_setting_that_is_changed_after_its_use_is_an_error_of_the_next_send(
+    app: Any, remind: Any, change: Callable[..., None], late: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(celery.exceptions.OperationalError):
+        remind.apply_async(delay=5)
+    change(app, late)
+    senders: list[Callable[[], Any]] = [
+        lambda: remind.apply_async(countdown=5),
+        lambda: remind.apply_async(delay=-5, key="order:7"),
+        lambda: app.send_task("remind", delay=5),
+        lambda: app.rabbitdelay.send_many(remind, []),
+        lambda: app.rabbitdelay.postpone("id", delay=5),
+    ]
+    for send in senders:
+        with pytest.raises(exceptions.InvalidSetting) as caught:
+            send()
+        assert told in str(caught.value)
+
+
+def test_a_worker_that_is_no_command_raises_the_error_of_a_wrong_setting(app: Any) -> None:
+    app.conf.rabbitdelay_prefixx = "a"
+    # A fake: a real worker sets up its whole process.
+    worker = SimpleNamespace(app=app)
+    with pytest.raises(exceptions.InvalidSetting, match="did you mean rabbitdelay_prefix"):
+        Modules(worker).include(worker)
+
+
+def test_a_setting_that_is_set_again_to_what_it_was_changes_nothing(app: Any, remind: Any) -> None:
+    for _ in range(2):
+        app.conf.update(rabbitdelay_takeover=True, rabbitdelay_modules=[], task_ignore_result=True)
+        with pytest.raises(celery.exceptions.OperationalError):
+            remind.apply_async(delay=5)
 
 
 @pytest.mark.parametrize("timeout", ["5", 0, -1, float("nan")])
