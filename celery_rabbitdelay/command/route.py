@@ -22,9 +22,9 @@ from celery_rabbitdelay.levels.topology import Topology
 @click.option("-Q", "--queue", help="The task's queue; the application's default queue if omitted.")
 @click.option(
     "--tolerance",
-    type=shared.delay_type,
+    type=shared.duration_type,
     default="0",
-    help="How much later it may arrive, if that saves stops; written like DELAY.",
+    help="How much later it may arrive, if that saves stops.",
 )
 @click.option("--task-id", default="", help="With several shards, it determines the shard.")
 @shared.topology_options
@@ -33,7 +33,7 @@ def route(
     /,
     delay: Fraction,
     queue: str | None,
-    tolerance: Fraction,
+    tolerance: timedelta,
     task_id: str,
     as_json: bool,
     **options: Any,

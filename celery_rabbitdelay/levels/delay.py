@@ -154,9 +154,7 @@ def instant_of(epoch_ms: int) -> datetime:
 
 
 #: How an instant is written, for errors.
-TAKES_INSTANT: Final = (
-    "takes a datetime with a time zone, or one in ISO 8601, such as 2030-01-31T09:00:00+01:00"
-)
+TAKES_INSTANT: Final = "takes a datetime or ISO 8601, such as 2030-01-31T09:00:00+01:00"
 
 
 def milliseconds_of(instant: datetime) -> int:
@@ -220,6 +218,26 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
         total_ms = sum(map(mul, numbers, _UNITS.values()), start=Fraction(0))
         return sign * total_ms / 1000
     raise InvalidDelay(text, TAKES, what)
+
+
+#: What :func:`parse_duration` accepts, for errors.
+TAKES_DURATION: Final = "takes a duration from 0 to 100 years, such as 90, 1h30m or 1.5d"
+
+
+def parse_duration(text: str, what: str = "duration") -> timedelta:
+    """Return a length of time that is written as a delay, and is neither negative nor endless.
+
+    Args:
+        text: As for :func:`parse_delay`.
+        what: The name of the argument, for the error.
+
+    Raises:
+        InvalidDelay: Another form, or out of range.
+    """
+    seconds = parse_delay(text, what)
+    if not 0 <= seconds <= MAX_DELAY:
+        raise InvalidDelay(text, TAKES_DURATION, what)
+    return timedelta(seconds=float(seconds))
 
 
 def duration_text(length_ms: int) -> str:

@@ -69,7 +69,7 @@ def test_a_countdown_and_an_eta_are_checked_as_a_delay_is(remind: Any, time: Any
 def test_what_is_no_eta_is_named_with_an_example(remind: Any, eta: Any) -> None:
     with pytest.raises(exceptions.InvalidDelay) as caught:
         remind.apply_async(eta=eta)
-    assert str(caught.value).startswith(f"eta {eta!r}: takes a datetime")
+    assert str(caught.value).startswith(f"eta {eta!r}: takes a datetime or ISO 8601")
     assert str(caught.value).endswith("such as 2030-01-31T09:00:00+01:00")
 
 

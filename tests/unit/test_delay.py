@@ -211,7 +211,9 @@ def test_neither_a_naive_datetime_nor_a_number_names_an_instant() -> None:
     with pytest.raises(InvalidDelay, match="is naive: use an aware one") as caught:
         delay_module.Due.at(naive)
     assert caught.value.value is naive
-    with pytest.raises(InvalidDelayType, match=r"eta 5: takes a datetime .* such as 2030-01-31T"):
+    with pytest.raises(
+        InvalidDelayType, match=r"eta 5: takes a datetime or ISO 8601, such as 2030-01-31T"
+    ):
         delay_module.Due.at(5)  # type: ignore[arg-type]
     with pytest.raises(InvalidDelay, match=r"instant .* is naive"):
         delay_module.milliseconds_of(naive)

@@ -248,7 +248,7 @@ def test_a_write_needs_a_task() -> None:
         ({"broker": "amqp://me:opensesame@h/"}, "option broker = 'amqp://me:**@h/': takes a URL"),
         ({**LEAST, "jobbid": "x"}, "option jobbid: is unknown; did you mean jobId?"),
         ({**LEAST, "brokerpasword": "opensesame"}, "option brokerpasword"),
-        ({**LEAST, "tolerance": "soon"}, "option tolerance = 'soon': takes a number"),
+        ({**LEAST, "tolerance": "soon"}, "option tolerance = 'soon': takes a duration from 0"),
         ({**LEAST, "jobexpires": "inf"}, "option jobExpires = 'inf'"),
         ({**LEAST, "envelopes": "1"}, "option envelopes = '1': takes true or false"),
         ({**LEAST, "onerror": "ignore"}, "option onError = 'ignore': takes 'fail' or 'collect'"),
