@@ -139,7 +139,7 @@ class Celery(celery.Celery):
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             countdown: Seconds until it may start.
-            eta: The instant at which it may start; a naive one needs the ``timezone`` setting.
+            eta: The instant at which it may start; a naive one is in UTC, as in Celery.
             task_id: Its id; a random one by default.
             producer: The caller's producer, whose connection is then used.
             connection: The caller's connection.
@@ -150,7 +150,7 @@ class Celery(celery.Celery):
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
-            ValueError: A delay that is not finite, or a naive ``eta`` without ``timezone``.
+            ValueError: A delay that is not finite, or an ``eta`` that is not ISO 8601.
             DelayTooLong: The delay is above the layout's capacity, and ``rabbitdelay_modules``
                 lacks check-in.
             NeedsDistribution: Not exactly one known queue gets the task, or its priority is above 4

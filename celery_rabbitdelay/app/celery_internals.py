@@ -20,7 +20,7 @@ from celery.canvas import Signature
 from celery.utils.imports import symbol_by_name
 from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.saferepr import saferepr
-from celery.utils.time import make_aware, maybe_iso8601, maybe_make_aware
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Queue
 
 SignatureT = TypeVar("SignatureT", bound=Signature[Any])
@@ -32,6 +32,17 @@ SignatureT = TypeVar("SignatureT", bound=Signature[Any])
 def registered_task(app: celery.Celery, name: str) -> Any:
     """Return a task by its name, None if there is none; ``app.tasks`` would finalize the app."""
     return app._tasks.get(name)  # type: ignore[attr-defined]
+
+
+def own_changes(app: celery.Celery, word: str) -> tuple[object, int, dict[str, Any]]:
+    """Return what differs as soon as a setting has been changed whose key has a word.
+
+    To read all keys is slow. Those that are set one by one are in ``changes``; a further source is
+    a further mapping, or makes another configuration.
+    """
+    conf: Any = app.conf
+    changes = {key: conf.changes[key] for key in list(conf.changes) if word in str(key).lower()}
+    return conf, len(conf.maps), changes
 
 
 def has_quorum_queue(app: celery.Celery) -> bool:
@@ -201,17 +212,13 @@ def celerys_repr(value: Any, size: int, depth: int | None) -> str:
     return saferepr(value, size, depth)  # type: ignore[arg-type]
 
 
-def aware(naive: datetime, timezone: tzinfo) -> datetime:
-    """Return a naive instant as Celery reads it in a timezone."""
-    return make_aware(naive, timezone)
-
-
 def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
-    """Return a message's ``eta`` as Celery's requests read it, None if missing or invalid.
+    """Return an ``eta`` as Celery's requests read it, None if missing or invalid.
 
     Args:
-        value: The field of the message.
-        timezone: The application's; a naive instant is UTC nevertheless.
+        value: The field of a message, or what a sender gives, which Celery writes there as it is.
+        timezone: That of the result. A naive instant is UTC, whatever ``timezone`` and
+            ``enable_utc`` say.
     """
     try:
         instant = maybe_iso8601(value)

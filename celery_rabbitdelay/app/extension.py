@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
@@ -15,15 +15,21 @@ from kombu.transport import pyamqp
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app.celery_internals import aware
+from celery_rabbitdelay.app.celery_internals import eta_of, own_changes
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.settings import PREFIX, Settings
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
-from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
+from celery_rabbitdelay.levels.delay import (
+    TAKES_INSTANT,
+    Delay,
+    Due,
+    milliseconds,
+    tolerance_milliseconds,
+)
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
@@ -55,13 +61,31 @@ class RabbitDelay(WaitingTasks):
 
     @cached_property
     def settings(self) -> Settings:
-        """The application's ``rabbitdelay_*`` settings.
+        """The application's ``rabbitdelay_*`` settings, as they are when they are first used.
 
         Raises:
             InvalidSetting: One of them is wrong.
         """
+        settings = Settings.of(self.app.conf, self._namespace)
+        self._changes = own_changes(self.app, PREFIX)
+        return settings
+
+    def check_settings(self) -> None:
+        """Refuse settings that were changed since they were first used; every send does so.
+
+        Raises:
+            InvalidSetting: One of them is wrong, or was changed.
+        """
+        settings = self.settings
+        changes = own_changes(self.app, PREFIX)
+        if changes != self._changes:
+            settings.check_unchanged(Settings.of(self.app.conf, self._namespace), self._namespace)
+            self._changes = changes
+
+    @property
+    def _namespace(self) -> str | None:
         namespace: str | None = getattr(self.app, "namespace", None)
-        return Settings.of(self.app.conf, namespace)
+        return namespace
 
     @property
     def topology(self) -> Topology:
@@ -227,6 +251,7 @@ class RabbitDelay(WaitingTasks):
         for name, reason in _REFUSED.items():
             if options.get(name) is not None:
                 raise exceptions.UnknownOption(name, options[name], reason)
+        self.check_settings()
         refuse_without_registry(options, self.app)
         if envelopes is None:
             envelopes = DISTRIBUTE in self.settings.modules
@@ -258,26 +283,18 @@ class RabbitDelay(WaitingTasks):
         """Return when a task is due: ``delay`` counts first, then ``countdown``, then ``eta``.
 
         Raises:
-            InvalidDelay: A time that is not finite, or a naive ``eta`` without Celery's
-                ``timezone``.
+            InvalidDelay: A time that is not finite, or an ``eta`` that is not ISO 8601.
             InvalidDelayType: A value that is neither a length of time nor an instant.
         """
         if delay is not None:
             return Due.after(delay, tolerance_ms)
         if countdown or eta is None:
             return Due.after(countdown or 0, tolerance_ms)
-        return Due.at(self._instant(eta), tolerance_ms)
-
-    def _instant(self, eta: datetime | str) -> datetime:
-        try:
-            instant = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
-        except ValueError as wrong:
-            raise exceptions.InvalidDelay(eta, f"takes an instant: {wrong}", "eta") from wrong
-        if not isinstance(instant, datetime):
-            raise exceptions.InvalidDelayType(eta, "takes an aware datetime", "eta")
-        if instant.tzinfo is None and self.app.conf.timezone:
-            return aware(instant, self.app.timezone)
-        return instant
+        instant = eta_of(eta, UTC)
+        if instant is None:
+            error = exceptions.InvalidDelay if isinstance(eta, str) else exceptions.InvalidDelayType
+            raise error(eta, TAKES_INSTANT, "eta")
+        return Due.at(instant, tolerance_ms)
 
     def bind_declared_queue(self, queue_name: str, message_count: int, consumer_count: int) -> None:
         """Bind a queue that was just declared to the levels: kombu's ``on_declared``.

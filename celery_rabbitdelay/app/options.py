@@ -119,6 +119,7 @@ def refuse_without_registry(options: Mapping[str, Any], app: Any) -> None:
     """
     for name in given_registry_options(options):
         if options[name] is not False and app.rabbitdelay.settings.registry_url is None:
+            app.rabbitdelay.check_settings()
             raise RegistryRequired(f"{name} = {options[name]!r}")
 
 

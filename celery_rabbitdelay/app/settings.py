@@ -6,6 +6,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
@@ -322,9 +323,8 @@ class Settings:
             elif name in _KINDS:
                 read[name] = key
             else:
-                keys = ", ".join(PREFIX + known for known in _KINDS)
                 # Without its value: the key may be meant to be one of a secret.
-                raise InvalidSetting(key, HIDDEN, f"no such key; there are {keys}")
+                raise InvalidSetting(key, HIDDEN, f"no such setting; {_meant(name, namespace)}")
         for name, kind in _KINDS.items():
             if name in unread and name not in read:
                 key = unread[name]
@@ -381,6 +381,24 @@ class Settings:
     def bounds(self) -> Bounds:
         """What a message may cost that a module takes."""
         return Bounds(self.max_message_bytes)
+
+    def check_unchanged(self, other: Settings, namespace: str | None = None) -> None:
+        """Refuse a change of the configuration, which would count in some places only.
+
+        Args:
+            other: What the configuration says by now.
+            namespace: As for :meth:`of`.
+
+        Raises:
+            InvalidSetting: A setting differs.
+        """
+        for name, kind in _KINDS.items():
+            value, used = getattr(other, name), getattr(self, name)
+            if value != used:
+                takes = (
+                    f"is set too late, {kind.shown(used)!r} is in use; set it before the first send"
+                )
+                raise InvalidSetting(_key_of(name, namespace), kind.shown(value), takes)
 
     def check_delay(self, due: Due) -> None:
         """Refuse a delay that is too long for what workers serve.
@@ -442,6 +460,13 @@ def _layout_of(value: Any, tick: float) -> Layout:
     if name == "custom":
         return custom(**options)
     return _LAYOUTS[name](**{"tick": tick, **options})
+
+
+def _meant(name: str, namespace: str | None) -> str:
+    """Return which setting is meant by a name that is none, or else which there are."""
+    if close := get_close_matches(name, _KINDS, 1):
+        return f"did you mean {_key_of(close[0], namespace)}?"
+    return f"there are {', '.join(PREFIX + known for known in _KINDS)}"
 
 
 def _name_of(key: object, namespace: str | None) -> str | None:

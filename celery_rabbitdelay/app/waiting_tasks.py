@@ -25,7 +25,7 @@ from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import JobClosed, NotTracked, PublishError, RegistryUnavailable
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import COMMITTED, COPY, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -88,6 +88,10 @@ class WaitingTasks(ABC):
     @abstractmethod
     def settings(self) -> Settings:
         """The application's ``rabbitdelay_*`` settings."""
+
+    @abstractmethod
+    def check_settings(self) -> None:
+        """Refuse settings that were changed since they were first used."""
 
     @abstractmethod
     def publisher(self) -> AbstractContextManager[Publisher]:
@@ -234,6 +238,7 @@ class WaitingTasks(ABC):
             raise TypeError("postpone takes a delay or an eta")
         if delay is not None:
             refuse_two_times(delay, None, eta)
+        self.check_settings()
         due = self.due(delay, None, eta)
         outcomes = [self._postpone(task_id, due) for task_id in self._meant(task, key)]
         return min(outcomes, key=LEAST_CERTAIN.index, default=Outcome.UNKNOWN)
@@ -447,7 +452,7 @@ def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
 
 
 def _ms(instant: datetime | None) -> int | None:
-    return None if instant is None else Due.at(instant).at_ms
+    return None if instant is None else milliseconds_of(instant)
 
 
 #: The state of a tracked task that waits in the levels; one of Celery's custom states.

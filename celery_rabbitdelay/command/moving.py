@@ -34,10 +34,10 @@ MAX_NAMED: Final = 10
 _move_options: Final = shared.options(
     click.option(
         "--timeout",
-        type=shared.POSITIVE,
+        type=shared.seconds_type,
         default=60.0,
         show_default=True,
-        help="Seconds in which a broker has to answer, or to come back.",
+        help="In which time a broker has to answer, or to come back.",
     ),
     click.option("--rate", type=shared.POSITIVE, help="Move at most this many messages a second."),
     click.option("--follow", is_flag=True, help="Keep running when all is moved, until Ctrl-C."),
@@ -64,7 +64,7 @@ _source_options: Final = shared.options(
         type=shared.layout_type,
         help="Their rabbitdelay_layout: a name, or JSON.",
     ),
-    click.option("--from-tick", type=float, help="Their rabbitdelay_tick."),
+    click.option("--from-tick", type=shared.seconds_type, help="Their rabbitdelay_tick."),
     click.option("--from-queue-type", help="Their rabbitdelay_queue_type."),
     click.option("--from-shards", type=int, help="Their rabbitdelay_shards."),
 )

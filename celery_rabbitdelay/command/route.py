@@ -22,9 +22,9 @@ from celery_rabbitdelay.levels.topology import Topology
 @click.option("-Q", "--queue", help="The task's queue; the application's default queue if omitted.")
 @click.option(
     "--tolerance",
-    type=shared.delay_type,
+    type=shared.duration_type,
     default="0",
-    help="How much later it may arrive, if that saves stops; written like DELAY.",
+    help="How much later it may arrive, if that saves stops.",
 )
 @click.option("--task-id", default="", help="With several shards, it determines the shard.")
 @shared.topology_options
@@ -33,7 +33,7 @@ def route(
     /,
     delay: Fraction,
     queue: str | None,
-    tolerance: Fraction,
+    tolerance: timedelta,
     task_id: str,
     as_json: bool,
     **options: Any,
@@ -69,7 +69,7 @@ def explain(
     queues = {queue.name: queue.queue_arguments or {} for queue in topology.queues}
     loop = topology.module_queues.meditation.name
     loop_ms: int = queues[loop]["x-message-ttl"]
-    delay_ms = max(milliseconds(delay), 0)
+    delay_ms = milliseconds(delay)
     published = entered = topology.route(delay, destination, task_id, tolerance)
     meditations = -(-max(delay_ms - layout.capacity_ms, 0) // loop_ms)
     waits = [(each, 1) for each in entered.stops]

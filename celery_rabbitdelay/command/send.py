@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from difflib import get_close_matches
 from types import FrameType
 from typing import IO, Any, Final
@@ -19,7 +20,7 @@ from celery_rabbitdelay.app.sending.rows import Report
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RowsNotConfirmed
-from celery_rabbitdelay.levels.delay import tolerance_milliseconds
+from celery_rabbitdelay.levels.delay import parse_delay
 
 #: How many lines that were not confirmed the text names; ``--json`` names all of them.
 MAX_LINES_NAMED: Final = 20
@@ -100,17 +101,13 @@ class Lines:
 
 def _row(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return line.decode(errors="replace")
-
-
-def _checked_tolerance(_: click.Context, __: click.Parameter, seconds: float) -> float:
-    try:
-        tolerance_milliseconds(seconds)
-    except InvalidDelay as error:
-        raise click.BadParameter(str(error)) from error
-    return seconds
+    if isinstance(row, dict) and isinstance(row.get("delay"), str):
+        with suppress(InvalidDelay):  # the error of the row
+            row["delay"] = parse_delay(row["delay"])
+    return row
 
 
 @rabbitdelay.command()
@@ -118,10 +115,9 @@ def _checked_tolerance(_: click.Context, __: click.Parameter, seconds: float) ->
 @click.argument("rows", type=click.File("rb"), default="-")
 @click.option(
     "--tolerance",
-    type=float,
-    default=0,
-    callback=_checked_tolerance,
-    help="Seconds that each task may start later, to save stops and fill envelopes.",
+    type=shared.duration_type,
+    default="0",
+    help="How much later each task may start, to save stops and fill envelopes.",
 )
 @click.option(
     "--envelopes/--no-envelopes",
@@ -136,7 +132,7 @@ def send(
     /,
     task: str,
     rows: IO[bytes],
-    tolerance: float,
+    tolerance: timedelta,
     envelopes: bool | None,
     by_name: bool,
     as_json: bool,
@@ -145,7 +141,7 @@ def send(
     """Send TASK once for each line of ROWS, and wait until the broker has confirmed all of them.
 
     ROWS is a file; - or nothing is the standard input. A line is a JSON object with the task's
-    args, kwargs, delay (seconds) or eta (ISO 8601), and task_id, all of them optional. Ctrl-C
+    args, kwargs, delay or eta (in UTC if it is naive), and task_id, all of them optional. Ctrl-C
     takes no further lines and waits for the confirms of the others.
     """
     delays = shared.delays_of(context)

@@ -23,7 +23,13 @@ from kombu.transport import pyamqp
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import shown_url
-from celery_rabbitdelay.levels.delay import parse_delay
+from celery_rabbitdelay.levels.delay import (
+    TAKES,
+    TAKES_DURATION,
+    TAKES_INSTANT,
+    parse_delay,
+    parse_duration,
+)
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify import management
 from celery_rabbitdelay.publishing.declaration import connect
@@ -63,7 +69,11 @@ class Commands(click.Group):
             raise
 
 
-@click.group(cls=Commands)
+@click.group(
+    cls=Commands,
+    epilog=f"A DELAY or DURATION {TAKES}. An INSTANT is ISO 8601; without a time zone, it is in "
+    "that of this machine.",
+)
 def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 
@@ -109,7 +119,7 @@ REFUSED: Final = 1
 #: Raised where the broker cannot be reached, or refuses what it is asked.
 BROKER_ERRORS: Final = (OperationalError, amqp.AMQPError, OSError)
 
-#: A number of seconds, or of messages a second.
+#: A number of messages a second.
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
@@ -284,10 +294,30 @@ def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
 
 def _instant(text: str, what: str) -> datetime:
     """Read an instant as ISO 8601 writes it; without a time zone it is one of this machine."""
-    return datetime.fromisoformat(text).astimezone()
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError) as wrong:  # the latter at the ends of the calendar
+        raise exceptions.InvalidDelay(text, TAKES_INSTANT, what) from wrong
+
+
+def _seconds(text: str, what: str) -> float:
+    """Read a length of time above 0, in seconds."""
+    seconds = parse_duration(text, what).total_seconds()
+    if not seconds:
+        raise exceptions.InvalidDelay(text, TAKES_DURATION.replace("from", "above"), what)
+    return seconds
 
 
 instant_type: Final = ParameterType("instant", _instant)
+
+#: A negative one means now.
+delay_type: Final = ParameterType("delay", parse_delay)
+
+#: A timedelta.
+duration_type: Final = ParameterType("duration", parse_duration)
+
+#: A duration above 0, in seconds.
+seconds_type: Final = ParameterType("duration", _seconds)
 
 
 def with_registry(context: CLIContext) -> RabbitDelay:
@@ -341,8 +371,6 @@ def _layout(text: str, what: str) -> Any:
         raise ValueError(f"{text!r} is not JSON: {wrong}") from wrong
 
 
-delay_type: Final = ParameterType("delay", parse_delay)
-
 layout_type: Final = ParameterType("layout", _layout)
 
 
@@ -354,7 +382,7 @@ topology_options: Final = options(
         type=layout_type,
         help="clock, binary, geometric, or as JSON what rabbitdelay_layout takes.",
     ),
-    click.option("--tick", type=float, help="The resolution in seconds."),
+    click.option("--tick", type=seconds_type, help="The resolution."),
     click.option("--queue-type", help="quorum or classic."),
     click.option("--shards", type=int, help="How many queues each digit has."),
 )

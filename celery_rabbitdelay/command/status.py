@@ -83,8 +83,8 @@ MAX_REASONS_NAMED: Final = 20
     "--timeout",
     default=1.0,
     show_default=True,
-    type=shared.POSITIVE,
-    help="Seconds to wait for the workers' answers.",
+    type=shared.seconds_type,
+    help="How long to wait for the workers' answers.",
 )
 @click.option("--digits", "with_digits", is_flag=True, help="List each digit that is not empty.")
 @click.option(
@@ -101,9 +101,9 @@ MAX_REASONS_NAMED: Final = 20
     "--watch",
     is_flag=False,
     flag_value=WATCH,
-    type=shared.POSITIVE,
-    metavar="[SECONDS]",
-    help="Look again and again until Ctrl-C, with rates; every two seconds without a number.",
+    type=shared.seconds_type,
+    metavar="[DURATION]",
+    help="Look again and again until Ctrl-C, with rates; every two seconds without a duration.",
 )
 def status(
     context: CLIContext,

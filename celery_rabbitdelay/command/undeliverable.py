@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -29,30 +27,11 @@ from celery_rabbitdelay.operations.undeliverable import redrive as removing
 from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS
 from celery_rabbitdelay.publishing.publication import PublishPolicy
 
-#: The seconds of each unit that an age or a delay may be written in.
-UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
-
 #: The exit status if chosen messages stay.
 INCOMPLETE: Final = 1
 
 #: The most reasons that the text names; ``--json`` names all of them.
 MOST_REASONS: Final = 20
-
-_AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
-
-
-def _age(text: str, what: str) -> timedelta:
-    """Read a length of time: seconds, or a number with one of the units s, m, h and d."""
-    read = _AGE.fullmatch(text)
-    if read is None:
-        raise ValueError(f"{text!r} is neither a number of seconds nor one with s, m, h or d")
-    try:
-        return timedelta(seconds=float(read[1]) * UNITS[read[2]])
-    except OverflowError as wrong:
-        raise ValueError(f"{text!r} is too long") from wrong
-
-
-age_type: Final = shared.ParameterType("age", _age)
 
 _limit_option: Final = click.option(
     "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
@@ -69,11 +48,11 @@ _filter_options: Final = shared.options(
         multiple=True,
         help="With this text in their reason; with * or ?, a pattern for the whole reason.",
     ),
-    click.option("--older-than", type=age_type, help="Undeliverable for at least this long."),
     click.option(
-        "--newer-than",
-        type=age_type,
-        help="Undeliverable for at most this long: 90, 15m, 2h, 3d.",
+        "--older-than", type=shared.duration_type, help="Undeliverable for at least this long."
+    ),
+    click.option(
+        "--newer-than", type=shared.duration_type, help="Undeliverable for at most this long."
     ),
 )
 
@@ -302,7 +281,7 @@ def purge(
 
 @undeliverable.command()
 @_filter_options
-@click.option("--delay", type=age_type, help="Each waits for at least this long: 90, 15m, 2h, 3d.")
+@click.option("--delay", type=shared.delay_type, help="Each waits for at least this long.")
 @click.option("--to", metavar="QUEUE", help="To this queue, wherever they were meant to go.")
 @click.option(
     "--allow",

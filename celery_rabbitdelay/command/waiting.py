@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -75,10 +76,10 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
 @_filters
 @click.option(
     "--step",
-    type=click.FloatRange(min=0.1),
+    type=shared.seconds_type,
     default=60,
     show_default=True,
-    help="The seconds of each step.",
+    help="The length of each step.",
 )
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (PNG)."
@@ -176,14 +177,14 @@ def cancel(context: CLIContext, /, tasks: tuple[str, ...], key: str | None, as_j
 @rabbitdelay.command()
 @click.argument("tasks", nargs=-1)
 @click.option("--key", help="The task that was sent with this key, instead of ids.")
-@click.option("--delay", type=float, help="Seconds from now on.")
-@click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay (ISO 8601).")
+@click.option("--delay", type=shared.delay_type, help="How long from now on.")
+@click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay.")
 def postpone(
     context: CLIContext,
     /,
     tasks: tuple[str, ...],
     key: str | None,
-    delay: float | None,
+    delay: Fraction | None,
     eta: datetime | None,
     as_json: bool,
 ) -> None:
@@ -199,10 +200,10 @@ def postpone(
 @click.argument("name")
 @click.option(
     "--expires",
-    type=shared.POSITIVE,
+    type=shared.seconds_type,
     default=3600,
     show_default=True,
-    help="Seconds after which an open job turns aborted.",
+    help="After which time an open job turns aborted.",
 )
 def job(context: CLIContext, /, action: str, name: str, expires: float, as_json: bool) -> None:
     """Open, commit, abort or show the job NAME."""

@@ -35,7 +35,7 @@ _EXACT: Final = Context(prec=50)
 
 
 def milliseconds(delay: Delay) -> int:
-    """Return a delay in milliseconds, rounded up: never early.
+    """Return a delay in milliseconds, rounded up: never early. A negative delay means now: 0.
 
     A float is read as its shortest decimal representation, so 1.1 is 1,100 ms and not 1,101.
 
@@ -43,6 +43,10 @@ def milliseconds(delay: Delay) -> int:
         InvalidDelayType: Not a real number and not a timedelta; also a bool.
         InvalidDelay: Not a number (NaN) or infinite.
     """
+    return max(_signed_milliseconds(delay), 0)
+
+
+def _signed_milliseconds(delay: Delay) -> int:
     if type(delay) is int:
         return delay * 1000
     if type(delay) is float and isfinite(delay):
@@ -56,18 +60,18 @@ def milliseconds(delay: Delay) -> int:
         return ceil(Fraction(delay) * 1000)
     if not isfinite(delay):
         raise InvalidDelay(delay, "takes a finite number of seconds")
-    return milliseconds(float(delay))
+    return _signed_milliseconds(float(delay))
 
 
 def tolerance_milliseconds(tolerance: Delay) -> int:
     """Return a tolerance, which is not negative, in milliseconds, rounded down: never too late."""
     try:
-        if milliseconds(tolerance) < 0:
+        if _signed_milliseconds(tolerance) < 0:
             raise InvalidDelay(tolerance, "must not be negative")
     except InvalidDelay as invalid:
         raise type(invalid)(tolerance, invalid.reason, "tolerance") from None
     negative: Any = -tolerance
-    return -milliseconds(negative)
+    return -_signed_milliseconds(negative)
 
 
 class Due(NamedTuple):
@@ -87,35 +91,28 @@ class Due(NamedTuple):
 
     @classmethod
     def after(cls, delay: Delay, tolerance_ms: int = 0) -> Due:
-        """Due after a delay, in seconds or as a timedelta, from now on.
+        """Due after a delay, in seconds or as a timedelta, from now on; now if it is negative.
 
         Raises:
             InvalidDelay: The delay is invalid, or its due time does not fit in 64 bits.
         """
         delay_ms = milliseconds(delay)
-        # A due time before 1970 cannot be written as a header; 1970 is past as well.
-        at_ns = max(time.time_ns() + delay_ms * NS_PER_MS, 0)
-        due = cls(at_ns, delay_ms, tolerance_ms=tolerance_ms)
+        due = cls(time.time_ns() + delay_ms * NS_PER_MS, delay_ms, tolerance_ms=tolerance_ms)
         if due.at_ms > MAX_DUE_MS:
             raise InvalidDelay(delay, "is too long: milliseconds since 1970 exceed 64 bits")
         return due
 
     @classmethod
     def at(cls, instant: datetime, tolerance_ms: int = 0) -> Due:
-        """Due at an instant, an aware datetime.
+        """Due at an instant, an aware datetime; now if it has passed.
 
         Raises:
             InvalidDelay: The datetime is naive, so that it is unclear which instant it means.
             InvalidDelayType: It is not a datetime.
         """
-        if not isinstance(instant, datetime):
-            raise InvalidDelayType(instant, "takes an aware datetime", "eta")
-        if instant.utcoffset() is None:
-            way_out = "use an aware one, such as datetime.now(UTC), or set Celery's timezone"
-            raise InvalidDelay(instant, f"is naive: {way_out}", "eta")
-        at_ns = (instant - _EPOCH) // timedelta(microseconds=1) * 1000
-        delay_ms = -((time.time_ns() - at_ns) // NS_PER_MS)
-        return cls(max(at_ns, 0), delay_ms, True, tolerance_ms)
+        now_ns = time.time_ns()
+        at_ns = max(_microseconds_of(instant, "eta") * 1000, now_ns)
+        return cls(at_ns, -((now_ns - at_ns) // NS_PER_MS), True, tolerance_ms)
 
     @property
     def at_ms(self) -> int:
@@ -156,13 +153,30 @@ def instant_of(epoch_ms: int) -> datetime:
     return _EPOCH + timedelta(milliseconds=epoch_ms)
 
 
+#: How an instant is written, for errors.
+TAKES_INSTANT: Final = "takes a datetime or ISO 8601, such as 2030-01-31T09:00:00+01:00"
+
+
 def milliseconds_of(instant: datetime) -> int:
-    """Return an aware datetime in milliseconds since 1970-01-01 UTC, rounded down."""
-    return (instant - _EPOCH) // timedelta(milliseconds=1)
+    """Return an aware datetime in milliseconds since 1970-01-01 UTC, rounded down.
+
+    Raises:
+        InvalidDelay: The datetime is naive.
+        InvalidDelayType: It is not a datetime.
+    """
+    return _microseconds_of(instant, "instant") // 1000
+
+
+def _microseconds_of(instant: datetime, what: str) -> int:
+    if not isinstance(instant, datetime):
+        raise InvalidDelayType(instant, TAKES_INSTANT, what)
+    if instant.utcoffset() is None:
+        raise InvalidDelay(instant, "is naive: use an aware one, such as datetime.now(UTC)", what)
+    return (instant - _EPOCH) // timedelta(microseconds=1)
 
 
 #: The forms that :func:`parse_delay` accepts, for errors and help.
-TAKES: Final = "takes seconds (90, 0.5), units (3d7h45m30s, 250ms) or hours:minutes:seconds"
+TAKES: Final = "takes seconds (90, 0.5), units (1h30m, 1.5d, 250ms) or hours:minutes:seconds"
 
 #: Milliseconds of each unit, the longest first.
 _UNITS: Final = {
@@ -186,22 +200,44 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
     Args:
         text: Seconds as a number; numbers with the units w, d, h, m, s and ms, the longest first,
             each at most once; or ``hours:minutes:seconds``, also behind days (``3d 7:45:30``).
+            After a minus, the length is negative.
         what: The name of the argument, for the error: "delay" or "tolerance".
 
     Raises:
         InvalidDelay: Another form. ``1:30`` is refused because it could be minutes or hours.
     """
     bare = text.strip().lower() if text.isascii() else ""
+    sign, bare = -1 if bare.startswith("-") else 1, bare.removeprefix("-")
     if _SECONDS.fullmatch(bare):
-        return Fraction(Decimal(bare))
+        return sign * Fraction(Decimal(bare))
     if clock := _CLOCK.fullmatch(bare):
         days, hours, minutes, seconds = (Fraction(Decimal(part or 0)) for part in clock.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+        return sign * (((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if bare and (units := _WITH_UNITS.fullmatch(bare)):
         numbers = (Fraction(Decimal(number or 0)) for number in units.groups())
         total_ms = sum(map(mul, numbers, _UNITS.values()), start=Fraction(0))
-        return total_ms / 1000
+        return sign * total_ms / 1000
     raise InvalidDelay(text, TAKES, what)
+
+
+#: What :func:`parse_duration` accepts, for errors.
+TAKES_DURATION: Final = "takes a duration from 0 to 100 years, such as 90, 1h30m or 1.5d"
+
+
+def parse_duration(text: str, what: str = "duration") -> timedelta:
+    """Return a length of time that is written as a delay, and is neither negative nor endless.
+
+    Args:
+        text: As for :func:`parse_delay`.
+        what: The name of the argument, for the error.
+
+    Raises:
+        InvalidDelay: Another form, or out of range.
+    """
+    seconds = parse_delay(text, what)
+    if not 0 <= seconds <= MAX_DELAY:
+        raise InvalidDelay(text, TAKES_DURATION, what)
+    return timedelta(seconds=float(seconds))
 
 
 def duration_text(length_ms: int) -> str:

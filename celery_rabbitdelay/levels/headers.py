@@ -513,10 +513,10 @@ def client_exchange(headers: Mapping[str, Any]) -> str:
 
 
 def client_delay_ms(headers: Mapping[str, Any]) -> int:
-    """Return the delay that a client asks for in milliseconds, rounded up; 0 if it asks for none.
+    """Return the delay that a client asks for in milliseconds, rounded up; 0 if that is over.
 
     Raises:
-        UnprocessableMessage: It is not a number of milliseconds, or negative.
+        UnprocessableMessage: It is not a number of milliseconds.
     """
     delay = headers.get(X_DELAY, 0)
     # int() also accepts blanks, underscores, and digits of any script.
@@ -529,9 +529,7 @@ def client_delay_ms(headers: Mapping[str, Any]) -> int:
         raise UnprocessableMessage(
             f"{X_DELAY} is {shortened(delay)}, not a number of milliseconds"
         ) from error
-    if number < 0:
-        raise UnprocessableMessage(f"{X_DELAY} is {shortened(number)}, must not be negative")
-    return number
+    return max(number, 0)
 
 
 def strip(headers: Mapping[str, Any]) -> dict[str, Any]:

@@ -242,8 +242,6 @@ class Columns:
         if delay is None and eta is None:
             name = "delay" if "delay" in given else "eta"
             raise InvalidRow(_shown(given), f"its {name} is null")
-        if delay is not None and _seconds(delay) < 0:
-            raise InvalidRow(_shown(given), f"its delay is negative: {delay}")
         if self._options.kwargs_from_columns:
             kwargs: Any = {name: given[name] for name in self._kwargs}
         else:

@@ -217,10 +217,9 @@ def _double(value: Column) -> Column:
 
 
 def interval_micros(value: Column) -> Column:
-    """Return the microseconds of an interval of days to seconds; null if it is negative or huge."""
-    is_countable = value.between(
-        F.lit(timedelta(0)), F.lit(timedelta(microseconds=MAX_INTERVAL_US))
-    )
+    """Return the microseconds of an interval of days to seconds; null if it is huge."""
+    most = timedelta(microseconds=MAX_INTERVAL_US)
+    is_countable = value.between(F.lit(-most), F.lit(most))
     return F.when(is_countable, F.unix_micros(F.timestamp_micros(F.lit(0)) + value))
 
 

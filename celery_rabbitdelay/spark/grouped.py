@@ -179,9 +179,9 @@ class Grouping:
             return F.greatest(F.ceil(ahead_us / 1000), F.lit(0))
         delay, kind = F.col("delay"), self._types["delay"]
         if isinstance(kind, T.DayTimeIntervalType):
-            return F.ceil(expressions.interval_micros(delay) / 1000)
+            return _from_now_on(F.ceil(expressions.interval_micros(delay) / 1000))
         # Spark raises an error if a number is not a number, or too large for the next step.
-        delay = F.when(delay.between(0, MAX_DELAY), delay)
+        delay = _from_now_on(F.when(delay.between(-MAX_DELAY, MAX_DELAY), delay))
         if isinstance(kind, T.IntegralType):
             return delay.cast("long") * 1000
         if isinstance(kind, T.DecimalType):
@@ -292,6 +292,11 @@ def _takes(check: Callable[..., Any], number: int, kwargs: Mapping[str, Any]) ->
     except TypeError:
         return False
     return True
+
+
+def _from_now_on(length: Column) -> Column:
+    """Return a length of time, 0 for a negative one: that means now."""
+    return F.when(length < 0, 0).otherwise(length)
 
 
 def _column(name: str) -> Column:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery_rabbitdelay.exceptions import InvalidOption
+from celery_rabbitdelay.levels.delay import TAKES_DURATION, parse_duration
 from celery_rabbitdelay.levels.shown_url import has_password, without_password
 
 #: Spark's own options, which it passes on to every streaming sink.
@@ -67,9 +68,7 @@ def _one_of(*words: str) -> Option:
 
 TEXT: Final = Option()
 FLAG: Final = Option("takes true or false", lambda text: ["false", "true"].index(text.lower()) == 1)
-SECONDS: Final = Option(
-    "takes a number that is not negative", lambda text: _bounded(text, 0, sys.float_info.max)
-)
+SECONDS: Final = Option(TAKES_DURATION, lambda text: parse_duration(text).total_seconds())
 RATE: Final = Option(
     "takes a number of tasks a second above 0",
     lambda text: _bounded(text, sys.float_info.min, sys.float_info.max),

@@ -271,22 +271,26 @@ class Modules(RabbitMQStep):
 
     def __init__(self, worker: Any, rabbitdelay_modules: str | None = None, **options: Any) -> None:
         self._given = rabbitdelay_modules
+        self._modules: Sequence[str] = ()
         self._services: list[Service] = []
         worker.rabbitdelay_services = self._services
         self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
         super().__init__(worker, **options)
 
-    def start(self, worker: Any) -> None:
-        """Start the modules.
+    def create(self, worker: Any) -> None:
+        """Find out which modules are served.
 
         Raises:
             InvalidSetting: There is no such module; the worker ends.
         """
-        modules = worker.app.rabbitdelay.settings.modules
+        self._modules = worker.app.rabbitdelay.settings.modules
         if self._given is not None:
             words = filter(None, map(str.strip, self._given.split(",")))
-            modules = checked("rabbitdelay_modules", tuple(words))
-        for name in modules:
+            self._modules = checked("rabbitdelay_modules", tuple(words))
+
+    def start(self, worker: Any) -> None:
+        """Start the modules."""
+        for name in self._modules:
             make = _probe if name == PROBE else partial(_service, name=name)
             self._services.append(make(worker.app, declaration=self._declaration))
         for service in self._services:

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import amqp
+import click
 from celery import bootsteps
-from celery.exceptions import InvalidTaskError
+from celery.exceptions import CeleryCommandException, InvalidTaskError
+from celery.platforms import EX_FAILURE
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
 from kombu.compression import compress
 from kombu.exceptions import ContentDisallowed, DecodeError
 
-from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.exceptions import InvalidSetting, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import DUE, shortened
 from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, decompressed
@@ -34,6 +36,20 @@ class RabbitMQStep(bootsteps.StartStopStep):
     def include_if(self, parent: Any) -> bool:
         """Return whether the step is for this worker, or consumer."""
         return bool(parent.app.rabbitdelay.available)
+
+    def include(self, parent: Any) -> bool:
+        """Add the step; a wrong setting ends ``celery worker`` with one line, and no traceback.
+
+        Raises:
+            InvalidSetting: A setting is wrong, and the worker is not started by the command.
+        """
+        try:
+            included: bool = super().include(parent)
+        except InvalidSetting as wrong:
+            if click.get_current_context(silent=True) is None:
+                raise
+            raise CeleryCommandException(str(wrong), EX_FAILURE) from wrong
+        return included
 
 
 class Delivery(NamedTuple):

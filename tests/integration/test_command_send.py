@@ -69,6 +69,21 @@ def test_wrong_lines_are_named_and_all_others_are_sent(
     assert backlog.others["meditation"].messages == 1
 
 
+def test_a_delay_of_a_line_is_written_as_in_options(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    lines = '{"delay": "1h30m"}\n{"delay": "-5"}\n{"delay": "soon"}\n7\n'
+
+    told = run_command(configuration, "send look --json", lines)
+
+    report = checked("send", told.stdout)
+    assert report["confirmed"] == 2
+    assert set(report["not_confirmed"]) == {"3", "4"}
+    assert "'soon'" in report["not_confirmed"]["3"]
+    example = 'row 7: takes a celery_rabbitdelay.Row, or its fields, such as {"args": [7], "delay"'
+    assert report["not_confirmed"]["4"].startswith(example)
+
+
 def test_of_a_long_line_that_is_wrong_little_is_shown(configuration: dict[str, Any]) -> None:
     line = '{"argz": ["' + "x" * 100_000 + '"]}\n'
 

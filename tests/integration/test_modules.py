@@ -80,9 +80,9 @@ def test_every_queue_gets_it_once_that_would_get_it_without_a_delay(
 
 
 def test_without_a_delay_it_is_passed_on_at_once(client: Client, target: Queue) -> None:
-    for told in (None, {"x-delay": 0}, {"x-delay": "0"}):
+    for told in (None, {"x-delay": 0}, {"x-delay": "0"}, {"x-delay": -5}):
         client.check_in(target.name, told)
-    for arrival in client.take(target, 3):
+    for arrival in client.take(target, 4):
         assert arrival.body == "hello"
         assert not arrival.message.headers
 
@@ -93,7 +93,6 @@ def test_without_a_delay_it_is_passed_on_at_once(client: Client, target: Queue) 
         ("test-q", {"x-delay": "soon"}, "'soon', not a number"),
         ("test-q", {"x-delay": [1]}, "not a number"),
         ("test-q", {"x-delay": True}, "not a number"),
-        ("test-q", {"x-delay": -5}, "negative"),
         ("test-q", {"x-delay": str(2**63)}, "more than the longest delay ahead"),
         ("", {"x-delay": 5}, "no destination"),
         ("celery", {"x-delay": 5}, "may not reach the queue 'celery'"),

@@ -237,8 +237,9 @@ def test_wrong_destinations_and_delays_are_errors_at_once(
     for wrong in ("", "celery@host.celery.pidbox", "amq.gen-1", "q" * 256):
         with pytest.raises(InvalidDestination):
             redriving_for(shop, to=wrong)
-    with pytest.raises(InvalidDelay, match="-1"):
-        redriving_for(shop, delay=-1)
+    with pytest.raises(InvalidDelay, match="nan"):
+        redriving_for(shop, delay=float("nan"))
+    assert redriving_for(shop, delay=-1).delay_ms == 0
     with pytest.raises(InvalidDestination, match="does not exist: declare it first"):
         check_exists(connection, queue.name)
 

@@ -21,6 +21,7 @@ from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
 from tests.integration.registering import KINDS, RedisSetup
 from tests.integration.shop import PATIENCE, make_app
+from tests.integration.waited import assert_waited
 from tests.integration.worker import Worker
 
 #: Seconds; long enough for a test to cancel a task before it is due.
@@ -68,6 +69,15 @@ def test_a_task_that_has_arrived_is_released(shop: Any, noted: Notes) -> None:
     wait_for(lambda: noted() == ["runs"], "the task")
     assert shop.rabbitdelay.postpone(result.id, delay=5) is Outcome.RELEASED
     assert shop.rabbitdelay.cancel(result.id) is Outcome.RELEASED
+
+
+@pytest.mark.parametrize(
+    "past", [{"delay": -40 * 86_400}, {"countdown": -5}, {"eta": datetime(2020, 1, 1)}], ids=str
+)
+def test_a_tracked_task_that_was_due_before_it_was_sent_is_not_late(shop: Any, past: Any) -> None:
+    before = time.time()
+    result = shop.tasks["look"].apply_async(track=True, **past)
+    assert_waited(result.get(timeout=PATIENCE), before, 0)
 
 
 @pytest.mark.parametrize("track", [True, False])

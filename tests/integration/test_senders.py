@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from itertools import pairwise
 from typing import Any
 from uuid import uuid4
 
 import celery
 import pytest
+from celery.contrib.testing.worker import start_worker
+from celery.utils.time import timezone as celerys_zone
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import Celery, install
@@ -75,17 +77,73 @@ def test_a_task_that_is_known_to_the_worker_alone_waits(
     assert_waited(result.get(timeout=PATIENCE), before, DELAY)
 
 
-@pytest.mark.parametrize("zone", [UTC, None], ids=["aware", "naive, with the timezone setting"])
+@pytest.mark.parametrize("zone", [UTC, None], ids=["aware", "naive"])
 @pytest.mark.parametrize("text", [False, True], ids=["datetime", "ISO string"])
 @pytest.mark.parametrize("sender", ["apply_async", "send_task", "set on app.signature"])
 def test_an_eta_waits_in_the_levels(served_shop: Any, sender: str, zone: Any, text: bool) -> None:
     now = datetime.now(UTC)
-    instant = now + timedelta(seconds=DELAY)
-    if zone is None:
-        served_shop.conf.timezone = "Asia/Tokyo"
-        instant = instant.replace(tzinfo=None) + timedelta(hours=9)
+    instant = (now + timedelta(seconds=DELAY)).replace(tzinfo=zone)
     result = SENDERS[sender](served_shop, eta=instant.isoformat() if text else instant)
     assert_waited(result.get(timeout=PATIENCE), now.timestamp(), DELAY)
+
+
+def _naive_etas() -> Iterator[datetime]:
+    """Yield times of Berlin: in winter, in summer, one that no clock shows, and one shown twice."""
+    year = datetime.now(UTC).year + 2
+    yield from (datetime(year, month, 15, 12) for month in (1, 7))
+    for month in (3, 10):
+        last_sunday = 31 - date(year, month, 31).isoweekday() % 7
+        yield datetime(year, month, last_sunday, 2, 30)
+
+
+@pytest.fixture
+def _in_new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this machine be in a time zone with daylight saving."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "America/New_York")
+        patch.delitem(vars(celerys_zone), "local", raising=False)
+        time.tzset()
+        yield
+        vars(celerys_zone).pop("local", None)
+    time.tzset()
+
+
+@pytest.mark.usefixtures("_in_new_york")
+@pytest.mark.parametrize("zone", [None, "Europe/Berlin"])
+@pytest.mark.parametrize("enable_utc", [True, False])
+def test_a_naive_eta_is_the_same_instant_as_with_plain_celery(
+    make_shop: Callable[..., Any], connection: Connection, enable_utc: bool, zone: str | None
+) -> None:
+    settings = {"timezone": zone, "enable_utc": enable_utc}
+    etas = [each for eta in _naive_etas() for each in (eta, eta.isoformat())]
+    plain: Any = celery.Celery("plain", broker="memory://", set_as_current=False)
+    plain.conf.update(settings, worker_hijack_root_logger=False)
+
+    @plain.task(name="look", shared=False)
+    def look() -> None: ...
+
+    plain.finalize()
+    worker: Any
+    with start_worker(plain, perform_ping_check=False) as worker:
+        sent = [plain.send_task("look", eta=eta).id for eta in etas]
+        schedule = worker.consumer.timer.schedule
+        held: dict[str, float] = {}
+
+        def are_held() -> bool:
+            for waiting in tuple(schedule.queue):
+                (request,) = waiting.entry.args or (None,)
+                if request is not None and request.id in sent:
+                    held[request.id] = waiting.eta + time.time() - time.monotonic()
+            return len(held) == len(etas)
+
+        wait_for(are_held, "the worker's timers")
+    shop = make_shop(rabbitdelay_layout=[("days", 9, 365 * 86_400)], **settings)
+    ids = [shop.tasks["look"].apply_async(eta=eta).id for eta in etas]
+    arrivals = take(connection, shop.rabbitdelay.topology.digit_queues, len(etas))
+    waits = {each.message.headers["id"]: each.message.headers[headers.DUE] for each in arrivals}
+    assert [waits[each] / 1000 for each in ids] == pytest.approx(
+        [held[each] for each in sent], abs=1
+    )
 
 
 @pytest.mark.parametrize("sender", ["apply_async", "set on the signature of the task"])

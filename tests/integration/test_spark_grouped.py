@@ -161,7 +161,7 @@ def test_ids_are_derived_from_the_same_columns_and_delays(spark: SparkSession) -
     frame = spark.sql(
         """
         select struct(id, concat('order-', id)) args,
-            make_dt_interval(id % 3, id, 0, id / 1000) delay,
+            make_dt_interval(id % 3 - 1, id, 0, id / 1000) delay,
             if(id = 4, 'given-4', null) task_id
         from range(40)
         """
@@ -225,12 +225,24 @@ def test_rows_without_a_valid_delay_are_left_to_python(spark: SparkSession) -> N
     frame = spark.sql(
         """
         select array('a') args, delay from values
-            (-1D), (double('nan')), (null), (double('inf')), (1e300D), (0D), (5D) as delays(delay)
+            (double('nan')), (null), (double('inf')), (-double('inf')), (1e300D), (0D), (5D)
+            as delays(delay)
         """
     )
     items, left = written(frame)
     assert len(items) == 2
     assert len(left) == 5
+
+
+@pytest.mark.parametrize(
+    "delays", ["(-1D), (0D)", "(-1), (0)", "(-0.5), (0.0)", "(interval -1 day), (interval 0 day)"]
+)
+def test_a_negative_delay_means_now(spark: SparkSession, delays: str) -> None:
+    frame = spark.sql(f"select array('a') args, delay from values {delays} as delays(delay)")
+    items, left = written(frame)
+    assert items == by_python(frame, options())
+    assert (len(items), left) == (2, [])
+    assert len({row[DUE] for row in grouped(frame, **GIVEN).collect()}) == 1
 
 
 def test_what_cannot_be_grouped_says_what_to_do(spark: SparkSession) -> None:

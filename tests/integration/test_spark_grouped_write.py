@@ -87,15 +87,15 @@ def test_a_task_that_celery_writes_otherwise_is_written_by_celery(
 def test_an_invalid_row_of_a_grouped_write_fails_it_or_is_collected(
     spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
-    bad = notes(spark, noted, 20, f"if(id = 7, -1D, {DELAY}D)")
-    with pytest.raises(PySparkException, match="its delay is negative"):
+    bad = notes(spark, noted, 20, f"if(id = 7, double('nan'), {DELAY}D)")
+    with pytest.raises(PySparkException, match="takes a finite number"):
         dispatch(bad, "note", app=APP, group=True)
     assert noted() == []
     errors = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
     report = dispatch(bad, "note", app=APP, group=True, **errors)
-    assert (report.rows, report.confirmed, report.refused) == (20, 19, {"InvalidRow": 1})
+    assert (report.rows, report.confirmed, report.refused) == (20, 19, {"InvalidDelay": 1})
     (refused,) = spark.read.parquet(str(tmp_path)).collect()
-    assert "negative" in refused.rabbitdelay_reason
+    assert "finite" in refused.rabbitdelay_reason
     assert refused.args == [7]
     wait_for(lambda: len(noted()) >= 19, "the others", PATIENCE)
 

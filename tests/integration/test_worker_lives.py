@@ -1,4 +1,4 @@
-"""What ends Celery's worker after the crash of a node, and which setting keeps it alive."""
+"""What ends a worker: a wrong setting, and what follows the crash of a node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.testing import ServerNotStarted, wait_for
 from tests.integration.shop import PATIENCE
-from tests.integration.worker import Worker
+from tests.integration.worker import Worker, run_celery
 
 REFUSED = "RESOURCE_LOCKED"
 
@@ -28,6 +28,25 @@ def hold_control_queue(holder: Connection, worker: Worker) -> None:
     name = f"{worker.name}.celery.pidbox"
     queue = Queue(name, durable=False, exclusive=True, auto_delete=True)
     queue(holder.default_channel).queue_declare()
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "told"),
+    [
+        ({"rabbitdelay_prefixx": "a"}, "", "did you mean rabbitdelay_prefix?"),
+        ({"rabbitdelay_tick": 0}, "", "rabbitdelay_tick = 0: takes a positive number"),
+        ({}, "--rabbitdelay-modules chek", "takes a list of any of check-in, distribution, probe"),
+    ],
+)
+def test_a_wrong_setting_ends_the_command_with_one_line(
+    configuration: dict[str, Any], settings: dict[str, Any], options: str, told: str
+) -> None:
+    ended = run_celery({**configuration, **settings}, f"worker -P solo {options}")
+    assert ended.returncode == 1
+    assert told in ended.stderr
+    (line,) = (line for line in ended.stderr.splitlines() if "rabbitdelay_" in line)
+    assert line.startswith("Error: ")
+    assert "Traceback" not in ended.stderr + ended.stdout
 
 
 def test_a_worker_whose_control_queue_is_held_ends(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import celery
@@ -14,6 +15,7 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, exceptions, install
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
+from celery_rabbitdelay.worker.bootsteps import Modules
 
 #: A port that nothing listens on: what gets as far as the broker fails with another error.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
@@ -63,19 +65,12 @@ def test_a_countdown_and_an_eta_are_checked_as_a_delay_is(remind: Any, time: Any
         remind.apply_async(**time)
 
 
-def test_a_naive_eta_is_refused_where_no_timezone_says_what_it_means(remind: Any) -> None:
-    with pytest.raises(exceptions.InvalidDelay, match="naive"):
-        remind.apply_async(eta=datetime(2100, 1, 1))
-
-
-def test_a_naive_eta_means_the_time_of_the_timezone_setting(app: Any, remind: Any) -> None:
-    app.conf.timezone = "Asia/Tokyo"
-    soon = datetime.now(UTC).replace(tzinfo=None) + timedelta(hours=10)
-    with pytest.raises(exceptions.ConnectionLost) as caught:
-        remind.apply_async(eta=soon)
-    # Tokyo is nine hours ahead: one hour is left.
-    assert str(caught.value).count("no connection") == 1
-    assert caught.value.exchange in ("rabbitdelay.hours.x1", "rabbitdelay.minutes.x1")
+@pytest.mark.parametrize("eta", ["tomorrow", 5, date(2100, 1, 1)])
+def test_what_is_no_eta_is_named_with_an_example(remind: Any, eta: Any) -> None:
+    with pytest.raises(exceptions.InvalidDelay) as caught:
+        remind.apply_async(eta=eta)
+    assert str(caught.value).startswith(f"eta {eta!r}: takes a datetime or ISO 8601")
+    assert str(caught.value).endswith("such as 2030-01-31T09:00:00+01:00")
 
 
 def test_a_delay_above_the_capacity_names_the_capacity(remind: Any) -> None:
@@ -94,6 +89,61 @@ def test_a_delay_of_more_than_a_hundred_years_is_refused(app: Any, remind: Any) 
 def test_an_unreachable_broker_is_an_operational_error_as_celery_documents(remind: Any) -> None:
     with pytest.raises(celery.exceptions.OperationalError):
         remind.apply_async(delay=5)
+
+
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [
+        ({"rabbitdelay_bogus": 1}, "no such setting; there are rabbitdelay_prefix, "),
+        ({"rabbitdelay_takeovr": False}, "did you mean rabbitdelay_takeover?"),
+        ({"rabbitdelay_prefix": "other"}, "is set too late, 'rabbitdelay' is in use"),
+        ({"rabbitdelay_signing_key": "s" * 40}, "signing_key = '**': is set too late, None is in"),
+        ({"rabbitdelay_takeover": "no"}, "takes True or False"),
+        ({"RABBITDELAY_PREFIX": "other"}, "write rabbitdelay_prefix"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda app, late: app.conf.update(late),
+        lambda app, late: app.add_defaults(late),
+        lambda app, late: app.config_from_object({"broker_url": NOWHERE, **late}),
+    ],
+    ids=["update", "add_defaults", "config_from_object"],
+)
+def test_a_setting_that_is_changed_after_its_use_is_an_error_of_the_next_send(
+    app: Any, remind: Any, change: Callable[..., None], late: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(celery.exceptions.OperationalError):
+        remind.apply_async(delay=5)
+    change(app, late)
+    senders: list[Callable[[], Any]] = [
+        lambda: remind.apply_async(countdown=5),
+        lambda: remind.apply_async(delay=-5, key="order:7"),
+        lambda: app.send_task("remind", delay=5),
+        lambda: app.rabbitdelay.send_many(remind, []),
+        lambda: app.rabbitdelay.postpone("id", delay=5),
+    ]
+    for send in senders:
+        with pytest.raises(exceptions.InvalidSetting) as caught:
+            send()
+        assert told in str(caught.value)
+
+
+def test_a_worker_that_is_no_command_raises_the_error_of_a_wrong_setting(app: Any) -> None:
+    app.conf.rabbitdelay_prefixx = "a"
+    # A fake: a real worker sets up its whole process.
+    worker = SimpleNamespace(app=app)
+    with pytest.raises(exceptions.InvalidSetting, match="did you mean rabbitdelay_prefix"):
+        Modules(worker).include(worker)
+
+
+def test_a_setting_that_is_set_again_to_what_it_was_changes_nothing(app: Any, remind: Any) -> None:
+    for _ in range(2):
+        app.conf.update(rabbitdelay_takeover=True, rabbitdelay_modules=[], task_ignore_result=True)
+        with pytest.raises(celery.exceptions.OperationalError):
+            remind.apply_async(delay=5)
 
 
 @pytest.mark.parametrize("timeout", ["5", 0, -1, float("nan")])

@@ -1,15 +1,17 @@
-"""The connection to another broker than the application's."""
+"""The connection to another broker than the application's, and how times are given."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import click
 import pytest
 from celery.bin.base import CLIContext
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.command.shared import broker_at
+from celery_rabbitdelay.command.group import rabbitdelay
+from celery_rabbitdelay.command.shared import broker_at, instant_type, seconds_type
 
 
 @pytest.fixture
@@ -65,3 +67,54 @@ def test_the_url_says_whether_it_is_tls(app: Any, url: str, settings: Any, ssl: 
     app.conf.broker_use_ssl = settings
     context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
     assert broker_at(context, url).ssl == ssl
+
+
+#: How times are written, by the type of the option.
+FORMS = {
+    "delay": ["90", "1h30m", "1.5d", "-5"],
+    "duration": ["90", "1h30m", "1.5d"],
+    "instant": ["2030-01-31T09:00:00+01:00", "2030-01-31 09:00", "2030-01-31"],
+}
+
+
+def parameters(group: click.Group) -> Iterator[click.Parameter]:
+    """Yield the parameters of all commands."""
+    for command in group.commands.values():
+        if isinstance(command, click.Group):
+            yield from parameters(command)
+        else:
+            yield from command.params
+
+
+def test_all_commands_take_times_in_the_same_forms() -> None:
+    kinds: dict[str, set[str | None]] = {}
+    for each in parameters(rabbitdelay):
+        kinds.setdefault(each.type.name, set()).add(each.name)
+        for text in FORMS.get(each.type.name, ()):
+            assert each.type.convert(text, each, None)
+        if each.type.name in FORMS:
+            with pytest.raises(click.BadParameter, match=rf"{each.name} 'soon': takes .*\d"):
+                each.type.convert("soon", each, None)
+        if each.type.name == "duration":
+            with pytest.raises(click.BadParameter, match=rf"{each.name} '-5': takes a duration"):
+                each.type.convert("-5", each, None)
+    assert kinds["float range"] == {"rate"}
+    assert "float" not in kinds
+    assert kinds["delay"] == {"delay", "max_delay"}
+    assert kinds["instant"] == {"due_after", "due_before", "eta"}
+    assert kinds["duration"] == {
+        *("expires", "from_tick", "newer_than", "older_than", "step", "tick", "timeout"),
+        *("tolerance", "watch"),
+    }
+
+
+@pytest.mark.parametrize("text", ["0", "99999999999d", "9" * 400])
+def test_a_period_is_above_0_and_at_most_100_years(text: str) -> None:
+    with pytest.raises(click.BadParameter, match=r"takes a duration (from|above) 0 to 100 years"):
+        seconds_type.convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["0001-01-01", "9999-12-31T23:59:59-12:00", "2030-02-30"])
+def test_an_instant_that_no_calendar_has_is_named(text: str) -> None:
+    with pytest.raises(click.BadParameter, match=f"{text}': takes a datetime or ISO 8601, such as"):
+        instant_type.convert(text, None, None)

@@ -30,6 +30,9 @@ from celery_rabbitdelay.levels.delay import duration_text, milliseconds, parse_d
         ("100:00:00.1", timedelta(hours=100, milliseconds=100)),
         ("3d 7:45:30", timedelta(days=3, hours=7, minutes=45, seconds=30)),
         ("3 days 7:45:30", timedelta(days=3, hours=7, minutes=45, seconds=30)),
+        ("1h30m", timedelta(minutes=90)),
+        ("1.5d", timedelta(hours=36)),
+        *((negative, timedelta()) for negative in ("-5", "-0.001", "-1h30m", "-0:00:01")),
     ],
 )
 def test_a_delay_is_read_as_it_is_written(text: str, delay: timedelta) -> None:
@@ -39,8 +42,8 @@ def test_a_delay_is_read_as_it_is_written(text: str, delay: timedelta) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "soon", "1:30", "1:60:00", "1:30:61", "5m3h", "1h1h", "-5", "1e3", "nan", "1 2", "٣"),
-        "3h7",
+        *("", "soon", "1:30", "1:60:00", "1:30:61", "5m3h", "1h1h", "1e3", "nan", "1 2", "٣"),
+        *("3h7", "--5", "-"),
     ],
 )
 def test_what_is_no_delay_or_could_mean_two_is_refused_with_what_is_taken(text: str) -> None:
@@ -49,8 +52,8 @@ def test_what_is_no_delay_or_could_mean_two_is_refused_with_what_is_taken(text: 
     assert (refused.value.value, refused.value.what) == (text, "delay")
 
 
-def test_a_decimal_fraction_is_exact() -> None:
-    assert parse_delay("1.1") == Fraction(11, 10)
+def test_a_decimal_fraction_is_exact_and_has_its_sign() -> None:
+    assert (parse_delay("1.1"), parse_delay("-1.1m")) == (Fraction(11, 10), Fraction(-66))
 
 
 @given(st.integers(0, 10**15))

@@ -151,12 +151,6 @@ def test_messages_show_their_arguments_as_we_show_them(app: Any) -> None:
         assert message.headers[name] == shown, moved(f"how a message shows {name}")
 
 
-def test_a_naive_instant_gets_a_timezone() -> None:
-    tokyo = timezone(timedelta(hours=9))
-    aware = of_app.aware(datetime(2030, 1, 2), tokyo)
-    assert aware == datetime(2030, 1, 2, tzinfo=tokyo), moved("utils.time.make_aware")
-
-
 def test_a_retry_takes_its_first_arguments_in_our_order_and_rejects_what_it_cannot_send() -> None:
     first = ["self", "args", "kwargs", "exc", "throw", "eta", "countdown", "max_retries"]
     assert parameters(Task.retry)[:8] == first, moved("the order of Task.retry's arguments")

@@ -88,7 +88,8 @@ def checked_row(given: Row | Mapping[str, Any]) -> Row:
     if isinstance(given, Row):
         return given
     if not isinstance(given, Mapping):
-        raise InvalidRow(given, "takes a celery_rabbitdelay.Row, or a mapping of its fields")
+        takes = 'a celery_rabbitdelay.Row, or its fields, such as {"args": [7], "delay": 3600}'
+        raise InvalidRow(given, f"takes {takes}")
     try:
         return Row(**given)
     except TypeError as wrong:

@@ -95,6 +95,7 @@ class TaskSending:
         if not self.app.rabbitdelay.is_available(self._callers_connection):
             self._refuse_registry_options("the broker is not RabbitMQ")
             return self._send_to_other_broker()
+        self.app.rabbitdelay.check_settings()
         if has_delay and not self._takes_over():
             self._refuse_registry_options("the task does not wait in the levels")
             return self._send_with_eta()

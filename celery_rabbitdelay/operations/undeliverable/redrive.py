@@ -73,15 +73,13 @@ def redriving_for(
 
     Raises:
         InvalidDestination: Nothing is published to the queue ``to``.
-        InvalidDelay: The delay is negative or has no meaning.
+        InvalidDelay: The delay has no meaning.
         DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
     """
     settings = app.rabbitdelay.settings
     on_cluster = is_cluster(app.connection_for_write())
     topology: Topology = settings.topology
     delay_ms = None if delay is None else milliseconds(delay)
-    if delay_ms is not None and delay_ms < 0:
-        raise exceptions.InvalidDelay(delay, "must not be negative")
     if delay_ms is not None and CHECK_IN not in settings.modules:
         topology.layout.check_capacity(delay_ms)
     queues = destinations.configured_queues(app)
