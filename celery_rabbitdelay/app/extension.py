@@ -23,7 +23,13 @@ from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
-from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
+from celery_rabbitdelay.levels.delay import (
+    INSTANT,
+    Delay,
+    Due,
+    milliseconds,
+    tolerance_milliseconds,
+)
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
@@ -272,9 +278,10 @@ class RabbitDelay(WaitingTasks):
         try:
             instant = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
         except ValueError as wrong:
-            raise exceptions.InvalidDelay(eta, f"takes an instant: {wrong}", "eta") from wrong
+            takes = 'takes an instant in ISO 8601, such as "2036-12-24T18:00:00+01:00"'
+            raise exceptions.InvalidDelay(eta, takes, "eta") from wrong
         if not isinstance(instant, datetime):
-            raise exceptions.InvalidDelayType(eta, "takes an aware datetime", "eta")
+            raise exceptions.InvalidDelayType(eta, INSTANT, "eta")
         if instant.tzinfo is None and self.app.conf.timezone:
             return aware(instant, self.app.timezone)
         return instant

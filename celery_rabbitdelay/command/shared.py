@@ -284,7 +284,11 @@ def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
 
 def _instant(text: str, what: str) -> datetime:
     """Read an instant as ISO 8601 writes it; without a time zone it is one of this machine."""
-    return datetime.fromisoformat(text).astimezone()
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError) as wrong:
+        example = "2036-12-24T18:00 or 2036-12-24T18:00+01:00"
+        raise ValueError(f"{text!r} is not an instant in ISO 8601, such as {example}") from wrong
 
 
 instant_type: Final = ParameterType("instant", _instant)

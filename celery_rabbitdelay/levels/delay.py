@@ -17,6 +17,9 @@ from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
 
+#: What an instant is, for errors.
+INSTANT: Final = "takes an aware datetime, such as datetime.now(UTC) + timedelta(days=3)"
+
 #: The latest due time that AMQP can carry as an integer, in milliseconds since 1970.
 MAX_DUE_MS: Final = 2**63 - 1
 
@@ -50,12 +53,12 @@ def milliseconds(delay: Delay) -> int:
     if isinstance(delay, timedelta):
         return -(delay // timedelta(milliseconds=-1))
     if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
-        raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
+        raise InvalidDelayType(delay, "takes seconds, such as 90, or timedelta(days=3)")
     # Rationals first: one beyond the range of floats makes isfinite overflow.
     if isinstance(delay, Rational) or (isinstance(delay, Decimal) and isfinite(delay)):
         return ceil(Fraction(delay) * 1000)
     if not isfinite(delay):
-        raise InvalidDelay(delay, "takes a finite number of seconds")
+        raise InvalidDelay(delay, "takes a finite number of seconds, such as 90")
     return milliseconds(float(delay))
 
 
@@ -109,7 +112,7 @@ class Due(NamedTuple):
             InvalidDelayType: It is not a datetime.
         """
         if not isinstance(instant, datetime):
-            raise InvalidDelayType(instant, "takes an aware datetime", "eta")
+            raise InvalidDelayType(instant, INSTANT, "eta")
         if instant.utcoffset() is None:
             way_out = "use an aware one, such as datetime.now(UTC), or set Celery's timezone"
             raise InvalidDelay(instant, f"is naive: {way_out}", "eta")

@@ -61,7 +61,7 @@ def test_pending_takes_due_times(settings: dict[str, Any], shop: Any) -> None:
     assert [each["task_id"] for each in before["tasks"]] == sent[:1]
     assert [each["task_id"] for each in after["tasks"]] == sent[1:]
     assert wrong.returncode == 2
-    assert "tomorrow" in wrong.stderr
+    assert "'tomorrow' is not an instant in ISO 8601, such as 2036-12-24T18:00" in wrong.stderr
 
 
 def test_the_forecast_says_how_many_tasks_are_due_when(

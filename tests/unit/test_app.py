@@ -13,6 +13,7 @@ from celery import Task, chain, group
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, exceptions, install
+from celery_rabbitdelay.app.sending.rows import checked_row
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 
 #: A port that nothing listens on: what gets as far as the broker fails with another error.
@@ -61,6 +62,29 @@ def test_a_delay_that_ends_beyond_all_counting_is_refused(remind: Any) -> None:
 def test_a_countdown_and_an_eta_are_checked_as_a_delay_is(remind: Any, time: Any) -> None:
     with pytest.raises((exceptions.InvalidDelay, exceptions.InvalidDelayType)):
         remind.apply_async(**time)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "example"),
+    [
+        (lambda app: app.send_task("remind", eta="tomorrow"), "'tomorrow'", "2036-12-24T18:00"),
+        (lambda app: app.send_task("remind", eta=5), "eta 5", "datetime.now(UTC) + timedelta"),
+        (lambda app: app.send_task("remind", delay="5"), "'5'", "timedelta(days=3)"),
+        (lambda app: app.send_task("remind", delay=5, key=7), "key = 7", "'key:7'"),
+        (lambda app: app.rabbitdelay.cancel(7), "not 7", "result.id"),
+        (lambda app: app.rabbitdelay.cancel("a", key="b"), "not 'a' and 'b'", "key='order:7'"),
+        (lambda app: app.rabbitdelay.cancel(), "not none", "key='order:7'"),
+        (lambda app: app.rabbitdelay.postpone("a"), "neither was given", "delay=60"),
+        (lambda app: checked_row("seven"), "row 'seven'", '{"args": [7], "delay": 60}'),
+    ],
+)
+def test_a_refusal_says_what_was_given_and_gives_an_example(
+    app: Any, call: Callable[[Any], Any], given: str, example: str
+) -> None:
+    with pytest.raises((ValueError, TypeError)) as refused:
+        call(app)
+    assert given in str(refused.value)
+    assert example in str(refused.value)
 
 
 def test_a_naive_eta_is_refused_where_no_timezone_says_what_it_means(remind: Any) -> None:

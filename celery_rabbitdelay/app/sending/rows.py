@@ -88,7 +88,8 @@ def checked_row(given: Row | Mapping[str, Any]) -> Row:
     if isinstance(given, Row):
         return given
     if not isinstance(given, Mapping):
-        raise InvalidRow(given, "takes a celery_rabbitdelay.Row, or a mapping of its fields")
+        takes = "takes a celery_rabbitdelay.Row, or a mapping of its fields, such as"
+        raise InvalidRow(given, f'{takes} {{"args": [7], "delay": 60}}')
     try:
         return Row(**given)
     except TypeError as wrong:
