@@ -19,6 +19,9 @@ from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 #: A port that nothing listens on: what gets as far as the broker fails with another error.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
 
+#: It is no row.
+SEVEN: Any = "seven"
+
 
 @pytest.fixture
 def app() -> Any:
@@ -75,7 +78,7 @@ def test_a_countdown_and_an_eta_are_checked_as_a_delay_is(remind: Any, time: Any
         (lambda app: app.rabbitdelay.cancel("a", key="b"), "not 'a' and 'b'", "key='order:7'"),
         (lambda app: app.rabbitdelay.cancel(), "not none", "key='order:7'"),
         (lambda app: app.rabbitdelay.postpone("a"), "neither was given", "delay=60"),
-        (lambda app: checked_row("seven"), "row 'seven'", '{"args": [7], "delay": 60}'),
+        (lambda app: checked_row(SEVEN), "row 'seven'", '{"args": [7], "delay": 60}'),
     ],
 )
 def test_a_refusal_says_what_was_given_and_gives_an_example(
