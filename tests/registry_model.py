@@ -145,32 +145,42 @@ def register(record: Record, message: Message) -> tuple[Record, str]:
     return noted, "waiting"
 
 
-def cancel(record: Record) -> tuple[Record, str]:
-    """Return what is noted when a task is cancelled, and what that finds."""
-    life = record.life
-    found = "done" if record.waits else "unknown" if record.ran is None else "released"
+def cancel(record: Record, also_future: bool = True) -> tuple[Record, str]:
+    """Return what is noted when a task is cancelled, and what that finds.
+
+    Args:
+        record: What was noted.
+        also_future: Whether to note it if nothing is known of the task.
+    """
+    life, is_known = record.life, record.waits is not None or record.ran is not None
+    found = "done" if record.waits else "released" if is_known else "noted"
     if record.is_cancelled(life):
         found = "cancelled"
+    if not is_known and not also_future:
+        return record, found.replace("noted", "unknown")
     if record.ran is not None:
         life = max(life, next_life(record))
     return record._replace(cancelled=life).settled(), found
 
 
-def postpone(record: Record, due: int, newest: int) -> tuple[Record, str]:
+def postpone(record: Record, due: int, newest: int, also_future: bool = True) -> tuple[Record, str]:
     """Return what is noted when a task is postponed, and what that finds.
 
     Args:
         record: What was noted.
         due: The new due time; with ``earlier``, a second message has to be sent.
         newest: The order of the newest task under the key of this one.
+        also_future: As for :func:`cancel`.
     """
     if record.is_cancelled(record.life) or (record.order and record.order < newest):
         return record, "cancelled"
     if record.waits is None and record.ran is not None:
         return record, "released"
+    if record.waits is None and not also_future:
+        return record, "unknown"
     changed = record._replace(not_before=due)
     if record.waits is None:
-        return changed, "unknown"
+        return changed, "noted"
     return changed, "earlier" if due < record.due else "done"
 
 

@@ -22,6 +22,9 @@ COMMAND: Final = "rabbitdelay_status"
 #: Beside the names of the modules: the delayed tasks that have arrived at the worker.
 ARRIVALS: Final = "tasks"
 
+#: How many tasks workers are told of at once: each writes their ids into one line of its log.
+TOLD_AT_ONCE: Final = 100
+
 
 class DelayingControl(Control):
     """Celery's control commands; a revoke of a task that waits lasts until the task is due."""
@@ -82,7 +85,8 @@ def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
     be reached, or if the broker's user may not reach them: the registry knows.
     """
     try:
-        Control.revoke(app.control, task_ids)
+        for start in range(0, len(task_ids), TOLD_AT_ONCE):
+            Control.revoke(app.control, task_ids[start : start + TOLD_AT_ONCE])
     except (AMQPError, OperationalError, OSError) as error:
         why = missing_permission(error) or error
         logger.warning("The cancel counts, but workers that hold a task do not know of it: %s", why)

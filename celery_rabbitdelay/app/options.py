@@ -101,7 +101,8 @@ def given_registry_options(options: Mapping[str, Any]) -> list[str]:
     for name in given:
         value, kind = options[name], REGISTRY_OPTIONS[name]
         if not isinstance(value, kind) or value == "":
-            takes = "takes a text that is not empty" if kind is str else "takes True or False"
+            text = f"takes a text that is not empty, such as '{name}:7'"
+            takes = text if kind is str else "takes True or False"
             raise UnknownOption(name, value, takes)
     return given
 

@@ -41,7 +41,16 @@ from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry
 logger = logging.getLogger(__name__)
 
 #: The outcomes from the least to the most certain. Several tasks have the least certain of theirs.
-LEAST_CERTAIN: Final = (Outcome.RELEASED, Outcome.UNKNOWN, Outcome.CANCELLED, Outcome.DONE)
+LEAST_CERTAIN: Final = (
+    Outcome.RELEASED,
+    Outcome.UNKNOWN,
+    Outcome.NOTED,
+    Outcome.CANCELLED,
+    Outcome.DONE,
+)
+
+#: The outcomes by which a task will not run, or not before.
+_DECIDED: Final = (Outcome.DONE, Outcome.NOTED)
 
 #: What a second message of a task was too late for, by what the registry says of it.
 _FOUND: Final = {
@@ -107,6 +116,7 @@ class WaitingTasks(ABC):
         *,
         key: str | None = None,
         job: str | None = None,
+        also_future: bool = True,
     ) -> Outcome:
         """Cancel a task that waits: it will not run, whatever restarts until it is due.
 
@@ -114,33 +124,38 @@ class WaitingTasks(ABC):
         would have been due. Workers that have received it already, and have not started it, revoke
         it as Celery does.
 
+        Redis does not know of a task that is neither tracked nor sent with a key before it arrives.
+        The id of such a task, or of one that is sent later, is noted for ten years.
+
         Args:
             task: Its id; or the result of a send: of one task, of a chain, or of a group, whose
                 tasks are all cancelled; or several of these.
             key: Instead of a task: the key that it was sent with.
             job: Instead of a task: the job that tasks were sent with. An open job is aborted; of
                 a job that is committed, the tracked tasks are cancelled.
+            also_future: Whether to note an id of which nothing is known.
 
         Returns:
-            What was found. ``UNKNOWN`` for a task that is neither tracked nor sent with a key. For
-            several tasks, the least certain answer.
+            What was found. For an id of which nothing is known ``NOTED``, or without
+            ``also_future`` ``UNKNOWN``, as for a key that no task has. For several tasks, the
+            least certain answer.
 
         Raises:
             TypeError: Not exactly one of a task, a key and a job.
         """
         if job is not None:
             if task is not None or key is not None:
-                raise TypeError("takes a task, a key or a job")
+                raise TypeError(_one_of(task, key, job))
             with suppress(JobClosed):
                 self.abort_job(job)
                 return Outcome.DONE
             return self._cancel([each.task_id for each in self.pending(job=job)])
-        return self._cancel(self._meant(task, key))
+        return self._cancel(self._meant(task, key), also_future)
 
-    def _cancel(self, ids: list[str]) -> Outcome:
+    def _cancel(self, ids: list[str], also_future: bool = True) -> Outcome:
         if not ids:
             return Outcome.UNKNOWN
-        outcomes = self.registry.cancel(ids)
+        outcomes = self.registry.cancel(ids, also_future)
         found = list(zip(ids, outcomes, strict=True))
         try:
             for task_id, outcome in found:
@@ -149,9 +164,11 @@ class WaitingTasks(ABC):
         except Exception as error:  # noqa: BLE001 - the tasks are cancelled, whatever a backend says
             logger.warning("Results become REVOKED only when their tasks are due: %s", error)
         for task_id, outcome in found:
-            if outcome in (Outcome.DONE, Outcome.UNKNOWN):
+            if outcome in _DECIDED:
                 signals.send(signals.cancelled, self.app, task_id, None)
-        revoke_by_celery(self.app, ids)
+        # No worker has a task that waits: it asks the registry when the task arrives.
+        nobodys = (Outcome.DONE, Outcome.UNKNOWN)
+        revoke_by_celery(self.app, [task_id for task_id, each in found if each not in nobodys])
         return min(outcomes, key=LEAST_CERTAIN.index)
 
     def cancel_all(self) -> int:
@@ -216,6 +233,7 @@ class WaitingTasks(ABC):
         key: str | None = None,
         delay: Delay | None = None,
         eta: datetime | None = None,
+        also_future: bool = True,
     ) -> Outcome:
         """Let a task that waits run at another time, later or earlier.
 
@@ -224,10 +242,11 @@ class WaitingTasks(ABC):
             key: Instead of a task: the key that it was sent with.
             delay: Seconds, or a timedelta, from now on.
             eta: Instead of a delay: the instant, an aware datetime.
+            also_future: As for :meth:`cancel`.
 
         Returns:
-            What was found; see :meth:`cancel`. A task of which nothing is known will not run
-            before, and if it was due later than that, it runs when it was due.
+            What was found; see :meth:`cancel`. After ``NOTED``, a task will not run before, and if
+            it was due later than that, it runs when it was due.
 
         Raises:
             NotTracked: It is to run earlier, and is not tracked.
@@ -235,27 +254,28 @@ class WaitingTasks(ABC):
             InvalidDelay: The delay or the eta is invalid.
         """
         if delay is None and eta is None:
-            raise TypeError("postpone takes a delay or an eta")
+            raise TypeError("takes a delay or an eta, such as delay=60; neither was given")
         if delay is not None:
             refuse_two_times(delay, None, eta)
         self.check_settings()
         due = self.due(delay, None, eta)
-        outcomes = [self._postpone(task_id, due) for task_id in self._meant(task, key)]
+        ids = self._meant(task, key)
+        outcomes = [self._postpone(task_id, due, also_future) for task_id in ids]
         return min(outcomes, key=LEAST_CERTAIN.index, default=Outcome.UNKNOWN)
 
     def _meant(self, task: Meant | None, key: str | None) -> list[str]:
         """Return the ids of the tasks that a task or a key stands for."""
         if (task is None) == (key is None):
-            raise TypeError("takes a task, or a key")
+            raise TypeError(_one_of(task, key))
         return _ids(task) if key is None else self.registry.waiting_under(key)
 
-    def _postpone(self, task_id: str, due: Due) -> Outcome:
-        outcome = self.registry.postpone(task_id, due.at_ms)
+    def _postpone(self, task_id: str, due: Due, also_future: bool) -> Outcome:
+        outcome = self.registry.postpone(task_id, due.at_ms, also_future)
         if isinstance(outcome, Earlier):
             if not outcome.message:
                 raise NotTracked(task_id)
             outcome = self._send_earlier(task_id, outcome, due)
-        if outcome in (Outcome.DONE, Outcome.UNKNOWN):
+        if outcome in _DECIDED:
             signals.send(signals.postponed, self.app, task_id, due.at_ms)
         return outcome
 
@@ -422,6 +442,12 @@ class WaitingTasks(ABC):
         return self.registry.index.complete_since()
 
 
+def _one_of(*given: object) -> str:
+    """Return what is wrong where not exactly one of a task, a key and a job was given."""
+    shown = " and ".join(repr(each) for each in given if each is not None) or "none"
+    return f"takes one of a task, a key='order:7' and, to cancel, a job='import-7', not {shown}"
+
+
 def _ids(task: Any) -> list[str]:
     """Return the ids that are meant: of a result, those of a chain from its start.
 
@@ -433,7 +459,8 @@ def _ids(task: Any) -> list[str]:
     if isinstance(task, Iterable) and not isinstance(task, ResultBase | bytes | Mapping):
         return [task_id for each in task for task_id in _ids(each)]
     if not isinstance(task, ResultBase):
-        raise TypeError(f"takes the id or the result of a task, or several of them, not {task!r}")
+        takes = "takes the id or the result of a task, such as result.id, or several of them"
+        raise TypeError(f"{takes}, not {task!r}")
     ids = []
     if isinstance(task, AsyncResult):
         ids.append(str(task.id))

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 import click
 from celery.bin.base import CLIContext
+from celery.exceptions import QueueNotFound
 from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 
@@ -22,6 +23,7 @@ from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.operations.moving import adoption
 from celery_rabbitdelay.operations.moving.migration import Migration, check_places, check_source
 from celery_rabbitdelay.operations.moving.mover import Convert, Destinations, Moved, Mover, Place
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -214,7 +216,16 @@ def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
     """
     adopting, expected = _Adopting(context), (adoption.KEEPS_OWN, adoption.NOT_DELAYED)
     tasks = adoption.EtaTasks(adopting.tasks, adopting.target.topology, adopting.queues)
-    adopting.run(queues, tasks.convert, expected, **options)
+
+    def check() -> None:
+        with adopting.target.connection.clone(heartbeat=0) as own:
+            counts = queue_counts(own, [Queue(name) for name in queues])
+        if missing := [name for name, found in counts.items() if found is None]:
+            names = ", ".join(map(repr, missing))
+            error = QueueNotFound(f"no such queue on the broker: {names}; nothing was moved")
+            shared.fail(error, error.args[0], shared.REFUSED, options["as_json"])
+
+    adopting.run(queues, tasks.convert, expected, check=check, **options)
 
 
 class _Adopting:

@@ -137,13 +137,23 @@ def _brief(length: timedelta) -> str:
 #: What the commands say for each outcome.
 WORDS: Final = {
     Outcome.DONE: "done",
-    Outcome.UNKNOWN: "done, unless it has arrived at a worker already (it is not tracked)",
+    Outcome.NOTED: "noted; nothing is known of it, and it may have arrived at a worker already",
+    Outcome.UNKNOWN: "unknown: nothing waits under it",
     Outcome.RELEASED: "it has arrived at a worker already",
     Outcome.CANCELLED: "it was cancelled or superseded before",
 }
 
-#: The exit status where a task has arrived already.
-TOO_LATE: Final = 1
+#: What they add for an id.
+HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
+
+#: The exit status where a task has arrived already, or a job or what waits under a name is unknown.
+NOT_FOUND: Final = 1
+
+_also_future: Final = click.option(
+    "--also-future",
+    is_flag=True,
+    help="Also ids of which nothing is known: of tasks that are not tracked, or are sent later.",
+)
 
 
 def _decide(
@@ -157,21 +167,31 @@ def _decide(
             outcomes = {key: decide(key=key)}
         else:
             outcomes = {task: decide(task) for task in tasks}
+    hints = {Outcome.UNKNOWN: HINT if key is None else ""}
     shared.answer(
         as_json,
         {"outcomes": {name: each.value for name, each in outcomes.items()}},
-        (f"{name}: {WORDS[each]}" for name, each in outcomes.items()),
+        (f"{name}: {WORDS[each]}{hints.get(each, '')}" for name, each in outcomes.items()),
     )
-    if Outcome.RELEASED in outcomes.values():
-        raise SystemExit(TOO_LATE)
+    if not {Outcome.RELEASED, Outcome.UNKNOWN}.isdisjoint(outcomes.values()):
+        raise SystemExit(NOT_FOUND)
 
 
 @rabbitdelay.command()
 @click.argument("tasks", nargs=-1)
-@click.option("--key", help="The tasks that were sent with this key, instead of ids.")
-def cancel(context: CLIContext, /, tasks: tuple[str, ...], key: str | None, as_json: bool) -> None:
+@click.option("--key", help="The task that was sent with this key, instead of ids.")
+@_also_future
+def cancel(
+    context: CLIContext,
+    /,
+    tasks: tuple[str, ...],
+    key: str | None,
+    also_future: bool,
+    as_json: bool,
+) -> None:
     """Cancel tasks that wait, by their ids or by their key."""
-    _decide(tasks, key, as_json, shared.with_registry(context).cancel)
+    cancelled = partial(shared.with_registry(context).cancel, also_future=also_future)
+    _decide(tasks, key, as_json, cancelled)
 
 
 @rabbitdelay.command()
@@ -179,6 +199,7 @@ def cancel(context: CLIContext, /, tasks: tuple[str, ...], key: str | None, as_j
 @click.option("--key", help="The task that was sent with this key, instead of ids.")
 @click.option("--delay", type=shared.delay_type, help="How long from now on.")
 @click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay.")
+@_also_future
 def postpone(
     context: CLIContext,
     /,
@@ -186,12 +207,14 @@ def postpone(
     key: str | None,
     delay: Fraction | None,
     eta: datetime | None,
+    also_future: bool,
     as_json: bool,
 ) -> None:
     """Let tasks that wait run at another time."""
     if (delay is None) == (eta is None):
         raise click.UsageError("give --delay, or --eta")
-    postponed = partial(shared.with_registry(context).postpone, delay=delay, eta=eta)
+    given: Any = {"delay": delay, "eta": eta, "also_future": also_future}
+    postponed = partial(shared.with_registry(context).postpone, **given)
     _decide(tasks, key, as_json, postponed)
 
 
@@ -218,3 +241,5 @@ def job(context: CLIContext, /, action: str, name: str, expires: float, as_json:
         state = delays.registry.jobs.state(name)
     told = state.value if state is not None else "unknown"
     shared.answer(as_json, {"job": name, "state": told}, [f"{name}: {told}"])
+    if state is None:
+        raise SystemExit(NOT_FOUND)

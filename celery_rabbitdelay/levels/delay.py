@@ -54,12 +54,12 @@ def _signed_milliseconds(delay: Delay) -> int:
     if isinstance(delay, timedelta):
         return -(delay // timedelta(milliseconds=-1))
     if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
-        raise InvalidDelayType(delay, "takes seconds as a number, or a timedelta")
+        raise InvalidDelayType(delay, "takes seconds, such as 90, or timedelta(days=3)")
     # Rationals first: one beyond the range of floats makes isfinite overflow.
     if isinstance(delay, Rational) or (isinstance(delay, Decimal) and isfinite(delay)):
         return ceil(Fraction(delay) * 1000)
     if not isfinite(delay):
-        raise InvalidDelay(delay, "takes a finite number of seconds")
+        raise InvalidDelay(delay, "takes a finite number of seconds, such as 90")
     return _signed_milliseconds(float(delay))
 
 

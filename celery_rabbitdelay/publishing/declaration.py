@@ -64,7 +64,7 @@ def conflict_with(topology: Topology, reply: str) -> exceptions.LayoutConflict:
             "that differ"
         )
         return exceptions.LayoutConflict(topology.prefix, reply, advice)
-    here, there = _parts(topology.identity.fingerprint), _parts(_declared(topology, reply))
+    here, there = parts_of(topology.identity.fingerprint), declared_parts(topology, reply)
     differing = [
         f"{settings} ({there[part]} there, {here[part]} here)"
         for part, settings in _SETTINGS.items()
@@ -98,15 +98,19 @@ def _is_about_guard(topology: Topology, reply: str) -> bool:
     return bool(name == guard if end else guard.startswith(name))
 
 
-def _declared(topology: Topology, reply: str) -> str:
-    """Return the fingerprint of what is declared; empty if the answer does not have all of it."""
+def declared_parts(topology: Topology, reply: str) -> dict[str, str]:
+    """Return the parts of the fingerprint of what is declared; empty if the answer lacks some.
+
+    RabbitMQ cuts its answer off, which may end within the last part.
+    """
     start = re.escape(f"'{topology.identity.guard.name}.")
     found = set(re.findall(rf"{start}([A-Za-z0-9_.-]+)'", reply))
+    found.update(re.findall(rf"is {start}([A-Za-z0-9_.-]+-v[a-z0-9.]+)$", reply))
     others = found - {topology.identity.fingerprint}
-    return others.pop() if len(others) == 1 else ""
+    return parts_of(others.pop()) if len(others) == 1 else {}
 
 
-def _parts(fingerprint: str) -> dict[str, str]:
+def parts_of(fingerprint: str) -> dict[str, str]:
     """Return the parts of a fingerprint; empty if it is unknown, or none."""
     found = _FINGERPRINT.fullmatch(fingerprint)
     return found.groupdict(default="1") if found else {}

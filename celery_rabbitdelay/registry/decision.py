@@ -60,11 +60,15 @@ class Outcome(Enum):
     #: The task was waiting, and will not run, or not before.
     DONE = "done"
 
-    #: The task has arrived at a worker already. A cancel stops its retries, and a worker that has
-    #: not started it may still revoke it, as Celery does; a postponement changes nothing.
+    #: Too late: the task has arrived at a worker already. A cancel stops its retries, and a worker
+    #: that has not started it may still revoke it, as Celery does; a postponement changes nothing.
     RELEASED = "released"
 
-    #: The task is not registered. It will not run, or not before, unless it has arrived already.
+    #: Nothing is known of the task, and the decision was noted: it will not run, or not before,
+    #: unless it has arrived already.
+    NOTED = "noted"
+
+    #: Nothing is known of the task, or no task has the key; nothing was noted.
     UNKNOWN = "unknown"
 
     #: The task was cancelled or superseded before; nothing was changed.

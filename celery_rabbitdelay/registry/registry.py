@@ -23,8 +23,9 @@ JOB_PAUSE: Final = 0.25
 MIN_JOB_PAUSE_MS: Final = 5_000
 MAX_JOB_PAUSE_MS: Final = 600_000
 
-#: For how many milliseconds a cancel of a task of which nothing is known is remembered: ten years.
-UNKNOWN_MS: Final = 315_360_000_000
+#: For how many milliseconds a cancel of a task of which nothing waits is remembered, because it is
+#: not known when one of its messages may arrive: ten years.
+NOTE_MS: Final = 315_360_000_000
 
 #: The latest instant until which a record lives, from now on, in milliseconds: a hundred years. Any
 #: sender may have written the due time of an arrival.
@@ -273,20 +274,21 @@ class Registry:
                 logger.error("Task %s was sent, and is not registered: %s", task_id, word)
         return states
 
-    def cancel(self, task_ids: Sequence[str]) -> list[Outcome]:
+    def cancel(self, task_ids: Sequence[str], also_future: bool = True) -> list[Outcome]:
         """Cancel tasks: from now on, none of their messages is let run when it arrives.
 
         Args:
-            task_ids: Their ids. If a task is neither tracked nor under a key, nothing is
-                known; then the note lives for ten years.
+            task_ids: Their ids.
+            also_future: Whether to note it for tasks of which nothing is known: those that are
+                neither tracked nor under a key, and those that are sent later.
 
         Raises:
             RegistryUnavailable: As all methods; or the record of a task cannot be read. All others
                 are cancelled.
         """
         ids = list(dict.fromkeys(task_ids))
-        unknown_ms = min(UNKNOWN_MS + self._keep_ms, MAX_LIFE_MS)
-        batch = self._batch("cancel", ids, self.names.task, [()] * len(ids), unknown_ms)
+        shared = NOTE_MS + self._keep_ms, int(also_future)
+        batch = self._batch("cancel", ids, self.names.task, [()] * len(ids), *shared)
         (answers,) = self._run(batch, call=self.store.call_durably)
         for task_id, answer in zip(ids, answers, strict=True):
             if _is_unreadable(answer):
@@ -304,12 +306,13 @@ class Registry:
         order, _, task_id = (found or "").partition(" ")
         return order, task_id
 
-    def postpone(self, task_id: str, due_ms: int) -> Outcome | Earlier:
+    def postpone(self, task_id: str, due_ms: int, also_future: bool = True) -> Outcome | Earlier:
         """Let a task run at another time.
 
         Args:
             task_id: The task's id.
             due_ms: When it may run, in milliseconds since 1970-01-01 UTC.
+            also_future: As for :meth:`cancel`.
 
         Returns:
             What was found; or if it is to run earlier than it was sent for, what it takes to send
@@ -318,7 +321,8 @@ class Registry:
         record, key, newest = self.names.task(task_id), "", ""
         while True:
             arguments = [(str(min(due_ms, _now_ms() + MAX_LIFE_MS)), newest, key)]
-            call = ScriptCall("postpone", [record], arguments, self._keep_ms)
+            shared = (int(also_future),)
+            call = ScriptCall("postpone", [record], arguments, self._keep_ms, shared)
             ((word, *more),) = self.store.call_each([call])
             if word == "earlier":
                 return Earlier(*more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.shop import named
-from tests.integration.worker import Worker, answer
+from tests.integration.worker import Worker, answer, run_command
 
 TASKS = 1000
 
@@ -188,6 +189,17 @@ def test_messages_laid_out_as_nservicebus_does_arrive_on_time_and_once(
         assert not any(name.startswith("x-") for name in each.message.headers)
         assert each.message.delivery_info["exchange"] == "nsb.v2.delay-delivery"
         assert each.message.delivery_info["routing_key"] == nservicebus.name
+
+
+def test_a_queue_that_does_not_exist_is_named_and_nothing_is_moved(
+    configuration: dict[str, Any], shop: Any
+) -> None:
+    queue = named(shop, "nobodys")
+    for options in ("", " --dry-run", " --follow"):
+        told = run_command(configuration, f"adopt eta {queue}{options}")
+        assert told.returncode == 1
+        assert f"no such queue on the broker: {queue!r}; nothing was moved" in told.stderr
+    assert queue in json.loads(run_command(configuration, f"adopt eta {queue} -j").stdout)["error"]
 
 
 def test_tasks_with_an_eta_leave_their_queue_and_others_stay(

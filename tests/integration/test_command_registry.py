@@ -88,17 +88,39 @@ def test_tasks_are_cancelled_by_id_and_by_key(settings: dict[str, Any], shop: An
     send(shop, 60, key=key)
 
     told = run_command(settings, f"cancel {ids[0]} {ids[1]}")
-    again = run_command(settings, f"cancel {ids[0]} unheard-of --json")
+    again = run_command(settings, f"cancel {ids[0]} unheard-of --also-future --json")
     keyed = run_command(settings, f"cancel --key {key} -j")
 
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines() == [f"{each}: done" for each in ids]
     assert checked("outcomes", again.stdout)["outcomes"] == {
         ids[0]: "cancelled",
-        "unheard-of": "unknown",
+        "unheard-of": "noted",
     }
+    assert again.returncode == 0
     assert checked("outcomes", keyed.stdout) == {"outcomes": {key: "done"}}
     assert shop.rabbitdelay.count() == 0
+
+
+@pytest.mark.parametrize("command", ["cancel", "postpone --delay 60"])
+def test_what_nobody_knows_is_unknown_and_leaves_no_record_unless_asked(
+    settings: dict[str, Any], shop: Any, command: str
+) -> None:
+    name = f"unheard-of-{uuid4().hex}"
+    registry = shop.rabbitdelay.registry
+
+    told = run_command(settings, f"{command} {name}")
+    keyed = run_command(settings, f"{command} --key {name}")
+    (left,) = registry.store.commands(lambda pipe: pipe.exists(registry.names.task(name)))
+    asked = run_command(settings, f"{command} {name} --also-future")
+    (noted,) = registry.store.commands(lambda pipe: pipe.exists(registry.names.task(name)))
+
+    assert told.stdout.startswith(f"{name}: unknown: nothing waits under it; ")
+    assert "--also-future" in told.stdout
+    assert keyed.stdout == f"{name}: unknown: nothing waits under it\n"
+    assert asked.stdout.startswith(f"{name}: noted; ")
+    assert [each.returncode for each in (told, keyed, asked)] == [1, 1, 0]
+    assert (left, noted) == (0, 1)
 
 
 def test_a_task_is_postponed(settings: dict[str, Any], shop: Any) -> None:
@@ -124,7 +146,7 @@ def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any
     committed = answer(settings, f"job commit {job}", "job")
     aborted = run_command(settings, f"job abort {job}")
 
-    assert unknown.stdout == f"{job}: unknown\n"
+    assert (unknown.stdout, unknown.returncode) == (f"{job}: unknown\n", 1)
     assert opened.stdout == f"{job}: open\n"
     assert committed == {"job": job, "state": "committed"}
     assert aborted.returncode == 1

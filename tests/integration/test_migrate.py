@@ -406,7 +406,11 @@ def test_after_ctrl_c_nothing_exists_twice_and_the_rest_is_where_it_was(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--from-tick 0.01 --from-layout clock --from-shards 1", "differ in rabbitdelay_layout"),
+        (
+            "--from-tick 0.01 --from-layout clock --from-shards 1",
+            "found --from-layout with the JSON of their rabbitdelay_layout, a 'custom'",
+        ),
+        ("--from-queue-type classic --from-shards 2", "--from-queue-type quorum --from-shards 1"),
         ("--from-prefix nobodys", "nobodys"),
     ],
 )
@@ -418,6 +422,19 @@ def test_levels_that_are_not_as_described_are_refused(
         told = run_command(new, f"migrate --from-prefix {old['prefix']} {options}{dry_run}")
         assert told.returncode == 2, told.stdout
         assert text in told.stderr
+
+
+@pytest.mark.parametrize(("layout", "tick"), [("binary", 0.1), ("clock", 1)])
+def test_a_refusal_says_which_layout_was_found(
+    old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any], layout: str, tick: float
+) -> None:
+    old = {**old, "rabbitdelay_layout": layout, "rabbitdelay_tick": tick}
+    make(old).tasks["look"].apply_async(delay=600)
+    command = f"migrate --from-prefix {old['prefix']} --from-shards 1 --dry-run"
+    told = run_command(new, command)
+    option = f"--from-layout {layout} --from-tick {tick}"
+    assert f"{old['prefix']!r}: found {option}. " in " ".join(told.stderr.split())
+    assert answer(new, f"{command} {option}", "waiting")["waiting"] == 1
 
 
 def mover_of(connection: Connection, *queues: str) -> Mover:

@@ -15,8 +15,8 @@ from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, Ticket, Verdict, new_copy
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import (
+    NOTE_MS,
     TASKS_PER_CALL,
-    UNKNOWN_MS,
     Earlier,
     Registration,
     Registry,
@@ -177,13 +177,40 @@ def test_a_decision_lives_on_after_it(
     assert last <= lives - KEEP_MS <= max(now_ms(), last)
 
 
-def test_a_cancel_of_a_task_of_which_nothing_is_known_lives_for_ten_years(
+def test_a_cancel_of_a_task_of_which_nothing_waits_lives_for_a_year(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
+    assert verdict(registry, tracked("ran")) is Verdict.RUN
     before = now_ms()
-    assert registry.cancel(["task"]) == [Outcome.UNKNOWN]
-    lives = expiry_ms(redis_setup, registry.names.task("task"))
-    assert before <= lives - UNKNOWN_MS - KEEP_MS <= now_ms()
+    assert registry.cancel(["task", "ran"]) == [Outcome.NOTED, Outcome.RELEASED]
+    for task_id in ("task", "ran"):
+        lives = expiry_ms(redis_setup, registry.names.task(task_id))
+        assert before <= lives - NOTE_MS - KEEP_MS <= now_ms()
+
+
+def test_what_nobody_knows_leaves_no_record_unless_asked(
+    registry: Registry, redis_setup: RedisSetup, prefix: str
+) -> None:
+    later = now_ms() + MINUTE_MS
+    assert registry.cancel(["task"], also_future=False) == [Outcome.UNKNOWN]
+    assert registry.postpone("task", later, also_future=False) is Outcome.UNKNOWN
+    assert keys(redis_setup, prefix) == []
+    assert registry.postpone("task", later) is Outcome.NOTED
+    # That it is to run later says nothing about whether it waits.
+    assert registry.cancel(["task"], also_future=False) == [Outcome.UNKNOWN]
+    assert registry.cancel(["task"]) == [Outcome.NOTED]
+    assert verdict(registry, sent("task")) is Verdict.CANCELLED
+
+
+def test_a_task_that_was_cancelled_before_is_kept_no_longer_unless_asked(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    registry.register([tracked()])
+    record = registry.names.task("task")
+    assert registry.cancel(["task"], also_future=False) == [Outcome.DONE]
+    lives = expiry_ms(redis_setup, record)
+    assert registry.cancel(["task"], also_future=False) == [Outcome.CANCELLED]
+    assert expiry_ms(redis_setup, record) == lives
 
 
 @pytest.mark.parametrize("forgotten", [True, False])

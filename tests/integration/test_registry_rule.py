@@ -199,17 +199,19 @@ class Sequence:
             self.messages.append(self.chance.choice(self.messages))
 
     def cancel(self) -> None:
-        self.record, expected = model.cancel(self.record)
+        also_future = self.chance.random() < 0.6
+        self.record, expected = model.cancel(self.record, also_future)
         self.is_listed &= self.record.waits is not None
-        (found,) = self.registry.cancel([self.task_id])
+        (found,) = self.registry.cancel([self.task_id], also_future)
         self.say("cancel", found.value, expected)
 
     def postpone(self) -> None:
         due, newest = self.chance.choice((1, 3, 9)), self.newest
         waits, order = self.record.waits, self.record.order
         is_listed = not (order and order < newest)
-        self.record, expected = model.postpone(self.record, due, newest)
-        found = self.registry.postpone(self.task_id, self.ms(due))
+        also_future = self.chance.random() < 0.6
+        self.record, expected = model.postpone(self.record, due, newest, also_future)
+        found = self.registry.postpone(self.task_id, self.ms(due), also_future)
         if not isinstance(found, Earlier):
             self.say(f"postpone to {due}", found.value, expected)
             return

@@ -64,6 +64,24 @@ def test_a_tracked_task_is_revoked_at_once_when_it_is_cancelled(shop: Any, noted
     assert noted.until(DELAY) == []
 
 
+def test_an_untracked_task_is_cancelled_by_its_id_unless_only_known_ones_are_meant(
+    shop: Any, noted: Notes
+) -> None:
+    cancelled, runs = (noted.send(each, delay=DELAY) for each in ("cancelled", "runs"))
+    assert shop.rabbitdelay.cancel(cancelled.id) is Outcome.NOTED
+    assert shop.rabbitdelay.cancel(runs.id, also_future=False) is Outcome.UNKNOWN
+    assert shop.rabbitdelay.postpone(runs.id, delay=60, also_future=False) is Outcome.UNKNOWN
+    assert shop.rabbitdelay.cancel(key=f"nobody's {uuid4().hex}") is Outcome.UNKNOWN
+    assert noted.until(DELAY) == ["runs"]
+
+
+def test_a_task_that_is_sent_after_its_cancel_does_not_run(shop: Any, noted: Notes) -> None:
+    task_id = uuid4().hex
+    assert shop.rabbitdelay.cancel(task_id) is Outcome.NOTED
+    noted.send("cancelled", delay=0.5, task_id=task_id)
+    assert noted.until(0.5) == []
+
+
 def test_a_task_that_has_arrived_is_released(shop: Any, noted: Notes) -> None:
     result = noted.send("runs", delay=0.2, track=True)
     wait_for(lambda: noted() == ["runs"], "the task")
@@ -85,7 +103,7 @@ def test_a_postponed_task_runs_later_and_once(shop: Any, noted: Notes, track: bo
     result = noted.send("postponed", delay=DELAY, track=track)
     due = time.time() + DELAY + 1
     outcome = shop.rabbitdelay.postpone(result, delay=DELAY + 1)
-    assert outcome is (Outcome.DONE if track else Outcome.UNKNOWN)
+    assert outcome is (Outcome.DONE if track else Outcome.NOTED)
     wait_for(noted, "the task", PATIENCE)
     assert time.time() >= due
     assert noted.until(0) == ["postponed"]

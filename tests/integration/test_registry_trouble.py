@@ -121,7 +121,7 @@ def test_an_unknown_user_is_refused_and_the_password_is_not_told(redis_setup: Re
 def test_a_wrong_password_is_not_told() -> None:
     with ConfiguredRedis(password="the right one") as server:
         with registry_in(server.url) as registry:
-            assert registry.cancel(["task"]) == [Outcome.UNKNOWN]
+            assert registry.cancel(["task"]) == [Outcome.NOTED]
         wrong = server.url.replace("the right one", PASSWORD)
         with registry_in(wrong) as registry:
             said = unavailable(lambda: registry.cancel(["task"]))
@@ -249,7 +249,7 @@ def test_a_decision_counts_once_it_has_its_copies() -> None:
         plain = connect(servers.url, {**options, "socket_timeout": TIMEOUT})
         safe = connect(servers.url, {**options, **SECOND}, 1)
         registry = Registry(safe, "test", KEEP_MS, MARGIN_MS)
-        assert registry.cancel(["copied"]) == [Outcome.UNKNOWN]
+        assert registry.cancel(["copied"]) == [Outcome.NOTED]
         registry.jobs.open("job", MINUTE_MS)
         servers.replica.suspend()
         for decide in (
@@ -274,7 +274,7 @@ def test_the_append_only_file_is_a_copy_where_redis_can_say_so(writes: str) -> N
         knows = server.ask("command", "info", "waitaof") != ""
         registry = Registry(connect(server.url, SECOND, 1), "test", KEEP_MS, MARGIN_MS)
         if knows and writes == "yes":
-            assert registry.cancel(["task"]) == [Outcome.UNKNOWN]
+            assert registry.cancel(["task"]) == [Outcome.NOTED]
         else:
             assert "0 of 1 copies" in unavailable(lambda: registry.cancel(["task"]))
         registry.store.close()

@@ -265,12 +265,25 @@ def test_several_tasks_are_cancelled_in_any_form(shop: Any, noted: Notes) -> Non
 def test_a_cancel_counts_while_rabbitmq_is_away(
     configuration: dict[str, Any], shop: Any, noted: Notes
 ) -> None:
-    result = noted.send("cancelled", delay=60, track=True)
+    result = noted.send("cancelled", delay=60)
     away = f"amqp://127.0.0.1:{free_port()}//"
     app: Any = make_app({**configuration, "broker_url": away, "broker_connection_timeout": 1})
-    assert app.rabbitdelay.cancel(result.id) is Outcome.DONE
+    assert app.rabbitdelay.cancel(result.id) is Outcome.NOTED
     assert shop.rabbitdelay.cancel(result.id) is Outcome.CANCELLED
     app.close()
+
+
+def test_a_cancel_of_many_tasks_writes_no_long_line(
+    shop: Any, noted: Notes, worker: Worker
+) -> None:
+    rows = [noted.row(number, delay=60) for number in range(500)]
+    with shop.rabbitdelay.job("many", expires=60):
+        shop.rabbitdelay.send_many(shop.tasks["note"], rows, job="many", track=True)
+    assert shop.rabbitdelay.cancel(job="many") is Outcome.DONE
+    assert shop.rabbitdelay.cancel([str(uuid4()) for _ in rows]) is Outcome.NOTED
+    # Those that wait are with no worker; it is told of the others only.
+    wait_for(lambda: worker.log.count("flagged as revoked") == 5, "revokes", PATIENCE)
+    assert max(map(len, worker.log.splitlines())) < 5000
 
 
 def test_an_early_task_that_the_worker_holds_asks_when_it_is_due(

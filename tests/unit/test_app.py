@@ -14,11 +14,15 @@ from celery import Task, chain, group
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, exceptions, install
+from celery_rabbitdelay.app.sending.rows import checked_row
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.worker.bootsteps import Modules
 
 #: A port that nothing listens on: what gets as far as the broker fails with another error.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
+
+#: It is no row.
+SEVEN: Any = "seven"
 
 
 @pytest.fixture
@@ -71,6 +75,29 @@ def test_what_is_no_eta_is_named_with_an_example(remind: Any, eta: Any) -> None:
         remind.apply_async(eta=eta)
     assert str(caught.value).startswith(f"eta {eta!r}: takes a datetime or ISO 8601")
     assert str(caught.value).endswith("such as 2030-01-31T09:00:00+01:00")
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "example"),
+    [
+        (lambda app: app.send_task("remind", eta="tomorrow"), "'tomorrow'", "2030-01-31T09:00"),
+        (lambda app: app.send_task("remind", eta=5), "eta 5", "2030-01-31T09:00"),
+        (lambda app: app.send_task("remind", delay="5"), "'5'", "timedelta(days=3)"),
+        (lambda app: app.send_task("remind", delay=5, key=7), "key = 7", "'key:7'"),
+        (lambda app: app.rabbitdelay.cancel(7), "not 7", "result.id"),
+        (lambda app: app.rabbitdelay.cancel("a", key="b"), "not 'a' and 'b'", "key='order:7'"),
+        (lambda app: app.rabbitdelay.cancel(), "not none", "key='order:7'"),
+        (lambda app: app.rabbitdelay.postpone("a"), "neither was given", "delay=60"),
+        (lambda app: checked_row(SEVEN), "row 'seven'", '{"args": [7], "delay": 60}'),
+    ],
+)
+def test_a_refusal_says_what_was_given_and_gives_an_example(
+    app: Any, call: Callable[[Any], Any], given: str, example: str
+) -> None:
+    with pytest.raises((ValueError, TypeError)) as refused:
+        call(app)
+    assert given in str(refused.value)
+    assert example in str(refused.value)
 
 
 def test_a_delay_above_the_capacity_names_the_capacity(remind: Any) -> None:

@@ -137,9 +137,10 @@ class World(NamedTuple):
                     further = self.message(each, life=each.life, attempt=attempt)
                     yield "retry, not noted", gone.with_message(further)
                     yield "retry", gone.with_message(further).noting(further)
-        yield "cancel", self.cancelled()
-        for due in (1, 9):
-            yield from self.postponed(due)
+        for also_future in (True, False):
+            yield "cancel", self.cancelled(also_future)
+            for due in (1, 9):
+                yield from self.postponed(due, also_future)
         if KIND.order:
             is_newer = self.newest < NEWER
             yield "supersede", self._replace(newest=NEWER, holder=()) if is_newer else self
@@ -173,14 +174,18 @@ class World(NamedTuple):
         record, _ = registry_model.register(self.record, message)
         return self.claimed(message)._replace(record=record)
 
-    def cancelled(self) -> World:
+    def cancelled(self, also_future: bool) -> World:
         stopped = registry_model.next_life(self.record)
-        record, _ = registry_model.cancel(self.record)
+        record, found = registry_model.cancel(self.record, also_future)
+        if found == "unknown":
+            assert record == self.record, "something was noted"
+            return self
         return self._replace(record=record, stopped=max(stopped, self.stopped or 0))
 
-    def postponed(self, due: int) -> Iterator[tuple[str, World]]:
+    def postponed(self, due: int, also_future: bool) -> Iterator[tuple[str, World]]:
         newest = self.newest
-        record, found = registry_model.postpone(self.record, due, newest)
+        record, found = registry_model.postpone(self.record, due, newest, also_future)
+        assert found != "unknown" or record == self.record, "something was noted"
         world = self._replace(record=record)
         if found != "earlier":
             yield "postpone", world

@@ -198,11 +198,12 @@ class RowSender(Sending):
         self._settings.check_delay(due)
         args, kwargs = row.args or (), row.kwargs or {}
         if not isinstance(args, list | tuple):
-            raise exceptions.InvalidRow(row, "takes a list or a tuple of arguments")
+            raise exceptions.InvalidRow(row, "takes a list or a tuple as args, such as [7]")
         if not isinstance(kwargs, Mapping):
-            raise exceptions.InvalidRow(row, "takes a mapping of keyword arguments")
+            raise exceptions.InvalidRow(row, 'takes a mapping as kwargs, such as {"order": 7}')
         if row.task_id is not None and not _is_id(row.task_id):
-            raise exceptions.InvalidRow(row, f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes")
+            takes = f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes, such as 'order-7'"
+            raise exceptions.InvalidRow(row, takes)
         if self._check_arguments is not None:
             self._check_arguments(*args, **kwargs)
         if row.key is not None:

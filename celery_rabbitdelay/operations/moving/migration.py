@@ -7,19 +7,27 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 import amqp
 from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import SameTopology, TopologyIncomplete, UnprocessableMessage
+from celery_rabbitdelay.exceptions import (
+    InvalidLayout,
+    LayoutConflict,
+    SameTopology,
+    TopologyIncomplete,
+    UnprocessableMessage,
+)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.layout import Layout, binary, clock, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.probe import PROBE_TYPE
@@ -174,12 +182,52 @@ def check_source(source: Place) -> None:
     """Check that a topology is declared as it is described.
 
     Raises:
-        LayoutConflict: Another layout is declared under its prefix.
+        LayoutConflict: Another layout is declared under its prefix; it says which options name it.
         TopologyIncomplete: None of its queues exists.
         OSError: The broker cannot be reached.
     """
     with source.connection.clone(heartbeat=0) as own:
-        declaration.check_layout(own, source.topology)
+        try:
+            declaration.check_layout(own, source.topology)
+        except LayoutConflict as conflict:
+            found = declaration.declared_parts(source.topology, conflict.reply)
+            described = declaration.parts_of(source.topology.identity.fingerprint)
+            options = [
+                _option(part, value)
+                for part, value in found.items()
+                if value != described[part] and part in _OPTIONS
+            ]
+            if not options:
+                raise
+            advice = f"found {' '.join(options)}"
+            raise LayoutConflict(conflict.prefix, conflict.reply, advice) from conflict
         counts = declaration.queue_counts(own, source.topology.queues)
     if not any(counts.values()):
         raise TopologyIncomplete(source.topology.prefix, tuple(counts))
+
+
+#: The options of the command line for the parts of a fingerprint that are settings.
+_OPTIONS: Final = {
+    "layout": "--from-layout",
+    "queue_type": "--from-queue-type",
+    "shards": "--from-shards",
+}
+
+#: The layouts that ``--from-layout`` takes by their names.
+_LAYOUTS: Final[Mapping[str, Callable[[float], Layout]]] = {
+    "clock": clock,
+    "binary": binary,
+    "geometric": geometric,
+}
+
+
+def _option(part: str, value: str) -> str:
+    """Return the option that gives levels that part of their fingerprint."""
+    if part != "layout":
+        return f"{_OPTIONS[part]} {value}"
+    name = value.rpartition("-")[0]
+    for tick in (0.1, 1.0, 0.01, 0.001):
+        with suppress(KeyError, InvalidLayout):
+            if _LAYOUTS[name](tick).fingerprint == value:
+                return f"--from-layout {name} --from-tick {tick:g}"
+    return f"--from-layout with the JSON of their rabbitdelay_layout, a {name!r} of other options"

@@ -1,22 +1,26 @@
 -- Cancel tasks.
 --
 -- KEYS  the record of each task
--- ARGV  nothing for each; then for how many milliseconds a cancel is kept if it is not known when the
---       task is due
--- Returns for each task what was found: "done", "released", "cancelled" or "unknown".
+-- ARGV  nothing for each; then for how many milliseconds a cancel is kept if nothing of the task waits,
+--       and whether to note it if nothing is known of the task ("1")
+-- Returns for each task what was found: "done", "released", "cancelled", "noted", or if nothing was noted,
+-- "unknown".
 
-local unknown_ms, now_ms = tonumber(ARGV[3]), clock()
+local note_ms, notes, now_ms = tonumber(ARGV[3]), ARGV[4] == '1', clock()
 
 local function cancel(record)
   local cancelled, not_before, ran, waits, due =
     unpack(redis.call('HMGET', record, 'cancelled', 'not_before', 'ran', 'waits', 'due'))
   local life = latest(ran, waits)
   local outcome = is_cancelled(cancelled, life) and 'cancelled'
-    or waits and 'done' or ran and 'released' or 'unknown'
+    or waits and 'done' or ran and 'released' or notes and 'noted' or 'unknown'
+  if not (waits or ran or notes) then
+    return outcome
+  end
   -- Once the task has run, a message of the next life may be on its way that is not registered.
   redis.call('HSET', record, 'cancelled', ran and math.max(life, next_life(ran, cancelled)) or life)
   local last = math.max(tonumber(due or '0'), tonumber(not_before or '0'), now_ms)
-  keep(record, last + (waits and keep_ms or unknown_ms), now_ms)
+  keep(record, last + (waits and keep_ms or note_ms), now_ms)
   if waits then
     settle(record)
   end

@@ -2,7 +2,8 @@
 --
 -- KEYS  the task's record
 -- ARGV  the new due time; the order of the newest task under the key of this one, and that key; both
---       empty if it is not known whether it has one
+--       empty if it is not known whether it has one; then whether to note it if nothing is known of the
+--       task ("1")
 -- Returns {outcome}; or {"key", key} if that has to be known; or if it is to run earlier than its first
 -- message is due, {"earlier", name, message}, where the message is empty, and nothing was changed, if the
 -- task is not tracked.
@@ -22,6 +23,9 @@ end
 if ran and not waits then
   return cjson.encode({'released'})
 end
+if not waits and ARGV[3] ~= '1' then
+  return cjson.encode({'unknown'})
+end
 local is_earlier = known and tonumber(due) < tonumber(known)
 local message = is_earlier and name and redis.call('GET', message_of(record))
 if is_earlier and not message then
@@ -40,4 +44,4 @@ if name then
     keep(each, last, now_ms)
   end
 end
-return cjson.encode({waits and 'done' or 'unknown'})
+return cjson.encode({waits and 'done' or 'noted'})
