@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import celery
 import celery.result
@@ -20,6 +20,7 @@ from celery.app.control import Control
 from celery.canvas import Signature
 from kombu import Connection, Producer
 
+from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
@@ -30,12 +31,7 @@ from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.levels.shown_url import without_passwords
-
-if TYPE_CHECKING:
-    # kombu's has no types.
-    from functools import cached_property
-else:
-    from kombu.utils.objects import cached_property
+from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
 #: The bootsteps that make a worker ready for delayed tasks, as Celery imports them.
 WORKER_STEPS = (
@@ -115,7 +111,8 @@ class Celery(celery.Celery):
 
     def bugreport(self) -> str:
         """Return what ``celery report`` prints; Celery hides the passwords of its own URLs only."""
-        return without_passwords(super().bugreport())
+        ours = f"\npackage  -> celery-rabbitdelay:{__version__}"
+        return ours + without_passwords(super().bugreport())
 
     def close(self) -> None:
         """Clean up after the application."""

@@ -1,14 +1,17 @@
-"""The connection to another broker than the application's."""
+"""The connection to another broker than the application's, and the version."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay import Celery
+from celery_rabbitdelay import Celery, __version__
 from celery_rabbitdelay.command.shared import broker_at
 
 
@@ -65,3 +68,17 @@ def test_the_url_says_whether_it_is_tls(app: Any, url: str, settings: Any, ssl: 
     app.conf.broker_use_ssl = settings
     context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
     assert broker_at(context, url).ssl == ssl
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["rabbitdelay", "--version"], f"celery-rabbitdelay, version {__version__}"),
+        (["-A", "shop", "report"], f"package  -> celery-rabbitdelay:{__version__}"),
+    ],
+)
+def test_celery_says_which_version_this_is(command: list[str], line: str, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text("from celery_rabbitdelay import Celery\napp = Celery()\n")
+    celery = [sys.executable, "-m", "celery", *command]
+    run = subprocess.run(celery, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert line in run.stdout.splitlines()
