@@ -130,6 +130,8 @@ def ship(order: int) -> None: ...
 
 
 ship.apply_async((1,), delay=60)  # refused
+celery.chain(remind.s(1), remind.si(2)).set(delay=60)  # refused
+celery.chain(remind.s(1), remind.si(2)).apply_async(delay=60)
 celery.current_app.rabbitdelay  # refused
 """
 
