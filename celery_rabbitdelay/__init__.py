@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from celery_rabbitdelay.app import signals
     from celery_rabbitdelay.app.application import Celery, install
     from celery_rabbitdelay.app.sending.rows import Report, Row
+    from celery_rabbitdelay.app.task import Task, shared_task
     from celery_rabbitdelay.registry.decision import Outcome
     from celery_rabbitdelay.registry.index import Pending
 
@@ -34,8 +35,10 @@ __all__ = [
     "Pending",
     "Report",
     "Row",
+    "Task",
     "__version__",
     "install",
+    "shared_task",
     "signals",
 ]
 __all__ += _errors
@@ -48,6 +51,8 @@ _IMPORTED_ON_FIRST_USE: Final = {
     "install": "celery_rabbitdelay.app.application",
     "Report": "celery_rabbitdelay.app.sending.rows",
     "Row": "celery_rabbitdelay.app.sending.rows",
+    "Task": "celery_rabbitdelay.app.task",
+    "shared_task": "celery_rabbitdelay.app.task",
     "Outcome": "celery_rabbitdelay.registry.decision",
     "Pending": "celery_rabbitdelay.registry.index",
 }

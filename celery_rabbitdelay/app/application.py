@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import celery
 import celery.result
@@ -19,20 +19,19 @@ from celery.app import amqp as celery_amqp
 from celery.app.control import Control
 from celery.canvas import Signature
 from kombu import Connection, Producer
-from kombu.utils.objects import cached_property
 
+from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
-from celery_rabbitdelay.app.task import DelayingTask
+from celery_rabbitdelay.app.task import Task, TaskDecorator
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.levels.shown_url import without_passwords
-
-AppT = TypeVar("AppT", bound=celery.Celery)
+from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
 #: The bootsteps that make a worker ready for delayed tasks, as Celery imports them.
 WORKER_STEPS = (
@@ -68,6 +67,8 @@ class Celery(celery.Celery):
     options. Tasks without a delay take Celery's own path, unchanged.
     """
 
+    task: TaskDecorator  # type: ignore[assignment]
+
     def on_init(self) -> None:
         """Called by Celery at the end of its initialization."""
         super().on_init()
@@ -100,7 +101,7 @@ class Celery(celery.Celery):
     def create_task_cls(self) -> type[celery.Task[Any, Any]]:
         """Create the base class of the application's tasks."""
         return celery_internals.task_class(
-            self, celery_internals.combined_class(DelayingTask, self.task_cls)
+            self, celery_internals.combined_class(Task, self.task_cls)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,7 +111,8 @@ class Celery(celery.Celery):
 
     def bugreport(self) -> str:
         """Return what ``celery report`` prints; Celery hides the passwords of its own URLs only."""
-        return without_passwords(super().bugreport())
+        ours = f"\npackage  -> celery-rabbitdelay:{__version__}"
+        return ours + without_passwords(super().bugreport())
 
     def close(self) -> None:
         """Clean up after the application."""
@@ -193,13 +195,13 @@ class Celery(celery.Celery):
             former=former,
         ).send()
 
-    def signature(self, *args: Any, **options: Any) -> Any:
+    def signature(self, *args: Any, **options: Any) -> canvas.DelayingSignature[Any]:
         """Create a signature bound to this application, as :meth:`celery.Celery.signature`."""
-        signature = super().signature(*args, **options)
+        signature: Any = super().signature(*args, **options)
         return canvas.DelayingSignature.of(signature) if type(signature) is Signature else signature
 
 
-def install(app: AppT) -> AppT:
+def install(app: celery.Celery[Any]) -> Celery:
     """Make the delays of an existing application live in RabbitMQ; return the application.
 
     Call it right after the application is created. A task that was defined before has no
@@ -216,7 +218,9 @@ def install(app: AppT) -> AppT:
     celery_internals.forget_classes(app)
     _add_steps(app)
     _make_delaying(app)
-    return app
+    installed: Any = app
+    assert isinstance(installed, Celery)
+    return installed
 
 
 def _add_steps(app: celery.Celery) -> None:

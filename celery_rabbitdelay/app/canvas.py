@@ -10,13 +10,17 @@ a timedelta.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 from celery.canvas import Signature
+from celery.result import AsyncResult
 
 from celery_rabbitdelay.app.celery_internals import copied_as
+from celery_rabbitdelay.app.options import DelayOptions
 from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds
+
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 #: The options that say when a task may start. The one that was given last wins.
 TIMES: Final = ("delay", "countdown", "eta")
@@ -45,7 +49,7 @@ OF_ONE_TASK: Final = (
 BODY_DELAY_IS_RESTORED: Final = "rabbitdelay_body_delay_is_restored"
 
 
-class DelayingSignature(Signature):
+class DelayingSignature(Signature, Generic[ResultT_co]):
     """A signature of one task that distinguishes its own delay from that of the chord it is in.
 
     Attributes:
@@ -55,44 +59,51 @@ class DelayingSignature(Signature):
 
     former: Mapping[str, Any] = {}
 
-    def set(self, immutable: bool | None = None, **options: Any) -> DelayingSignature:
+    def set(self, immutable: bool | None = None, **options: Unpack[DelayOptions]) -> Self:
         """Set options; setting one of delay, countdown, eta removes the other two."""
-        _drop_other_times(self.options, options)
-        super().set(immutable, **options)
+        given: dict[str, Any] = {**options}
+        _drop_other_times(self.options, given)
+        super().set(immutable, **given)
         return self
 
-    def clone(self, args: Any = None, kwargs: Any = None, **options: Any) -> DelayingSignature:
+    def clone(self, args: Any = None, kwargs: Any = None, **options: Unpack[DelayOptions]) -> Self:
         """Return a copy; setting one of delay, countdown, eta removes the other two."""
-        copy = DelayingSignature.of(super().clone(args, kwargs, **options))
-        _drop_other_times(copy.options, options)
+        given: dict[str, Any] = {**options}
+        copy = self.of(super().clone(args, kwargs, **given))
+        _drop_other_times(copy.options, given)
         copy.former = dict(self.options)
         return copy
 
     partial = clone
 
-    def apply_async(
-        self, args: Any = None, kwargs: Any = None, route_name: str | None = None, **options: Any
-    ) -> Any:
+    def apply_async(  # type: ignore[override]  # it takes no option that Celery would drop
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        route_name: str | None = None,
+        **options: Unpack[DelayOptions],
+    ) -> AsyncResult[ResultT_co]:
         """Send the task, as in Celery; a time that is given here replaces the signature's own.
 
         Raises:
             UnknownOption: A ``key`` that was given to a group, chain or chord as a whole.
         """
+        given: dict[str, Any] = {**options}
         # Only a chord or a chain that contains this signature gives these options here.
-        is_part = options.get("chord") is not None or bool(options.get("chain"))
-        if options.get("key") is not None and (is_part or "group_id" in self.options):
-            raise UnknownOption("key", options["key"], OF_ONE_TASK)
+        is_part = given.get("chord") is not None or bool(given.get("chain"))
+        if given.get("key") is not None and (is_part or "group_id" in self.options):
+            raise UnknownOption("key", given["key"], OF_ONE_TASK)
         if is_part:
-            options = restore_body_delay(options, options.get("delay"))
-            options[BODY_DELAY_IS_RESTORED] = True
+            given = restore_body_delay(given, given.get("delay"))
+            given[BODY_DELAY_IS_RESTORED] = True
         sent = self
-        if _says_when(self.options) and _says_when(options):
+        if _says_when(self.options) and _says_when(given):
             sent = self.clone()
-            _drop_other_times(sent.options, options)
-        return super(DelayingSignature, sent).apply_async(args, kwargs, route_name, **options)
+            _drop_other_times(sent.options, given)
+        return super(DelayingSignature, sent).apply_async(args, kwargs, route_name, **given)
 
     @classmethod
-    def of(cls, signature: Any) -> DelayingSignature:
+    def of(cls, signature: Any) -> Self:
         """Return a copy of a plain signature as one of this class."""
         return copied_as(cls, signature)
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 import celery
 from kombu import Connection
 from kombu.transport import pyamqp
-from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, own_changes
@@ -33,6 +32,7 @@ from celery_rabbitdelay.levels.delay import (
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
+from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 from celery_rabbitdelay.registry.connection import connect as connect_to_redis
 from celery_rabbitdelay.registry.registry import Registry

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypedDict
+
+import kombu
+from celery.canvas import Signature
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
@@ -16,6 +19,55 @@ from celery_rabbitdelay.registry.decision import Ticket, new_copy
 #: it does not know in silence. A user who gives one of these relies on it, so it is an error where
 #: there is no registry, with a delay and without one.
 REGISTRY_OPTIONS: Final[Mapping[str, type]] = {"key": str, "job": str, "once": bool, "track": bool}
+
+
+class SendOptions(TypedDict, total=False):
+    """What a send takes besides its time, for type checkers: our options, then Celery's."""
+
+    tolerance: Delay
+    confirm_timeout: float
+    key: str | None
+    job: str | None
+    once: bool | None
+    track: bool | None
+
+    task_id: str | None
+    producer: kombu.Producer | None
+    publisher: kombu.Producer | None
+    connection: kombu.Connection | None
+    link: Signature[Any] | list[Signature[Any]] | None
+    link_error: Signature[Any] | list[Signature[Any]] | None
+    shadow: str | None
+    expires: float | datetime | None
+    retry: bool
+    retry_policy: Mapping[str, Any] | None
+    queue: str | kombu.Queue | None
+    exchange: str | kombu.Exchange | None
+    routing_key: str | None
+    priority: int | None
+    serializer: str | None
+    compression: str | None
+    delivery_mode: int | str
+    mandatory: bool
+    headers: Mapping[str, Any] | None
+    stamped_headers: list[str] | None
+    reply_to: str | None
+    root_id: str | None
+    parent_id: str | None
+    group_id: str | None
+    group_index: int | None
+    add_to_parent: bool
+    ignore_result: bool
+    time_limit: float | None
+    soft_time_limit: float | None
+
+
+class DelayOptions(SendOptions, total=False):
+    """What ``apply_async`` and signatures take."""
+
+    delay: Delay | None
+    countdown: float | None
+    eta: datetime | str | None
 
 
 NO_TICKET: Final = Ticket()

@@ -1,21 +1,49 @@
 """The task base class: ``retry()`` accepts ``delay``, and raises if it cannot be published.
 
-An eager task never reaches ``send_task``, so its delay is checked here.
+An eager task never reaches ``send_task``, so its delay is checked here. What only type checkers
+read says what ``delay`` and our other options are for them, with celery-types and without.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any, Final
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import celery
-from celery.exceptions import Reject
+from celery.exceptions import Reject, Retry
+from celery.result import AsyncResult
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.canvas import DelayingSignature
-from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
+from celery_rabbitdelay.app.options import (
+    DelayOptions,
+    SendOptions,
+    refuse_two_times,
+    refuse_without_registry,
+)
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
+
+if TYPE_CHECKING:
+    from celery_rabbitdelay.app.application import Celery
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+TaskT = TypeVar("TaskT", bound="celery.Task[Any, Any]")
 
 #: Errors of publishing after which another attempt may succeed.
 TEMPORARY_ERRORS: Final = (
@@ -30,8 +58,11 @@ TEMPORARY_ERRORS: Final = (
 MAX_REQUEUE_WAIT: Final = 10.0
 
 
-class DelayingTask(celery.Task):  # type: ignore[type-arg]
-    """The base class of the application's tasks, mixed with the one that the user chose."""
+class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
+    """The base class of the application's tasks, mixed with the one that the user chose.
+
+    A :class:`celery.Task`, to be named where a type is: as a ``base``, or as that of ``self``.
+    """
 
     abstract = True
 
@@ -44,7 +75,33 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
     #: Whether the task is listed in the registry while it waits; None for ``rabbitdelay_track``.
     track: bool | None = None
 
-    def signature(self, *args: Any, **options: Any) -> DelayingSignature:
+    if TYPE_CHECKING:
+
+        @property
+        def app(self) -> Celery:
+            """The application."""
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co:
+            """Run the task here."""
+
+        def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[ResultT_co]:
+            """Send the task with these arguments and without options; not after a delay."""
+
+        def s(self, *args: Any, **kwargs: Any) -> DelayingSignature[ResultT_co]:
+            """Create a signature with these arguments, or the last ones of them."""
+
+        def si(self, *args: P.args, **kwargs: P.kwargs) -> DelayingSignature[ResultT_co]:
+            """Create a signature with these arguments, which no result is added to."""
+
+        def delay_on_commit(self, *args: P.args, **kwargs: P.kwargs) -> None:
+            """Call ``delay`` after the transaction; only with Django."""
+
+        def apply_async_on_commit(
+            self, args: Any = None, kwargs: Any = None, **options: Unpack[DelayOptions]
+        ) -> None:
+            """Call ``apply_async`` after the transaction; only with Django."""
+
+    def signature(self, *args: Any, **options: Any) -> DelayingSignature[ResultT_co]:
         """Create a signature of this task, as in Celery."""
         return DelayingSignature.of(super().signature(*args, **options))
 
@@ -52,7 +109,7 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
 
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
-    ) -> DelayingSignature:
+    ) -> DelayingSignature[ResultT_co]:
         """Create the signature of a retry, as in Celery; a ``delay`` replaces the countdown."""
         if options.get("delay") is not None:
             options.pop("countdown", None)
@@ -67,9 +124,8 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         args: Any = None,
         kwargs: Any = None,
         *more: Any,
-        delay: Delay | None = None,
-        **options: Any,
-    ) -> Any:
+        **options: Unpack[DelayOptions],
+    ) -> AsyncResult[ResultT_co]:
         """Send the task, as :meth:`celery.app.task.Task.apply_async`, which takes ``delay`` too.
 
         With ``task_always_eager`` the task runs at once, whatever its delay, as with ``countdown``.
@@ -78,26 +134,24 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             *more: Further positional arguments of Celery.
-            delay: As :meth:`celery_rabbitdelay.Celery.send_task` takes it.
-            **options: Further options of Celery.
+            **options: Options of Celery and ours; ``delay`` as
+                :meth:`celery_rabbitdelay.Celery.send_task` takes it.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
             ValueError: A delay that is not finite.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
-        app: Any = self.app
-        refuse_without_registry(options, app)
-        if delay is not None:
-            if app.conf.task_always_eager:
-                refuse_two_times(delay, options.get("countdown"), options.get("eta"))
-                options["countdown"] = milliseconds(delay) / 1000
-                if options["countdown"] > 0:
-                    why = "with task_always_eager, the task runs at once"
-                    app.rabbitdelay.warn_treated_as_countdown(why)
-            else:
-                options["delay"] = delay
-        return super().apply_async(args, kwargs, *more, **options)
+        given: dict[str, Any] = {**options}
+        refuse_without_registry(given, self.app)
+        delay: Delay | None = given.get("delay")
+        if delay is not None and self.app.conf.task_always_eager:
+            refuse_two_times(delay, given.get("countdown"), given.get("eta"))
+            given["countdown"] = milliseconds(given.pop("delay")) / 1000
+            if given["countdown"] > 0:
+                why = "with task_always_eager, the task runs at once"
+                self.app.rabbitdelay.warn_treated_as_countdown(why)
+        return super().apply_async(args, kwargs, *more, **given)
 
     def retry(
         self,
@@ -110,8 +164,8 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
         max_retries: int | None = None,
         *,
         delay: Delay | None = None,
-        **options: Any,
-    ) -> Any:
+        **options: Unpack[SendOptions],
+    ) -> Retry:
         """Retry the task, as :meth:`celery.app.task.Task.retry`, which takes ``delay`` as well.
 
         A retry that could not be sent is not lost in silence. If the error may pass and the task
@@ -123,14 +177,14 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
-        app: Any = self.app
-        refuse_without_registry(options, app)
+        given: dict[str, Any] = {**options}
+        refuse_without_registry(given, self.app)
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
-            options["delay"] = delay
+            given["delay"] = delay
         try:
-            return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
+            return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **given)
         except Reject as rejected:
             if not self.rabbitdelay:
                 raise
@@ -141,3 +195,46 @@ class DelayingTask(celery.Task):  # type: ignore[type-arg]
                 time.sleep(min(max(countdown or 0.0, 1.0), MAX_REQUEUE_WAIT))
                 raise Reject(unsent, requeue=True) from unsent
             raise unsent from None
+
+
+class TaskDecorator(Protocol):
+    """``app.task`` and ``shared_task``, for type checkers: their tasks take our options."""
+
+    @overload
+    def __call__(self, fun: Callable[P, ResultT], /, **options: Any) -> Task[P, ResultT]: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        base: type[TaskT],
+        rabbitdelay: bool = True,
+        once: bool = False,
+        track: bool | None = None,
+        **options: Any,
+    ) -> Callable[[Callable[..., Any]], TaskT]: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        bind: Literal[True],
+        rabbitdelay: bool = True,
+        once: bool = False,
+        track: bool | None = None,
+        **options: Any,
+    ) -> Callable[[Callable[Concatenate[Any, P], ResultT]], Task[P, ResultT]]: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        bind: Literal[False] = False,
+        rabbitdelay: bool = True,
+        once: bool = False,
+        track: bool | None = None,
+        **options: Any,
+    ) -> Callable[[Callable[P, ResultT]], Task[P, ResultT]]: ...
+
+
+_shared_task: Any = celery.shared_task
+
+#: Celery's own, known to type checkers with the options that this package adds.
+shared_task: TaskDecorator = _shared_task

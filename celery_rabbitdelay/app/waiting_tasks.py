@@ -16,7 +16,6 @@ import celery
 from celery import states
 from celery.result import AsyncResult, ResultBase
 from kombu.utils.functional import maybe_list
-from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
@@ -29,6 +28,7 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds,
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import COMMITTED, COPY, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher

@@ -20,7 +20,7 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 from kombu.transport import pyamqp
 
-from celery_rabbitdelay import exceptions
+from celery_rabbitdelay import __version__, exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import shown_url
 from celery_rabbitdelay.levels.delay import (
@@ -74,6 +74,7 @@ class Commands(click.Group):
     epilog=f"A DELAY or DURATION {TAKES}. An INSTANT is ISO 8601; without a time zone, it is in "
     "that of this machine.",
 )
+@click.version_option(__version__, prog_name="celery-rabbitdelay")
 def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 

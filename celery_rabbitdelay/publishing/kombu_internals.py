@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO
 from queue import LifoQueue
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from amqp import spec
 from amqp.exceptions import NotFound
@@ -19,6 +19,12 @@ from kombu.resource import Resource
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
 from kombu.utils import json
+
+if TYPE_CHECKING:
+    # kombu's is a subclass, of which a user's type checker knows nothing.
+    from functools import cached_property as cached_property
+else:
+    from kombu.utils.objects import cached_property as cached_property
 
 #: The options of :func:`serialized`.
 SERIALIZING: Final = ("serializer", "content_type", "content_encoding", "compression")

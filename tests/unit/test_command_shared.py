@@ -1,15 +1,18 @@
-"""The connection to another broker than the application's, and how times are given."""
+"""The connection to another broker than the application's, times, and the version."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay import Celery
+from celery_rabbitdelay import Celery, __version__
 from celery_rabbitdelay.command.group import rabbitdelay
 from celery_rabbitdelay.command.shared import broker_at, instant_type, seconds_type
 
@@ -118,3 +121,17 @@ def test_a_period_is_above_0_and_at_most_100_years(text: str) -> None:
 def test_an_instant_that_no_calendar_has_is_named(text: str) -> None:
     with pytest.raises(click.BadParameter, match=f"{text}': takes a datetime or ISO 8601, such as"):
         instant_type.convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["rabbitdelay", "--version"], f"celery-rabbitdelay, version {__version__}"),
+        (["-A", "shop", "report"], f"package  -> celery-rabbitdelay:{__version__}"),
+    ],
+)
+def test_celery_says_which_version_this_is(command: list[str], line: str, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text("from celery_rabbitdelay import Celery\napp = Celery()\n")
+    celery = [sys.executable, "-m", "celery", *command]
+    run = subprocess.run(celery, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert line in run.stdout.splitlines()

@@ -26,7 +26,7 @@ from kombu.common import QoS
 from kombu.exceptions import DecodeError
 
 from celery_rabbitdelay.app import celery_internals as of_app
-from celery_rabbitdelay.app.task import DelayingTask
+from celery_rabbitdelay.app.task import Task as OurTask
 from celery_rabbitdelay.worker import celery_internals as of_worker
 
 
@@ -105,8 +105,8 @@ def test_an_application_is_rebuilt_from_its_class_first(app: Any) -> None:
 
 def test_classes_are_imported_by_name() -> None:
     for named in (Task, "celery.app.task:Task"):
-        combined = of_app.combined_class(DelayingTask, named)
-        assert combined is DelayingTask, moved("utils.imports.symbol_by_name")
+        combined = of_app.combined_class(OurTask, named)
+        assert combined is OurTask, moved("utils.imports.symbol_by_name")
 
 
 def test_queues_are_made_and_selected_by_these_methods(app: Any) -> None:

@@ -1,0 +1,208 @@
+"""What mypy and pyright know of a user's project, with celery-types and without."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import venv
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import amqp
+import billiard
+import celery
+import click
+import kombu
+import pytest
+import vine
+
+import celery_rabbitdelay
+
+#: What both checkers shall say of a line stands behind it: the type that it reveals, or that it is
+#: refused. All other lines have no error.
+PROJECT = '''\
+from datetime import timedelta
+from typing import Any
+
+import celery
+from celery_rabbitdelay import Celery, Row, Task, install, shared_task
+
+app = Celery("shop", broker="amqp://")
+reveal_type(app.rabbitdelay)  # RabbitDelay
+reveal_type(app.rabbitdelay.topology)  # Topology
+reveal_type(app.rabbitdelay.settings.prefix)  # str
+reveal_type(app.rabbitdelay.cancel("id"))  # Outcome
+
+
+@app.task
+def remind(order: int) -> str:
+    return f"Order {order}"
+
+
+reveal_type(remind)  # Task
+reveal_type(remind(1))  # str
+remind.apply_async((1,), delay=60)
+remind.apply_async(args=(1,), kwargs={}, delay=timedelta(days=3), tolerance=60, queue="orders")
+remind.apply_async((1,), countdown=60, key="order:1", job="import", once=True, track=True)
+remind.apply_async((1,), delay="60")  # refused
+remind.apply_async((1,), dealy=60)  # refused
+remind.apply_async((1,), delay=60, key=7)  # refused
+remind.delay(1)
+remind.delay("one")  # refused
+
+reveal_type(remind.s(1))  # DelayingSignature
+reveal_type(remind.s(1).set(delay=60))  # DelayingSignature
+remind.si(1).set(countdown=60, tolerance=5, queue="orders").apply_async(key="order:1")
+remind.signature((1,)).set(delay=timedelta(hours=1)).clone(delay=7)
+remind.s(1).set(delay="60")  # refused
+celery.chain(remind.s(1), remind.si(2).set(delay=60)).apply_async()
+celery.group(remind.s(order) for order in range(3)).apply_async(delay=60)
+app.signature("shop.remind", (1,)).set(delay=60)
+app.send_task("shop.remind", (1,), delay=60, tolerance=1)
+app.rabbitdelay.send_many(remind, [Row((1,), delay=60)], track=True)
+
+
+class Audited(Task[..., Any]):
+    """A base class."""
+
+
+@app.task(bind=True, acks_late=True, rabbitdelay=True, once=True, track=None)
+def fetch(self: Task[..., None], url: str, *, timeout: float = 1) -> None:
+    reveal_type(self.app.rabbitdelay)  # RabbitDelay
+    if not url:
+        raise self.retry(delay=60, max_retries=3)
+    raise self.retry(countdown=7, tolerance=60, track=True)
+
+
+fetch.delay("https://example.org", timeout=7)
+fetch.delay(timeout=7)  # refused
+reveal_type(fetch)  # Task
+
+
+@app.task(name="charge", base=Audited)
+def charge(order: int) -> None: ...
+
+
+reveal_type(charge)  # Audited
+charge.apply_async((1,), delay=60)
+
+
+@app.task(once="yes")  # refused
+def sell(order: int) -> None: ...
+
+
+@shared_task(name="pack")
+def pack(order: int) -> None: ...
+
+
+reveal_type(pack)  # Task
+pack.apply_async((1,), delay=60)
+pack.apply_async_on_commit((1,), delay=60)
+pack.delay_on_commit("one")  # refused
+
+installed = install(celery.Celery("shop"))
+reveal_type(installed)  # Celery
+reveal_type(installed.rabbitdelay)  # RabbitDelay
+
+
+@installed.task
+def count() -> None: ...
+
+
+count.apply_async(delay=60)
+
+
+def send(any_app: celery.Celery) -> None:
+    any_app.send_task("shop.remind", (1,), delay=60)
+
+
+send(app)
+'''
+
+#: What celery-types says of Celery's own.
+OF_CELERY = """
+
+@celery.shared_task
+def ship(order: int) -> None: ...
+
+
+ship.apply_async((1,), delay=60)  # refused
+celery.chain(remind.s(1), remind.si(2)).set(delay=60)  # refused
+celery.chain(remind.s(1), remind.si(2)).apply_async(delay=60)
+celery.current_app.rabbitdelay  # refused
+"""
+
+#: What a user's environment has beside this package.
+INSTALLED = (celery, kombu, amqp, billiard, vine, click)
+
+Said = Mapping[int, list[str]]
+
+
+@pytest.fixture(params=["with celery-types", "without"])
+def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A project, with an environment of its own."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site_packages,) = tmp_path.glob("venv/lib/python*/site-packages")
+    for module in (celery_rabbitdelay, *INSTALLED):
+        assert module.__file__ is not None
+        package = Path(module.__file__).parent
+        (site_packages / package.name).symlink_to(package)
+        stubs = package.with_name(f"{package.name}-stubs")
+        if request.param == "with celery-types" and stubs.exists():
+            (site_packages / stubs.name).symlink_to(stubs)
+    has_types = (site_packages / "celery-stubs").exists()
+    assert has_types == (request.param == "with celery-types")
+    (tmp_path / "shop.py").write_text(PROJECT + OF_CELERY * has_types)
+    return tmp_path
+
+
+def run(*command: str, cwd: Path) -> str:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stdout + result.stderr  # there are errors
+    return result.stdout
+
+
+def assert_as_written(project: Path, types: Said, errors: Said) -> None:
+    """Assert that each line reveals the type, or has the error, that stands behind it."""
+    for number, line in enumerate((project / "shop.py").read_text().splitlines(), 1):
+        _, _, expected = line.partition("  # ")
+        said = f"{line}\n{types.get(number)}\n{errors.get(number)}"
+        assert (number in errors) == (expected == "refused"), said
+        if "reveal_type" in line:
+            (revealed,) = types[number]
+            assert re.match(rf"([a-z_]+\.)*{re.escape(expected)}", revealed), said
+
+
+def test_mypy_knows_the_options(project: Path) -> None:
+    types, errors = defaultdict(list), defaultdict(list)
+    out = run(
+        *(sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--ignore-missing-imports"),
+        *("--python-executable", str(project / "venv/bin/python"), "shop.py"),
+        cwd=project,
+    )
+    for number, kind, text in re.findall(r"^shop\.py:(\d+): (error|note): (.*)$", out, re.M):
+        if kind == "error":
+            errors[int(number)].append(text)
+        elif revealed := re.match(r'Revealed type is "(.*)"$', text):
+            types[int(number)].append(revealed[1])
+    assert_as_written(project, types, errors)
+
+
+def test_pyright_knows_the_options(project: Path) -> None:
+    types, errors = defaultdict(list), defaultdict(list)
+    (project / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    out = run(
+        *(sys.executable, "-m", "basedpyright", "--outputjson"),
+        *("--pythonpath", str(project / "venv/bin/python"), "shop.py"),
+        cwd=project,
+    )
+    for said in json.loads(out)["generalDiagnostics"]:
+        number, text = said["range"]["start"]["line"] + 1, said["message"]
+        if said["severity"] == "error":
+            errors[number].append(text)
+        elif revealed := re.match(r'Type of ".*" is "(.*)"$', text, re.S):
+            types[number].append(revealed[1])
+    assert_as_written(project, types, errors)
