@@ -67,7 +67,8 @@ def test_connecting_takes_no_longer_than_celery_s_setting_says() -> None:
     """All attempts together, to a host that takes the connection and says no word."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]}//"
-        shop = make_app({"broker_url": url, "prefix": "test", "broker_connection_timeout": 0.5})
+        given = {"broker_url": url, "prefix": "test", "broker_connection_timeout": 0.5}
+        shop: Any = make_app(given)
         with in_time(0.5), pytest.raises(ConnectionLost, match="attempt 1:") as caught:
             shop.tasks["look"].apply_async(delay=5)
         assert not caught.value.may_have_arrived
